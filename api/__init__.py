@@ -1,0 +1,1 @@
+"""Hardpoint: a plugin-oriented LLM inference engine."""

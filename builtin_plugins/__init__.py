@@ -1,0 +1,1 @@
+"""Every built-in feature, written against hardpoint.plugins alone."""

@@ -1,0 +1,1 @@
+"""Weight loaders, one per format."""

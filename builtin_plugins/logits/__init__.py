@@ -1,0 +1,1 @@
+"""The logits processors behind the fields of SamplingParams."""

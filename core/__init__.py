@@ -1,0 +1,1 @@
+"""The engine: moves requests and tokens; owns memory, processes and time."""

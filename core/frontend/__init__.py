@@ -1,0 +1,1 @@
+"""Between the user and the engine: checks and tokenises requests, detokenises outputs."""

@@ -1,0 +1,178 @@
+"""The configuration tree and where each of its values came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+__all__ = [
+    "AttentionConfig",
+    "EngineConfig",
+    "ExecutorConfig",
+    "KVCacheConfig",
+    "LoadConfig",
+    "Origins",
+    "PluginUse",
+    "PluginsConfig",
+    "SamplerConfig",
+    "SchedulerConfig",
+    "TokenizerConfig",
+]
+
+Reference = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        description="An entry-point name, or an FQCN `package.module:Class`.",
+    ),
+]
+Count = Annotated[int, Meta(ge=1)]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every table in the configuration."""
+
+
+class PluginUse(Section):
+    """A component to enable, with the name that it shall have.
+
+    Attributes:
+        use: entry-point name or FQCN.
+        name: its name here; by default the entry point's, or the class's in snake_case.
+    """
+
+    use: Reference
+    name: Annotated[str, Meta(min_length=1)] | None = None
+
+
+class PluginsConfig(Section):
+    """Which components are on beside the built-in defaults.
+
+    Attributes:
+        enable: components to switch on.
+        disable: names of built-in defaults to switch off.
+        replace: a name that is on to the component that takes its place.
+    """
+
+    enable: list[Reference | PluginUse] = []
+    disable: list[str] = []
+    replace: dict[str, Reference] = {}
+
+
+class SchedulerConfig(Section):
+    """The scheduler, its policy and its limits.
+
+    Attributes:
+        max_num_seqs: most requests that run at once.
+        max_num_batched_tokens: most tokens of one step.
+    """
+
+    use: Reference = "default"
+    policy: Reference = "fcfs"
+    max_num_seqs: Count = 64
+    max_num_batched_tokens: Count = 2048
+
+
+class KVCacheConfig(Section):
+    """The paged KV cache.
+
+    Attributes:
+        block_size: tokens of a block.
+        memory_bytes: size of the cache; None is what `max_num_seqs` requests of full length
+            need, at most 40 % of the memory that is available.
+    """
+
+    block_size: Count = 16
+    memory_bytes: Count | None = None
+
+
+class ExecutorConfig(Section):
+    """What runs the workers."""
+
+    use: Reference = "uniproc"
+
+
+class SamplerConfig(Section):
+    """What chooses tokens from processed logits."""
+
+    use: Reference = "default"
+
+
+class AttentionConfig(Section):
+    """What attends over the KV cache."""
+
+    use: Reference = "torch"
+
+
+class TokenizerConfig(Section):
+    """The tokenizer.
+
+    Attributes:
+        path: its directory or file, where that is not the model's.
+    """
+
+    use: Reference = "transformers"
+    path: str | None = None
+
+
+class LoadConfig(Section):
+    """How weights are read.
+
+    Attributes:
+        use: name of a loader; "auto" asks each loader whether it knows the files.
+    """
+
+    use: Reference = "auto"
+
+
+class EngineConfig(Section):
+    """Everything that an engine is told.
+
+    Attributes:
+        model: an alias ("smollm2"), a directory, a .gguf file or a Hugging Face id.
+        dtype: of weights, hidden states and KV cache; "auto" is the checkpoint's own, or
+            bfloat16 where that is unknown.
+        device: "auto" is cuda where there is one, else cpu.
+        max_model_len: longest prompt plus output; None is what the model was made for.
+        seed: of everything that a request does not seed itself; None draws one.
+        plugin: options of one plugin, by its name.
+    """
+
+    model: Annotated[str, Meta(min_length=1)] = "smollm2"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_model_len: Count | None = None
+    seed: Annotated[int, Meta(ge=0)] | None = None
+    plugins: PluginsConfig = PluginsConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    kv_cache: KVCacheConfig = KVCacheConfig()
+    executor: ExecutorConfig = ExecutorConfig()
+    sampler: SamplerConfig = SamplerConfig()
+    attention: AttentionConfig = AttentionConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    load: LoadConfig = LoadConfig()
+    plugin: dict[str, dict[str, Any]] = {}
+
+
+class Origins:
+    """Where each configuration value came from."""
+
+    def __init__(self, by_path: Mapping[str, str] | None = None) -> None:
+        """`by_path` maps a dotted path to words such as `file hardpoint.toml`."""
+        self.by_path = dict(by_path or {})
+
+    def of(self, path: str) -> str:
+        """Return the origin of a path, of its nearest parent that has one, or "default"."""
+        while path:
+            if path in self.by_path:
+                return self.by_path[path]
+            cut = max(path.rfind("."), path.rfind("["))
+            path = path[:cut] if cut > 0 else ""
+        return "default"
+
+    def locate(self, message: str) -> str:
+        """Append the origin of the path that a message starts with."""
+        return f"{message} (from {self.of(message.split(': ', 1)[0])})"

@@ -1,0 +1,74 @@
+"""Every error that Hardpoint raises on purpose, in one tree.
+
+HardpointError
+├── ConfigError             a value of the configuration is wrong
+├── PluginError             a plugin is at fault
+│   ├── PluginNotFoundError     no component has that name, or the FQCN does not resolve
+│   ├── PluginLoadError         it exists but cannot be imported or built
+│   ├── PluginContractError     it loads but does not keep its kind's contract
+│   ├── PluginConflictError     two components claim one name, or their order cannot be met
+│   └── PluginFaultError        it failed while running
+├── ModelError              a model cannot be found, read or supported
+├── RequestError            a request is wrong; nothing else is disturbed
+└── EngineClosedError       the engine was closed before the call
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigError",
+    "EngineClosedError",
+    "HardpointError",
+    "ModelError",
+    "PluginConflictError",
+    "PluginContractError",
+    "PluginError",
+    "PluginFaultError",
+    "PluginLoadError",
+    "PluginNotFoundError",
+    "RequestError",
+]
+
+
+class HardpointError(Exception):
+    """The root of every error that Hardpoint raises on purpose."""
+
+
+class ConfigError(HardpointError, ValueError):
+    """A configuration value is wrong; the message gives its path and where it came from."""
+
+
+class PluginError(HardpointError):
+    """A plugin is at fault; the message names it, its distribution and who asked for it."""
+
+
+class PluginNotFoundError(PluginError):
+    """No component has the name, or the FQCN does not resolve."""
+
+
+class PluginLoadError(PluginError):
+    """The component exists but could not be imported or constructed."""
+
+
+class PluginContractError(PluginError):
+    """The component was imported but does not keep the contract of its kind."""
+
+
+class PluginConflictError(PluginError):
+    """Two components claim one name, or their stated order cannot be met."""
+
+
+class PluginFaultError(PluginError):
+    """A plugin failed while it ran."""
+
+
+class ModelError(HardpointError):
+    """A model cannot be found, read or supported."""
+
+
+class RequestError(HardpointError, ValueError):
+    """A request is wrong; the message names the field, its value and what would be right."""
+
+
+class EngineClosedError(HardpointError):
+    """The engine was closed before the call was made."""

@@ -1,0 +1,102 @@
+"""Executors: run the workers, in whatever process or machine they are."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .component import Component, Context
+from .requests import TokenLogprobs
+
+if TYPE_CHECKING:
+    from .scheduling import SchedulerOutput
+
+__all__ = ["Executor", "ExecutorContext", "ModelRunnerOutput", "Worker", "WorkerInfo"]
+
+
+@dataclass(slots=True)
+class ModelRunnerOutput:
+    """What a step produced.
+
+    Attributes:
+        sampled_token_ids: per request that reached its last known token, what was sampled.
+        logprobs: per request that asked for them, one entry per sampled token.
+        prompt_logprobs: per request that asked for them, those of the prompt positions of this
+            step; None stands for the first position.
+    """
+
+    sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """What the engine learns from a worker that has loaded its model.
+
+    Attributes:
+        bytes_per_block: of the KV cache, all layers together.
+        available_bytes: memory that the KV cache may take.
+    """
+
+    bytes_per_block: int
+    available_bytes: int
+
+
+class Worker(Protocol):
+    """One device's share of the model. Made by `ExecutorContext.create_worker`."""
+
+    def load_model(self) -> WorkerInfo:
+        """Read the weights."""
+
+    def initialize_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache."""
+
+    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Run a step; None means that sampling waits for `sample_tokens`."""
+
+    def sample_tokens(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Finish a step that waits."""
+
+    def close(self) -> None:
+        """Release everything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutorContext(Context):
+    """What an executor is built with.
+
+    Attributes:
+        create_worker: builds the worker of a rank.
+    """
+
+    create_worker: Callable[[int], Worker]
+
+
+class Executor(Component):
+    """Starts workers and hands them each step's plan."""
+
+    context: ExecutorContext
+
+    @abstractmethod
+    def start(self) -> WorkerInfo:
+        """Start the workers and load the model; return the tightest worker's figures."""
+
+    @abstractmethod
+    def initialize_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache in every worker."""
+
+    @abstractmethod
+    def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
+        """Start a step; a result of None means that sampling waits for `sample_tokens`."""
+
+    @abstractmethod
+    def sample_tokens(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        """Finish a step that waits."""
+
+    @abstractmethod
+    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
+        """Call a worker method on every worker; return their results in rank order."""

@@ -1,0 +1,73 @@
+"""The enabled hooks: verified when registered, called with the guilty named."""
+
+from __future__ import annotations
+
+import inspect
+from types import TracebackType
+from typing import Any
+
+import pluggy
+
+from .errors import PluginContractError, PluginFaultError
+from .hooks import PROJECT, HookSpecs
+from .loading import Source
+
+__all__ = ["HookSet"]
+
+
+class HookSet:
+    """Calls hooks in order of enabling, last enabled first, as pluggy does."""
+
+    def __init__(self) -> None:
+        """Start with no plugin."""
+        self._manager = pluggy.PluginManager(PROJECT)
+        self._manager.add_hookspecs(HookSpecs)
+        self._sources: dict[str, Source] = {}
+
+    def add(self, target: Any, source: Source) -> None:
+        """Register a module, class or object.
+
+        Raises:
+            PluginContractError: it implements an unknown hook, or asks for unknown arguments.
+        """
+        plugin = target() if inspect.isclass(target) else target
+        self._sources[source.name] = source
+        try:
+            self._manager.register(plugin, name=source.name)
+            self._manager.check_pending()
+        except pluggy.PluginValidationError as cause:
+            known = ", ".join(name for name in vars(HookSpecs) if not name.startswith("_"))
+            detail = " ".join(str(cause).split())
+            raise PluginContractError(f"{source}: {detail}; hooks are: {known}") from cause
+
+    def has(self, hook: str) -> bool:
+        """Whether any plugin implements a hook; lets callers skip the work before a call."""
+        return bool(getattr(self._manager.hook, hook).get_hookimpls())
+
+    def call(self, hook: str, **arguments: Any) -> list[Any]:
+        """Call a hook; return what its implementations returned.
+
+        Raises:
+            PluginFaultError: naming the plugin whose implementation failed; the cause is chained.
+        """
+        caller = getattr(self._manager.hook, hook)
+        try:
+            results: list[Any] = caller(**arguments)
+        except Exception as cause:
+            who = self._guilty(caller, cause.__traceback__)
+            raise PluginFaultError(
+                f"{who}: its hook {hook} failed: {type(cause).__name__}: {cause}"
+            ) from cause
+        return results
+
+    def _guilty(self, caller: pluggy.HookCaller, traceback: TracebackType | None) -> str:
+        """Find whose function is in a traceback."""
+        names = {
+            inspect.unwrap(impl.function).__code__: impl.plugin_name
+            for impl in caller.get_hookimpls()
+        }
+        while traceback is not None:
+            if name := names.get(traceback.tb_frame.f_code):
+                return str(self._sources[name])
+            traceback = traceback.tb_next
+        return f"one of the plugins {', '.join(names.values())}"

@@ -1,0 +1,61 @@
+"""Hooks: behaviour that is not a component. Specified with pluggy.
+
+A plugin of kind `hooks` is a module, a class (made without arguments) or an object that marks
+functions with `hookimpl` and states `contract = 1`. Hook names and argument names are checked when
+it is registered. Arguments that an implementation does not need may be left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import pluggy
+
+from .requests import EngineCoreRequest, RequestOutput
+
+if TYPE_CHECKING:
+    from .commands import Command
+
+__all__ = ["PROJECT", "HookSpecs", "hookimpl", "hookspec"]
+
+PROJECT = "hardpoint"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+class HookSpecs:
+    """Every hook. The process that calls it is in brackets."""
+
+    @hookspec
+    def engine_started(self, info: Mapping[str, object]) -> None:
+        """[frontend] The engine is ready.
+
+        `info` holds model, dtype, max_model_len, num_blocks and load_seconds. An error here
+        closes the engine and is raised to whoever opened it.
+        """
+
+    @hookspec
+    def engine_closing(self) -> None:
+        """[frontend] The engine is about to close; requests still running are aborted."""
+
+    @hookspec
+    def request_received(self, request: EngineCoreRequest) -> None:
+        """[frontend] A request was checked and is about to enter the engine.
+
+        May change its fields; they are not checked again. Called for each of the `n` completions.
+        Raising a ValueError refuses the request with that message; any other error refuses it
+        too and names the plugin.
+        """
+
+    @hookspec
+    def request_finished(self, output: RequestOutput) -> None:
+        """[frontend] The last output of a request is about to be returned.
+
+        An error here ends that request with `finish_reason="error"`, naming the plugin.
+        """
+
+    @hookspec
+    def cli_commands(self) -> Sequence[Command]:  # type: ignore[empty-body]
+        """[command line] Return commands to add to `hardpoint`."""

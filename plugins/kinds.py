@@ -1,0 +1,195 @@
+"""The table of extension points. Loader, command line, tests and reference are made from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from .component import Component
+from .execution import Executor
+from .logits import LogitsPlugin, LogitsProcessor, SparseLogitsProcessor
+from .modeling import AttentionBackend, Model, WeightLoader
+from .sampling import Sampler
+from .scheduling import Scheduler, SchedulingPolicy
+from .tokenizing import Tokenizer
+
+__all__ = ["KINDS", "PLANNED", "FaultScope", "Kind", "Number", "Process", "kind_named"]
+
+
+class Number(Enum):
+    """How many components of a kind an engine has."""
+
+    ONE = "one"
+    """The one that the configuration chooses."""
+    MANY = "many"
+    """All that are enabled, in order."""
+    BY_NAME = "by name"
+    """Loaded when a model or request names it."""
+
+
+class Process(Enum):
+    """Where a component lives."""
+
+    FRONTEND = "frontend"
+    ENGINE = "engine"
+    WORKER = "worker"
+
+
+class FaultScope(Enum):
+    """What a fault of a component ends."""
+
+    REQUEST = "request"
+    """The requests that use it."""
+    STEP = "step"
+    """Nothing: the built-in default decides this step."""
+    ENGINE = "engine"
+    """The engine."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One extension point.
+
+    Attributes:
+        name: also the entry-point group's, after `hardpoint.`.
+        interface: what a component derives from; None for hooks, which pluggy checks.
+        forms: the interface's own abstract forms, if an author derives from one of several.
+        contract: current version; the engine accepts it and the one before.
+        chosen_by: the configuration path that names the component, for Number.ONE.
+    """
+
+    name: str
+    interface: type[Component] | None
+    number: Number
+    lives_in: tuple[Process, ...]
+    fault_scope: FaultScope
+    summary: str
+    contract: int = 1
+    chosen_by: str | None = None
+    forms: tuple[type[Component], ...] = ()
+
+    @property
+    def group(self) -> str:
+        """The entry-point group."""
+        return f"hardpoint.{self.name}"
+
+    @property
+    def interface_names(self) -> list[str]:
+        """Names of the classes that an author may derive from."""
+        if self.interface is None:
+            return []
+        return [form.__name__ for form in self.forms or (self.interface,)]
+
+
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind(
+            name="logits_processors",
+            interface=LogitsPlugin,
+            forms=(LogitsProcessor, SparseLogitsProcessor),
+            number=Number.MANY,
+            lives_in=(Process.FRONTEND, Process.WORKER),
+            fault_scope=FaultScope.REQUEST,
+            summary="Change the logits of the requests that ask for it.",
+        ),
+        Kind(
+            name="samplers",
+            interface=Sampler,
+            number=Number.ONE,
+            lives_in=(Process.WORKER,),
+            fault_scope=FaultScope.ENGINE,
+            chosen_by="sampler.use",
+            summary="Choose a token from the processed logits.",
+        ),
+        Kind(
+            name="schedulers",
+            interface=Scheduler,
+            number=Number.ONE,
+            lives_in=(Process.ENGINE,),
+            fault_scope=FaultScope.ENGINE,
+            chosen_by="scheduler.use",
+            summary="Hand out each step's token budget.",
+        ),
+        Kind(
+            name="scheduling_policies",
+            interface=SchedulingPolicy,
+            number=Number.ONE,
+            lives_in=(Process.ENGINE,),
+            fault_scope=FaultScope.ENGINE,
+            chosen_by="scheduler.policy",
+            summary="Order waiting requests and choose whom to preempt.",
+        ),
+        Kind(
+            name="executors",
+            interface=Executor,
+            number=Number.ONE,
+            lives_in=(Process.ENGINE,),
+            fault_scope=FaultScope.ENGINE,
+            chosen_by="executor.use",
+            summary="Run the workers that hold the model.",
+        ),
+        Kind(
+            name="models",
+            interface=Model,
+            number=Number.BY_NAME,
+            lives_in=(Process.WORKER,),
+            fault_scope=FaultScope.ENGINE,
+            summary="Compute hidden states and logits of one architecture.",
+        ),
+        Kind(
+            name="loaders",
+            interface=WeightLoader,
+            number=Number.BY_NAME,
+            lives_in=(Process.FRONTEND, Process.WORKER),
+            fault_scope=FaultScope.ENGINE,
+            summary="Read a model's configuration and weights from one format.",
+        ),
+        Kind(
+            name="attention_backends",
+            interface=AttentionBackend,
+            number=Number.ONE,
+            lives_in=(Process.WORKER,),
+            fault_scope=FaultScope.ENGINE,
+            chosen_by="attention.use",
+            summary="Keep keys and values in blocks and attend over them.",
+        ),
+        Kind(
+            name="tokenizers",
+            interface=Tokenizer,
+            number=Number.ONE,
+            lives_in=(Process.FRONTEND,),
+            fault_scope=FaultScope.ENGINE,
+            chosen_by="tokenizer.use",
+            summary="Turn text into token ids and back.",
+        ),
+        Kind(
+            name="hooks",
+            interface=None,
+            number=Number.MANY,
+            lives_in=(Process.FRONTEND,),
+            fault_scope=FaultScope.REQUEST,
+            summary="Behaviour that is not a component: lifecycle, requests, commands.",
+        ),
+    )
+}
+
+PLANNED: dict[str, str] = {
+    "eviction_policies": "eviction",
+    "kv_connectors": "kv_connector",
+    "kv_event_publishers": "kv_events",
+    "quantizations": "quantization",
+    "speculators": "speculator",
+    "grammars": "grammar",
+    "reasoning_parsers": "reasoning",
+    "tool_parsers": "tools",
+    "balancers": "balancer",
+    "stat_sinks": "stats",
+}
+"""Kinds of the design that this version does not have, with the configuration table that will
+choose them; naming either is refused by name."""
+
+
+def kind_named(name: str) -> Kind:
+    """Return a kind of the table; raises KeyError for any other name."""
+    return KINDS[name]

@@ -1,0 +1,60 @@
+"""The manifest: the resolved set of plugins, the same in every process."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from .loading import Source
+
+__all__ = ["Manifest", "PluginEntry"]
+
+
+class PluginEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One enabled component.
+
+    Attributes:
+        value: `package.module:Qual.Name`, or a module.
+        options: as plain data; checked by the component's own type.
+        origin: who enabled it; not part of the hash.
+        place: position in the resolved order of its kind, from 0.
+    """
+
+    kind: str
+    name: str
+    value: str
+    distribution: str
+    version: str
+    options: dict[str, Any] = {}
+    origin: str = "default"
+    place: int = 0
+
+    @property
+    def source(self) -> Source:
+        """Who it is, for messages."""
+        return Source(self.name, self.value, self.distribution, self.version, self.origin)
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Every enabled component.
+
+    Attributes:
+        hardpoint: version of the engine.
+        generation: rises with every live change.
+    """
+
+    hardpoint: str
+    entries: tuple[PluginEntry, ...]
+    generation: int = 1
+
+    @property
+    def hash(self) -> str:
+        """Return a digest that is equal where names, versions, classes, options and order are."""
+        content = [
+            (e.kind, e.name, e.value, e.distribution, e.version, e.options, e.place)
+            for e in sorted(self.entries, key=lambda e: (e.kind, e.place, e.name))
+        ]
+        encoded = msgspec.json.encode((self.hardpoint, content), order="deterministic")
+        return hashlib.sha256(encoded).hexdigest()

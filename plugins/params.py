@@ -1,0 +1,116 @@
+"""What a request may ask for."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from .errors import RequestError
+from .typed import convert
+
+__all__ = ["RequestOutputKind", "SamplingParams"]
+
+TokenId = Annotated[int, Meta(ge=0)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+NonEmpty = Annotated[str, Meta(min_length=1)]
+
+
+class RequestOutputKind(IntEnum):
+    """How much each output of a request repeats."""
+
+    CUMULATIVE = 0
+    """Every output holds everything so far."""
+    DELTA = 1
+    """Every output holds what is new."""
+    FINAL_ONLY = 2
+    """One output, at the end."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the tokens of one request are chosen, and when it stops.
+
+    Constructing one checks nothing; the engine checks it whole when the request comes in, and
+    never changes it.
+
+    Attributes:
+        n: completions per prompt.
+        temperature: 0 (in fact anything under 1e-5) is greedy; larger is more random.
+        top_p: keep the smallest set of tokens whose probability reaches it; 1 is off.
+        top_k: keep the k likeliest tokens; 0 or -1 is off.
+        min_p: drop tokens less likely than `min_p` times the likeliest; 0 is off.
+        seed: makes the choice repeatable; None draws one per request.
+        max_tokens: at most so many output tokens; None is until the context is full.
+        min_tokens: no stop token before so many output tokens.
+        stop: strings that end the text; cut off unless `include_stop_str_in_output`.
+        stop_token_ids: tokens that end it, beside the model's own end-of-sequence tokens.
+        ignore_eos: do not stop at the model's own end-of-sequence tokens.
+        logprobs: return log-probabilities of so many likeliest tokens and of the chosen one,
+            at each output position; -1 is the whole vocabulary.
+        prompt_logprobs: the same for each prompt position after the first.
+        presence_penalty: subtracted once from the logit of every token in the output.
+        frequency_penalty: subtracted for every occurrence in the output.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt
+            or output (CTRL, arXiv:1909.05858); 1 is off.
+        logit_bias: token id to a number in [-100, 100] added to its logit.
+        bad_words: strings that must not be produced.
+        allowed_token_ids: only these may be produced.
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: keep the stop string (or stop token) in the text.
+        detokenize: False returns token ids and no text.
+        output_kind: how much each output repeats.
+        plugin_args: plugin name to that plugin's own arguments, a mapping or an instance.
+    """
+
+    n: Annotated[int, Meta(ge=1, le=4096)] = 1
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = 16
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    stop: NonEmpty | list[NonEmpty] = []
+    stop_token_ids: list[TokenId] = []
+    ignore_eos: bool = False
+    logprobs: Annotated[int, Meta(ge=-1)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=-1)] | None = None
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
+    logit_bias: dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]] = {}
+    bad_words: list[NonEmpty] = []
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    detokenize: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    plugin_args: dict[str, Any] = {}
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken (temperature under 1e-5)."""
+        return self.temperature < 1e-5
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    def checked(self) -> SamplingParams:
+        """Return an equal object whose every field was checked.
+
+        Raises:
+            RequestError: naming the field, its value and what would be right.
+        """
+        params = convert(self, SamplingParams, path="", error=RequestError)
+        if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+            raise RequestError(
+                f"min_tokens: expected at most max_tokens ({params.max_tokens}), "
+                f"got {params.min_tokens}"
+            )
+        if params.stop_strings and not params.detokenize:
+            raise RequestError("stop: stop strings need text, but detokenize is false")
+        return params

@@ -1,0 +1,210 @@
+"""The set of plugins of one engine: resolved once, loaded by need, the same everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from . import typed
+from .component import Component, Context
+from .config import EngineConfig, Origins
+from .discovery import Found, discover, installed_version
+from .errors import ConfigError, HardpointError, PluginLoadError, PluginNotFoundError
+from .hook_set import HookSet
+from .kinds import KINDS, Number
+from .loading import check_component, import_object
+from .logits import LogitsPlugin
+from .manifest import Manifest, PluginEntry
+from .ordering import ordered
+from .selection import Chosen, Selection
+
+__all__ = ["PluginSet", "resolve_plugins"]
+
+
+class PluginSet:
+    """The components that are on.
+
+    Attributes:
+        manifest: what travels to other processes.
+        found: everything installed, on or not.
+    """
+
+    def __init__(
+        self, manifest: Manifest, found: Sequence[Found], targets: dict[tuple[str, str], Any]
+    ) -> None:
+        """`targets` holds what is imported already, by kind and name."""
+        self.manifest = manifest
+        self.found = found
+        self._entries = {(e.kind, e.name): e for e in manifest.entries}
+        self._targets = targets
+
+    def entries(self, kind: str) -> list[PluginEntry]:
+        """Return the entries of a kind in their resolved order."""
+        return sorted((e for e in self.manifest.entries if e.kind == kind), key=lambda e: e.place)
+
+    def one(self, kind: str) -> PluginEntry:
+        """Return the entry of a kind of which there is one."""
+        (entry,) = self.entries(kind)
+        return entry
+
+    def get(self, kind: str, name: str) -> PluginEntry:
+        """Return the entry of a name.
+
+        Raises:
+            PluginNotFoundError: saying what is on, and whether it is installed but not enabled.
+        """
+        if entry := self._entries.get((kind, name)):
+            return entry
+        on = [e.name for e in self.entries(kind)]
+        raise PluginNotFoundError(
+            f"{kind}: no component {name!r} is on{typed.suggest(name, on)}"
+            f"{self.hint(name, kind)}; on: {', '.join(sorted(on)) or 'none'}"
+        )
+
+    def hint(self, name: str, kind: str) -> str:
+        """Return advice if an installed component of that name is not enabled, else nothing."""
+        for found in self.not_enabled():
+            if (found.kind, found.name) == (kind, name):
+                return (
+                    f"; {found.distribution} {found.version} offers it: "
+                    f'add "{name}" to plugins.enable'
+                )
+        return ""
+
+    def not_enabled(self) -> list[Found]:
+        """Return what is installed, but neither on nor a built-in."""
+        on = {(e.kind, e.value) for e in self.manifest.entries}
+        return [f for f in self.found if not f.builtin and (f.kind, f.value) not in on]
+
+    def target(self, entry: PluginEntry) -> Any:
+        """Return an entry's class (or hooks object), importing and checking it the first time."""
+        key = (entry.kind, entry.name)
+        if key not in self._targets:
+            target = import_object(entry.source)
+            check_component(target, KINDS[entry.kind], entry.source)
+            self._targets[key] = target
+        return self._targets[key]
+
+    def options(self, entry: PluginEntry) -> Any:
+        """Return an entry's checked options."""
+        return typed.convert(entry.options, self.target(entry).Options, path=f"plugin.{entry.name}")
+
+    def create(self, entry: PluginEntry, context_type: type[Context], **fields: Any) -> Any:
+        """Build an entry's component; `fields` are those of its context beside name and options.
+
+        Raises:
+            PluginLoadError: its constructor failed; the cause is chained.
+        """
+        cls: type[Component] = self.target(entry)
+        context = context_type(name=entry.name, options=self.options(entry), **fields)
+        try:
+            return cls(context)
+        except HardpointError:
+            raise
+        except Exception as cause:
+            raise PluginLoadError(
+                f"{entry.source}: its constructor failed: {type(cause).__name__}: {cause}"
+            ) from cause
+
+    def hooks(self) -> HookSet:
+        """Return a new set of the enabled hooks, each one verified."""
+        hooks = HookSet()
+        for entry in self.entries("hooks"):
+            hooks.add(self.target(entry), entry.source)
+        return hooks
+
+    def logits_processors(self) -> list[tuple[PluginEntry, type[LogitsPlugin]]]:
+        """Return the logits processors in the order in which they run."""
+        return [(entry, self.target(entry)) for entry in self.entries("logits_processors")]
+
+
+def resolve_plugins(
+    config: EngineConfig,
+    origins: Origins | None = None,
+    found: Sequence[Found] | None = None,
+) -> PluginSet:
+    """Resolve a configuration's plugins, import those that are sure to run, and check them all.
+
+    Built-ins that are loaded by name are imported when a model or request names them.
+
+    Raises:
+        ConfigError: an option is wrong or belongs to no plugin that is on.
+        PluginError: a component is missing, broken, ambiguous or against its contract.
+    """
+    origins = origins or Origins()
+    found = discover() if found is None else found
+    chosen = Selection(config, origins, found).run()
+    targets: dict[tuple[str, str], Any] = {}
+    for item in chosen:
+        if item.kind.number is not Number.BY_NAME or item.path:
+            target = item.target if item.target is not None else import_object(item.source)
+            check_component(target, item.kind, item.source)
+            targets[item.kind.name, item.name] = target
+    options = _options_by_component(config, origins, chosen, targets)
+    places = _places(chosen, targets)
+    entries = tuple(
+        PluginEntry(
+            kind=item.kind.name,
+            name=item.name,
+            value=item.source.value,
+            distribution=item.source.distribution,
+            version=item.source.version,
+            origin=item.source.origin,
+            options=options.get((item.kind.name, item.name), {}),
+            place=places[item.kind.name, item.name],
+        )
+        for item in chosen
+    )
+    return PluginSet(Manifest(hardpoint=installed_version(), entries=entries), found, targets)
+
+
+def _options_by_component(
+    config: EngineConfig,
+    origins: Origins,
+    chosen: Sequence[Chosen],
+    targets: dict[tuple[str, str], Any],
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """Give each `[plugin.<name>]` table to its component, checked by the component's type."""
+    result: dict[tuple[str, str], dict[str, Any]] = {}
+    for name, table in config.plugin.items():
+        path = f"plugin.{name}"
+        keys = [
+            (c.kind.name, c.name) for c in chosen if name in (c.name, f"{c.kind.name}/{c.name}")
+        ]
+        if not keys:
+            known = sorted({c.name for c in chosen})
+            raise ConfigError(
+                f"{path}: no plugin {name!r} is on{typed.suggest(name, known)} "
+                f"(from {origins.of(path)})"
+            )
+        if len(keys) > 1:
+            choices = ", ".join(f'"{kind}/{key}"' for kind, key in keys)
+            raise ConfigError(
+                f"{path}: {name!r} could be any of {choices} (from {origins.of(path)})"
+            )
+        target = targets.get(keys[0])
+        options_type = getattr(target, "Options", typed.Options)
+        if target is None:  # loaded by name; checked when it is
+            result[keys[0]] = dict(table)
+            continue
+        try:
+            checked = typed.convert(table, options_type, path=path)
+        except ConfigError as error:
+            raise ConfigError(origins.locate(str(error))) from None
+        result[keys[0]] = msgspec.to_builtins(checked)
+    return result
+
+
+def _places(
+    chosen: Sequence[Chosen], targets: dict[tuple[str, str], Any]
+) -> dict[tuple[str, str], int]:
+    """Return each component's position within its kind."""
+    places: dict[tuple[str, str], int] = {}
+    for kind in KINDS:
+        names = [c.name for c in chosen if c.kind.name == kind]
+        if kind == "logits_processors":
+            names = ordered({name: targets[kind, name] for name in names})
+        places.update({(kind, name): index for index, name in enumerate(names)})
+    return places

@@ -83,6 +83,7 @@ from .tokenizing import DecodeStream, Tokenizer, TokenizerContext
 from .typed import Arguments, Options
 
 __all__ = [
+    "KINDS",
     "Annotated",
     "Arguments",
     "AttentionBackend",
@@ -108,7 +109,6 @@ __all__ = [
     "ForwardBatch",
     "Found",
     "HardpointError",
-    "KINDS",
     "KVCacheManager",
     "KVSpec",
     "Kind",

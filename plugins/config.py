@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta
+
+from .typed import Strict
 
 __all__ = [
     "AttentionConfig",
@@ -32,11 +33,7 @@ Reference = Annotated[
 Count = Annotated[int, Meta(ge=1)]
 
 
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every table in the configuration."""
-
-
-class PluginUse(Section):
+class PluginUse(Strict):
     """A component to enable, with the name that it shall have.
 
     Attributes:
@@ -48,7 +45,7 @@ class PluginUse(Section):
     name: Annotated[str, Meta(min_length=1)] | None = None
 
 
-class PluginsConfig(Section):
+class PluginsConfig(Strict):
     """Which components are on beside the built-in defaults.
 
     Attributes:
@@ -62,7 +59,7 @@ class PluginsConfig(Section):
     replace: dict[str, Reference] = {}
 
 
-class SchedulerConfig(Section):
+class SchedulerConfig(Strict):
     """The scheduler, its policy and its limits.
 
     Attributes:
@@ -76,7 +73,7 @@ class SchedulerConfig(Section):
     max_num_batched_tokens: Count = 2048
 
 
-class KVCacheConfig(Section):
+class KVCacheConfig(Strict):
     """The paged KV cache.
 
     Attributes:
@@ -89,25 +86,25 @@ class KVCacheConfig(Section):
     memory_bytes: Count | None = None
 
 
-class ExecutorConfig(Section):
+class ExecutorConfig(Strict):
     """What runs the workers."""
 
     use: Reference = "uniproc"
 
 
-class SamplerConfig(Section):
+class SamplerConfig(Strict):
     """What chooses tokens from processed logits."""
 
     use: Reference = "default"
 
 
-class AttentionConfig(Section):
+class AttentionConfig(Strict):
     """What attends over the KV cache."""
 
     use: Reference = "torch"
 
 
-class TokenizerConfig(Section):
+class TokenizerConfig(Strict):
     """The tokenizer.
 
     Attributes:
@@ -118,7 +115,7 @@ class TokenizerConfig(Section):
     path: str | None = None
 
 
-class LoadConfig(Section):
+class LoadConfig(Strict):
     """How weights are read.
 
     Attributes:
@@ -128,7 +125,7 @@ class LoadConfig(Section):
     use: Reference = "auto"
 
 
-class EngineConfig(Section):
+class EngineConfig(Strict):
     """Everything that an engine is told.
 
     Attributes:

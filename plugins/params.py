@@ -5,11 +5,10 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta
 
 from .errors import RequestError
-from .typed import convert
+from .typed import Strict, convert
 
 __all__ = ["RequestOutputKind", "SamplingParams"]
 
@@ -29,7 +28,7 @@ class RequestOutputKind(IntEnum):
     """One output, at the end."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingParams(Strict):
     """How the tokens of one request are chosen, and when it stops.
 
     Constructing one checks nothing; the engine checks it whole when the request comes in, and

@@ -43,13 +43,16 @@ class Request:
 
     Attributes:
         source: the request as it came in.
-        num_computed_tokens: leading tokens whose keys and values are in the cache.
+        num_computed_tokens: leading tokens whose keys and values are in the cache, or will be
+            when the step that was planned last has run.
+        num_prompt_logprobs: prompt positions whose log-probabilities were delivered.
     """
 
     source: EngineCoreRequest
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    num_prompt_logprobs: int = 0
     finish_reason: FinishReason | None = None
 
     @property

@@ -6,22 +6,39 @@ import difflib
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
 import msgspec
+from msgspec import inspect as types
 
+from .describing import attribute_docs, child_type, first_paragraph, type_words, walk_structs
 from .errors import ConfigError, HardpointError
 
-__all__ = ["Arguments", "Options", "convert", "join_path", "json_schema", "suggest"]
+__all__ = ["Arguments", "Options", "Strict", "convert", "join_path", "json_schema", "suggest"]
 
 T = TypeVar("T")
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(msgspec.field,))
+class _StrictMeta(msgspec.StructMeta):
+    """Makes every subclass frozen, keyword-only and closed without each having to say so."""
+
+    def __new__(
+        cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **config: Any
+    ) -> _StrictMeta:
+        strict = {"frozen": True, "kw_only": True, "forbid_unknown_fields": True}
+        return super().__new__(cls, name, bases, namespace, **(strict | config))
+
+
+class Strict(msgspec.Struct, metaclass=_StrictMeta):
+    """A struct that is frozen, keyword-only and refuses unknown fields; so are its subclasses."""
+
+
+class Options(Strict):
     """Base of a component's options: what an operator sets under `[plugin.<name>]`."""
 
 
-class Arguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Arguments(Strict):
     """Base of a component's per-request arguments: `SamplingParams(plugin_args={name: ...})`."""
 
 
@@ -46,8 +63,20 @@ def convert(
 
 
 def json_schema(type_: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the JSON Schema of an Options, Arguments or configuration type."""
-    return msgspec.json.schema(type_)
+    """Return the JSON Schema of an Options, Arguments or configuration type.
+
+    What docstrings say about a table and its fields becomes their descriptions.
+    """
+    schema = msgspec.json.schema(type_)
+    tables = {table.__name__: table for table in walk_structs(type_)}
+    for name, definition in schema.get("$defs", {}).items():
+        if (table := tables.get(name)) is not None:
+            definition["description"] = first_paragraph(table)
+            docs = attribute_docs(table)
+            for field, content in definition.get("properties", {}).items():
+                if field in docs:
+                    content["description"] = docs[field]
+    return schema
 
 
 def suggest(wrong: str, known: list[str]) -> str:
@@ -94,20 +123,23 @@ def _explain(message: str, value: Any, type_: Any, path: str) -> str:
     """Turn msgspec's message into ours: full path, plain words, the value that was given."""
     match = _MESSAGE.match(message)
     assert match is not None  # the pattern matches every string
-    what, inner = match["what"], (match["path"] or "").lstrip(".")
-    where = join_path(path, inner)
+    what, steps = match["what"], _steps((match["path"] or "").lstrip("."))
+    steps = _with_keys(type_, value, steps)
+    where = join_path(path, *steps)
+    info = _type_at(type_, steps)
     if found := _UNKNOWN.search(what):
-        known = _fields_at(type_, inner)
-        hint = suggest(found[1], known)
+        known = _field_names(info)
         listed = f"; known here: {', '.join(known)}" if known else ""
-        return f"{join_path(where, found[1])}: unknown field{hint}{listed}"
+        return f"{join_path(where, found[1])}: unknown field{suggest(found[1], known)}{listed}"
     if found := _MISSING.search(what):
         return f"{join_path(where, found[1])}: missing, and it has no default"
-    expected, _, _ = what.partition(", got ")
+    expected, wrong_type, _ = what.partition(", got ")
     expected = re.sub(r"`([^`]*)`", _in_words, expected)
+    if info is not None and (what.startswith("Invalid enum") or (wrong_type and _limited(info))):
+        expected = f"expected {type_words(info)}"
     if match["key"]:
         return f"{where}: {_lower(expected)} as key"
-    given, known_value = _value_at(value, inner)
+    given, known_value = _value_at(value, steps)
     return f"{where}: {_lower(expected)}" + (f", got {given!r}" if known_value else "")
 
 
@@ -115,32 +147,78 @@ def _in_words(match: re.Match[str]) -> str:
     return " or ".join(_WORDS.get(f"`{part}`", part) for part in match[1].split(" | "))
 
 
+def _limited(info: types.Type) -> bool:
+    """Whether a type is a number, of which msgspec tells the limits only to numbers."""
+    if isinstance(info, types.Metadata):
+        return _limited(info.type)
+    if isinstance(info, types.UnionType):
+        return any(_limited(option) for option in info.types)
+    return isinstance(info, types.IntType | types.FloatType)
+
+
 def _lower(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
 def _steps(inner: str) -> list[str]:
-    return [step for step in re.split(r"\.|(?=\[)", inner) if step]
+    return re.findall(r"\[[^\]]*\]|[^.\[]+", inner)
 
 
-def _value_at(value: Any, inner: str) -> tuple[Any, bool]:
-    for step in _steps(inner):
+def _value_at(value: Any, steps: list[str]) -> tuple[Any, bool]:
+    for step in steps:
         try:
-            value = value[int(step[1:-1])] if step.startswith("[") else value[step]
+            value = value[int(step[1:-1])] if step.startswith("[") else _by_key(value)[step]
         except (KeyError, IndexError, ValueError, TypeError):
             return None, False
     return value, True
 
 
-def _fields_at(type_: Any, inner: str) -> list[str]:
-    for step in _steps(inner):
-        fields = {f.encode_name: f.type for f in _struct_fields(type_)}
-        type_ = fields.get(step)
-    return [f.encode_name for f in _struct_fields(type_)]
+def _by_key(table: Any) -> dict[str, Any]:
+    return {str(key): item for key, item in table.items()} if isinstance(table, dict) else {}
 
 
-def _struct_fields(type_: Any) -> tuple[msgspec.structs.FieldInfo, ...]:
+def _with_keys(type_: Any, value: Any, steps: list[str]) -> list[str]:
+    """Replace each `[...]`, which is all that msgspec says of a mapping, by the key at fault."""
+    for index, step in enumerate(steps):
+        table, _ = _value_at(value, steps[:index])
+        if step != "[...]" or not isinstance(table, dict):
+            continue
+        items = list(table.items())
+        while len(items) > 1:  # halve until one is left, for tables may be large
+            half = items[: len(items) // 2]
+            guilty = _refused(type_, _with_value(value, steps[:index], dict(half)))
+            items = half if guilty else items[len(half) :]
+        steps = [*steps[:index], str(items[0][0]), *steps[index + 1 :]]
+    return steps
+
+
+def _refused(type_: Any, value: Any) -> bool:
     try:
-        return msgspec.structs.fields(type_)
-    except TypeError:
-        return ()
+        msgspec.convert(value, type_)
+    except msgspec.ValidationError:
+        return True
+    return False
+
+
+def _with_value(value: Any, steps: list[str], inner: Any) -> Any:
+    """Return a copy of `value` in which `inner` stands at a path."""
+    if not steps:
+        return inner
+    step, rest = steps[0], steps[1:]
+    if step.startswith("["):
+        at = int(step[1:-1])
+        return [*value[:at], _with_value(value[at], rest, inner), *value[at + 1 :]]
+    return {k: _with_value(v, rest, inner) if str(k) == step else v for k, v in value.items()}
+
+
+def _type_at(type_: Any, steps: list[str]) -> types.Type | None:
+    info: types.Type | None = types.type_info(type_)
+    for step in steps:
+        info = child_type(info, step)
+    return info
+
+
+def _field_names(info: types.Type | None) -> list[str]:
+    if isinstance(info, types.UnionType):
+        return [name for option in info.types for name in _field_names(option)]
+    return [f.encode_name for f in info.fields] if isinstance(info, types.StructType) else []

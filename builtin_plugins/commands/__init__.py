@@ -1,1 +1,17 @@
-"""."""
+"""The built-in commands, as a plugin of kind `hooks`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hardpoint.plugins import Command, hookimpl
+
+from . import chat, config, generate, plugins
+
+contract = 1
+
+
+@hookimpl
+def cli_commands() -> Sequence[Command]:
+    """Return `generate`, `chat`, `plugins` and `config`."""
+    return [generate.COMMAND, chat.COMMAND, plugins.COMMAND, config.COMMAND]

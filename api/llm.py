@@ -1,0 +1,259 @@
+"""LLM: a model in the caller's process, for scripts and bigger programs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from hardpoint.core.build import build_engine
+from hardpoint.core.config import config_from
+from hardpoint.core.frontend.input_processor import Prompt
+from hardpoint.core.frontend.llm_engine import LLMEngine
+from hardpoint.plugins import (
+    EngineConfig,
+    Manifest,
+    Origins,
+    RequestError,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    Tokenizer,
+)
+
+from .progress import ProgressDisplay
+
+__all__ = ["LLM"]
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model that generates text, in this process.
+
+    Usable as a context manager; `close` gives its memory back. Not for use from several threads
+    at once.
+
+    Example:
+        with LLM("smollm2") as llm:
+            print(llm.generate("The capital of France is")[0].outputs[0].text)
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        config: str | Path | Mapping[str, Any] | EngineConfig | None = None,
+        dtype: str | None = None,
+        max_model_len: int | None = None,
+        seed: int | None = None,
+        tokenizer: str | None = None,
+        progress: bool | None = None,
+    ) -> None:
+        """Load a model.
+
+        Args:
+            model: an alias ("smollm2"), a directory, a .gguf file or a Hugging Face id.
+            config: everything else: the path of a TOML file (by default `hardpoint.toml`, if
+                there is one), a mapping laid over file and environment, or an EngineConfig,
+                which stands for itself.
+            dtype, max_model_len, seed: short for the configuration fields of the same names.
+            tokenizer: short for `tokenizer.path`.
+            progress: draw progress bars; None draws them on a terminal.
+
+        Raises:
+            ConfigError, PluginError, ModelError: before any weight is read, where that is possible.
+        """
+        named = {
+            "model": model,
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "seed": seed,
+            "tokenizer": None if tokenizer is None else {"path": tokenizer},
+        }
+        self._open(*config_from(config, named), progress)
+
+    @classmethod
+    def from_resolved(
+        cls, config: EngineConfig, origins: Origins, *, progress: bool | None = None
+    ) -> LLM:
+        """Load a model from a configuration that was read elsewhere, with its origins."""
+        llm = cls.__new__(cls)
+        llm._open(config, origins, progress)
+        return llm
+
+    def _open(self, config: EngineConfig, origins: Origins, progress: bool | None) -> None:
+        self._progress = progress
+        self._requests = 0
+        with ProgressDisplay(progress) as display:
+            self._engine: LLMEngine = build_engine(config, origins, progress=display.report)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+    ) -> list[RequestOutput]:
+        """Complete prompts, all in one running batch.
+
+        Args:
+            prompts: one prompt or a list. A prompt is text, token ids, `{"prompt": text}` or
+                `{"prompt_token_ids": ids}`.
+            sampling_params: one for all, or one per prompt; never changed.
+            priority: one for all, or one per prompt; smaller is more important.
+
+        Returns:
+            One output per prompt, in the order asked.
+
+        Raises:
+            RequestError: a prompt or its parameters are wrong; then none of them runs.
+        """
+        listed = _as_list(prompts)
+        params = _one_each(sampling_params or SamplingParams(), len(listed), "sampling_params")
+        priorities = _one_each(priority, len(listed), "priority")
+        final = [_with_kind(p, RequestOutputKind.FINAL_ONLY) for p in params]
+        ids = self._add(zip(listed, final, priorities, strict=True))
+        return self._run(ids)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them, by the model's chat template.
+
+        Args:
+            messages: `[{"role": "user", "content": "..."}, ...]`, or a list of such lists.
+            sampling_params: one for all, or one per conversation.
+
+        Raises:
+            RequestError: the model has no chat template, or it refuses the messages.
+        """
+        single = not messages or isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if single else messages
+        return self.generate([self._templated(each) for each in conversations], sampling_params)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Complete one prompt; yield outputs as they come, each with what is new.
+
+        Leaving the loop early aborts the request. Outputs are deltas unless
+        `params.output_kind` is FINAL_ONLY.
+        """
+        params = params or SamplingParams()
+        if params.output_kind is RequestOutputKind.CUMULATIVE:
+            params = _with_kind(params, RequestOutputKind.DELTA)
+        ids = self._add([(prompt, params, 0)])
+        try:
+            finished = False
+            while not finished:
+                for output in self._engine.step():
+                    if output.request_id in ids:
+                        yield output
+                        finished = finished or output.finished
+        finally:
+            self._engine.abort_requests(ids)
+
+    def stream_chat(
+        self, messages: Messages, params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Answer one conversation; yield outputs as they come, each with what is new."""
+        return self.stream(self._templated(messages), params)
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration, with what was left open filled in."""
+        return self._engine.parts.config
+
+    @property
+    def manifest(self) -> Manifest:
+        """The plugins that are on."""
+        return self._engine.parts.plugins.manifest
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._engine.parts.tokenizer
+
+    def close(self) -> None:
+        """Give model, cache and processes back. Closing twice does nothing."""
+        self._engine.close()
+
+    def __enter__(self) -> LLM:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def _add(self, requests: Any) -> list[str]:
+        """Add requests; if one is refused, none runs."""
+        ids: list[str] = []
+        try:
+            for prompt, params, priority in requests:
+                request_id = str(self._requests)
+                self._requests += 1
+                self._engine.add_request(request_id, prompt, params, priority=priority)
+                ids.append(request_id)
+        except BaseException:
+            self._engine.abort_requests(ids)
+            raise
+        return ids
+
+    def _run(self, ids: list[str]) -> list[RequestOutput]:
+        """Step until all are finished; return them in the order of `ids`."""
+        results: dict[str, RequestOutput] = {}
+        began, tokens = time.perf_counter(), 0
+        try:
+            with ProgressDisplay(self._progress) as display:
+                while len(results) < len(ids):
+                    for output in self._engine.step():
+                        results[output.request_id] = output
+                        tokens += sum(len(each.token_ids) for each in output.outputs)
+                    speed = tokens / (time.perf_counter() - began)
+                    note = f"{speed:.0f} tokens/s" if tokens else ""
+                    display.report("Generating", len(results), len(ids), note)
+        finally:
+            self._engine.abort_requests(ids)
+        return [results[request_id] for request_id in ids]
+
+    def _templated(self, messages: Messages) -> Prompt:
+        text = self.tokenizer.apply_chat_template(messages)
+        # The template writes the special tokens itself.
+        return {"prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts: expected a prompt or a list, got {type(prompts).__name__}")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]
+    return list(prompts)
+
+
+def _one_each(value: Any, count: int, what: str) -> list[Any]:
+    if isinstance(value, Sequence):
+        if len(value) != count:
+            raise RequestError(f"{what}: expected one or {count}, one per prompt, got {len(value)}")
+        return list(value)
+    return [value] * count
+
+
+def _with_kind(params: Any, kind: RequestOutputKind) -> Any:
+    if not isinstance(params, SamplingParams):
+        return params  # the engine refuses it with its own words
+    return msgspec.structs.replace(params, output_kind=kind)

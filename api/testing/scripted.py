@@ -1,0 +1,254 @@
+"""The scripted model: logits are a pure function of the token history.
+
+Everything around it is real: blocks, batches, scheduling, sampling, detokenising. Because its
+arithmetic is exact, a request must give the same tokens, bit for bit, alone and in any company;
+a token read from a wrong block changes everything after it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+
+from hardpoint.core.build import build_engine
+from hardpoint.core.config import config_from
+from hardpoint.core.frontend.llm_engine import LLMEngine
+from hardpoint.plugins import (
+    AttentionBackend,
+    AttentionStep,
+    ForwardBatch,
+    KVSpec,
+    Model,
+    ModelContext,
+)
+
+__all__ = [
+    "EOS",
+    "HistoryAttention",
+    "ScriptedClock",
+    "ScriptedModel",
+    "history_hash",
+    "scripted_config",
+    "scripted_engine",
+    "write_scripted_model",
+]
+
+EOS = 256
+"""End-of-sequence token of the scripted model; tokens 0 to 255 stand for one byte each."""
+
+_VOCAB = 257
+_MODULUS = 2**31 - 1
+_BASE = 1_000_003
+
+
+def history_hash(tokens: Iterable[int]) -> int:
+    """Return a number below 2**31 that stands for a token history, order included."""
+    value = 0
+    for token in tokens:
+        value = (value * _BASE + token + 1) % _MODULUS
+    return value
+
+
+class HistoryAttention(AttentionBackend):
+    """Keeps token ids as keys; "attends" by hashing every token up to the query's own."""
+
+    contract = 1
+    kv_layout = "scripted[blocks, block_size]"
+    devices = ("cpu",)
+
+    def bytes_per_block(self, spec: KVSpec) -> int:  # noqa: ARG002
+        """Return the bytes of one block."""
+        return self.context.block_size * 8
+
+    def allocate(self, spec: KVSpec, num_blocks: int) -> torch.Tensor:  # noqa: ARG002
+        """Return int64 [blocks, block_size]."""
+        return torch.zeros(num_blocks, self.context.block_size, dtype=torch.int64)
+
+    def plan(self, step: AttentionStep) -> AttentionStep:
+        """Return the step itself."""
+        return step
+
+    def attend(
+        self,
+        spec: KVSpec,  # noqa: ARG002
+        cache: torch.Tensor,
+        plan: AttentionStep,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,  # noqa: ARG002
+    ) -> torch.Tensor:
+        """Store the token ids in `k`, then return each query's history hash."""
+        cache.view(-1)[plan.slots] = k.view(-1).long()
+        result = torch.empty_like(q)
+        starts = plan.query_starts.tolist()
+        for index, length in enumerate(plan.seq_lens.tolist()):
+            blocks = plan.block_table[index, : -(-length // plan.block_size)]
+            history = cache[blocks].view(-1)[:length].tolist()
+            first, end = starts[index], starts[index + 1]
+            value = history_hash(history[: length - (end - first)])
+            for query in range(first, end):
+                token = history[length - (end - query)]
+                value = (value * _BASE + token + 1) % _MODULUS
+                result[query] = value
+        return result
+
+
+class ScriptedModel(Model):
+    """Follows `replies` from the checkpoint's configuration, else pseudo-random logits.
+
+    A history that starts with a reply's prompt is continued with that reply, then EOS; what
+    follows any other history is a fixed pseudo-random function of it and of `seed`.
+    """
+
+    contract = 1
+
+    def __init__(self, context: ModelContext) -> None:
+        """Read the script."""
+        super().__init__(context)
+        hf = context.config.hf
+        self._seed = int(hf.get("seed", 0))
+        self._next: dict[int, int] = {}
+        for prompt, reply in hf.get("replies", []):
+            for length, token in enumerate([*reply, EOS]):
+                self._next[history_hash([*prompt, *reply[:length]])] = token
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return none: there are no weights."""
+        return {}
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take nothing."""
+        for name, _ in weights:
+            raise ValueError(f"the scripted model has no weight {name!r}")
+
+    def kv_specs(self) -> list[KVSpec]:
+        """Return one layer of one head of one element."""
+        return [KVSpec(num_heads=1, num_kv_heads=1, head_size=1, scale=1.0)]
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return float64 [tokens, 1]: each position's history hash."""
+        ids = batch.token_ids.double().view(-1, 1, 1)
+        return batch.attend(0, ids, ids, ids).view(-1, 1)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return float32 [rows, vocab] in [0, 8), or 100 for the token that the script names."""
+        state = hidden.long() + self._seed * 7_919
+        mixed = (state * 48_271 + torch.arange(_VOCAB) * 69_621) % _MODULUS
+        mixed = (mixed * 16_807 + 11) % _MODULUS
+        logits = (mixed % 65_536).float() / 8_192
+        for row, value in enumerate(hidden.view(-1).long().tolist()):
+            if (token := self._next.get(value)) is not None:
+                logits[row, token] = 100.0
+        return logits
+
+
+@dataclass
+class ScriptedClock:
+    """A clock that moves when it is told to, and by `tick` seconds at every reading."""
+
+    now: float = 0.0
+    tick: float = 0.0
+
+    def __call__(self) -> float:
+        """Return the time in seconds."""
+        self.now += self.tick
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        """Move on."""
+        self.now += seconds
+
+
+def write_scripted_model(
+    folder: Path,
+    replies: Mapping[str, str] | None = None,
+    *,
+    seed: int = 0,
+    max_position_embeddings: int = 512,
+) -> Path:
+    """Write a checkpoint folder of the scripted model, byte-level tokenizer included.
+
+    Args:
+        folder: made if it is not there.
+        replies: prompt text to the text that follows it.
+        seed: chooses the pseudo-random function.
+        max_position_embeddings: the longest context.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = _byte_tokenizer()
+    config = {
+        "architectures": ["ScriptedForCausalLM"],
+        "vocab_size": _VOCAB,
+        "max_position_embeddings": max_position_embeddings,
+        "eos_token_id": EOS,
+        "torch_dtype": "float32",
+        "seed": seed,
+        "replies": [
+            [tokenizer.encode(prompt).ids, tokenizer.encode(reply).ids]
+            for prompt, reply in (replies or {}).items()
+        ],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<eos>", "chat_template": _CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def scripted_config(folder: Path, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the configuration that loads a folder of `write_scripted_model`.
+
+    Args:
+        folder: the checkpoint.
+        extra: further configuration, laid over it table by table.
+    """
+    config: dict[str, Any] = {
+        "model": str(folder),
+        "dtype": "float32",
+        "load": {"use": "dummy"},
+        "attention": {"use": "hardpoint.testing:HistoryAttention"},
+        "plugins": {
+            "enable": [{"use": "hardpoint.testing:ScriptedModel", "name": "ScriptedForCausalLM"}]
+        },
+    }
+    for key, value in (extra or {}).items():
+        if key == "plugins":
+            value = {**value, "enable": config["plugins"]["enable"] + value.get("enable", [])}
+        there = config.get(key)
+        both = isinstance(there, dict) and isinstance(value, Mapping)
+        config[key] = {**there, **value} if both else value
+    return config
+
+
+def scripted_engine(
+    folder: Path,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    clock: Callable[[], float] | None = None,
+) -> LLMEngine:
+    """Open an engine on a folder of `write_scripted_model`, by default on a ScriptedClock."""
+    config, origins = config_from(scripted_config(folder, extra), environ={})
+    return build_engine(config, origins, clock=clock or ScriptedClock(tick=1e-6))
+
+
+_CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def _byte_tokenizer() -> tokenizers.Tokenizer:
+    """Return a tokenizer of one token per byte, and EOS."""
+    alphabet: Sequence[str] = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: index for index, character in enumerate(alphabet)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens([tokenizers.AddedToken("<eos>", special=True)])
+    return tokenizer

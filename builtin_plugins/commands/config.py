@@ -1,0 +1,58 @@
+"""`hardpoint config`: what is configured, by whom, and what can be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import msgspec
+
+from hardpoint.plugins import Command, CommandContext, EngineConfig
+from hardpoint.plugins.typed import join_path, json_schema
+
+from .tables import print_table
+
+__all__ = ["COMMAND"]
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Show the configuration: its values with their origins, or its schema."
+    actions = parser.add_subparsers(dest="action", required=True, metavar="COMMAND")
+    show = actions.add_parser("show", help="print each value and where it came from")
+    show.description = "Print each value of the configuration and where it came from."
+    show.add_argument("--json", action="store_true", help="print a JSON object by path")
+    schema = actions.add_parser("schema", help="print the JSON Schema of the configuration")
+    schema.description = "Print the JSON Schema of the configuration."
+
+
+def _run(options: argparse.Namespace, context: CommandContext) -> int:
+    if options.action == "schema":
+        print(json.dumps(json_schema(EngineConfig), indent=2))
+        return 0
+    config, origins = context.load_config()
+    values = _flat(msgspec.to_builtins(config), "")
+    if options.json:
+        shown = {path: {"value": v, "origin": origins.of(path)} for path, v in values.items()}
+        print(json.dumps(shown, indent=2))
+        return 0
+    rows = [(path, _words(value), origins.of(path)) for path, value in values.items()]
+    print_table(("path", "value", "origin"), rows, dim=[row[2] == "default" for row in rows])
+    return 0
+
+
+def _flat(table: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return every value that is no table by its dotted path; empty tables count as values."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        path = join_path(prefix, key)
+        flat.update(_flat(value, path) if isinstance(value, dict) and value else {path: value})
+    return flat
+
+
+def _words(value: Any) -> str:
+    """Return a value as one would write it in TOML; None, which TOML lacks, is `none`."""
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+COMMAND = Command("config", "Show the configuration.", _configure, _run)

@@ -1,0 +1,75 @@
+"""The options that `generate` and `chat` share: how tokens are chosen."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from hardpoint.plugins import RequestError, SamplingParams
+from hardpoint.plugins.params import RequestOutputKind
+from hardpoint.plugins.settings import parse_value, split_setting
+
+__all__ = ["add_sampling_options", "sampling_params"]
+
+_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop", "n", "logprobs")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    """Add the options; `max_tokens` is the default of `--max-tokens`."""
+    group = parser.add_argument_group("sampling")
+    add = group.add_argument
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
+    add("--top-p", type=float, metavar="P", help="smallest set of tokens of this probability")
+    add("--top-k", type=int, metavar="K", help="the K likeliest tokens")
+    add("--min-p", type=float, metavar="P", help="drop tokens under P times the likeliest")
+    add("--seed", type=int, metavar="N", help="makes the choice repeatable")
+    add(
+        "--max-tokens",
+        type=int,
+        default=max_tokens,
+        metavar="N",
+        help=f"at most N output tokens (default: {max_tokens})",
+    )
+    add("--stop", action="append", metavar="TEXT", help="end before this text; repeatable")
+    add(
+        "--plugin-args",
+        action="append",
+        default=[],
+        metavar="NAME.KEY=VALUE",
+        help="an argument of a plugin for this request; repeatable",
+    )
+
+
+def sampling_params(options: argparse.Namespace) -> SamplingParams:
+    """Return what the options ask for, checked; a field whose option was not given is not set.
+
+    Raises:
+        RequestError: naming the field, its value and what would be right.
+        ConfigError: a `--plugin-args` is not of the form NAME.KEY=VALUE.
+    """
+    given = {name: getattr(options, name, None) for name in _FIELDS}
+    fields = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(
+        **fields,
+        plugin_args=_plugin_args(options.plugin_args),
+        output_kind=RequestOutputKind.DELTA,
+    ).checked()
+
+
+def _plugin_args(settings: list[str]) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    for setting in settings:
+        steps, text = split_setting(setting, "--plugin-args", "mirostat.tau=5.0")
+        if len(steps) < 2:
+            raise RequestError(
+                f"--plugin-args: expected NAME.KEY=VALUE such as mirostat.tau=5.0, got {setting!r}"
+            )
+        table = arguments
+        for step in steps[:-1]:
+            table = table.setdefault(step, {})
+            if not isinstance(table, dict):
+                raise RequestError(
+                    f"--plugin-args: {'.'.join(steps)} cannot be set, for {step} is {table!r}"
+                )
+        table[steps[-1]] = parse_value(text)
+    return arguments

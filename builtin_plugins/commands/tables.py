@@ -1,0 +1,43 @@
+"""Tables: coloured and fitted on a terminal, plain aligned columns everywhere else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+__all__ = ["print_table"]
+
+
+def print_table(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], *, dim: Sequence[bool] = ()
+) -> None:
+    """Print rows to standard output under headers.
+
+    Args:
+        headers: one per column.
+        rows: cells, as many per row as there are headers.
+        dim: per row, whether it matters less; shown on a terminal only.
+    """
+    if sys.stdout.isatty():
+        _print_rich(headers, rows, dim or [False] * len(rows))
+        return
+    table = [[header.upper() for header in headers], *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(headers))]
+    for row in table:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
+
+
+def _print_rich(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], dim: Sequence[bool]
+) -> None:
+    from rich.console import Console  # noqa: PLC0415 - slow to import, wanted on terminals only
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for header in headers:
+        table.add_column(header.upper(), overflow="fold")
+    for row, weak in zip(rows, dim, strict=True):
+        table.add_row(*(Text(cell) for cell in row), style="dim" if weak else "")
+    Console(highlight=False).print(table)

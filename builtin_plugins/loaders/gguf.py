@@ -1,0 +1,226 @@
+"""GGUF files of llama.cpp: metadata becomes a Hugging Face config, tensors get Hugging Face names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+from hardpoint.builtin_plugins.hf_config import ConfigFields, model_config
+from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightLoader
+
+from .gguf_file import GGUFFile, open_gguf
+
+__all__ = ["GGUFLoader"]
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_FIELDS = {
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "context_length": "max_position_embeddings",
+}
+_REQUIRED = (
+    "embedding_length",
+    "feed_forward_length",
+    "block_count",
+    "attention.head_count",
+    "attention.layer_norm_rms_epsilon",
+    "context_length",
+)
+_EMBEDDING = "token_embd.weight"
+_HEAD = "output.weight"
+_ROPE_FACTORS = "rope_freqs.weight"
+_NAMES = {
+    _EMBEDDING: "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    _HEAD: "lm_head.weight",
+}
+_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_BLOCK_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class GGUFLoader(WeightLoader):
+    """Reads Llama, Qwen2 and Qwen3 models, quantised or not; weights come out in float32."""
+
+    contract = 1
+
+    @classmethod
+    def recognises(cls, files: ModelFiles) -> bool:
+        """Whether the path ends in .gguf."""
+        return files.path.suffix == ".gguf"
+
+    @cached_property
+    def _file(self) -> GGUFFile:
+        return open_gguf(self.context.files.path)
+
+    @property
+    def _source(self) -> str:
+        return self.context.files.path.name
+
+    def config(self) -> ModelConfig:
+        """Return the configuration that the file's metadata describes.
+
+        Raises:
+            ModelError: if the file is damaged, its architecture is not supported, or a field that
+                the architecture needs is absent.
+        """
+        file, architecture = self._file, self._architecture()
+        tensors = {tensor.name: tensor for tensor in file.tensors}
+        if _EMBEDDING not in tensors:
+            raise ModelError(f"{self._source}: it has no tensor {_EMBEDDING}")
+        hf: dict[str, Any] = {
+            "architectures": [_ARCHITECTURES[architecture]],
+            "model_type": architecture,
+            "vocab_size": int(tensors[_EMBEDDING].shape[-1]),
+            "hidden_act": "silu",
+            "tie_word_embeddings": _HEAD not in tensors,
+            "attention_bias": "blk.0.attn_q.bias" in tensors,
+            "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+        }
+        for key, name in _FIELDS.items():
+            value = file.value(f"{architecture}.{key}")
+            if value is None and key in _REQUIRED:
+                raise ModelError(f"{self._source}: {architecture}.{key}: missing")
+            if value is not None:
+                hf[name] = value
+        if "sliding_window" in hf:
+            hf["use_sliding_window"] = True
+        self._check(hf, architecture)
+        hf["rope_parameters"] = self._rope(architecture)
+        return model_config(hf, self._source, eos_token_ids=self._eos(), dtype=self._dtype())
+
+    def weights(self, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every wanted weight in float32, in file order, dequantised one at a time.
+
+        Raises:
+            ModelError: if a tensor's quantisation is unknown.
+        """
+        hf = self.config().hf
+        permuted = {"q_proj": hf["num_attention_heads"]}
+        permuted["k_proj"] = hf.get("num_key_value_heads", permuted["q_proj"])
+        for tensor in self._file.tensors:
+            name = _hf_name(tensor.name)
+            if name is None or name not in shapes:
+                continue
+            array = self._dequantize(tensor)
+            heads = permuted.get(name.split(".")[-2])
+            if heads is not None and hf["model_type"] == "llama":
+                array = _unpermute(array, heads)
+            yield name, torch.from_numpy(array)
+
+    def _architecture(self) -> str:
+        architecture = self._file.value("general.architecture")
+        if architecture not in _ARCHITECTURES:
+            raise ModelError(
+                f"{self._source}: general.architecture: {architecture!r} is not supported; "
+                f"supported are {', '.join(_ARCHITECTURES)}"
+            )
+        return str(architecture)
+
+    def _check(self, hf: dict[str, Any], architecture: str) -> None:
+        """Check what would otherwise give a model that computes something else."""
+        fields = ConfigFields(hf, self._source)
+        for key, name in _FIELDS.items():
+            if name in hf and name != "rms_norm_eps":
+                ConfigFields({key: hf[name]}, f"{self._source}: {architecture}").whole(key)
+        heads, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
+        head_size = fields.whole("head_dim", max(hidden // heads, 1))
+        rotated = self._file.value(f"{architecture}.rope.dimension_count")
+        if rotated not in (None, head_size):
+            raise ModelError(
+                f"{self._source}: {architecture}.rope.dimension_count: expected the head size "
+                f"{head_size} (whole heads are rotated), got {rotated}"
+            )
+        experts = self._file.value(f"{architecture}.expert_count")
+        if experts:
+            raise ModelError(
+                f"{self._source}: {architecture}.expert_count: mixtures of experts are not "
+                f"supported, got {experts}"
+            )
+
+    def _rope(self, architecture: str) -> dict[str, Any]:
+        """Return Hugging Face's `rope_parameters`.
+
+        Llama 3's scaling is stored as one divisor per frequency; it becomes the type "factors".
+        """
+        prefix = f"{architecture}.rope"
+        rope: dict[str, Any] = {"rope_type": "default"}
+        theta = self._file.value(f"{prefix}.freq_base")
+        rope["rope_theta"] = 10000.0 if theta is None else theta
+        factors = [tensor for tensor in self._file.tensors if tensor.name == _ROPE_FACTORS]
+        if factors:
+            return rope | {"rope_type": "factors", "factors": factors[0].data.tolist()}
+        scaling = self._file.value(f"{prefix}.scaling.type") or "none"
+        if scaling == "none":
+            return rope
+        if scaling not in ("linear", "yarn"):
+            raise ModelError(
+                f"{self._source}: {prefix}.scaling.type: expected none, linear or yarn, "
+                f"got {scaling!r}"
+            )
+        rope |= {"rope_type": scaling, "factor": self._file.value(f"{prefix}.scaling.factor")}
+        if original := self._file.value(f"{prefix}.scaling.original_context_length"):
+            rope["original_max_position_embeddings"] = original
+        return rope
+
+    def _eos(self) -> list[int]:
+        keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+        found = [self._file.value(key) for key in keys]
+        return list(dict.fromkeys(int(i) for i in found if i is not None))
+
+    def _dtype(self) -> str | None:
+        types = {tensor.tensor_type.name for tensor in self._file.tensors if len(tensor.shape) > 1}
+        return _DTYPES.get(types.pop()) if len(types) == 1 else None
+
+    def _dequantize(self, tensor: gguf.ReaderTensor) -> np.ndarray[Any, Any]:
+        try:
+            array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError as cause:
+            raise ModelError(f"{self._source}: tensor {tensor.name}: {cause}") from cause
+        return array if array.flags.writeable and array.base is None else array.copy()
+
+
+def _hf_name(name: str) -> str | None:
+    """Return the Hugging Face name of a GGUF tensor; None for one that has none."""
+    if match := _BLOCK.fullmatch(name):
+        inner = _BLOCK_NAMES.get(match[2])
+        return inner and f"model.layers.{match[1]}.{inner}.{match[3]}"
+    return _NAMES.get(name)
+
+
+def _unpermute(array: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """Undo llama.cpp's reordering of q and k rows from halves to neighbouring pairs.
+
+    `LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py interleaves the two halves of each
+    head for its kind of RoPE; this is its inverse, for weights and biases.
+    """
+    pairs = array.reshape(heads, array.shape[0] // heads // 2, 2, *array.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)

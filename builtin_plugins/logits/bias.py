@@ -1,0 +1,66 @@
+"""logit_bias: add numbers to chosen logits."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from hardpoint import plugins
+from hardpoint.plugins import (
+    Edits,
+    LogitsContext,
+    Meta,
+    Op,
+    Phase,
+    PrepareContext,
+    Rows,
+    SparseLogitsProcessor,
+)
+
+from .row_cache import RowCache
+
+__all__ = ["LogitBias"]
+
+
+class LogitBias(SparseLogitsProcessor):
+    """Adds a number in [-100, 100] to each of some logits. A forbidden token stays forbidden."""
+
+    contract = 1
+    phase = Phase.BIAS
+    params_fields = ("logit_bias",)
+
+    class Arguments(plugins.Arguments):
+        """Numbers by token.
+
+        Attributes:
+            logit_bias: token id to the number that is added to its logit.
+        """
+
+        logit_bias: dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]] = {}
+
+    def __init__(self, context: LogitsContext) -> None:
+        """Start with nothing cached."""
+        super().__init__(context)
+        self._cache = RowCache[Edits]()
+
+    @classmethod
+    def prepare(cls, arguments: Any, context: PrepareContext) -> Any:
+        """Refuse ids outside the vocabulary with a ValueError."""
+        for token in arguments.logit_bias:
+            if token >= context.vocab_size:
+                raise ValueError(
+                    f"expected token ids under {context.vocab_size} (the vocabulary), got {token}"
+                )
+        return arguments
+
+    def edits(self, rows: Rows) -> Edits:
+        """Add the biases of each row; the same object until the rows change."""
+        return self._cache.get(rows, lambda: self._build(rows))
+
+    def _build(self, rows: Rows) -> Edits:
+        triples = [
+            (row, token, bias)
+            for row, arguments in enumerate(rows.arguments())
+            for token, bias in arguments.logit_bias.items()
+        ]
+        row, token, bias = zip(*triples, strict=True) if triples else ((), (), ())
+        return Edits(row, token, bias, Op.ADD)

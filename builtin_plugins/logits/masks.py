@@ -1,0 +1,239 @@
+"""Processors that forbid tokens: allowed_token_ids, bad_words and min_tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+
+from hardpoint import plugins
+from hardpoint.plugins import (
+    Edits,
+    LogitsContext,
+    LogitsRequest,
+    Meta,
+    Op,
+    Phase,
+    PrepareContext,
+    Rows,
+    SparseLogitsProcessor,
+    Tokenizer,
+)
+
+from .row_cache import RowCache
+
+__all__ = ["AllowedTokenIds", "BadWords", "MinTokens"]
+
+TokenId = Annotated[int, Meta(ge=0)]
+
+
+class AllowedTokenIds(SparseLogitsProcessor):
+    """Leaves a request only the tokens of its `allowed_token_ids`."""
+
+    contract = 1
+    phase = Phase.MASK
+    params_fields = ("allowed_token_ids",)
+
+    class Arguments(plugins.Arguments):
+        """A choice of tokens.
+
+        Attributes:
+            allowed_token_ids: the only tokens that may be produced.
+        """
+
+        allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)]
+
+    def __init__(self, context: LogitsContext) -> None:
+        """Start with nothing cached."""
+        super().__init__(context)
+        self._cache = RowCache[Edits]()
+
+    @classmethod
+    def prepare(cls, arguments: Any, context: PrepareContext) -> Any:
+        """Refuse ids outside the vocabulary with a ValueError."""
+        _check_vocabulary(arguments.allowed_token_ids, context.vocab_size)
+        return arguments
+
+    def edits(self, rows: Rows) -> Edits:
+        """Keep the allowed tokens of each row; the same object until the rows change."""
+        return self._cache.get(rows, lambda: self._build(rows))
+
+    def _build(self, rows: Rows) -> Edits:
+        allowed = [arguments.allowed_token_ids for arguments in rows.arguments()]
+        return _edits(enumerate(allowed), Op.KEEP_ONLY)
+
+
+class MinTokens(SparseLogitsProcessor):
+    """Forbids every stop token until a request has `min_tokens` output tokens."""
+
+    contract = 1
+    phase = Phase.MASK
+    params_fields = ("min_tokens",)
+
+    class Arguments(plugins.Arguments):
+        """A length.
+
+        Attributes:
+            min_tokens: no stop token before so many output tokens.
+        """
+
+        min_tokens: Annotated[int, Meta(ge=0)] = 0
+
+    context: LogitsContext
+
+    def __init__(self, context: LogitsContext) -> None:
+        """Start with nothing cached."""
+        super().__init__(context)
+        self._cache = RowCache[Edits]()
+
+    @classmethod
+    def prepare(cls, arguments: Any, context: PrepareContext) -> Any:
+        """Refuse a request that could produce nothing but stop tokens, with a ValueError."""
+        allowed = context.params.allowed_token_ids
+        if arguments.min_tokens and allowed and set(allowed) <= set(context.stop_token_ids):
+            raise ValueError(
+                f"{arguments.min_tokens} tokens cannot be produced, because each of "
+                f"allowed_token_ids {allowed} ends the request"
+            )
+        return arguments
+
+    def edits(self, rows: Rows) -> Edits | None:
+        """Forbid the stop tokens of the rows that are still too short."""
+        short = tuple(
+            index
+            for index, (request, arguments) in enumerate(
+                zip(rows.requests, rows.arguments(), strict=True)
+            )
+            if len(request.output_token_ids) < arguments.min_tokens
+        )
+        if not short:
+            return None
+        return self._cache.get(rows, lambda: self._build(rows, short), extra=short)
+
+    def _build(self, rows: Rows, short: Iterable[int]) -> Edits:
+        # An id outside the vocabulary can never be chosen, so there is nothing to forbid.
+        size = self.context.vocab_size
+        return _edits(
+            (row, [t for t in dict.fromkeys(rows.requests[row].stop_token_ids) if t < size])
+            for row in short
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequences:
+    """Forbidden sequences, arranged for look-up.
+
+    Attributes:
+        single: tokens that are always forbidden.
+        by_last: last token of the output to (the whole prefix, the token forbidden after it).
+    """
+
+    single: tuple[int, ...]
+    by_last: dict[int, list[tuple[list[int], int]]]
+
+    def forbidden_after(self, output: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens that would complete a longer sequence now."""
+        if not output:
+            return ()
+        return tuple(
+            token
+            for prefix, token in self.by_last.get(output[-1], ())
+            if list(output[-len(prefix) :]) == prefix
+        )
+
+
+class BadWords(SparseLogitsProcessor):
+    """Forbids strings, as the token sequences that spell them.
+
+    As in vLLM, a word is spelt as it stands and after a space, and a longer sequence forbids its
+    last token while the output ends with the ones before. Unlike there, the spelling after a space
+    counts whatever its length. Other ways to spell a word in tokens are not forbidden.
+    """
+
+    contract = 1
+    phase = Phase.MASK
+    params_fields = ("bad_words",)
+
+    class Arguments(plugins.Arguments):
+        """What must not be said.
+
+        Attributes:
+            bad_words: strings that must not be produced.
+            sequences: the same as token ids; `bad_words` are resolved into it.
+        """
+
+        bad_words: list[Annotated[str, Meta(min_length=1)]] = []
+        sequences: list[Annotated[list[TokenId], Meta(min_length=1)]] = []
+
+    def __init__(self, context: LogitsContext) -> None:
+        """Start with nothing cached."""
+        super().__init__(context)
+        self._cache = RowCache[Edits]()
+
+    @classmethod
+    def prepare(cls, arguments: Any, context: PrepareContext) -> Any:
+        """Resolve the words to token ids.
+
+        Raises:
+            ValueError: there is no tokenizer, or a token is outside the vocabulary.
+        """
+        sequences = list(arguments.sequences)
+        for word in arguments.bad_words:
+            if context.tokenizer is None:
+                raise ValueError(
+                    f"{word!r} needs a tokenizer, and there is none; give token ids "
+                    f"as plugin_args bad_words.sequences"
+                )
+            sequences += _spellings(word, context.tokenizer)
+        for sequence in sequences:
+            _check_vocabulary(sequence, context.vocab_size)
+        return msgspec.structs.replace(arguments, sequences=sequences)
+
+    def start(self, request: LogitsRequest) -> _Sequences:
+        """Arrange the request's sequences; the result never changes."""
+        single: list[int] = []
+        by_last: dict[int, list[tuple[list[int], int]]] = {}
+        for sequence in request.arguments[self.name].sequences:
+            if len(sequence) == 1:
+                single.append(sequence[0])
+            else:
+                by_last.setdefault(sequence[-2], []).append((sequence[:-1], sequence[-1]))
+        return _Sequences(tuple(dict.fromkeys(single)), by_last)
+
+    def edits(self, rows: Rows) -> Edits | None:
+        """Forbid what completes a sequence; the same object while that stays the same."""
+        states: Sequence[_Sequences] = rows.states()
+        now = tuple(
+            state.forbidden_after(request.output_token_ids) if state.by_last else ()
+            for state, request in zip(states, rows.requests, strict=True)
+        )
+        edits = self._cache.get(rows, lambda: self._build(states, now), extra=now)
+        return edits if edits.row else None
+
+    def _build(self, states: Sequence[_Sequences], now: Sequence[tuple[int, ...]]) -> Edits:
+        return _edits(
+            (row, list(dict.fromkeys((*state.single, *more))))
+            for row, (state, more) in enumerate(zip(states, now, strict=True))
+        )
+
+
+def _spellings(word: str, tokenizer: Tokenizer) -> list[list[int]]:
+    bare = word.lstrip()
+    spelt = [tokenizer.encode(text, add_special_tokens=False) for text in (bare, f" {bare}")]
+    return [s for index, s in enumerate(spelt) if s and s not in spelt[:index]]
+
+
+def _edits(tokens_by_row: Iterable[tuple[int, Sequence[int]]], op: Op = Op.SET) -> Edits:
+    """Return edits that keep only, or set to -inf, each row's tokens."""
+    pairs = [(row, token) for row, tokens in tokens_by_row for token in tokens]
+    row, token = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    return Edits(row, token, [-math.inf] * len(pairs) if op is Op.SET else (), op)
+
+
+def _check_vocabulary(token_ids: Iterable[int], vocab_size: int) -> None:
+    for token in token_ids:
+        if token >= vocab_size:
+            raise ValueError(f"expected token ids under {vocab_size} (the vocabulary), got {token}")

@@ -1,0 +1,126 @@
+"""penalties: punish tokens for having been said."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hardpoint import plugins
+from hardpoint.plugins import LogitsProcessor, LogitsRequest, Meta, Phase, PrepareContext, Rows
+
+__all__ = ["Penalties", "TokenCounts"]
+
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+
+# Beyond these, a product of a logit and the penalty may leave float32.
+_SMALLEST, _LARGEST = 1e-30, 1e30
+
+
+class TokenCounts:
+    """The distinct tokens of one request and how often each is in its output.
+
+    Attributes:
+        size: number of distinct tokens.
+    """
+
+    __slots__ = ("_counts", "_places", "_tokens", "size")
+
+    def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """Count once; `add` keeps the count from then on."""
+        counted = dict.fromkeys(prompt, 0) | Counter(output)
+        self.size = len(counted)
+        self._places = {token: place for place, token in enumerate(counted)}
+        self._tokens = np.fromiter(counted.keys(), np.int64, self.size)
+        self._counts = np.fromiter(counted.values(), np.float32, self.size)
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """The distinct tokens, [size]."""
+        return self._tokens[: self.size]
+
+    @property
+    def counts(self) -> npt.NDArray[np.float32]:
+        """How often each is in the output, [size]; 0 for those of the prompt alone."""
+        return self._counts[: self.size]
+
+    def add(self, token: int) -> None:
+        """Count one more output token."""
+        place = self._places.setdefault(token, self.size)
+        if place == self.size:
+            if self.size == len(self._tokens):
+                capacity = max(64, 2 * self.size)
+                self._tokens = np.resize(self._tokens, capacity)
+                self._counts = np.resize(self._counts, capacity)
+            self._tokens[place], self._counts[place] = token, 0
+            self.size += 1
+        self._counts[place] += 1
+
+
+class Penalties(LogitsProcessor):
+    """Repetition penalty over prompt and output, then frequency and presence over the output.
+
+    Repetition divides positive logits and multiplies negative ones (CTRL, Keskar et al.,
+    arXiv:1909.05858). Frequency is subtracted once per occurrence and presence once, as OpenAI's
+    API reference defines them.
+    """
+
+    contract = 1
+    phase = Phase.PENALTY
+    params_fields = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+
+    class Arguments(plugins.Arguments):
+        """Three penalties.
+
+        Attributes:
+            presence_penalty: subtracted once from the logit of every token in the output.
+            frequency_penalty: subtracted for every occurrence in the output.
+            repetition_penalty: divides positive and multiplies negative logits of tokens in prompt
+                or output; 1 is off.
+        """
+
+        presence_penalty: Penalty = 0.0
+        frequency_penalty: Penalty = 0.0
+        repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
+
+    @classmethod
+    def prepare(cls, arguments: Any, context: PrepareContext) -> Any:  # noqa: ARG003
+        """Refuse a repetition penalty whose products leave float32, with a ValueError."""
+        if not _SMALLEST <= arguments.repetition_penalty <= _LARGEST:
+            raise ValueError(
+                f"expected a repetition_penalty from {_SMALLEST} to {_LARGEST}, "
+                f"got {arguments.repetition_penalty}"
+            )
+        return arguments
+
+    def start(self, request: LogitsRequest) -> TokenCounts:
+        """Count the request's tokens; the prompt's only if a penalty looks at them."""
+        repetition = request.arguments[self.name].repetition_penalty
+        prompt = request.prompt_token_ids if repetition != 1 else ()
+        return TokenCounts(prompt, request.output_token_ids)
+
+    def advance(self, state: TokenCounts, token: int) -> TokenCounts:
+        """Count one more token."""
+        state.add(token)
+        return state
+
+    def apply(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Change the logits of tokens that were said, in place."""
+        states: Sequence[TokenCounts] = rows.states()
+        device = logits.device
+        lengths = [state.size for state in states]
+        row = torch.from_numpy(np.repeat(np.arange(len(states)), lengths)).to(device)
+        token = torch.from_numpy(np.concatenate([state.tokens for state in states])).to(device)
+        count = torch.from_numpy(np.concatenate([state.counts for state in states])).to(device)
+        repetition = rows.tensor("repetition_penalty").squeeze(1)[row]
+        frequency = rows.tensor("frequency_penalty").squeeze(1)[row]
+        presence = rows.tensor("presence_penalty").squeeze(1)[row]
+        value = logits[row, token]
+        value = torch.where(value > 0, value / repetition, value * repetition)
+        value -= frequency * count + presence * (count > 0)
+        logits[row, token] = value
+        return logits

@@ -1,0 +1,29 @@
+"""What a processor derives from its rows, kept until the rows change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from hardpoint.plugins import Rows
+
+__all__ = ["RowCache"]
+
+T = TypeVar("T")
+
+
+class RowCache(Generic[T]):
+    """Remembers one value, for as long as `rows.version` and an extra key stay the same."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._key: object = None
+        self._value: T
+
+    def get(self, rows: Rows, build: Callable[[], T], extra: object = None) -> T:
+        """Return the value for these rows, calling `build` only if they or `extra` changed."""
+        key = (rows.version, extra)
+        if key != self._key:
+            self._value = build()
+            self._key = key
+        return self._value

@@ -1,0 +1,164 @@
+"""Processors that drop unlikely tokens: top_k, top_p and min_p, in this order."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import torch
+
+from hardpoint import plugins
+from hardpoint.plugins import LogitsContext, LogitsProcessor, Meta, Phase, Rows
+
+from .row_cache import RowCache
+
+__all__ = ["MinP", "TopK", "TopP"]
+
+
+class TopK(LogitsProcessor):
+    """Keeps the k likeliest tokens (Fan et al., arXiv:1805.04833).
+
+    Tokens as likely as the k-th are all kept, so that the outcome does not hang on their order.
+    """
+
+    contract = 1
+    phase = Phase.TRUNCATE
+    argmax_invariant = True
+    params_fields = ("top_k",)
+
+    class Arguments(plugins.Arguments):
+        """A count.
+
+        Attributes:
+            top_k: how many tokens to keep; 0 or -1 is off.
+        """
+
+        top_k: Annotated[int, Meta(ge=-1)] = 0
+
+    context: LogitsContext
+
+    def __init__(self, context: LogitsContext) -> None:
+        """Start with nothing cached."""
+        super().__init__(context)
+        self._cache = RowCache[tuple[int, torch.Tensor, torch.Tensor]]()
+
+    def apply(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Set what is under each row's k-th logit to -inf, in place."""
+        most, place, off = self._cache.get(rows, lambda: self._build(rows))
+        if not most:
+            return logits
+        smallest = logits.topk(most).values.gather(1, place).masked_fill_(off, -math.inf)
+        return logits.masked_fill_(logits < smallest, -math.inf)
+
+    def _build(self, rows: Rows) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """Return the largest k (0: all off), each row's index of its k-th logit, who is off."""
+        size = self.context.vocab_size
+        wanted = [arguments.top_k for arguments in rows.arguments()]
+        most = max((k for k in wanted if 0 < k < size), default=0)
+        k = rows.tensor("top_k")
+        off = (k <= 0) | (k >= size)
+        return most, (k - 1).clamp(0, max(most - 1, 0)), off
+
+
+class TopP(LogitsProcessor):
+    """Keeps the smallest set of likeliest tokens whose probability reaches p.
+
+    Nucleus sampling (Holtzman et al., arXiv:1904.09751). Tokens as likely as the last one needed
+    are all kept, so that the outcome does not hang on their order.
+    """
+
+    contract = 1
+    phase = Phase.TRUNCATE
+    argmax_invariant = True
+    after = ("top_k",)
+    params_fields = ("top_p",)
+
+    class Arguments(plugins.Arguments):
+        """A probability.
+
+        Attributes:
+            top_p: the probability to keep; 1 is off.
+        """
+
+        top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+
+    context: LogitsContext
+
+    def apply(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Set what is under each row's smallest needed logit to -inf, in place."""
+        top_p = rows.tensor("top_p")
+        smallest = torch.empty_like(top_p)
+        # softmax, unlike a sum, gives a row the same bits alone and in any batch.
+        probs = logits.softmax(-1)
+        pending = torch.arange(len(rows), device=logits.device)
+        for width in self._widths():
+            part = slice(None) if len(pending) == len(rows) else pending
+            found, value = _nucleus(logits[part], probs[part], top_p[part], width)
+            smallest[pending] = value
+            if width == self.context.vocab_size:
+                break
+            pending = pending[~found]
+            if not len(pending):
+                break
+        return logits.masked_fill_(logits < smallest, -math.inf)
+
+    def _widths(self) -> tuple[int, ...]:
+        """Return how many of the best tokens to look at, in turn; the last is all.
+
+        Sorting a whole vocabulary costs fifty times more than finding its best few, but on a GPU
+        asking whether those were enough would make the host wait.
+        """
+        size = self.context.vocab_size
+        if self.context.device.type != "cpu":
+            return (size,)
+        return (*(width for width in (64, 1024) if width < size), size)
+
+
+def _nucleus(
+    logits: torch.Tensor, probs: torch.Tensor, top_p: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Look for each row's smallest needed logit among its `width` best.
+
+    Returns:
+        bool [rows], whether it is there for sure, and the logits, [rows, 1]. The sums are made
+        in float64, one token after the other, so they do not depend on `width`.
+    """
+    best, index = logits.topk(width) if width < logits.shape[1] else logits.sort(descending=True)
+    reached = probs.gather(1, index).double().cumsum(-1)
+    needed = (reached < top_p).sum(-1, keepdim=True)  # tokens before the one that reaches p
+    value = best.gather(1, needed.clamp(max=width - 1))
+    value.masked_fill_(top_p >= 1, -math.inf)
+    found = (needed < width) | (best[:, -1:] == -math.inf) | (top_p >= 1)
+    return found.squeeze(1), value
+
+
+class MinP(LogitsProcessor):
+    """Drops tokens less likely than min_p times the likeliest (arXiv:2407.01082).
+
+    Compared as logits, so nothing underflows; a token exactly at the border stays.
+    """
+
+    contract = 1
+    phase = Phase.TRUNCATE
+    argmax_invariant = True
+    after = ("top_k", "top_p")
+    params_fields = ("min_p",)
+
+    class Arguments(plugins.Arguments):
+        """A share.
+
+        Attributes:
+            min_p: of the likeliest token's probability; 0 is off.
+        """
+
+        min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+
+    def __init__(self, context: LogitsContext) -> None:
+        """Start with nothing cached."""
+        super().__init__(context)
+        self._cache = RowCache[torch.Tensor]()
+
+    def apply(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Set what is under each row's maximum + log(min_p) to -inf, in place."""
+        distance = self._cache.get(rows, lambda: rows.tensor("min_p").log())
+        return logits.masked_fill_(logits < logits.amax(-1, keepdim=True) + distance, -math.inf)

@@ -1,0 +1,207 @@
+"""The Llama family (Touvron et al., 2023): Llama 1 to 3, Mistral, and all that share their shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hardpoint.builtin_plugins.hf_config import ConfigFields
+from hardpoint.plugins import ForwardBatch, KVSpec, Model, ModelContext
+
+from .layers import Embedding, Layer, Linear, RMSNorm
+from .rope import RotaryEmbedding
+
+__all__ = ["Block", "Llama"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One decoder layer. `q_norm` and `k_norm` are of models that normalise each head."""
+
+    input_norm: RMSNorm
+    qkv: Linear
+    output: Linear
+    mlp_norm: RMSNorm
+    gate_up: Linear
+    down: Linear
+    q_norm: RMSNorm | None = None
+    k_norm: RMSNorm | None = None
+
+    def layers(self) -> list[Layer]:
+        """Return the parts that have weights."""
+        parts: list[Layer | None] = [
+            self.input_norm,
+            self.qkv,
+            self.q_norm,
+            self.k_norm,
+            self.output,
+            self.mlp_norm,
+            self.gate_up,
+            self.down,
+        ]
+        return [part for part in parts if part is not None]
+
+
+class Llama(Model):
+    """Decoder with RMSNorm, rotary positions, grouped-query attention and a SiLU-gated MLP.
+
+    Variants read from the config: head_dim, attention_bias, mlp_bias, tie_word_embeddings,
+    sliding_window and the RoPE parameters.
+    """
+
+    contract = 1
+    head_norms = False
+
+    def __init__(self, context: ModelContext) -> None:
+        """Lay the model out; weights come with `load_weights`.
+
+        Raises:
+            ModelError: if a field of the config is missing, wrong or not supported.
+        """
+        super().__init__(context)
+        hf = context.config.hf
+        self._source = f"{context.config.architecture} config"
+        fields = self._fields = ConfigFields(hf, self._source)
+        self._hidden = fields.whole("hidden_size")
+        self._intermediate = fields.whole("intermediate_size")
+        self._num_layers = fields.whole("num_hidden_layers")
+        self._heads = fields.whole("num_attention_heads")
+        self._kv_heads = fields.whole("num_key_value_heads", self._heads)
+        self._head_size = self._read_head_size()
+        self._eps = fields.number("rms_norm_eps", 1e-6)
+        self._check()
+        self._tied = fields.flag("tie_word_embeddings", False)
+        self._windows = self.windows()
+        self._place: dict[str, Any] = {"dtype": context.dtype, "device": context.device}
+        self._rope = RotaryEmbedding(
+            hf, self._head_size, context.max_model_len, source=self._source, **self._place
+        )
+        vocab = context.config.vocab_size
+        self._embedding = Embedding("model.embed_tokens", vocab, self._hidden, **self._place)
+        self._blocks = [self._block(f"model.layers.{i}") for i in range(self._num_layers)]
+        self._norm = self._rms_norm("model.norm", self._hidden)
+        self._head = self._linear([("lm_head", vocab)], self._hidden, bias=False)
+
+    def windows(self) -> list[int | None]:
+        """Return each layer's sliding window in tokens; None sees everything before it."""
+        return [self._fields.optional_whole("sliding_window")] * self._num_layers
+
+    def attention_biases(self) -> tuple[bool, bool]:
+        """Return whether the q, k and v projections have biases, and whether the output has."""
+        bias = self._fields.flag("attention_bias", False)
+        return bias, bias
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the checkpoint tensors that the model needs, by Hugging Face name."""
+        return {name: shape for part in self._layers() for name, shape in part.shapes().items()}
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take the tensors one by one; fused matrices are packed as soon as they are complete."""
+        owners = {name: part for part in self._layers() for name in part.shapes()}
+        for name, tensor in weights:
+            owners[name].load(name, tensor)
+        if self._tied:
+            self._head.share(self._embedding)
+
+    def kv_specs(self) -> list[KVSpec]:
+        """Return one spec per attention layer."""
+        scale = 1.0 / math.sqrt(self._head_size)
+        return [
+            KVSpec(self._heads, self._kv_heads, self._head_size, scale, window)
+            for window in self._windows
+        ]
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return hidden states [tokens, hidden], already normalised for the head."""
+        x = self._embedding(batch.token_ids)
+        cos, sin = self._rope.at(batch.positions)
+        for index, block in enumerate(self._blocks):
+            q, k, v = self._project(block, block.input_norm(x), cos, sin)
+            attended = batch.attend(index, q, k, v)
+            x = x + block.output(attended.reshape(x.shape[0], -1))
+            gate, up = block.gate_up(block.mlp_norm(x)).chunk(2, -1)
+            x = x + block.down(F.silu(gate) * up)
+        return self._norm(x)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [rows, vocab] of hidden states [rows, hidden], in the model's dtype."""
+        return self._head(hidden)
+
+    def _project(
+        self, block: Block, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return rotated q [tokens, heads, head_size], rotated k and v [tokens, kv_heads, ...]."""
+        heads, kv_heads = self._heads, self._kv_heads
+        qkv = block.qkv(h).view(-1, heads + 2 * kv_heads, self._head_size)
+        if block.q_norm is not None and block.k_norm is not None:
+            q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
+            q, k = block.q_norm(q), block.k_norm(k)
+            return self._rope.rotate(q, cos, sin), self._rope.rotate(k, cos, sin), v
+        turned = self._rope.rotate(qkv[:, : heads + kv_heads], cos, sin)
+        return turned[:, :heads], turned[:, heads:], qkv[:, heads + kv_heads :]
+
+    def _layers(self) -> list[Layer]:
+        parts: list[Layer] = [self._embedding]
+        for block in self._blocks:
+            parts += block.layers()
+        return [*parts, self._norm] if self._tied else [*parts, self._norm, self._head]
+
+    def _block(self, name: str) -> Block:
+        attention, mlp, size = f"{name}.self_attn", f"{name}.mlp", self._head_size
+        q_rows, kv_rows = self._heads * size, self._kv_heads * size
+        qkv = [
+            (f"{attention}.q_proj", q_rows),
+            (f"{attention}.k_proj", kv_rows),
+            (f"{attention}.v_proj", kv_rows),
+        ]
+        gate_up = [(f"{mlp}.{part}_proj", self._intermediate) for part in ("gate", "up")]
+        qkv_bias, output_bias = self.attention_biases()
+        mlp_bias = self._fields.flag("mlp_bias", False)
+        return Block(
+            input_norm=self._rms_norm(f"{name}.input_layernorm", self._hidden),
+            qkv=self._linear(qkv, self._hidden, bias=qkv_bias),
+            output=self._linear([(f"{attention}.o_proj", self._hidden)], q_rows, bias=output_bias),
+            mlp_norm=self._rms_norm(f"{name}.post_attention_layernorm", self._hidden),
+            gate_up=self._linear(gate_up, self._hidden, bias=mlp_bias),
+            down=self._linear(
+                [(f"{mlp}.down_proj", self._hidden)], self._intermediate, bias=mlp_bias
+            ),
+            q_norm=self._rms_norm(f"{attention}.q_norm", size) if self.head_norms else None,
+            k_norm=self._rms_norm(f"{attention}.k_norm", size) if self.head_norms else None,
+        )
+
+    def _linear(self, parts: list[tuple[str, int]], columns: int, *, bias: bool) -> Linear:
+        return Linear(parts, columns, bias=bias, **self._place)
+
+    def _rms_norm(self, name: str, size: int) -> RMSNorm:
+        return RMSNorm(name, size, self._eps, **self._place)
+
+    def _read_head_size(self) -> int:
+        stated = self._fields.optional_whole("head_dim")
+        if stated is None and self._hidden % self._heads:
+            raise self._fields.error(
+                "num_attention_heads",
+                f"expected a divisor of hidden_size {self._hidden} (or head_dim), "
+                f"got {self._heads}",
+            )
+        return stated or self._hidden // self._heads
+
+    def _check(self) -> None:
+        fields = self._fields
+        if self._heads % self._kv_heads:
+            raise fields.error(
+                "num_key_value_heads",
+                f"expected a divisor of num_attention_heads {self._heads}, got {self._kv_heads}",
+            )
+        if self._head_size % 2:
+            raise fields.error(
+                "head_dim", f"expected an even number (RoPE turns pairs), got {self._head_size}"
+            )
+        activation = self.context.config.hf.get("hidden_act") or "silu"
+        if activation != "silu":
+            raise fields.error("hidden_act", f"expected 'silu', got {activation!r}")

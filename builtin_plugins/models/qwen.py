@@ -1,0 +1,49 @@
+"""Qwen 2 and 3: the Llama shape with biases on q, k and v, or with a norm on each head."""
+
+from __future__ import annotations
+
+from .llama import Llama
+
+__all__ = ["Qwen2", "Qwen3"]
+
+_SLIDING = "sliding_attention"
+_LAYER_TYPES = ("full_attention", _SLIDING)
+
+
+class _Qwen(Llama):
+    """What both have: a sliding window that a switch turns on, for some layers only."""
+
+    contract = 1
+
+    def windows(self) -> list[int | None]:
+        """Return each layer's sliding window, as `use_sliding_window` and `layer_types` say."""
+        fields, count = self._fields, self._num_layers
+        if not fields.flag("use_sliding_window", False):
+            return [None] * count
+        window = fields.optional_whole("sliding_window")
+        types = self.context.config.hf.get("layer_types")
+        if types is None:
+            first = self.context.config.hf.get("max_window_layers", 28)
+            types = [_SLIDING if i >= first else "full_attention" for i in range(count)]
+        if len(types) != count or not set(types) <= set(_LAYER_TYPES):
+            raise fields.error(
+                "layer_types", f"expected {count} of {' or '.join(_LAYER_TYPES)}, got {types!r}"
+            )
+        return [window if kind == _SLIDING else None for kind in types]
+
+
+class Qwen2(_Qwen):
+    """Qwen2 and Qwen2.5 (Yang et al., 2024)."""
+
+    contract = 1
+
+    def attention_biases(self) -> tuple[bool, bool]:
+        """Return that q, k and v have biases and the output has none; no field says so."""
+        return True, False
+
+
+class Qwen3(_Qwen):
+    """Qwen3 (Yang et al., 2025): q and k are normalised per head, and head_dim is stated."""
+
+    contract = 1
+    head_norms = True

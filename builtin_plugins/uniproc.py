@@ -1,0 +1,64 @@
+"""The executor that runs one worker in the engine's own process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from hardpoint.plugins import (
+    Executor,
+    ExecutorContext,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    WorkerInfo,
+)
+
+__all__ = ["UniprocExecutor"]
+
+T = TypeVar("T")
+
+
+class UniprocExecutor(Executor):
+    """One worker, called directly; every future is done when it is returned."""
+
+    contract = 1
+
+    def __init__(self, context: ExecutorContext) -> None:
+        """Make the worker; its model is loaded by `start`."""
+        super().__init__(context)
+        self._worker = context.create_worker(0)
+
+    def start(self) -> WorkerInfo:
+        """Load the model."""
+        return self._worker.load_model()
+
+    def initialize_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache."""
+        self._worker.initialize_cache(num_blocks)
+
+    def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
+        """Run the model."""
+        return _done(lambda: self._worker.execute_model(plan))
+
+    def sample_tokens(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        """Sample from what the model computed."""
+        return _done(lambda: self._worker.sample_tokens(plan))
+
+    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
+        """Call a method of the worker."""
+        return [getattr(self._worker, method)(*args)]
+
+    def close(self) -> None:
+        """Release the worker."""
+        self._worker.close()
+
+
+def _done(call: Callable[[], T]) -> Future[T]:
+    """Return a finished future of a call's result or error."""
+    future: Future[T] = Future()
+    try:
+        future.set_result(call())
+    except Exception as error:
+        future.set_exception(error)
+    return future

@@ -1,0 +1,169 @@
+"""Building an engine in the caller's process, from its configuration."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from hardpoint.plugins import (
+    ConfigError,
+    EngineConfig,
+    Executor,
+    ExecutorContext,
+    ModelConfig,
+    ModelError,
+    Origins,
+    PluginNotFoundError,
+    PluginSet,
+    PolicyContext,
+    Progress,
+    Scheduler,
+    SchedulerContext,
+    SchedulerLimits,
+    Tokenizer,
+    TokenizerContext,
+    resolve_plugins,
+)
+
+from .client import InprocClient
+from .engine import EngineCore
+from .frontend.llm_engine import EngineParts, LLMEngine
+from .kv_cache import BlockManager, size_cache
+from .model_source import find_files, open_loader
+from .worker.worker import LocalWorker, WorkerSpec
+
+__all__ = ["build_engine", "no_progress"]
+
+
+def no_progress(what: str, done: int, total: int) -> None:
+    """Show nothing."""
+
+
+def build_engine(
+    config: EngineConfig,
+    origins: Origins | None = None,
+    *,
+    progress: Progress = no_progress,
+    clock: Callable[[], float] = time.monotonic,
+) -> LLMEngine:
+    """Resolve the plugins, find the model, check everything cheap, then load.
+
+    Raises:
+        ConfigError, PluginError: before any weight is read.
+        ModelError: the model is missing, damaged or unsupported.
+    """
+    began = time.perf_counter()
+    origins = origins or Origins()
+    plugins = resolve_plugins(config, origins)
+    hooks = plugins.hooks()
+    files = find_files(config.model)
+    loader = open_loader(config, plugins, files)
+    model_config = loader.config()
+    _check_architecture(model_config, plugins)
+    max_model_len = _max_model_len(config, model_config, origins)
+    config = msgspec.structs.replace(config, max_model_len=max_model_len)
+    tokenizer_files = find_files(config.tokenizer.path) if config.tokenizer.path else files
+    tokenizer: Tokenizer = plugins.create(
+        plugins.one("tokenizers"), TokenizerContext, files=tokenizer_files
+    )
+    spec = WorkerSpec(
+        config=config,
+        plugins=plugins,
+        loader=loader,
+        model_config=model_config,
+        dtype=_dtype(config, model_config),
+        device=_device(config),
+        max_model_len=max_model_len,
+        progress=progress,
+    )
+    core = _build_core(spec, clock)
+    engine = LLMEngine(
+        EngineParts(
+            config=config,
+            plugins=plugins,
+            hooks=hooks,
+            model_config=model_config,
+            tokenizer=tokenizer,
+            client=InprocClient(core),
+            clock=clock,
+        )
+    )
+    info = {
+        "model": config.model,
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "max_model_len": max_model_len,
+        "load_seconds": time.perf_counter() - began,
+    }
+    try:
+        hooks.call("engine_started", info=info)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def _build_core(spec: WorkerSpec, clock: Callable[[], float]) -> EngineCore:
+    config, plugins = spec.config, spec.plugins
+    executor: Executor = plugins.create(
+        plugins.one("executors"),
+        ExecutorContext,
+        create_worker=lambda rank: LocalWorker(spec),
+    )
+    try:
+        num_blocks = size_cache(config, spec.max_model_len, executor.start())
+        executor.initialize_cache(num_blocks)
+        scheduler: Scheduler = plugins.create(
+            plugins.one("schedulers"),
+            SchedulerContext,
+            limits=SchedulerLimits(
+                max_num_seqs=config.scheduler.max_num_seqs,
+                max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+                max_model_len=spec.max_model_len,
+            ),
+            kv_cache=BlockManager(num_blocks, config.kv_cache.block_size),
+            policy=plugins.create(plugins.one("scheduling_policies"), PolicyContext),
+            clock=clock,
+        )
+    except BaseException:
+        executor.close()
+        raise
+    return EngineCore(scheduler, executor)
+
+
+def _check_architecture(model_config: ModelConfig, plugins: PluginSet) -> None:
+    try:
+        plugins.get("models", model_config.architecture)
+    except PluginNotFoundError as cause:
+        raise ModelError(
+            f"model: architecture {model_config.architecture!r} is not supported: {cause}"
+        ) from cause
+
+
+def _max_model_len(config: EngineConfig, model_config: ModelConfig, origins: Origins) -> int:
+    longest = model_config.max_position_embeddings
+    if config.max_model_len is None:
+        return longest
+    if config.max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len: expected at most {longest}, what the model was made for, "
+            f"got {config.max_model_len} (from {origins.of('max_model_len')})"
+        )
+    return config.max_model_len
+
+
+def _dtype(config: EngineConfig, model_config: ModelConfig) -> torch.dtype:
+    name = config.dtype if config.dtype != "auto" else model_config.dtype or "bfloat16"
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ModelError(f"model: its dtype {name!r} is unknown; set dtype")
+    return dtype
+
+
+def _device(config: EngineConfig) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise ConfigError("device: 'cuda' was asked for, but torch finds no CUDA device")
+    return torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")

@@ -1,0 +1,267 @@
+"""Building the configuration: file, then environment, then arguments; later ones win.
+
+Tables are merged, every other value is replaced. Each value remembers who set it.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import inspect as types
+
+from hardpoint.plugins import KINDS, ConfigError, EngineConfig, Origins
+from hardpoint.plugins.describing import child_type
+from hardpoint.plugins.kinds import PLANNED
+from hardpoint.plugins.settings import parse_value, split_setting
+from hardpoint.plugins.typed import convert, join_path
+
+__all__ = ["DEFAULT_FILE", "PREFIX", "config_from", "load_config"]
+
+DEFAULT_FILE = "hardpoint.toml"
+PREFIX = "HARDPOINT__"
+
+
+def load_config(
+    path: str | Path | None = None,
+    *,
+    settings: Sequence[str] = (),
+    model: str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> tuple[EngineConfig, Origins]:
+    """Return the configuration of a command line, and where each value came from.
+
+    Args:
+        path: a TOML file; None is `hardpoint.toml` in the working directory, if there is one.
+        settings: as `--set` takes them, such as `scheduler.policy=fair`.
+        model: as `--model` takes it; wins over `settings`.
+        environ: None is the process's own.
+
+    Raises:
+        ConfigError: naming path, value, what would be right, and the value's origin.
+    """
+    builder = _Builder()
+    builder.add_file(path)
+    builder.add_environment(os.environ if environ is None else environ)
+    for setting in settings:
+        builder.add_setting(setting)
+    if model is not None:
+        builder.add_table({"model": model}, "argument --model")
+    return builder.build()
+
+
+def config_from(
+    value: str | Path | Mapping[str, Any] | EngineConfig | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    caller: str = "LLM",
+) -> tuple[EngineConfig, Origins]:
+    """Return the configuration of a Python call, and where each value came from.
+
+    Reads neither `hardpoint.toml` nor the environment: a program says itself what it wants.
+
+    Args:
+        value: what was given as `config`: the path of a TOML file, a nested mapping or an
+            EngineConfig; None is the defaults.
+        overrides: arguments given by name, by dotted path such as `tokenizer.path`.
+        caller: who was called, for the origins.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    builder = _Builder()
+    origin = f"argument {caller}(config=...)"
+    if isinstance(value, EngineConfig):
+        builder.add_table(_changes(_plain(value, "config"), _plain(EngineConfig(), "")), origin)
+    elif isinstance(value, Mapping):
+        builder.add_table(value, origin)
+    elif isinstance(value, str | Path):
+        builder.add_file(value)
+    elif value is not None:
+        raise ConfigError(
+            f"config: expected a path, a mapping or an EngineConfig, got {value!r} (from {origin})"
+        )
+    for path, given in (overrides or {}).items():
+        steps = path.split(".")
+        builder.put(steps, given, f"argument {caller}({steps[0]}=...)")
+    return builder.build()
+
+
+class _Builder:
+    """Lays values over each other and remembers who set which."""
+
+    def __init__(self) -> None:
+        self._tree: dict[str, Any] = {}
+        self._origins: dict[str, str] = {}
+
+    def add_file(self, path: str | Path | None) -> None:
+        """Add a TOML file; None is the default file, if there is one."""
+        if path is None and not Path(DEFAULT_FILE).is_file():
+            return
+        file = Path(DEFAULT_FILE if path is None else path)
+        try:
+            table = tomllib.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"config: there is no file {str(file)!r}") from None
+        except (OSError, UnicodeDecodeError) as cause:
+            raise ConfigError(f"config: {str(file)!r} cannot be read: {cause}") from None
+        except tomllib.TOMLDecodeError as cause:
+            raise ConfigError(f"config: {str(file)!r} is not valid TOML: {cause}") from None
+        self.add_table(table, f"file {file}")
+
+    def add_environment(self, environ: Mapping[str, str]) -> None:
+        """Add the variables that start with `HARDPOINT__`; `__` goes one level down."""
+        names: dict[str, str] = {}
+        for name in sorted(environ):
+            if name.startswith(PREFIX):
+                steps = _steps_of_variable(name)
+                path = join_path(*steps)
+                if path in names:
+                    raise ConfigError(
+                        f"{path}: set twice, by {names[path]} and {name} (from environment)"
+                    )
+                names[path] = name
+                self.put(steps, _value(environ[name], steps), f"environment {name}")
+
+    def add_setting(self, setting: str) -> None:
+        """Add one `--set` argument."""
+        steps, text = split_setting(setting, "--set", "scheduler.policy=fair")
+        self.put(steps, _value(text, steps), f"argument --set {join_path(*steps)}")
+
+    def add_table(self, table: Mapping[str, Any], origin: str) -> None:
+        """Add a nested table, all of it from one place."""
+        for key, value in table.items():
+            self.put([_name(key, (), origin)], value, origin)
+
+    def build(self) -> tuple[EngineConfig, Origins]:
+        """Check the whole and return it."""
+        origins = Origins(self._origins)
+        self._refuse_planned(origins)
+        try:
+            return convert(self._tree, EngineConfig, path=""), origins
+        except ConfigError as error:
+            raise ConfigError(origins.locate(str(error))) from None
+
+    def put(self, steps: Sequence[str], value: Any, origin: str) -> None:
+        """Set a value; a table is laid over what is there, key by key."""
+        table, path = self._open(steps, origin), join_path(*steps)
+        plain = value if isinstance(value, Mapping) else _plain(value, path, origin)
+        if isinstance(plain, Mapping):
+            if not isinstance(table.get(steps[-1]), dict):
+                table[steps[-1]] = {}
+            self._own_table(steps, origin)
+            for key, item in plain.items():
+                self.put([*steps, _name(key, steps, origin)], item, origin)
+            return
+        for below in [known for known in self._origins if known.startswith(f"{path}.")]:
+            del self._origins[below]
+        table[steps[-1]] = plain
+        self._origins[path] = origin
+
+    def _open(self, steps: Sequence[str], origin: str) -> dict[str, Any]:
+        """Return the table that holds the last step, making the ones on the way."""
+        table = self._tree
+        for depth, step in enumerate(steps[:-1], start=1):
+            path = join_path(*steps[:depth])
+            inner = table.setdefault(step, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(
+                    f"{join_path(*steps)}: cannot be set, for {path} is no table but {inner!r}, "
+                    f"from {self._origins[path]} (from {origin})"
+                )
+            self._own_table(steps[:depth], origin)
+            table = inner
+        return table
+
+    def _own_table(self, steps: Sequence[str], origin: str) -> None:
+        """Remember who set something in a table last.
+
+        A struct is nobody's: what is not set in it keeps its default.
+        """
+        if not isinstance(_type_at(steps), types.StructType):
+            self._origins[join_path(*steps)] = origin
+
+    def _refuse_planned(self, origins: Origins) -> None:
+        planned = {**{kind: kind for kind in PLANNED}, **{t: k for k, t in PLANNED.items()}}
+        for key in self._tree:
+            if key in planned:
+                raise ConfigError(
+                    f"{key}: this version of Hardpoint has no {planned[key]} yet; kinds here: "
+                    f"{', '.join(KINDS)} (from {origins.of(key)})"
+                )
+
+
+def _steps_of_variable(name: str) -> list[str]:
+    """Return the path of an environment variable.
+
+    Names are written in capitals and meant in small letters. What follows `PLUGIN__` and
+    `PLUGINS__REPLACE__` may be a name with capitals of its own: there, a step that has a small
+    letter in it is taken as it is written.
+    """
+    given = name.removeprefix(PREFIX).split("__")
+    if not all(given):
+        raise ConfigError(
+            f"{name}: expected a path such as {PREFIX}SCHEDULER__POLICY, got an empty step "
+            f"(from environment)"
+        )
+    small = [step.lower() for step in given]
+    fixed = 1 if small[0] == "plugin" else 2 if small[:2] == ["plugins", "replace"] else len(given)
+    return small[:fixed] + [step.lower() if step.isupper() else step for step in given[fixed:]]
+
+
+def _value(text: str, steps: Sequence[str]) -> Any:
+    """Return the value that a text stands for: the text itself where only a string will do."""
+    value = parse_value(text)
+    return text if not isinstance(value, str) and _wants_text(_type_at(steps)) else value
+
+
+def _wants_text(info: types.Type | None) -> bool:
+    if isinstance(info, types.Metadata):
+        return _wants_text(info.type)
+    if isinstance(info, types.UnionType):
+        return any(_wants_text(option) for option in info.types)
+    return isinstance(info, types.StrType | types.LiteralType)
+
+
+def _type_at(steps: Sequence[str]) -> types.Type | None:
+    info: types.Type | None = types.type_info(EngineConfig)
+    for step in steps:
+        info = child_type(info, step)
+    return info
+
+
+def _plain(value: Any, path: str, origin: str = "default") -> Any:
+    """Return a Python value as plain data; paths become text."""
+    if isinstance(value, Path):
+        return str(value)
+    try:
+        return msgspec.to_builtins(value, str_keys=False)
+    except TypeError:
+        raise ConfigError(
+            f"{path}: expected plain data (text, numbers, lists, tables), got a "
+            f"{type(value).__name__} (from {origin})"
+        ) from None
+
+
+def _name(key: Any, steps: Sequence[str], origin: str) -> str:
+    if not isinstance(key, str):
+        where = join_path(*steps) or "config"
+        raise ConfigError(f"{where}: expected names as keys, got {key!r} (from {origin})")
+    return key
+
+
+def _changes(table: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what differs from the default."""
+    changed: dict[str, Any] = {}
+    for key, value in table.items():
+        there = default.get(key)
+        if isinstance(value, dict) and isinstance(there, dict):
+            if inner := _changes(value, there):
+                changed[key] = inner
+        elif value != there:
+            changed[key] = value
+    return changed

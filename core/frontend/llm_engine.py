@@ -1,0 +1,150 @@
+"""The engine as a frontend drives it: add requests, step, take outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from hardpoint.plugins import (
+    EngineClosedError,
+    EngineConfig,
+    EngineCoreRequest,
+    ModelConfig,
+    PluginFaultError,
+    PluginSet,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    Tokenizer,
+)
+from hardpoint.plugins.hook_set import HookSet
+
+from ..client import EngineCoreClient
+from .input_processor import InputProcessor, Prompt
+from .output_processor import OutputProcessor
+from .parent_request import ParentRequest
+
+__all__ = ["EngineParts", "LLMEngine"]
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What an open engine is made of.
+
+    Attributes:
+        config: with `max_model_len` filled in.
+        clock: seconds; gives requests their arrival times.
+    """
+
+    config: EngineConfig
+    plugins: PluginSet
+    hooks: HookSet
+    model_config: ModelConfig
+    tokenizer: Tokenizer
+    client: EngineCoreClient
+    clock: Callable[[], float]
+
+
+class LLMEngine:
+    """Joins input processor, engine core and output processor."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        """Take over the parts; `close` closes them."""
+        config = parts.config
+        assert config.max_model_len is not None
+        self.parts = parts
+        self._client = parts.client
+        self._hooks = parts.hooks
+        self._clock = parts.clock
+        self._input = InputProcessor(
+            parts.model_config, parts.plugins, parts.tokenizer, config.max_model_len, config.seed
+        )
+        self._output = OutputProcessor(parts.tokenizer)
+        self._external_ids: set[str] = set()
+        self._closed = False
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+    ) -> None:
+        """Check a request and queue it.
+
+        Raises:
+            RequestError: it is wrong; nothing else is disturbed.
+            EngineClosedError: the engine was closed.
+        """
+        self._check_open()
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id: expected a string, got {type(request_id).__name__}")
+        if request_id in self._external_ids:
+            raise RequestError(f"request_id: {request_id!r} is the id of a live request")
+        request, text = self._input.process(
+            request_id, prompt, params, priority=priority, arrival_time=self._clock()
+        )
+        parent = ParentRequest(request_id, request.params.n)
+        children = parent.children(request)
+        for child in children:
+            self._received(child)
+        self._external_ids.add(request_id)
+        for child in children:
+            self._output.add_request(child, text, parent)
+            self._client.add_request(child)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """End requests by the ids they were added under; unknown ones are ignored."""
+        ids = list(request_ids)
+        live = self._output.unfinished_of(ids)
+        self._output.drop(live)
+        self._external_ids.difference_update(ids)
+        self._client.abort_requests(live)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a step has anything to do."""
+        return self._output.num_unfinished_requests() > 0
+
+    def step(self) -> list[RequestOutput]:
+        """Run the engine one step; return what is new."""
+        self._check_open()
+        outputs = self._client.get_output()
+        processed = self._output.process(outputs.outputs)
+        if processed.aborts:
+            self._client.abort_requests(processed.aborts)
+        for output in processed.request_outputs:
+            if output.finished:
+                self._external_ids.discard(output.request_id)
+                self._finished(output)
+        return processed.request_outputs
+
+    def close(self) -> None:
+        """End the engine and give its memory back. Closing twice does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._hooks.call("engine_closing")
+        finally:
+            self._client.close()
+            self.parts.tokenizer.close()
+
+    def _received(self, request: EngineCoreRequest) -> None:
+        try:
+            self._hooks.call("request_received", request=request)
+        except PluginFaultError as fault:
+            cause = fault.__cause__
+            message = str(cause) if isinstance(cause, ValueError) else str(fault)
+            raise RequestError(message) from fault
+
+    def _finished(self, output: RequestOutput) -> None:
+        try:
+            self._hooks.call("request_finished", output=output)
+        except PluginFaultError as fault:
+            for completion in output.outputs:
+                completion.finish_reason, completion.error = "error", str(fault)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError("the engine is closed")

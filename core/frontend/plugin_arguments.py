@@ -1,0 +1,151 @@
+"""Which logits processors a request uses, and with what arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from hardpoint.plugins import (
+    EngineCoreRequest,
+    PluginEntry,
+    PluginSet,
+    PrepareContext,
+    RequestError,
+    SamplingParams,
+    Tokenizer,
+    typed,
+)
+from hardpoint.plugins.logits import LogitsPlugin
+
+__all__ = ["PluginArguments"]
+
+_DEFAULTS = SamplingParams()
+
+_SHAPING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+)
+"""Fields that only a logits processor can honour."""
+
+
+@dataclass(frozen=True)
+class _Processor:
+    entry: PluginEntry
+    cls: type[LogitsPlugin]
+    options: Any
+
+
+class PluginArguments:
+    """Gathers, checks and completes each request's arguments for each logits processor."""
+
+    def __init__(self, plugins: PluginSet, vocab_size: int, tokenizer: Tokenizer) -> None:
+        """Load the classes; instances live in the workers."""
+        self._plugins = plugins
+        self._vocab_size = vocab_size
+        self._tokenizer = tokenizer
+        self._processors = [
+            _Processor(entry, cls, plugins.options(entry))
+            for entry, cls in plugins.logits_processors()
+        ]
+        self._honoured = {f for p in self._processors for f in p.cls.params_fields}
+
+    def resolve(self, request: EngineCoreRequest) -> dict[str, dict[str, Any]]:
+        """Return, for each processor that the request uses, its arguments as plain data.
+
+        Raises:
+            RequestError: an argument is wrong, belongs to no plugin that is on, or asks for
+                something that no plugin that is on can do.
+        """
+        self._refuse_unknown(request.params)
+        self._refuse_unhonoured(request.params)
+        resolved = {}
+        for processor in self._processors:
+            arguments = self._given(processor, request.params)
+            if arguments is not None:
+                prepared = self._prepared(processor, arguments, request)
+                resolved[processor.entry.name] = msgspec.to_builtins(prepared, str_keys=False)
+        return resolved
+
+    def _given(self, processor: _Processor, params: SamplingParams) -> Any:
+        """Return a processor's checked arguments, or None if the request does not use it."""
+        name, cls = processor.entry.name, processor.cls
+        fields = {
+            field: getattr(params, field)
+            for field in cls.params_fields
+            if getattr(params, field) != getattr(_DEFAULTS, field)
+        }
+        if name in params.plugin_args:
+            if fields:
+                raise RequestError(
+                    f"plugin_args.{name}: given twice, here and by {', '.join(fields)}"
+                )
+            given, path = params.plugin_args[name], f"plugin_args.{name}"
+        elif fields:
+            given, path = fields, ""
+        elif cls.Arguments is LogitsPlugin.Arguments:  # takes none, so it is for everybody
+            return cls.Arguments()
+        else:
+            return None
+        return typed.convert(given, cls.Arguments, path=path, error=RequestError)
+
+    def _prepared(self, processor: _Processor, arguments: Any, request: EngineCoreRequest) -> Any:
+        name, cls = processor.entry.name, processor.cls
+        context = PrepareContext(
+            options=processor.options,
+            params=request.params,
+            prompt_token_ids=request.prompt_token_ids,
+            stop_token_ids=request.stop_token_ids,
+            vocab_size=self._vocab_size,
+            tokenizer=self._tokenizer,
+        )
+        try:
+            prepared = cls.prepare(arguments, context)
+        except ValueError as refusal:
+            raise RequestError(f"{_path(processor)}: {refusal}") from refusal
+        except Exception as cause:
+            raise RequestError(
+                f"{processor.entry.source}: its prepare failed: {type(cause).__name__}: {cause}"
+            ) from cause
+        if not isinstance(prepared, cls.Arguments):
+            raise RequestError(
+                f"{processor.entry.source}: its prepare returned {type(prepared).__name__}, "
+                f"expected its Arguments"
+            )
+        return prepared
+
+    def _refuse_unknown(self, params: SamplingParams) -> None:
+        names = [processor.entry.name for processor in self._processors]
+        for name in params.plugin_args:
+            if name not in names:
+                raise RequestError(
+                    f"plugin_args.{name}: no plugin of that name that takes arguments is on"
+                    f"{typed.suggest(name, names)}{self._plugins.hint(name, 'logits_processors')}"
+                )
+
+    def _refuse_unhonoured(self, params: SamplingParams) -> None:
+        for field in _SHAPING_FIELDS:
+            value = getattr(params, field)
+            if value == getattr(_DEFAULTS, field) or field in self._honoured:
+                continue
+            if field == "temperature" and params.greedy:  # the sampler's own
+                continue
+            raise RequestError(
+                f"{field}: no logits processor that is on honours it, so {value!r} would be "
+                f"ignored; enable one, or leave it at {getattr(_DEFAULTS, field)!r}"
+            )
+
+
+def _path(processor: _Processor) -> str:
+    fields = processor.cls.params_fields
+    return "/".join(fields) if fields else f"plugin_args.{processor.entry.name}"

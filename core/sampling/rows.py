@@ -1,0 +1,49 @@
+"""The rows of a step as a logits processor sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hardpoint.plugins import LogitsRequest
+
+__all__ = ["ProcessorRows"]
+
+
+class ProcessorRows:
+    """The rows whose requests use one processor; lives as long as those rows stay the same."""
+
+    def __init__(
+        self, name: str, requests: Sequence[LogitsRequest], version: int, device: torch.device
+    ) -> None:
+        """`name` is the processor's."""
+        self.requests = requests
+        self.version = version
+        self._name = name
+        self._device = device
+        self._arguments = [request.arguments[name] for request in requests]
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.requests)
+
+    def arguments(self) -> Sequence[Any]:
+        """Return each row's arguments for this processor."""
+        return self._arguments
+
+    def states(self) -> Sequence[Any]:
+        """Return each row's state for this processor."""
+        return [request.state[self._name] for request in self.requests]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return the argument `name` of every row as [rows, 1] on the device."""
+        if name not in self._tensors:
+            values = [getattr(arguments, name) for arguments in self._arguments]
+            whole = all(isinstance(value, int) for value in values)
+            dtype = torch.int64 if whole else torch.float32
+            column = torch.tensor(values, dtype=dtype).unsqueeze(1)
+            self._tensors[name] = column.to(self._device, non_blocking=True)
+        return self._tensors[name]

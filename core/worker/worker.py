@@ -1,0 +1,195 @@
+"""The worker: one device's model, cache and sampler, built from plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from hardpoint.plugins import (
+    AttentionBackend,
+    AttentionContext,
+    EngineConfig,
+    LogitsContext,
+    Model,
+    ModelConfig,
+    ModelContext,
+    ModelError,
+    ModelRunnerOutput,
+    PluginSet,
+    Progress,
+    Sampler,
+    SamplerContext,
+    SchedulerOutput,
+    WeightLoader,
+    WorkerInfo,
+)
+
+from ..sampling.pipeline import LogitsPipeline, Stage
+from ..sampling.stage import SamplingStage
+from .batch import InputBatch
+from .model_runner import ModelRunner
+
+__all__ = ["LocalWorker", "WorkerSpec"]
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What a worker is made from.
+
+    Attributes:
+        dtype: resolved; never "auto".
+        device: resolved; never "auto".
+        max_model_len: resolved.
+    """
+
+    config: EngineConfig
+    plugins: PluginSet
+    loader: WeightLoader
+    model_config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    progress: Progress
+
+
+class LocalWorker:
+    """Holds one device's share of the model."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        """Build nothing yet; `load_model` does."""
+        self._spec: WorkerSpec | None = spec
+        self._runner: ModelRunner | None = None
+        self._components: list[AttentionBackend | Model | Sampler] = []
+
+    def load_model(self) -> WorkerInfo:
+        """Build the model and read its weights.
+
+        Raises:
+            ModelError: weights are missing, of the wrong shape, or the device does not fit.
+        """
+        assert self._spec is not None
+        spec = self._spec
+        attention = self._attention(spec)
+        entry = spec.plugins.get("models", spec.model_config.architecture)
+        model: Model = spec.plugins.create(
+            entry,
+            ModelContext,
+            config=spec.model_config,
+            dtype=spec.dtype,
+            device=spec.device,
+            max_model_len=spec.max_model_len,
+        )
+        shapes = model.weight_shapes()
+        with torch.inference_mode():
+            model.load_weights(_checked(spec.loader.weights(shapes), shapes, spec))
+        stage = self._sampling(spec)
+        self._components = [model, attention, stage.sampler]
+        self._runner = ModelRunner(
+            model,
+            attention,
+            stage,
+            InputBatch(
+                spec.config.scheduler.max_num_seqs,
+                spec.max_model_len,
+                spec.config.kv_cache.block_size,
+            ),
+            {entry.name: cls for entry, cls in spec.plugins.logits_processors()},
+            spec.device,
+        )
+        per_block = sum(attention.bytes_per_block(kv) for kv in model.kv_specs())
+        return WorkerInfo(per_block, _available_bytes(spec.device))
+
+    def initialize_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache."""
+        self.runner.allocate(num_blocks)
+
+    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Run a step; None means that sampling waits for `sample_tokens`."""
+        return self.runner.execute(plan)
+
+    def sample_tokens(self, plan: SchedulerOutput) -> ModelRunnerOutput:  # noqa: ARG002
+        """Finish a step that waits."""
+        return self.runner.sample()
+
+    def close(self) -> None:
+        """Release model and cache."""
+        for component in self._components:
+            component.close()
+        self._components = []
+        self._runner = None
+        self._spec = None
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The runner of the loaded model."""
+        if self._runner is None:
+            raise RuntimeError("the worker has no model: it was not loaded, or was closed")
+        return self._runner
+
+    def _attention(self, spec: WorkerSpec) -> AttentionBackend:
+        entry = spec.plugins.one("attention_backends")
+        devices = spec.plugins.target(entry).devices
+        if spec.device.type not in devices:
+            raise ModelError(
+                f"attention.use: {entry.name!r} runs on {', '.join(devices)}, "
+                f"the device is {spec.device.type}"
+            )
+        backend: AttentionBackend = spec.plugins.create(
+            entry,
+            AttentionContext,
+            device=spec.device,
+            dtype=spec.dtype,
+            block_size=spec.config.kv_cache.block_size,
+        )
+        return backend
+
+    def _sampling(self, spec: WorkerSpec) -> SamplingStage:
+        vocab_size = spec.model_config.vocab_size
+        stages = [
+            Stage(
+                spec.plugins.create(
+                    entry,
+                    LogitsContext,
+                    device=spec.device,
+                    vocab_size=vocab_size,
+                    max_num_seqs=spec.config.scheduler.max_num_seqs,
+                ),
+                entry.source,
+            )
+            for entry in spec.plugins.entries("logits_processors")
+        ]
+        sampler: Sampler = spec.plugins.create(
+            spec.plugins.one("samplers"), SamplerContext, device=spec.device, vocab_size=vocab_size
+        )
+        return SamplingStage(LogitsPipeline(stages, spec.device), sampler, spec.device)
+
+
+def _checked(
+    weights: Iterable[tuple[str, torch.Tensor]],
+    shapes: dict[str, tuple[int, ...]],
+    spec: WorkerSpec,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass on the weights that the model wants, each once and of the right shape."""
+    missing = dict(shapes)
+    for name, tensor in weights:
+        if (wanted := missing.pop(name, None)) is None:
+            continue
+        if tuple(tensor.shape) != tuple(wanted):
+            raise ModelError(
+                f"model: weight {name!r} of {spec.config.model!r} has shape "
+                f"{tuple(tensor.shape)}, {spec.model_config.architecture} wants {tuple(wanted)}"
+            )
+        spec.progress("Loading weights", len(shapes) - len(missing), len(shapes))
+        yield name, tensor
+    if missing:
+        names = ", ".join(list(missing)[:3]) + (", ..." if len(missing) > 3 else "")
+        raise ModelError(f"model: {spec.config.model!r} lacks {len(missing)} weights: {names}")
+
+
+def _available_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)

@@ -64,7 +64,7 @@ class DefaultSampler(Sampler):
         self, logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         """Return one drawn token per row; the same whichever way it takes."""
-        alive = logits > -math.inf
+        alive = logits != -math.inf
         if int(torch.count_nonzero(alive)) > _FEW * len(logits):
             step = max(1, _CHUNK // logits.shape[1])
             parts = [slice(at, at + step) for at in range(0, len(logits), step)]

@@ -67,7 +67,8 @@ def config_from(
     Args:
         value: what was given as `config`: the path of a TOML file, a nested mapping or an
             EngineConfig; None is the defaults.
-        overrides: arguments given by name, by dotted path such as `tokenizer.path`.
+        overrides: arguments given by name, by dotted path such as `tokenizer.path`; None is not
+            given.
         caller: who was called, for the origins.
 
     Raises:
@@ -86,8 +87,9 @@ def config_from(
             f"config: expected a path, a mapping or an EngineConfig, got {value!r} (from {origin})"
         )
     for path, given in (overrides or {}).items():
-        steps = path.split(".")
-        builder.put(steps, given, f"argument {caller}({steps[0]}=...)")
+        if given is not None:
+            steps = path.split(".")
+            builder.put(steps, given, f"argument {caller}({steps[0]}=...)")
     return builder.build()
 
 

@@ -17,15 +17,16 @@ import tokenizers
 import torch
 
 from hardpoint.core.build import build_engine
-from hardpoint.core.config import config_from
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.plugins import (
     AttentionBackend,
     AttentionStep,
+    EngineConfig,
     ForwardBatch,
     KVSpec,
     Model,
     ModelContext,
+    typed,
 )
 
 __all__ = [
@@ -221,8 +222,9 @@ def scripted_config(folder: Path, extra: Mapping[str, Any] | None = None) -> dic
         if key == "plugins":
             value = {**value, "enable": config["plugins"]["enable"] + value.get("enable", [])}
         there = config.get(key)
-        both = isinstance(there, dict) and isinstance(value, Mapping)
-        config[key] = {**there, **value} if both else value
+        if isinstance(there, dict) and isinstance(value, Mapping):
+            value = {**there, **value}
+        config[key] = value
     return config
 
 
@@ -233,8 +235,8 @@ def scripted_engine(
     clock: Callable[[], float] | None = None,
 ) -> LLMEngine:
     """Open an engine on a folder of `write_scripted_model`, by default on a ScriptedClock."""
-    config, origins = config_from(scripted_config(folder, extra), environ={})
-    return build_engine(config, origins, clock=clock or ScriptedClock(tick=1e-6))
+    config = typed.convert(scripted_config(folder, extra), EngineConfig, path="")
+    return build_engine(config, clock=clock or ScriptedClock(tick=1e-6))
 
 
 _CHAT_TEMPLATE = (

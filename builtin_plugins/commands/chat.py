@@ -11,10 +11,10 @@ from hardpoint.plugins import (
     Command,
     CommandContext,
     CompletionOutput,
-    Generator,
     RequestError,
     SamplingParams,
 )
+from hardpoint.plugins.commands import Generator
 
 from .sampling import add_sampling_options, sampling_params
 
@@ -69,6 +69,7 @@ class _Conversation:
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [options]"
     parser.description = (
         "Talk with the model. When standard input is no terminal, each of its lines is a message "
         "and only the answers are printed."

@@ -17,8 +17,11 @@ __all__ = ["COMMAND"]
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [options] COMMAND ..."
     parser.description = "Show the configuration: its values with their origins, or its schema."
-    actions = parser.add_subparsers(dest="action", required=True, metavar="COMMAND")
+    actions = parser.add_subparsers(
+        dest="action", required=True, metavar="COMMAND", prog=parser.prog
+    )
     show = actions.add_parser("show", help="print each value and where it came from")
     show.description = "Print each value of the configuration and where it came from."
     show.add_argument("--json", action="store_true", help="print a JSON object by path")

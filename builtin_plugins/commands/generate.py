@@ -14,12 +14,12 @@ from hardpoint.plugins import (
     Command,
     CommandContext,
     CompletionOutput,
-    Generator,
     Logprob,
     RequestError,
     RequestOutput,
     SamplingParams,
 )
+from hardpoint.plugins.commands import Generator
 
 from .sampling import add_sampling_options, sampling_params
 
@@ -44,18 +44,18 @@ class _Completion:
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [options] PROMPT [PROMPT ...]"
     parser.description = (
         "Continue prompts and print the text as it comes. The prompt goes to the model as it is; "
         "with --chat it goes through the model's chat template, as a user's message."
     )
-    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text; - reads it from stdin")
-    parser.add_argument("--chat", action="store_true", help="use the model's chat template")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per completion")
+    add = parser.add_argument
+    add("prompts", nargs="+", metavar="PROMPT", help="a text; - reads it from standard input")
+    add("--chat", action="store_true", help="use the model's chat template")
+    add("--json", action="store_true", help="print one JSON object per completion")
     add_sampling_options(parser, max_tokens=256)
-    parser.add_argument("--n", type=int, metavar="N", help="completions per prompt (default: 1)")
-    parser.add_argument(
-        "--logprobs", type=int, metavar="N", help="the N likeliest per position; needs --json"
-    )
+    add("--n", type=int, metavar="N", help="completions per prompt (default: 1)")
+    add("--logprobs", type=int, metavar="N", help="the N likeliest per position; needs --json")
 
 
 def _run(options: argparse.Namespace, context: CommandContext) -> int:

@@ -28,9 +28,7 @@ def print_table(
         print("  ".join(cells).rstrip())
 
 
-def _print_rich(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], dim: Sequence[bool]
-) -> None:
+def _print_rich(headers: Sequence[str], rows: Sequence[Sequence[str]], dim: Sequence[bool]) -> None:
     from rich.console import Console  # noqa: PLC0415 - slow to import, wanted on terminals only
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415

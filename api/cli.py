@@ -1,0 +1,208 @@
+"""The `hardpoint` program. Its commands, built-in ones too, come in through the hooks."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hardpoint.core.config import load_config
+from hardpoint.plugins import (
+    Command,
+    CommandContext,
+    EngineConfig,
+    HardpointError,
+    Origins,
+    PluginConflictError,
+    PluginContractError,
+    PluginFaultError,
+    PluginSet,
+    discover,
+    resolve_plugins,
+)
+from hardpoint.plugins.commands import Generator
+from hardpoint.plugins.discovery import installed_version
+from hardpoint.plugins.hook_set import HookSet
+from hardpoint.plugins.loading import Source, check_component, import_object
+from hardpoint.plugins.selection import Chosen, Selection
+
+__all__ = ["main"]
+
+_BROKEN_PIPE = 141
+_INTERRUPTED = 130
+
+_Load = Callable[[], tuple[EngineConfig, Origins]]
+_Commands = dict[str, "_Owned"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; return its exit code.
+
+    0 is success, 1 a failed request (or, by Python, a fault of the program), 2 a HardpointError or
+    wrong usage, 130 an interrupt and 141 a reader that went away.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+        return code
+    except SystemExit as done:  # how argparse ends, after --help for one
+        return done.code if isinstance(done.code, int) else 2
+    except HardpointError as error:
+        return _fail(error)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # Nobody reads: the interpreter's own last flush must not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+
+
+def _run(arguments: list[str]) -> int:
+    given, _ = _Parser(prog="hardpoint", add_help=False).parse_known_args(arguments)
+
+    def load() -> tuple[EngineConfig, Origins]:
+        settings = getattr(given, "set", [])
+        path, model = getattr(given, "config", None), getattr(given, "model", None)
+        return load_config(path, settings=settings, model=model)
+
+    parser, commands, problem = _prepare(load)
+    if (
+        problem is not None
+        and not commands.keys() & set(arguments)
+        and "--version" not in arguments
+    ):
+        _fail(problem)  # and then the help of the default commands, or argparse's complaint
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    return commands[options.command].command.run(options, _context(load, problem))
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """A command and the plugin that adds it."""
+
+    command: Command
+    source: Source
+
+
+def _prepare(load: _Load) -> tuple[argparse.ArgumentParser, _Commands, HardpointError | None]:
+    """Return the parser and commands as configured, or the default ones and what is wrong.
+
+    So help and `hardpoint config` work while the configuration does not. Whatever needs plugins
+    raises what is wrong.
+    """
+    try:
+        commands = _collect_commands(*load())
+        return _parser(commands), commands, None
+    except HardpointError as problem:
+        commands = _collect_commands(EngineConfig(), Origins())
+        return _parser(commands), commands, problem
+
+
+def _collect_commands(config: EngineConfig, origins: Origins) -> _Commands:
+    """Ask each plugin of kind `hooks` for commands; other plugins are not imported.
+
+    Raises:
+        PluginError: a plugin's hook is at fault, or two plugins add one command.
+    """
+    commands: _Commands = {}
+    for chosen in Selection(config, origins, discover()).run():
+        if chosen.kind.interface is not None:
+            continue
+        for command in _commands_of(chosen):
+            if other := commands.get(command.name):
+                raise PluginConflictError(
+                    f"two plugins add the command {command.name!r}: "
+                    f"{other.source} and {chosen.source}"
+                )
+            commands[command.name] = _Owned(command, chosen.source)
+    return commands
+
+
+def _commands_of(chosen: Chosen) -> list[Command]:
+    target = chosen.target if chosen.target is not None else import_object(chosen.source)
+    check_component(target, chosen.kind, chosen.source)
+    hooks = HookSet()
+    hooks.add(target, chosen.source)
+    commands: list[Command] = []
+    for result in hooks.call("cli_commands"):
+        if not isinstance(result, Sequence) or not all(isinstance(c, Command) for c in result):
+            raise PluginContractError(
+                f"{chosen.source}: its hook cli_commands must return a list of "
+                f"hardpoint.plugins.Command, got {result!r}"
+            )
+        commands += result
+    return commands
+
+
+def _context(load: _Load, problem: HardpointError | None) -> CommandContext:
+    def load_plugins(config: EngineConfig, origins: Origins) -> PluginSet:
+        if problem is not None:
+            raise problem
+        return resolve_plugins(config, origins)
+
+    def open_model(config: EngineConfig, origins: Origins) -> Generator:
+        if problem is not None:
+            raise problem
+        from hardpoint.llm import LLM  # noqa: PLC0415 - torch takes a second to import
+
+        return LLM.from_resolved(config, origins)
+
+    return CommandContext(
+        load_config=load,
+        load_plugins=load_plugins,
+        open_model=open_model,
+        version=installed_version(),
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that takes the configuration options, as do the parsers of its subcommands."""
+
+    def __init__(self, **settings: Any) -> None:
+        # An abbreviation would be taken here and missed when plugins are resolved.
+        super().__init__(**{**settings, "allow_abbrev": False})
+        group = self.add_argument_group("configuration")
+        add = functools.partial(group.add_argument, default=argparse.SUPPRESS)
+        add("--config", metavar="PATH", help="instead of ./hardpoint.toml")
+        add("--model", metavar="NAME", help="short for --set model=NAME")
+        add(
+            "--set",
+            action="append",
+            metavar="PATH=VALUE",
+            help="set one value, as in scheduler.policy=fair; repeatable",
+        )
+
+
+def _parser(commands: _Commands) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="hardpoint",
+        usage="hardpoint [options] COMMAND ...",
+        description="Run a language model, every part of which is a plugin.",
+        epilog="`hardpoint COMMAND --help` tells more about a command.",
+    )
+    parser.add_argument("--version", action="version", version=f"hardpoint {installed_version()}")
+    known = parser.add_subparsers(
+        dest="command", title="commands", metavar="COMMAND", prog="hardpoint"
+    )
+    for name, owned in commands.items():
+        try:
+            owned.command.configure(known.add_parser(name, help=owned.command.summary))
+        except Exception as cause:
+            raise PluginFaultError(
+                f"{owned.source}: the arguments of its command {name!r} cannot be set up: "
+                f"{type(cause).__name__}: {cause}"
+            ) from cause
+    return parser
+
+
+def _fail(error: HardpointError) -> int:
+    print(f"hardpoint: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2

@@ -1,0 +1,134 @@
+"""Every installed component: whether it is on, why, and where in the order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hardpoint.plugins import (
+    KINDS,
+    EngineConfig,
+    Found,
+    Origins,
+    PluginConflictError,
+    PluginEntry,
+    PluginNotFoundError,
+    PluginSet,
+)
+from hardpoint.plugins.kinds import PLANNED, Number
+from hardpoint.plugins.loading import Source
+from hardpoint.plugins.typed import suggest
+
+__all__ = ["Listed", "find_listed", "list_components"]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One component.
+
+    Attributes:
+        source: who it is.
+        on: whether it is part of the engine.
+        why: why it is on or off.
+        place: position among those of its kind that are on, from 1; None where there is no order.
+        phase: of a logits processor that is on.
+    """
+
+    kind: str
+    source: Source
+    on: bool
+    why: str
+    place: int | None = None
+    phase: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The name under which it is on, or could be."""
+        return self.source.name
+
+    @property
+    def package(self) -> str:
+        """Its distribution and version."""
+        return f"{self.source.distribution} {self.source.version}"
+
+    @property
+    def order(self) -> str:
+        """Position and phase; empty where there is no order."""
+        return f"{self.place} {self.phase}" if self.place and self.phase else ""
+
+
+def list_components(plugins: PluginSet, config: EngineConfig, origins: Origins) -> list[Listed]:
+    """Return everything that is on or installed, by kind; imports nothing that is not on."""
+    phases = {entry.name: cls.phase.name for entry, cls in plugins.logits_processors()}
+    on = [
+        Listed(
+            kind=entry.kind,
+            source=entry.source,
+            on=True,
+            why=entry.origin,
+            place=entry.place + 1 if entry.kind == "logits_processors" else None,
+            phase=phases.get(entry.name) if entry.kind == "logits_processors" else None,
+        )
+        for entry in sorted(plugins.manifest.entries, key=lambda entry: entry.place)
+    ]
+    off = [
+        Listed(
+            kind=found.kind,
+            source=Source(found.name, found.value, found.distribution, found.version, "default"),
+            on=False,
+            why=_why_off(found, config, origins),
+        )
+        for found in plugins.found
+        if not _is_on(found, plugins)
+    ]
+    rank = {kind: index for index, kind in enumerate(KINDS)}
+    return sorted([*on, *off], key=lambda each: (rank.get(each.kind, len(rank)), each.kind))
+
+
+def find_listed(components: Sequence[Listed], name: str) -> Listed:
+    """Return the component called `name` or `kind/name`; one that is on comes first.
+
+    Raises:
+        PluginNotFoundError: nothing has that name.
+        PluginConflictError: several have it, each in another kind.
+    """
+    named = [c for c in components if name in (c.name, f"{c.kind}/{c.name}")]
+    if not named:
+        known = sorted({c.name for c in components})
+        raise PluginNotFoundError(
+            f"no installed plugin is called {name!r}{suggest(name, known)}; "
+            f"`hardpoint plugins list` shows them all"
+        )
+    kinds = list(dict.fromkeys(c.kind for c in named))
+    if len(kinds) > 1:
+        choices = ", ".join(f"{kind}/{named[0].name}" for kind in kinds)
+        raise PluginConflictError(f"{name!r} could be any of {choices}")
+    return max(named, key=lambda c: c.on)
+
+
+def _is_on(found: Found, plugins: PluginSet) -> bool:
+    """Whether an entry point is on under its own name or one that the configuration gave it."""
+    same: list[PluginEntry] = [e for e in plugins.entries(found.kind) if e.value == found.value]
+    if any(entry.name == found.name for entry in same):
+        return True
+    offered = {f.name for f in plugins.found if (f.kind, f.value) == (found.kind, found.value)}
+    return any(entry.name not in offered for entry in same)
+
+
+def _why_off(found: Found, config: EngineConfig, origins: Origins) -> str:
+    names = (found.name, f"{found.kind}/{found.name}")
+    kind = KINDS.get(found.kind)
+    if kind is None:
+        yet = " yet" if found.kind in PLANNED else ""
+        return f"this Hardpoint has no {found.kind}{yet}"
+    for name, value in config.plugins.replace.items():
+        if name in names and found.builtin:
+            path = f"plugins.replace.{name}"
+            return f"replaced by {value}: {path} ({origins.of(path)})"
+    for index, name in enumerate(config.plugins.disable):
+        if name in names and found.builtin:
+            path = f"plugins.disable[{index}]"
+            return f"{path} ({origins.of(path)})"
+    if kind.number is Number.ONE:
+        return f"not chosen by {kind.chosen_by} ({origins.of(kind.chosen_by or '')})"
+    return "not enabled"

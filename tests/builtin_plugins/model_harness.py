@@ -1,0 +1,145 @@
+"""A minimal model runner: allocates blocks, builds steps, and runs a built-in model on them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hardpoint.builtin_plugins.attention import TorchAttention
+from hardpoint.plugins import (
+    AttentionContext,
+    AttentionStep,
+    ForwardBatch,
+    LoaderContext,
+    Model,
+    ModelConfig,
+    ModelContext,
+    ModelFiles,
+    WeightLoader,
+)
+
+
+def open_loader(kind: type[WeightLoader], path: Path, **options: object) -> WeightLoader:
+    """Build a loader on a path."""
+    files = ModelFiles(name=path.name, path=path)
+    return kind(LoaderContext(name="test", options=kind.Options(**options), files=files))
+
+
+def build_model(
+    kind: type[Model], config: ModelConfig, *, dtype: torch.dtype, max_model_len: int = 1024
+) -> Model:
+    """Build a model without weights."""
+    context = ModelContext(
+        name=config.architecture,
+        options=kind.Options(),
+        config=config,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        max_model_len=max_model_len,
+    )
+    return kind(context)
+
+
+def load_model(
+    kind: type[Model], loader: WeightLoader, *, dtype: torch.dtype, max_model_len: int = 1024
+) -> Model:
+    """Build a model and load its weights."""
+    model = build_model(kind, loader.config(), dtype=dtype, max_model_len=max_model_len)
+    model.load_weights(loader.weights(model.weight_shapes()))
+    return model
+
+
+def build_backend(dtype: torch.dtype, block_size: int) -> TorchAttention:
+    """Build the torch attention backend."""
+    return TorchAttention(
+        AttentionContext(
+            name="torch",
+            options=TorchAttention.Options(),
+            device=torch.device("cpu"),
+            dtype=dtype,
+            block_size=block_size,
+        )
+    )
+
+
+class Blocks:
+    """Hands out blocks of sequences in shuffled order and builds steps."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self._free = random.Random(0).sample(range(num_blocks), num_blocks)
+        self._tables: dict[str, list[int]] = {}
+        self._lengths: dict[str, int] = {}
+
+    def step(self, counts: Sequence[tuple[str, int]]) -> tuple[AttentionStep, torch.Tensor]:
+        """Return the step in which each named sequence gets so many tokens, and all positions.
+
+        Sequences with one token have to come first.
+        """
+        starts, lengths, slots, positions = [0], [], [], []
+        for name, count in counts:
+            old = self._lengths.get(name, 0)
+            self._lengths[name] = old + count
+            table = self._tables.setdefault(name, [])
+            while len(table) * self.block_size < old + count:
+                table.append(self._free.pop())
+            for position in range(old, old + count):
+                block, offset = divmod(position, self.block_size)
+                slots.append(table[block] * self.block_size + offset)
+                positions.append(position)
+            starts.append(starts[-1] + count)
+            lengths.append(old + count)
+        tables = [self._tables[name] for name, _ in counts]
+        block_table = torch.zeros(len(counts), max(map(len, tables)), dtype=torch.int64)
+        for row, table in enumerate(tables):
+            block_table[row, : len(table)] = torch.tensor(table)
+        step = AttentionStep(
+            query_starts=np.array(starts),
+            seq_lens=np.array(lengths),
+            num_single=sum(count == 1 for _, count in counts),
+            block_table=block_table,
+            slots=torch.tensor(slots),
+            block_size=self.block_size,
+        )
+        return step, torch.tensor(positions)
+
+
+class Runner:
+    """Runs a model with the torch attention backend."""
+
+    def __init__(
+        self, model: Model, *, dtype: torch.dtype, num_blocks: int = 256, block_size: int = 16
+    ) -> None:
+        self.model = model
+        self.backend = build_backend(dtype, block_size)
+        self.specs = model.kv_specs()
+        self.caches = [self.backend.allocate(spec, num_blocks) for spec in self.specs]
+        self.blocks = Blocks(num_blocks, block_size)
+
+    def hidden(self, batch: Sequence[tuple[str, Sequence[int]]]) -> torch.Tensor:
+        """Run one step of (sequence, tokens) and return the hidden states of all tokens."""
+        step, positions = self.blocks.step([(name, len(tokens)) for name, tokens in batch])
+        plan = self.backend.plan(step)
+        tokens = torch.tensor([token for _, part in batch for token in part])
+        return self.model.forward(
+            ForwardBatch(token_ids=tokens, positions=positions, attend=partial(self._attend, plan))
+        )
+
+    def logits(self, batch: Sequence[tuple[str, Sequence[int]]]) -> torch.Tensor:
+        """Run one step and return float32 logits of all tokens."""
+        return self.model.compute_logits(self.hidden(batch)).float()
+
+    def last(self, batch: Sequence[tuple[str, Sequence[int]]]) -> torch.Tensor:
+        """Run one step and return float32 logits of each sequence's last token."""
+        ends = torch.tensor([len(tokens) for _, tokens in batch]).cumsum(0) - 1
+        return self.model.compute_logits(self.hidden(batch)[ends]).float()
+
+    def _attend(
+        self, plan: object, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        return self.backend.attend(self.specs[layer], self.caches[layer], plan, q, k, v)

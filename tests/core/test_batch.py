@@ -1,0 +1,99 @@
+"""The persistent batch against a dict of requests."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hardpoint import SamplingParams
+from hardpoint.core.worker.batch import InputBatch
+from hardpoint.plugins import LogitsRequest
+
+BLOCK = 4
+
+
+def add(batch: InputBatch, request_id: str, prompt: list[int], outputs: list[int], blocks, done):
+    request = LogitsRequest(request_id, prompt, outputs, SamplingParams(), [])
+    batch.add(request, outputs, blocks, done)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_rows_follow_their_requests(data):
+    """After any mix of joins, leaves and steps, each request's tokens, places and blocks hold."""
+    batch = InputBatch(max_num_seqs=6, max_model_len=40, block_size=BLOCK)
+    oracle: dict[str, dict] = {}
+    names = iter(f"r{i}" for i in range(10_000))
+    blocks = iter(range(1, 10_000))
+    for _ in range(data.draw(st.integers(1, 25))):
+        joins = data.draw(st.integers(0, 6 - len(oracle)))
+        for _ in range(joins):
+            prompt = data.draw(st.lists(st.integers(0, 99), min_size=1, max_size=8))
+            known = {"tokens": list(prompt), "prompt": len(prompt), "done": 0, "blocks": []}
+            known["outputs"] = []
+            name = next(names)
+            oracle[name] = known
+            add(batch, name, prompt, known["outputs"], [], 0)
+        scheduled = {}
+        for name, known in oracle.items():
+            want = len(known["tokens"]) - known["done"]
+            if want and data.draw(st.booleans()):
+                scheduled[name] = data.draw(st.integers(1, want))
+        for name, count in scheduled.items():
+            known = oracle[name]
+            need = -(-(known["done"] + count) // BLOCK) - len(known["blocks"])
+            new = [next(blocks) for _ in range(need)]
+            known["blocks"] += new
+            batch.extend_blocks(name, new)
+        if scheduled:
+            step = batch.prepare(scheduled, torch.device("cpu"))
+            check(step, scheduled, oracle)
+            for name, count in scheduled.items():
+                oracle[name]["done"] += count
+                if oracle[name]["done"] == len(oracle[name]["tokens"]) < 40:
+                    oracle[name]["tokens"].append(7)
+                    batch.append(name, 7)
+        for name in data.draw(st.lists(st.sampled_from(sorted(oracle) or ["none"]), max_size=2)):
+            batch.remove(name)
+            oracle.pop(name, None)
+        assert len(batch) == len(oracle)
+
+
+def check(step, scheduled, oracle):
+    starts = step.attention.query_starts
+    lengths = [int(b - a) for a, b in zip(starts[:-1], starts[1:], strict=True)]
+    assert lengths == sorted(lengths, key=lambda n: n > 1)  # single tokens first
+    assert step.attention.num_single == sum(n == 1 for n in lengths)
+    assert {r.request_id for r in step.requests} == set(scheduled)
+    for index, request in enumerate(step.requests):
+        known, count = oracle[request.request_id], scheduled[request.request_id]
+        places = list(range(known["done"], known["done"] + count))
+        part = slice(int(starts[index]), int(starts[index + 1]))
+        assert step.token_ids[part].tolist() == [known["tokens"][p] for p in places]
+        assert step.positions[part].tolist() == places
+        slots = [known["blocks"][p // BLOCK] * BLOCK + p % BLOCK for p in places]
+        assert step.attention.slots[part].tolist() == slots
+        assert step.attention.seq_lens[index] == places[-1] + 1
+        held = known["blocks"][: -(-(places[-1] + 1) // BLOCK)]
+        row = step.attention.block_table[index].tolist()
+        assert row[: len(held)] == held
+        assert step.samples[index] == (places[-1] + 1 == len(known["tokens"]))
+        assert request.output_token_ids == known["tokens"][known["prompt"] :]
+
+
+def test_unused_block_entries_are_zero_after_a_row_is_reused():
+    batch = InputBatch(max_num_seqs=2, max_model_len=32, block_size=BLOCK)
+    add(batch, "a", [1] * 16, [], [9, 9, 9, 9], 0)
+    batch.remove("a")
+    add(batch, "b", [1], [], [5], 0)
+    add(batch, "c", [1] * 16, [], [6, 7, 8, 4], 0)
+    step = batch.prepare({"b": 1, "c": 16}, torch.device("cpu"))
+    assert step.attention.block_table.tolist() == [[5, 0, 0, 0], [6, 7, 8, 4]]
+
+
+def test_removing_an_unknown_request_does_nothing():
+    batch = InputBatch(max_num_seqs=2, max_model_len=32, block_size=BLOCK)
+    add(batch, "a", [1], [], [1], 0)
+    batch.remove("nobody")
+    assert len(batch) == 1

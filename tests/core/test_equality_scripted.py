@@ -1,0 +1,139 @@
+"""Bit for bit: a request gives the same tokens alone and in any company (DESIGN section 6)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from driving import Job, alone, run
+
+from hardpoint import RequestOutputKind, SamplingParams
+from hardpoint.testing import ScriptedClock, history_hash, scripted_engine
+
+FINAL = {"output_kind": RequestOutputKind.FINAL_ONLY}
+
+
+def varied_jobs(count: int = 40) -> list[Job]:
+    """Requests of many lengths that use every feature of SamplingParams in some mixture."""
+    rng = random.Random(7)
+    features = [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "min_tokens": 8, "repetition_penalty": 1.3},
+        {"temperature": 1.0, "seed": 5},
+        {"temperature": 0.7, "seed": 6, "top_k": 20, "top_p": 0.9},
+        {"temperature": 1.3, "seed": 7, "min_p": 0.05, "n": 3},
+        {"temperature": 0.0, "logit_bias": {65: 3.0, 66: -2.0}, "logprobs": 2},
+        {"temperature": 1.0, "seed": 8, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+        {"temperature": 0.0, "allowed_token_ids": [70, 71, 72, 256], "min_tokens": 3},
+        {"temperature": 1.0, "seed": -9, "bad_words": ["a", "bc"], "logprobs": 0},
+        {"temperature": 0.0, "stop_token_ids": list(range(0, 256, 9))},
+    ]
+    jobs: list[Job] = []
+    for index in range(count):
+        prompt = [rng.randrange(256) for _ in range(rng.randint(1, 60))]
+        params = SamplingParams(
+            max_tokens=rng.randint(8, 40), **features[index % len(features)], **FINAL
+        )
+        jobs.append((f"r{index}", prompt, params))
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def expected(scripted):
+    engine = scripted_engine(scripted)
+    yield alone(engine, varied_jobs())
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        pytest.param({}, id="defaults"),
+        pytest.param({"scheduler": {"max_num_batched_tokens": 16}}, id="chunks-of-16"),
+        pytest.param({"scheduler": {"max_num_seqs": 3}}, id="three-at-once"),
+        pytest.param({"kv_cache": {"block_size": 4}}, id="blocks-of-4"),
+        pytest.param(
+            {
+                "max_model_len": 128,
+                "kv_cache": {"block_size": 8, "memory_bytes": 8 * 8 * 20},
+                "scheduler": {"max_num_batched_tokens": 48},
+            },
+            id="preempting",
+        ),
+        pytest.param({"scheduler": {"policy": "priority"}}, id="priority"),
+    ],
+)
+@pytest.mark.parametrize("per_step", [None, 2])
+def test_batched_equals_alone(scripted, expected, extra, per_step):
+    engine = scripted_engine(scripted, extra)
+    assert run(engine, varied_jobs(), per_step) == expected
+    engine.close()
+
+
+def test_preemption_really_happens(scripted):
+    """Guards the `preempting` case above: without preemption it would prove nothing."""
+    engine = scripted_engine(
+        scripted, {"max_model_len": 64, "kv_cache": {"block_size": 4, "memory_bytes": 4 * 8 * 16}}
+    )
+    plans = []
+    core = engine.parts.client._core
+    schedule = core._scheduler.schedule
+    core._scheduler.schedule = lambda: plans.append(schedule()) or plans[-1]
+    jobs = [
+        (f"r{i}", [i] * 10, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, **FINAL))
+        for i in range(4)
+    ]
+    run(engine, jobs)
+    assert sum(len(plan.preempted_request_ids) for plan in plans) >= 2
+    cache = core._scheduler.context.kv_cache
+    assert cache.num_free_blocks == cache.num_blocks
+    engine.close()
+
+
+def test_same_seed_same_tokens_and_completions_differ(scripted):
+    engine = scripted_engine(scripted)
+    params = SamplingParams(temperature=1.0, seed=11, n=4, max_tokens=12, **FINAL)
+    first = run(engine, [("a", "hello", params)])["a"][0]
+    second = run(engine, [("b", "hello", params)])["b"][0]
+    assert first == second
+    assert len({tuple(completion[1]) for completion in first}) == 4
+    engine.close()
+
+
+def test_unseeded_requests_differ_but_an_engine_seed_repeats_them(scripted):
+    params = SamplingParams(temperature=1.0, max_tokens=12, **FINAL)
+    jobs = [("a", "x", params), ("b", "x", params)]
+    runs = []
+    for _ in range(2):
+        engine = scripted_engine(scripted, {"seed": 3})
+        runs.append(run(engine, jobs))
+        engine.close()
+    assert runs[0] == runs[1]
+    assert runs[0]["a"] != runs[0]["b"]
+
+
+def test_logits_depend_on_the_whole_history(scripted):
+    """Changing one early token changes what follows: the scripted model reads its blocks."""
+    engine = scripted_engine(scripted)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, **FINAL)
+    results = run(engine, [("a", [1] * 40, params), ("b", [2] + [1] * 39, params)])
+    assert results["a"] != results["b"]
+    assert history_hash([1, 2]) != history_hash([2, 1])
+    engine.close()
+
+
+def test_fcfs_and_priority_order_admission(scripted):
+    for policy, first in (("fcfs", "low"), ("priority", "high")):
+        clock = ScriptedClock()
+        engine = scripted_engine(
+            scripted, {"scheduler": {"policy": policy, "max_num_seqs": 1}}, clock=clock
+        )
+        params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, **FINAL)
+        for request_id, priority in (("low", 5), ("high", -5)):
+            clock.advance(1.0)
+            engine.add_request(request_id, "x", params, priority=priority)
+        finished = []
+        while engine.has_unfinished_requests():
+            finished += [output.request_id for output in engine.step()]
+        assert finished[0] == first
+        engine.close()

@@ -1,0 +1,126 @@
+"""The demo model against transformers: the same tokens, alone and in company.
+
+Matrix products differ in the last bits with the number of rows, so tokens may differ where the
+reference's two best logits are closer than TIE. Such places are counted and printed; the run is
+compared by teacher forcing, so that one of them does not hide what follows.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from driving import run
+
+from hardpoint import LLM, RequestOutputKind, SamplingParams
+from hardpoint.core.model_source import find_files
+
+TIE = 1e-4
+NEW_TOKENS = 24
+SUBJECTS = ["the sea", "a clock", "Ada Lovelace", "prime numbers", "bread", "Mars", "jazz", "rain"]
+SHAPES = [
+    "{} is",
+    "Write one sentence about {}.\n",
+    "Q: What do people like about {}?\nA:",
+    "def describe():\n    # {}\n    return",
+]
+PROMPTS = [shape.format(subject) for subject in SUBJECTS for shape in SHAPES]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """transformers' model, by transformers' own way of reading the same GGUF, in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    path = find_files("smollm2").path
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def fp32():
+    with LLM("smollm2", dtype="float32", max_model_len=512, config={"device": "cpu"}) as llm:
+        yield llm
+
+
+def greedy(llm: LLM, per_step: int | None) -> dict[str, tuple[list[int], list[int], list[float]]]:
+    """Prompt tokens, output tokens and their log-probabilities, by prompt."""
+    jobs = []
+    for index, prompt in enumerate(PROMPTS):
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=NEW_TOKENS - index % 7,  # so that requests leave at different times
+            ignore_eos=True,
+            logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        jobs.append((prompt, prompt, params))
+    if per_step == 0:
+        results = {}
+        for job in jobs:
+            results.update(run(llm._engine, [job]))
+    else:
+        results = run(llm._engine, jobs, per_step)
+    found = {}
+    for prompt, ((_, tokens, _, _, _, logprobs),) in ((p, r[0]) for p, r in results.items()):
+        values = [entry[t][0] for t, entry in zip(tokens, logprobs, strict=True)]
+        found[prompt] = (llm.tokenizer.encode(prompt), tokens, values)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("per_step", "name"), [(0, "alone"), (None, "in one batch"), (3, "joining and leaving")]
+)
+def test_fp32_tokens_are_those_of_transformers(reference, fp32, per_step, name):
+    ties = positions = 0
+    for prompt, (prompt_ids, tokens, logprobs) in greedy(fp32, per_step).items():
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt_ids + tokens])).logits[0]
+        for place, token in enumerate(tokens):
+            row = logits[len(prompt_ids) - 1 + place]
+            best = row.topk(2).values
+            positions += 1
+            if int(row.argmax()) != token:
+                assert best[0] - best[1] < TIE, f"{prompt!r}: token {place} differs"
+                assert best[0] - row[token] < TIE, f"{prompt!r}: token {place} is no tie"
+                ties += 1
+            expected = float(row.log_softmax(-1)[token])
+            assert abs(expected - logprobs[place]) < 1e-3
+    print(f"{name}: {positions} positions, {ties} ties closer than {TIE}")
+    assert positions == sum(NEW_TOKENS - i % 7 for i in range(len(PROMPTS)))
+    assert ties <= positions // 100
+
+
+def test_bf16_is_as_near_to_fp32_as_transformers_own(reference):
+    """Teacher-forced argmax over the same text, against fp32."""
+    torch.manual_seed(0)
+    prompts = PROMPTS[:8]
+    with LLM("smollm2", dtype="bfloat16", max_model_len=512) as llm:
+        texts = []
+        for prompt in prompts:
+            ids = torch.tensor([llm.tokenizer.encode(prompt)])
+            with torch.inference_mode():
+                texts.append(
+                    reference.generate(ids, max_new_tokens=48, min_new_tokens=48, do_sample=False)[0]
+                )
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+        outputs = llm.generate([text.tolist() for text in texts], params)
+    own = reference.to(torch.bfloat16)
+    ours = theirs = positions = 0
+    with torch.inference_mode():
+        theirs_by_text = [own(text[None]).logits[0].float().argmax(-1) for text in texts]
+        own.to(torch.float32)  # rounded to bf16 now, so the exact weights are read again
+    exact = _exact(reference)
+    with torch.inference_mode():
+        for text, output, their in zip(texts, outputs, theirs_by_text, strict=True):
+            best = exact(text[None]).logits[0].argmax(-1)
+            for place in range(1, len(text)):
+                entry = output.prompt_logprobs[place]
+                first = next(token for token, item in entry.items() if item.rank == 1)
+                positions += 1
+                ours += first == int(best[place - 1])
+                theirs += int(their[place - 1]) == int(best[place - 1])
+    print(f"bf16 argmax equal to fp32: ours {ours}, transformers' {theirs}, of {positions}")
+    assert positions >= 256
+    assert ours >= theirs - 2

@@ -1,0 +1,248 @@
+"""A package from outside: built, installed and used as a stranger's would be.
+
+Everything happens in subprocesses that see the installed package, so this process never does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "examples" / "acme_sampling"
+
+RESOLVE = """
+import json, sys
+from hardpoint.plugins import EngineConfig, HardpointError, resolve_plugins
+from hardpoint.plugins.typed import convert
+
+config = convert(json.loads(sys.argv[1]), EngineConfig, path="")
+try:
+    plugins = resolve_plugins(config)
+except HardpointError as error:
+    print(json.dumps({"error": type(error).__name__, "message": str(error)}))
+else:
+    print(json.dumps({
+        "on": {f"{e.kind}/{e.name}": [e.value, e.distribution, e.version, e.options, e.origin]
+               for e in plugins.manifest.entries},
+        "order": [entry.name for entry, _ in plugins.logits_processors()],
+        "not_enabled": [found.label for found in plugins.not_enabled()],
+        "imported": [name for name in sys.modules if name.startswith("acme_sampling")],
+        "hooks": plugins.hooks().has("request_finished"),
+    }))
+"""
+
+GENERATE = """
+import json, sys
+from hardpoint import LLM, SamplingParams
+from hardpoint.plugins import HardpointError
+
+wanted = json.loads(sys.argv[1])
+with LLM("smollm2", config=wanted["config"]) as llm:
+    answers = []
+    for fields in wanted["params"]:
+        try:
+            output = llm.generate([1, 2, 3, 4], SamplingParams(**fields))[0]
+            answers.append(output.outputs[0].token_ids)
+        except HardpointError as error:
+            answers.append(str(error))
+print(json.dumps(answers))
+"""
+
+
+def run(*command: str, path: Path | None = None, cwd: Path) -> str:
+    """Run a command; return its standard output, or fail with all that it said."""
+    environment = dict(os.environ)
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, f"{command[:4]}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The folder in which the package's wheel is installed."""
+    work = tmp_path_factory.mktemp("stranger")
+    source = work / "source"
+    ignored = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
+    shutil.copytree(SOURCE, source, ignore=ignored)
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", str(source), cwd=work)
+    (wheel,) = (source / "dist").glob("*.whl")
+    target = work / "site"
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install")
+    run(*pip, "--no-deps", "--target", str(target), str(wheel), cwd=work)
+    return target
+
+
+@pytest.fixture
+def resolve(installed, tmp_path):
+    """Resolves a configuration's plugins where the package is installed."""
+
+    def run_it(**config):
+        arguments = (sys.executable, "-c", RESOLVE, json.dumps(config))
+        return json.loads(run(*arguments, path=installed, cwd=tmp_path))
+
+    return run_it
+
+
+class TestThroughTheContract:
+    def test_installed_is_not_enabled(self, resolve):
+        result = resolve()
+        assert result["not_enabled"] == [
+            "hooks/acme_audit (acme-sampling 1.0.0, acme_sampling.audit:Audit)",
+            "logits_processors/top_a (acme-sampling 1.0.0, acme_sampling:TopA)",
+        ]
+        assert not any("acme" in " ".join(map(str, entry)) for entry in result["on"].values())
+        assert result["imported"] == []
+        assert result["hooks"] is False
+
+    def test_enabled_by_name(self, resolve):
+        result = resolve(plugins={"enable": ["top_a", "acme_audit"]})
+        assert result["on"]["logits_processors/top_a"][:3] == [
+            "acme_sampling:TopA",
+            "acme-sampling",
+            "1.0.0",
+        ]
+        assert "hooks/acme_audit" in result["on"]
+        assert result["not_enabled"] == []
+        assert result["hooks"] is True
+
+    def test_enabling_one_leaves_the_other(self, resolve):
+        result = resolve(plugins={"enable": ["top_a"]})
+        assert [label.split(" ")[0] for label in result["not_enabled"]] == ["hooks/acme_audit"]
+        assert "acme_sampling.audit" not in result["imported"]
+
+    def test_runs_after_the_built_ins_that_it_names(self, resolve):
+        order = resolve(plugins={"enable": ["top_a"]})["order"]
+        assert order[-4:] == ["top_k", "top_p", "min_p", "top_a"]
+
+    def test_enabled_by_fqcn(self, resolve):
+        result = resolve(plugins={"enable": ["acme_sampling:TopA"]})
+        assert result["on"]["logits_processors/top_a"][:3] == [
+            "acme_sampling:TopA",
+            "acme-sampling",
+            "1.0.0",
+        ]
+
+    def test_enabled_by_fqcn_under_another_name(self, resolve):
+        use = {"use": "acme_sampling:TopA", "name": "squared"}
+        result = resolve(plugins={"enable": [use]}, plugin={"squared": {"max_a": 0.5}})
+        assert "logits_processors/top_a" not in result["on"]
+        assert result["on"]["logits_processors/squared"][:4] == [
+            "acme_sampling:TopA",
+            "acme-sampling",
+            "1.0.0",
+            {"max_a": 0.5},
+        ]
+
+    def test_takes_the_place_of_a_built_in(self, resolve):
+        result = resolve(plugins={"replace": {"min_p": "acme_sampling:TopA"}})
+        assert result["on"]["logits_processors/min_p"][0] == "acme_sampling:TopA"
+        assert result["order"].count("min_p") == 1
+
+    def test_an_option_out_of_range_is_refused_with_its_path(self, resolve):
+        result = resolve(plugins={"enable": ["top_a"]}, plugin={"top_a": {"max_a": 2}})
+        assert result["error"] == "ConfigError"
+        assert "plugin.top_a.max_a: expected a number <= 1.0, got 2" in result["message"]
+
+    def test_an_unknown_option_is_refused_with_a_suggestion(self, resolve):
+        result = resolve(plugins={"enable": ["top_a"]}, plugin={"top_a": {"maxa": 0.5}})
+        assert result["error"] == "ConfigError"
+        assert "plugin.top_a.maxa: unknown field" in result["message"]
+        assert "did you mean 'max_a'?" in result["message"]
+
+    def test_options_of_a_plugin_that_is_not_enabled_are_refused(self, resolve):
+        result = resolve(plugin={"top_a": {"max_a": 0.5}})
+        assert result["error"] == "ConfigError"
+        assert "plugin.top_a: no plugin 'top_a' is on" in result["message"]
+
+    def test_a_misspelt_name_is_refused_with_a_suggestion(self, resolve):
+        result = resolve(plugins={"enable": ["topa"]})
+        assert result["error"] == "PluginNotFoundError"
+        assert "plugins.enable[0]: no installed component is called 'topa'" in result["message"]
+        assert "(did you mean 'top_a'?)" in result["message"]
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ({"a": 0}, "plugin_args.top_a.a: expected a number > 0.0, got 0"),
+            ({"a": 1.5}, "plugin_args.top_a.a: expected a number <= 1.0, got 1.5"),
+            ({"a": "x"}, "plugin_args.top_a.a: expected a number"),
+            ({}, "plugin_args.top_a.a: missing, and it has no default"),
+            ({"a": 0.5, "b": 1}, "plugin_args.top_a.b: unknown field"),
+        ],
+    )
+    def test_arguments_are_checked(self, installed, tmp_path, given, message):
+        code = """
+import json, sys
+from acme_sampling import TopA
+from hardpoint.plugins import RequestError
+from hardpoint.plugins.typed import convert
+try:
+    convert(json.loads(sys.argv[1]), TopA.Arguments, path="plugin_args.top_a", error=RequestError)
+except RequestError as error:
+    print(error)
+"""
+        arguments = (sys.executable, "-c", code, json.dumps(given))
+        assert run(*arguments, path=installed, cwd=tmp_path).startswith(message)
+
+    def test_its_own_tests_pass(self, installed, tmp_path):
+        shutil.copytree(SOURCE / "tests", tmp_path / "tests")
+        pytest_run = (sys.executable, "-m", "pytest", "-q", "tests")
+        assert "passed" in run(*pytest_run, path=installed, cwd=tmp_path)
+
+
+class TestThroughTheEngine:
+    """With the real model: the plugin changes tokens, and only for those who ask."""
+
+    @pytest.fixture
+    def generate(self, installed, tmp_path):
+        def run_it(params, **config):
+            wanted = json.dumps({"config": config, "params": params})
+            arguments = (sys.executable, "-c", GENERATE, wanted)
+            return json.loads(run(*arguments, path=installed, cwd=tmp_path).splitlines()[-1])
+
+        return run_it
+
+    def test_changes_the_tokens_of_those_who_ask(self, generate):
+        random = {"temperature": 1.5, "seed": 7, "max_tokens": 12, "ignore_eos": True}
+        plain, first, narrow, second, greedy = generate(
+            [
+                random,
+                random | {"plugin_args": {"top_a": {"a": 1e-9}}},
+                random | {"plugin_args": {"top_a": {"a": 1.0}}},
+                random,
+                {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True},
+            ],
+            plugins={"enable": ["top_a"]},
+        )
+        assert plain == first == second
+        assert narrow != plain
+        assert greedy != plain
+
+    def test_wrong_arguments_and_too_large_ones_are_refused(self, generate):
+        wrong, too_large, unknown = generate(
+            [
+                {"plugin_args": {"top_a": {"a": "x"}}},
+                {"plugin_args": {"top_a": {"a": 0.9}}},
+                {"plugin_args": {"top_b": {"a": 0.9}}},
+            ],
+            plugins={"enable": ["top_a"]},
+            plugin={"top_a": {"max_a": 0.5}},
+        )
+        assert "plugin_args.top_a.a: expected a number" in wrong
+        assert "plugin_args.top_a: a: expected at most 0.5, got 0.9" in too_large
+        assert "plugin_args.top_b: no plugin of that name" in unknown
+        assert "(did you mean 'top_a'?)" in unknown
+
+    def test_arguments_for_what_is_not_enabled_say_how_to_enable_it(self, generate):
+        (message,) = generate([{"plugin_args": {"top_a": {"a": 0.5}}}])
+        assert 'acme-sampling 1.0.0 offers it: add "top_a" to plugins.enable' in message

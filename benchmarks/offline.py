@@ -108,8 +108,8 @@ def open_vllm(folder: Path) -> Runner:
     return run
 
 
-def open_llama_cpp(folder: Path) -> Runner:
-    """llama.cpp on the 4-bit GGUF, one prompt after another."""
+def open_llama_cpp(folder: Path) -> Runner:  # noqa: ARG001
+    """llama.cpp on the 4-bit GGUF instead of `folder`, one prompt after another."""
     from llama_cpp import Llama
 
     llama = Llama(str(gguf_path()), n_ctx=2048, n_threads=os.cpu_count(), verbose=False)

@@ -34,8 +34,9 @@ class TorchAttention(AttentionBackend):
     def allocate(self, spec: KVSpec, num_blocks: int) -> Cache:
         """Return a zeroed cache of `num_blocks` blocks; memory is touched when it is used."""
         shape = (num_blocks, self.context.block_size, spec.num_kv_heads, spec.head_size)
-        place = {"dtype": self.context.dtype, "device": self.context.device}
-        return torch.zeros(shape, **place), torch.zeros(shape, **place)
+        dtype, device = self.context.dtype, self.context.device
+        keys = torch.zeros(shape, dtype=dtype, device=device)
+        return keys, torch.zeros_like(keys)
 
     def plan(self, step: AttentionStep) -> Plan:
         """Prepare what the step's layers share."""
@@ -96,7 +97,7 @@ def _attend_chunk(
         seen = slice(chunk.skip, chunk.skip + chunk.length)
         keys, values = (side.index_select(0, chunk.blocks).flatten(0, 1)[seen] for side in cache)
     out = F.scaled_dot_product_attention(
-        q[rows].view(grouped).permute(1, 2, 0, 3),
+        q[rows].reshape(grouped).permute(1, 2, 0, 3),
         keys.unsqueeze(2).expand(grouped).permute(1, 2, 0, 3),
         values.unsqueeze(2).expand(grouped).permute(1, 2, 0, 3),
         attn_mask=chunk.mask,

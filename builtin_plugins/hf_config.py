@@ -1,4 +1,4 @@
-"""Reading the fields of a Hugging Face config, with errors that say which field is wrong and how."""
+"""Reading the fields of a Hugging Face config, with errors that say which one is wrong."""
 
 from __future__ import annotations
 
@@ -39,7 +39,14 @@ class ConfigFields:
         Raises:
             ModelError: if it is something else, or absent without a default.
         """
-        value = self._get(name, default)
+        return self.positive(name, self._get(name, default))
+
+    def positive(self, name: str, value: Any) -> float:
+        """Return a value that `name` was found to have, as a number above 0.
+
+        Raises:
+            ModelError: if it is something else.
+        """
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise self.error(name, f"expected a number > 0, got {value!r}")
         return float(value)
@@ -95,7 +102,7 @@ def model_config(
         dtype: of the weights on disk; None if mixed or unknown.
 
     Raises:
-        ModelError: if `architectures`, `vocab_size` or `max_position_embeddings` is absent or wrong.
+        ModelError: if `architectures`, `vocab_size` or `max_position_embeddings` is wrong.
     """
     fields = ConfigFields(hf, source)
     architectures = hf.get("architectures")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any
 
 import pluggy
 
-from .errors import PluginContractError, PluginFaultError
+from .errors import PluginContractError, PluginFaultError, PluginLoadError
 from .hooks import PROJECT, HookSpecs
 from .loading import Source
 
@@ -29,8 +29,9 @@ class HookSet:
 
         Raises:
             PluginContractError: it implements an unknown hook, or asks for unknown arguments.
+            PluginLoadError: its constructor failed; the cause is chained.
         """
-        plugin = target() if inspect.isclass(target) else target
+        plugin = _built(target, source) if inspect.isclass(target) else target
         self._sources[source.name] = source
         try:
             self._manager.register(plugin, name=source.name)
@@ -62,12 +63,29 @@ class HookSet:
 
     def _guilty(self, caller: pluggy.HookCaller, traceback: TracebackType | None) -> str:
         """Find whose function is in a traceback."""
-        names = {
-            inspect.unwrap(impl.function).__code__: impl.plugin_name
-            for impl in caller.get_hookimpls()
-        }
+        impls = caller.get_hookimpls()
         while traceback is not None:
-            if name := names.get(traceback.tb_frame.f_code):
-                return str(self._sources[name])
+            frame = traceback.tb_frame
+            here = [impl for impl in impls if frame.f_code in _codes(impl.function)]
+            if len(here) > 1:  # several objects of one class
+                values = list(frame.f_locals.values())
+                here = [impl for impl in here if any(impl.plugin is value for value in values)]
+            if len(here) == 1:
+                return str(self._sources[here[0].plugin_name])
             traceback = traceback.tb_next
-        return f"one of the plugins {', '.join(names.values())}"
+        return f"one of the plugins {', '.join(impl.plugin_name for impl in impls)}"
+
+
+def _built(cls: type, source: Source) -> Any:
+    try:
+        return cls()
+    except Exception as cause:
+        raise PluginLoadError(
+            f"{source}: its constructor failed: {type(cause).__name__}: {cause}"
+        ) from cause
+
+
+def _codes(function: Any) -> list[CodeType]:
+    """Return the code of a function, and of what it wraps."""
+    found = (getattr(each, "__code__", None) for each in (function, inspect.unwrap(function)))
+    return [code for code in found if code is not None]

@@ -152,7 +152,7 @@ def resolve_plugins(
             distribution=item.source.distribution,
             version=item.source.version,
             origin=item.source.origin,
-            options=options.get((item.kind.name, item.name), {}),
+            options=options[item.kind.name, item.name],
             place=places[item.kind.name, item.name],
         )
         for item in chosen
@@ -166,35 +166,49 @@ def _options_by_component(
     chosen: Sequence[Chosen],
     targets: dict[tuple[str, str], Any],
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Give each `[plugin.<name>]` table to its component, checked by the component's type."""
+    """Return each component's options, defaults filled in, checked by the component's type."""
+    paths = _option_paths(config, origins, chosen)
     result: dict[tuple[str, str], dict[str, Any]] = {}
-    for name, table in config.plugin.items():
+    for item in chosen:
+        key = (item.kind.name, item.name)
+        path = paths.get(key)
+        table = config.plugin[path.removeprefix("plugin.")] if path else {}
+        if key not in targets:  # loaded by name; checked when it is
+            result[key] = dict(table)
+            continue
+        options_type = getattr(targets[key], "Options", typed.Options)
+        try:
+            checked = typed.convert(table, options_type, path=path or f"plugin.{item.name}")
+        except ConfigError as error:
+            message = origins.locate(str(error)) if path else f"{error} (for {item.source})"
+            raise ConfigError(message) from None
+        result[key] = msgspec.to_builtins(checked)
+    return result
+
+
+def _option_paths(
+    config: EngineConfig, origins: Origins, chosen: Sequence[Chosen]
+) -> dict[tuple[str, str], str]:
+    """Find whose each `[plugin.<name>]` table is; return its path by component."""
+    paths: dict[tuple[str, str], str] = {}
+    for name in config.plugin:
         path = f"plugin.{name}"
+        origin = origins.of(path)
         keys = [
             (c.kind.name, c.name) for c in chosen if name in (c.name, f"{c.kind.name}/{c.name}")
         ]
         if not keys:
             known = sorted({c.name for c in chosen})
             raise ConfigError(
-                f"{path}: no plugin {name!r} is on{typed.suggest(name, known)} "
-                f"(from {origins.of(path)})"
+                f"{path}: no plugin {name!r} is on{typed.suggest(name, known)} (from {origin})"
             )
         if len(keys) > 1:
             choices = ", ".join(f'"{kind}/{key}"' for kind, key in keys)
-            raise ConfigError(
-                f"{path}: {name!r} could be any of {choices} (from {origins.of(path)})"
-            )
-        target = targets.get(keys[0])
-        options_type = getattr(target, "Options", typed.Options)
-        if target is None:  # loaded by name; checked when it is
-            result[keys[0]] = dict(table)
-            continue
-        try:
-            checked = typed.convert(table, options_type, path=path)
-        except ConfigError as error:
-            raise ConfigError(origins.locate(str(error))) from None
-        result[keys[0]] = msgspec.to_builtins(checked)
-    return result
+            raise ConfigError(f"{path}: {name!r} could be any of {choices} (from {origin})")
+        if keys[0] in paths:
+            raise ConfigError(f"{path}: given twice, here and by {paths[keys[0]]} (from {origin})")
+        paths[keys[0]] = path
+    return paths
 
 
 def _places(

@@ -141,13 +141,12 @@ class Selection:
             )
         known = next((f for f in self._found if f.value == value), None)
         name = known.name if known else snake_case(qualname.rsplit(".", 1)[-1])
-        origin = f"{path} ({self._origins.of(path)})"
         source = Source(
             name,
             value,
             known.distribution if known else "no distribution",
             known.version if known else "unversioned",
-            origin,
+            self._asked_by(path, builtin=known is not None and known.builtin),
         )
         target = import_object(source)
         return Chosen(kind or kind_of(target, source), source, path, target)
@@ -188,9 +187,13 @@ class Selection:
         )
 
     def _chosen(self, found: Found, path: str) -> Chosen:
-        origin = f"{path} ({self._origins.of(path)})" if self._configured(path) else "default"
-        source = Source(found.name, found.value, found.distribution, found.version, origin)
+        asked_by = self._asked_by(path, builtin=found.builtin)
+        source = Source(found.name, found.value, found.distribution, found.version, asked_by)
         return Chosen(KINDS[found.kind], source, path)
 
-    def _configured(self, path: str) -> bool:
-        return bool(path) and self._origins.of(path) != "default"
+    def _asked_by(self, path: str, *, builtin: bool) -> str:
+        """Return who named a component; "default" if a built-in stands where nobody chose."""
+        origin = self._origins.of(path)
+        if origin != "default":
+            return f"{path} ({origin})"
+        return "default" if builtin and not path.startswith("plugins.") else path

@@ -10,7 +10,15 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.plugins import KINDS, Arguments, Options, Origins, PluginNotFoundError, PluginSet
+from hardpoint.plugins import (
+    KINDS,
+    Arguments,
+    Component,
+    Options,
+    Origins,
+    PluginNotFoundError,
+    PluginSet,
+)
 from hardpoint.plugins.describing import FieldDoc, first_paragraph, struct_fields
 from hardpoint.plugins.hooks import PROJECT
 from hardpoint.plugins.loading import check_component, import_object
@@ -54,7 +62,7 @@ class Details:
             return cls(listed, target, {}, origins)
         entry = plugins.get(listed.kind, listed.name)
         target = plugins.target(entry)
-        values = plugins.options(entry) if inspect.isclass(target) else None
+        values = plugins.options(entry) if _is_component(target) else None
         return cls(listed, target, msgspec.to_builtins(values) or {}, origins)
 
     def as_json(self) -> dict[str, Any]:
@@ -93,10 +101,10 @@ class Details:
         if summary := first_paragraph(self.target):
             lines += [f"  {summary}"]
         lines += ["", *(f"  {name:<10} {fact}" for name, fact in facts.items() if fact)]
-        if (options := getattr(self.target, "Options", None)) is not None:
+        if (options := _declared(self.target, "Options")) is not None:
             lines += ["", f"options, under [plugin.{self.listed.name}]"]
             lines += _field_lines(options, self._set_options())
-        if (arguments := getattr(self.target, "Arguments", None)) is not None:
+        if (arguments := _declared(self.target, "Arguments")) is not None:
             lines += ["", f'arguments of a request, under plugin_args["{self.listed.name}"]']
             lines += _field_lines(arguments, {})
         return "\n".join(lines)
@@ -130,8 +138,17 @@ class Details:
         return described
 
 
+def _is_component(target: Any) -> bool:
+    return inspect.isclass(target) and issubclass(target, Component)
+
+
+def _declared(target: Any, attribute: str) -> type[Options] | type[Arguments] | None:
+    """Return a component's `Options` or `Arguments`; hooks have none, whatever they import."""
+    return getattr(target, attribute, None) if _is_component(target) else None
+
+
 def _schema(target: Any, attribute: str) -> dict[str, Any] | None:
-    declared: type[Options] | type[Arguments] | None = getattr(target, attribute, None)
+    declared = _declared(target, attribute)
     return json_schema(declared) if declared is not None else None
 
 

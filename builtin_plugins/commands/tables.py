@@ -34,8 +34,9 @@ def _print_rich(headers: Sequence[str], rows: Sequence[Sequence[str]], dim: Sequ
     from rich.text import Text  # noqa: PLC0415
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for header in headers:
-        table.add_column(header.upper(), overflow="fold")
+    for header in headers[:-1]:
+        table.add_column(header.upper(), no_wrap=True)
+    table.add_column(headers[-1].upper(), overflow="fold", min_width=16)
     for row, weak in zip(rows, dim, strict=True):
         table.add_row(*(Text(cell) for cell in row), style="dim" if weak else "")
     Console(highlight=False).print(table)

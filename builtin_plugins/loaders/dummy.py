@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from hardpoint import plugins
 from hardpoint.builtin_plugins.hf_config import ConfigFields
-from hardpoint.plugins import ModelConfig, ModelFiles, Options, WeightLoader
+from hardpoint.plugins import ModelConfig, ModelFiles, WeightLoader
 
 from .safetensors import read_model_config
 
@@ -23,7 +24,7 @@ class DummyLoader(WeightLoader):
 
     contract = 1
 
-    class Options(Options):
+    class Options(plugins.Options):
         """`seed` changes every weight."""
 
         seed: int = 0

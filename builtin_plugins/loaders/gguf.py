@@ -1,4 +1,4 @@
-"""GGUF files of llama.cpp: metadata becomes a Hugging Face config, tensors get Hugging Face names."""
+"""GGUF files of llama.cpp, presented as Hugging Face configs and weights."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ class GGUFLoader(WeightLoader):
 
     def _dequantize(self, tensor: gguf.ReaderTensor) -> np.ndarray[Any, Any]:
         try:
-            array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            array: np.ndarray[Any, Any] = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError as cause:
             raise ModelError(f"{self._source}: tensor {tensor.name}: {cause}") from cause
         return array if array.flags.writeable and array.base is None else array.copy()

@@ -13,10 +13,13 @@ from hardpoint.plugins import ModelError
 
 __all__ = ["GGUFFile", "open_gguf"]
 
+FieldParts = tuple[int, list[Any], list[int], list[Any]]
+"""Size in bytes, raw parts, which of them are data, types: as GGUFReader keeps a field."""
+
 _LENGTH = struct.Struct("<Q")
 
 
-class GGUFFile(gguf.GGUFReader):
+class GGUFFile(gguf.GGUFReader):  # type: ignore[misc]
     """GGUFReader that reads arrays at once and never past the end of the file.
 
     The library makes numpy objects of every element of an array, which takes seconds for a
@@ -33,7 +36,8 @@ class GGUFFile(gguf.GGUFReader):
     ) -> np.ndarray[Any, Any]:
         end = offset + np.dtype(dtype).itemsize * int(count)
         self._check_end(end)
-        return super()._get(offset, dtype, count, override_order)
+        array: np.ndarray[Any, Any] = super()._get(offset, dtype, count, override_order)
+        return array
 
     def _check_end(self, end: int) -> None:
         if end > self.data.size:
@@ -41,12 +45,10 @@ class GGUFFile(gguf.GGUFReader):
                 f"truncated: its header asks for byte {end}, and it has {self.data.size}"
             )
 
-    def _get_field_parts(
-        self, orig_offs: int, raw_type: int
-    ) -> tuple[int, list[Any], list[int], list[gguf.GGUFValueType]]:
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> FieldParts:
         array = gguf.GGUFValueType.ARRAY
         if raw_type != array or self.byte_order != "I":
-            return super()._get_field_parts(orig_offs, raw_type)
+            return self._slow_parts(orig_offs, raw_type)
         item_type = self._get(orig_offs, np.uint32)
         count = self._get(orig_offs + 4, np.uint64)
         start = orig_offs + 12
@@ -59,7 +61,11 @@ class GGUFFile(gguf.GGUFReader):
             values = self._get(start, self.gguf_scalar_to_np[kind], int(count[0]))
             size = start + int(values.nbytes) - orig_offs
             return size, [item_type, count, values], [2], [array, kind]
-        return super()._get_field_parts(orig_offs, raw_type)
+        return self._slow_parts(orig_offs, raw_type)
+
+    def _slow_parts(self, offset: int, raw_type: int) -> FieldParts:
+        parts: FieldParts = super()._get_field_parts(offset, raw_type)
+        return parts
 
     def _strings(self, offset: int, count: int) -> tuple[list[memoryview], int]:
         data = memoryview(self.data)

@@ -169,7 +169,7 @@ def _linear(
 
 
 def _can_pack() -> bool:
-    if not torch.backends.mkldnn.is_available():
-        return False
     names = ("_reorder_linear_weight", "_linear_pointwise")
-    return all(hasattr(torch.ops.mkldnn, name) for name in names)
+    return bool(torch.backends.mkldnn.enabled) and all(
+        hasattr(torch.ops.mkldnn, name) for name in names
+    )

@@ -1,4 +1,4 @@
-"""The Llama family (Touvron et al., 2023): Llama 1 to 3, Mistral, and all that share their shape."""
+"""The Llama family (Touvron et al., 2023): Llama 1 to 3, Mistral, and all of their shape."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Llama(Model):
         heads, kv_heads = self._heads, self._kv_heads
         qkv = block.qkv(h).view(-1, heads + 2 * kv_heads, self._head_size)
         if block.q_norm is not None and block.k_norm is not None:
-            q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
+            q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
             q, k = block.q_norm(q), block.k_norm(k)
             return self._rope.rotate(q, cos, sin), self._rope.rotate(k, cos, sin), v
         turned = self._rope.rotate(qkv[:, : heads + kv_heads], cos, sin)

@@ -75,10 +75,10 @@ def _frequencies(hf: Mapping[str, Any], head_size: int, source: str) -> tuple[to
 
 
 def _parameters(hf: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
-    """Merge both spellings: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling`."""
+    """Merge both spellings: `rope_parameters`, or `rope_theta` with `rope_scaling`."""
     parameters = fields.table("rope_parameters") or fields.table("rope_scaling")
     theta = parameters.get("rope_theta") or hf.get("rope_theta") or DEFAULT_THETA
-    parameters["rope_theta"] = ConfigFields({"rope_theta": theta}, "rope").number("rope_theta")
+    parameters["rope_theta"] = fields.positive("rope_theta", theta)
     parameters["rope_type"] = parameters.get("rope_type") or parameters.pop("type", "default")
     if hf.get("partial_rotary_factor") is not None:
         parameters.setdefault("partial_rotary_factor", hf["partial_rotary_factor"])

@@ -15,7 +15,15 @@ ZEROS = torch.zeros(2, 10)
 class Spelling:
     """A tokenizer that gives each known text its ids and refuses to add special tokens."""
 
-    texts = {"cat": [3], " cat": [4], "hotdog": [5, 6], " hotdog": [7], "": [], " ": [8], "big": [99]}
+    texts = {
+        "cat": [3],
+        " cat": [4],
+        "hotdog": [5, 6],
+        " hotdog": [7],
+        "": [],
+        " ": [8],
+        "big": [99],
+    }
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         assert not add_special_tokens
@@ -82,7 +90,9 @@ class TestMinTokens:
 
     def test_a_stop_token_outside_the_vocabulary_needs_no_edit(self):
         processor = build(MinTokens, "min_tokens")
-        edits = processor.edits(rows_of(processor, request_of(processor, stop=[99, 2], min_tokens=1)))
+        edits = processor.edits(
+            rows_of(processor, request_of(processor, stop=[99, 2], min_tokens=1))
+        )
         assert list(edits.token) == [2]
 
     def test_refuses_a_request_that_may_only_stop(self):

@@ -66,7 +66,9 @@ class TestGreedy:
         for row, first in enumerate(best):
             logits[row, first:] = torch.tensor([1.0, 0.5]).repeat(vocab)[: vocab - first]
         sampler = build(vocab)
-        assert sampler.sample(logits, rows_of([0] * rows, [0] * rows, [True] * rows)).tolist() == best
+        assert (
+            sampler.sample(logits, rows_of([0] * rows, [0] * rows, [True] * rows)).tolist() == best
+        )
 
     def test_mixed_rows_are_chosen_as_they_would_be_apart(self):
         logits, sampler = random_logits(6, 500), build(500)
@@ -91,9 +93,7 @@ class TestRepeatable:
         seeds, positions = [seed + 31 * row for row in range(rows)], list(range(rows))
         batch = sampler.sample(logits, rows_of(seeds, positions))
         for row in range(rows):
-            alone = sampler.sample(
-                logits[row : row + 1], rows_of([seeds[row]], [positions[row]])
-            )
+            alone = sampler.sample(logits[row : row + 1], rows_of([seeds[row]], [positions[row]]))
             assert alone.tolist() == [batch[row]]
 
     @pytest.mark.parametrize("left", [1, 2, 50, 4000, 20000])

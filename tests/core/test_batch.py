@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,7 +64,7 @@ def test_rows_follow_their_requests(data):
 
 def check(step, scheduled, oracle):
     starts = step.attention.query_starts
-    lengths = [int(b - a) for a, b in zip(starts[:-1], starts[1:], strict=True)]
+    lengths = [int(b - a) for a, b in itertools.pairwise(starts)]
     assert lengths == sorted(lengths, key=lambda n: n > 1)  # single tokens first
     assert step.attention.num_single == sum(n == 1 for n in lengths)
     assert {r.request_id for r in step.requests} == set(scheduled)

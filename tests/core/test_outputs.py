@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -41,7 +42,7 @@ def test_the_reply_of_the_script(engine):
 
 def test_cumulative_outputs_grow_and_deltas_join(engine):
     texts = [o.outputs[0].text for o in outputs_of(engine, "say abc")]
-    assert all(b.startswith(a) for a, b in zip(texts, texts[1:], strict=False))
+    assert all(b.startswith(a) for a, b in itertools.pairwise(texts))
     deltas = outputs_of(engine, "say abc", output_kind=RequestOutputKind.DELTA)
     assert "".join(o.outputs[0].text for o in deltas) == texts[-1] == " abc abc abc"
     ids = [t for o in deltas for t in o.outputs[0].token_ids]
@@ -141,7 +142,8 @@ def test_logprobs_hold_the_chosen_token_and_the_likeliest(engine):
         assert entry[token].rank == 1
         values = [item.logprob for item in entry.values()]
         assert values == sorted(values, reverse=True)
-    total = sum(entry[token].logprob for token, entry in zip(done.token_ids, done.logprobs))
+    pairs = zip(done.token_ids, done.logprobs, strict=True)
+    total = sum(entry[token].logprob for token, entry in pairs)
     assert math.isclose(done.cumulative_logprob, total, rel_tol=1e-6)
 
 
@@ -152,7 +154,7 @@ def test_logprobs_are_the_models_own(engine):
         engine, "x", max_tokens=1, logprobs=1, logit_bias={token: -100.0}, ignore_eos=True
     )
     assert biased.token_ids[0] != token
-    assert list(biased.logprobs[0])[0] == biased.token_ids[0]
+    assert next(iter(biased.logprobs[0])) == biased.token_ids[0]
     assert biased.logprobs[0][token].rank == 1
     assert biased.logprobs[0][biased.token_ids[0]].rank > 1
 
@@ -160,7 +162,9 @@ def test_logprobs_are_the_models_own(engine):
 def test_whole_vocabulary_of_logprobs(engine):
     done = last(engine, "x", logprobs=-1, max_tokens=1, ignore_eos=True)
     assert len(done.logprobs[0]) == 257
-    assert math.isclose(sum(math.exp(v.logprob) for v in done.logprobs[0].values()), 1, abs_tol=1e-4)
+    assert math.isclose(
+        sum(math.exp(v.logprob) for v in done.logprobs[0].values()), 1, abs_tol=1e-4
+    )
 
 
 def test_delta_logprobs_cover_the_new_part_only(engine):

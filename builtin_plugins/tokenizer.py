@@ -120,8 +120,12 @@ class _Stream:
         while whole and self._decode(tail[:whole]).endswith(_REPLACEMENT):
             whole -= 1
         self._stream = self._fresh(tail[:whole])
+        self._shown = 0
         for token_id in tail[whole:]:
             self.step(token_id)
+        if whole < len(tail):
+            certain = self._decode(tail).rstrip(_REPLACEMENT)
+            self._shown = len(certain) - len(self._decode(tail[:whole]))
 
     def step(self, token_id: int) -> str | None:
         """Take one token; return the text that became certain, or None."""
@@ -135,9 +139,13 @@ class _Stream:
             self._stream = self._fresh([])
             parts = [self._stream.step(self._tokenizer, pending) for pending in self._pending]
             text = "".join(part for part in parts if part) or None
-        if text is not None:
-            self._pending.clear()
-        return text
+        if text is None:
+            return None
+        self._pending.clear()
+        if self._shown:
+            # Of the prompt's unfinished token, this much was text of the prompt already.
+            text, self._shown = text[self._shown :], 0
+        return text or None
 
     def _fresh(self, ids: list[int]) -> FastDecodeStream:
         return FastDecodeStream(ids=ids, skip_special_tokens=self._skip)

@@ -79,7 +79,7 @@ def build_engine(
         max_model_len=max_model_len,
         progress=progress,
     )
-    core = _build_core(spec, clock)
+    core = _build_core(spec, origins, clock)
     engine = LLMEngine(
         EngineParts(
             config=config,
@@ -105,15 +105,19 @@ def build_engine(
     return engine
 
 
-def _build_core(spec: WorkerSpec, clock: Callable[[], float]) -> EngineCore:
+def _build_core(spec: WorkerSpec, origins: Origins, clock: Callable[[], float]) -> EngineCore:
     config, plugins = spec.config, spec.plugins
     executor: Executor = plugins.create(
         plugins.one("executors"),
         ExecutorContext,
-        create_worker=lambda rank: LocalWorker(spec),
+        create_worker=lambda _rank: LocalWorker(spec),
     )
     try:
-        num_blocks = size_cache(config, spec.max_model_len, executor.start())
+        info = executor.start()
+        try:
+            num_blocks = size_cache(config, spec.max_model_len, info)
+        except ConfigError as error:
+            raise ConfigError(origins.locate(str(error))) from None
         executor.initialize_cache(num_blocks)
         scheduler: Scheduler = plugins.create(
             plugins.one("schedulers"),

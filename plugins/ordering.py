@@ -14,8 +14,8 @@ __all__ = ["ordered"]
 def ordered(processors: Mapping[str, type[LogitsPlugin]]) -> list[str]:
     """Return the names in the order in which they run.
 
-    `before` and `after` name processors of the same phase; names that are not enabled ask for
-    nothing.
+    `before` and `after` name processors of the same phase. Names that are not enabled ask for
+    nothing, nor does a processor's own name: it may have taken the place of the one it names.
 
     Raises:
         PluginConflictError: on a cycle, or a wish against the order of phases.
@@ -23,11 +23,11 @@ def ordered(processors: Mapping[str, type[LogitsPlugin]]) -> list[str]:
     graph: dict[str, set[str]] = {name: set() for name in processors}
     for name, processor in processors.items():
         for other in processor.before:
-            if other in processors:
+            if other in processors and other != name:
                 _check_phases(name, processor, "before", other, processors[other])
                 graph[other].add(name)
         for other in processor.after:
-            if other in processors:
+            if other in processors and other != name:
                 _check_phases(name, processor, "after", other, processors[other])
                 graph[name].add(other)
     place = {name: (processors[name].phase, index) for index, name in enumerate(processors)}

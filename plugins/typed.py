@@ -138,7 +138,8 @@ def _explain(message: str, value: Any, type_: Any, path: str) -> str:
     if info is not None and (what.startswith("Invalid enum") or (wrong_type and _limited(info))):
         expected = f"expected {type_words(info)}"
     if match["key"]:
-        return f"{where}: {_lower(expected)} as key"
+        guilty = _with_keys(type_, value, [*steps, "[...]"])[-1]
+        return f"{where}: {_lower(expected)} as key, got {guilty}"
     given, known_value = _value_at(value, steps)
     return f"{where}: {_lower(expected)}" + (f", got {given!r}" if known_value else "")
 

@@ -38,10 +38,12 @@ else:
 """
 
 GENERATE = """
-import json, sys
+import json, logging, sys
 from hardpoint import LLM, SamplingParams
 from hardpoint.plugins import HardpointError
 
+logging.getLogger("acme_audit").addHandler(logging.StreamHandler(sys.stdout))
+logging.getLogger("acme_audit").setLevel(logging.INFO)
 wanted = json.loads(sys.argv[1])
 with LLM("smollm2", config=wanted["config"]) as llm:
     answers = []
@@ -205,12 +207,22 @@ class TestThroughTheEngine:
 
     @pytest.fixture
     def generate(self, installed, tmp_path):
-        def run_it(params, **config):
+        def run_it(params, logged=None, **config):
             wanted = json.dumps({"config": config, "params": params})
             arguments = (sys.executable, "-c", GENERATE, wanted)
-            return json.loads(run(*arguments, path=installed, cwd=tmp_path).splitlines()[-1])
+            *log, answers = run(*arguments, path=installed, cwd=tmp_path).splitlines()
+            assert logged is None or logged in log
+            return json.loads(answers)
 
         return run_it
+
+    def test_the_hook_sees_every_request_and_the_end(self, generate):
+        params = {"temperature": 0.0, "max_tokens": 2, "ignore_eos": True}
+        generate(
+            [params, params],
+            logged="finished: length 2",
+            plugins={"enable": ["acme_audit"]},
+        )
 
     def test_changes_the_tokens_of_those_who_ask(self, generate):
         random = {"temperature": 1.5, "seed": 7, "max_tokens": 12, "ignore_eos": True}
@@ -233,14 +245,14 @@ class TestThroughTheEngine:
             [
                 {"plugin_args": {"top_a": {"a": "x"}}},
                 {"plugin_args": {"top_a": {"a": 0.9}}},
-                {"plugin_args": {"top_b": {"a": 0.9}}},
+                {"plugin_args": {"topa": {"a": 0.9}}},
             ],
             plugins={"enable": ["top_a"]},
             plugin={"top_a": {"max_a": 0.5}},
         )
         assert "plugin_args.top_a.a: expected a number" in wrong
         assert "plugin_args.top_a: a: expected at most 0.5, got 0.9" in too_large
-        assert "plugin_args.top_b: no plugin of that name" in unknown
+        assert "plugin_args.topa: no plugin of that name" in unknown
         assert "(did you mean 'top_a'?)" in unknown
 
     def test_arguments_for_what_is_not_enabled_say_how_to_enable_it(self, generate):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated
 
+import numpy as np
 import torch
 
 from hardpoint import plugins
@@ -88,12 +89,15 @@ class TopP(LogitsProcessor):
         """Set what is under each row's smallest needed logit to -inf, in place."""
         top_p = rows.tensor("top_p")
         smallest = torch.empty_like(top_p)
+        best = logits.amax(-1, keepdim=True)
         # softmax, unlike a sum, gives a row the same bits alone and in any batch.
-        probs = logits.softmax(-1)
+        best_prob = logits.softmax(-1).amax(-1, keepdim=True).double()
         pending = torch.arange(len(rows), device=logits.device)
         for width in self._widths():
             part = slice(None) if len(pending) == len(rows) else pending
-            found, value = _nucleus(logits[part], probs[part], top_p[part], width)
+            found, value = _nucleus(
+                _best(logits[part], width), best[part], best_prob[part], top_p[part]
+            )
             smallest[pending] = value
             if width == self.context.vocab_size:
                 break
@@ -105,8 +109,8 @@ class TopP(LogitsProcessor):
     def _widths(self) -> tuple[int, ...]:
         """Return how many of the best tokens to look at, in turn; the last is all.
 
-        Sorting a whole vocabulary costs fifty times more than finding its best few, but on a GPU
-        asking whether those were enough would make the host wait.
+        Sorting a whole vocabulary costs much more than finding its best few, but on a GPU asking
+        whether those were enough would make the host wait.
         """
         size = self.context.vocab_size
         if self.context.device.type != "cpu":
@@ -114,21 +118,36 @@ class TopP(LogitsProcessor):
         return (*(width for width in (64, 1024) if width < size), size)
 
 
+def _best(logits: torch.Tensor, width: int) -> torch.Tensor:
+    """Return each row's `width` largest logits, falling."""
+    if width < logits.shape[1]:
+        return logits.topk(width).values
+    if logits.device.type == "cpu":  # numpy sorts floats alone, three times as fast
+        return torch.from_numpy(np.sort(logits.numpy())).flip(-1)
+    return logits.sort(descending=True).values
+
+
 def _nucleus(
-    logits: torch.Tensor, probs: torch.Tensor, top_p: torch.Tensor, width: int
+    values: torch.Tensor, best: torch.Tensor, best_prob: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Look for each row's smallest needed logit among its `width` best.
+    """Look for each row's smallest needed logit among its largest.
+
+    Args:
+        values: the row's largest logits, falling, [rows, width].
+        best: the largest, [rows, 1].
+        best_prob: its probability, float64 [rows, 1].
+        top_p: the probability to reach, [rows, 1].
 
     Returns:
         bool [rows], whether it is there for sure, and the logits, [rows, 1]. The sums are made
-        in float64, one token after the other, so they do not depend on `width`.
+        in float64, one token after the other, so they do not depend on the width.
     """
-    best, index = logits.topk(width) if width < logits.shape[1] else logits.sort(descending=True)
-    reached = probs.gather(1, index).double().cumsum(-1)
+    width = values.shape[1]
+    reached = (values - best).double().exp_().mul_(best_prob).cumsum(-1)
     needed = (reached < top_p).sum(-1, keepdim=True)  # tokens before the one that reaches p
-    value = best.gather(1, needed.clamp(max=width - 1))
+    value = values.gather(1, needed.clamp(max=width - 1))
     value.masked_fill_(top_p >= 1, -math.inf)
-    found = (needed < width) | (best[:, -1:] == -math.inf) | (top_p >= 1)
+    found = (needed < width) | (values[:, -1:] == -math.inf) | (top_p >= 1)
     return found.squeeze(1), value
 
 

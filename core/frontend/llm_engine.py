@@ -107,9 +107,16 @@ class LLMEngine:
         return self._output.num_unfinished_requests() > 0
 
     def step(self) -> list[RequestOutput]:
-        """Run the engine one step; return what is new."""
+        """Run the engine one step; return what is new.
+
+        An error in the step ends every live request; the engine stays usable.
+        """
         self._check_open()
-        outputs = self._client.get_output()
+        try:
+            outputs = self._client.get_output()
+        except BaseException:
+            self.abort_requests(list(self._external_ids))
+            raise
         processed = self._output.process(outputs.outputs)
         if processed.aborts:
             self._client.abort_requests(processed.aborts)

@@ -100,7 +100,7 @@ class PluginArguments:
         return typed.convert(given, cls.Arguments, path=path, error=RequestError)
 
     def _prepared(self, processor: _Processor, arguments: Any, request: EngineCoreRequest) -> Any:
-        name, cls = processor.entry.name, processor.cls
+        cls = processor.cls
         context = PrepareContext(
             options=processor.options,
             params=request.params,

@@ -48,9 +48,7 @@ def test_equals_the_definition_and_advance_equals_start(cases, data):
     logits = [data.draw(st.lists(value, min_size=VOCAB, max_size=VOCAB)) for _ in cases]
     processor = build(Penalties, "penalties", VOCAB)
     requests, expected = [], []
-    for row, (prompt, output, presence, frequency, repetition, _) in zip(
-        logits, cases, strict=True
-    ):
+    for prompt, output, presence, frequency, repetition, _ in cases:
         requests.append(
             request_of(
                 processor,

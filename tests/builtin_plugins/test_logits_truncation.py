@@ -102,9 +102,9 @@ class TestTopP:
         widths = []
         nucleus = truncation._nucleus
 
-        def watched(logits, probs, top_p, width):
-            widths.append((len(logits), width))
-            return nucleus(logits, probs, top_p, width)
+        def watched(values, best, best_prob, top_p):
+            widths.append(tuple(values.shape))
+            return nucleus(values, best, best_prob, top_p)
 
         monkeypatch.setattr(truncation, "_nucleus", watched)
         logits = torch.zeros(2, 5000)

@@ -159,7 +159,7 @@ class TestCalling:
             return wrapper
 
         hooks = hook_set(bad=hooks_of(engine_closing=wrap(lambda self: None)))
-        with pytest.raises(PluginFaultError, match="^plugin 'bad' .*in the wrapper"):
+        with pytest.raises(PluginFaultError, match=r"^plugin 'bad' .*in the wrapper"):
             hooks.call("engine_closing")
 
 

@@ -210,7 +210,7 @@ class TestCreate:
         def fail(self, context):
             raise EngineClosedError("closed")
 
-        with pytest.raises(EngineClosedError, match="^closed$"):
+        with pytest.raises(EngineClosedError, match=r"^closed$"):
             self.create(installed, component(Sampler, __init__=fail))
 
 

@@ -1,4 +1,4 @@
-"""SamplingParams: every wrong value is refused with its field, the value and what would be right."""
+"""SamplingParams: a wrong value is refused with its field, itself and what would be right."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from hardpoint.plugins import (
     ConfigError,
     Found,
     LogitsProcessor,
-    Options,
     Origins,
     PluginConflictError,
     PluginContractError,
@@ -257,7 +256,7 @@ class TestDuplicates:
     def test_two_strangers_with_one_name(self, installed):
         first = installed.offer("logits_processors/dry", component(LogitsProcessor), "one")
         second = installed.offer("logits_processors/dry", component(LogitsProcessor), "two")
-        with pytest.raises(PluginConflictError, match="'dry' is the name of .* by its FQCN"):
+        with pytest.raises(PluginConflictError, match=r"'dry' is the name of .* by its FQCN"):
             installed.resolve(plugins={"enable": ["dry"]})
         with pytest.raises(PluginConflictError, match="two components are called"):
             installed.resolve(plugins={"enable": [first, second]})
@@ -273,88 +272,3 @@ class TestDuplicates:
             installed.resolve(plugins={"enable": ["fair"]})
         plugins = installed.resolve(plugins={"enable": ["logits_processors/fair"]})
         assert "logits_processors/fair" in on(plugins)
-
-
-class TestOptions:
-    def test_options_of_an_unknown_plugin(self, installed):
-        origins = Origins({"plugin.min_q": "environment"})
-        with pytest.raises(ConfigError) as error:
-            installed.resolve(origins, plugin={"min_q": {}})
-        assert str(error.value) == (
-            "plugin.min_q: no plugin 'min_q' is on (did you mean 'min_p'?) (from environment)"
-        )
-
-    def test_options_of_a_plugin_that_is_installed_but_not_on(self, installed):
-        installed.offer("logits_processors/dry", component(LogitsProcessor))
-        with pytest.raises(ConfigError, match="plugin.dry: no plugin 'dry' is on"):
-            installed.resolve(plugin={"dry": {}})
-
-    def test_a_name_of_several_kinds(self, installed):
-        with pytest.raises(ConfigError) as error:
-            installed.resolve(plugin={"default": {}})
-        assert 'could be any of "samplers/default", "schedulers/default"' in str(error.value)
-        assert installed.resolve(plugin={"samplers/default": {}}).one("samplers").options == {}
-
-    def test_an_unknown_option_says_its_origin(self, installed):
-        origins = Origins({"plugin.min_p": "file hardpoint.toml"})
-        with pytest.raises(ConfigError) as error:
-            installed.resolve(origins, plugin={"min_p": {"x": 1}})
-        assert str(error.value).startswith("plugin.min_p.x: unknown field")
-        assert str(error.value).endswith("(from file hardpoint.toml)")
-
-    def test_the_same_options_twice(self, installed):
-        with pytest.raises(ConfigError) as error:
-            installed.resolve(plugin={"min_p": {}, "logits_processors/min_p": {}})
-        assert str(error.value).startswith(
-            "plugin.logits_processors/min_p: given twice, here and by plugin.min_p"
-        )
-
-    def test_an_option_that_must_be_given_is_missed_at_once(self, installed):
-        class DryOptions(Options):
-            key: str
-
-        installed.offer("logits_processors/dry", component(LogitsProcessor, Options=DryOptions))
-        with pytest.raises(ConfigError) as error:
-            installed.resolve(plugins={"enable": ["dry"]})
-        message = str(error.value)
-        assert message.startswith(
-            "plugin.dry.key: missing, and it has no default (for plugin 'dry'"
-        )
-        assert "asked for by plugins.enable[0]" in message
-
-    def test_defaults_are_filled_in(self, installed):
-        class DryOptions(Options):
-            base: float = 2.0
-            words: list[str] = []
-
-        installed.offer("logits_processors/dry", component(LogitsProcessor, Options=DryOptions))
-        plugins = installed.resolve(plugins={"enable": ["dry"]}, plugin={"dry": {"words": ["x"]}})
-        entry = plugins.get("logits_processors", "dry")
-        assert entry.options == {"base": 2.0, "words": ["x"]}
-        assert plugins.options(entry) == DryOptions(words=["x"])
-
-
-class TestLookUp:
-    def test_get_says_what_is_on_and_suggests(self, installed):
-        with pytest.raises(PluginNotFoundError) as error:
-            installed.resolve().get("logits_processors", "min_q")
-        assert str(error.value) == (
-            "logits_processors: no component 'min_q' is on (did you mean 'min_p'?); "
-            "on: min_p, top_k"
-        )
-
-    def test_get_says_who_offers_what_is_not_enabled(self, installed):
-        installed.offer("logits_processors/dry", component(LogitsProcessor))
-        with pytest.raises(PluginNotFoundError) as error:
-            installed.resolve().get("logits_processors", "dry")
-        assert 'acme-pack 2.0 offers it: add "dry" to plugins.enable' in str(error.value)
-
-    def test_origins_travel_with_the_entries(self, installed):
-        installed.offer("logits_processors/dry", component(LogitsProcessor))
-        origins = Origins({"plugins.enable[0]": "file hardpoint.toml", "sampler.use": "argument"})
-        plugins = installed.resolve(origins, plugins={"enable": ["dry"]})
-        assert plugins.get("logits_processors", "dry").origin == (
-            "plugins.enable[0] (file hardpoint.toml)"
-        )
-        assert plugins.one("samplers").origin == "sampler.use (argument)"
-        assert plugins.get("logits_processors", "min_p").origin == "default"

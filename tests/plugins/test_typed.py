@@ -90,8 +90,9 @@ def test_path_words_and_value(value, expected):
         ({"choice": "c"}, 'a.b.choice: expected "a" or "b"', ", got 'c'"),
         ({"colour": 7}, "a.b.colour: ", ", got 7"),
         ({"inner": {"name": ""}}, "a.b.inner.name: expected a string", ", got ''"),
-        ({"biases": {-1: 1.0}}, "a.b.biases: expected a whole number >= 0 as key", ""),
-        ({"biases": {"x": 1.0}}, "a.b.biases: expected a whole number", ""),
+        ({"biases": {3: 1.0, -1: 1.0}}, "a.b.biases: expected a whole number >= 0 as key", "-1"),
+        ({"biases": {"x": 1.0, 3: 1.0}}, "a.b.biases: expected a whole number", " as key, got x"),
+        ({"deep": {"k": {"m": [], 4: []}}}, "a.b.deep.k: expected a string as key", ", got 4"),
     ],
 )
 def test_what_would_be_right_comes_first_and_the_value_last(value, start, end):
@@ -160,7 +161,7 @@ def test_instances_are_checked_too():
 
 
 def test_the_error_type_is_the_callers():
-    with pytest.raises(RequestError, match="^number: expected"):
+    with pytest.raises(RequestError, match=r"^number: expected"):
         convert({"number": 0}, Outer, path="", error=RequestError)
 
 

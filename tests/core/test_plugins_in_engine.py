@@ -1,0 +1,303 @@
+"""Plugins inside a running engine: hooks, faulty processors, replaced built-ins, progress."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import pytest
+from driving import run
+
+from hardpoint import ConfigError, ModelError, PluginError, RequestError, SamplingParams, plugins
+from hardpoint.core.build import build_engine
+from hardpoint.plugins import (
+    EngineConfig,
+    LogitsProcessor,
+    Phase,
+    PluginFaultError,
+    PluginLoadError,
+    SparseLogitsProcessor,
+    hookimpl,
+    typed,
+)
+from hardpoint.testing import scripted_config, scripted_engine
+
+HERE = "test_plugins_in_engine"
+GREEDY = {"temperature": 0.0, "max_tokens": 20}
+
+
+class Recorder:
+    """Hooks that remember what they were told, and fail on request."""
+
+    contract = 1
+    seen: ClassVar[list] = []
+
+    @hookimpl
+    def engine_started(self, info):
+        self.seen.append(("started", info["model"], info["max_model_len"]))
+
+    @hookimpl
+    def engine_closing(self):
+        self.seen.append(("closing",))
+
+    @hookimpl
+    def request_received(self, request):
+        if request.params.seed == 13:
+            raise ValueError("13 is unlucky")
+        if request.params.seed == 14:
+            raise KeyError("lost")
+        self.seen.append(("received", request.request_id))
+
+    @hookimpl
+    def request_finished(self, output):
+        if output.prompt == "long":
+            raise RuntimeError("no room in the log")
+        self.seen.append(("finished", output.request_id))
+
+
+class FailingStart:
+    contract = 1
+
+    @hookimpl
+    def engine_started(self):
+        raise RuntimeError("not today")
+
+
+class Breaks(SparseLogitsProcessor):
+    contract = 1
+    phase = Phase.BIAS
+
+    class Arguments(plugins.Arguments):
+        how: str
+
+    def start(self, request):
+        if request.arguments["breaks"].how == "start":
+            raise RuntimeError("broken start")
+
+    def edits(self, rows):
+        how = rows.arguments()[0].how
+        if how == "edits":
+            raise RuntimeError("broken edits")
+        if how == "type":
+            return [1, 2]
+        if how == "vocabulary":
+            return plugins.Edits([0], [10_000], [1.0])
+        if how == "rows":
+            return plugins.Edits([len(rows)], [0], [1.0])
+        return plugins.Edits([0], [0, 1], [1.0])
+
+
+class Shrinks(LogitsProcessor):
+    """Returns what it must not."""
+
+    contract = 1
+    phase = Phase.TRUNCATE
+
+    class Arguments(plugins.Arguments):
+        what: str
+
+    def apply(self, logits, rows):
+        return {
+            "columns": logits[:, :-1],
+            "rows": logits[:0],
+            "none": None,
+            "dtype": logits.double(),
+        }[rows.arguments()[0].what]
+
+
+class BadConstructor(LogitsProcessor):
+    contract = 1
+    phase = Phase.MASK
+
+    def __init__(self, context):
+        raise OSError("no such thing")
+
+    def apply(self, logits, rows):
+        return logits
+
+
+class MinPByTwo(LogitsProcessor):
+    """In the place of min_p: only token 65 survives."""
+
+    contract = 1
+    phase = Phase.TRUNCATE
+    params_fields = ("min_p",)
+
+    class Arguments(plugins.Arguments):
+        min_p: float
+
+    def apply(self, logits, rows):
+        kept = logits[:, 65].clone()
+        logits.fill_(-math.inf)
+        logits[:, 65] = kept
+        return logits
+
+
+class ForEverybody(LogitsProcessor):
+    """Has no Arguments: once on, every request uses it."""
+
+    contract = 1
+    phase = Phase.FORCE
+
+    class Options(plugins.Options):
+        token: int
+
+    def apply(self, logits, rows):
+        logits[:, self.options.token] = 1e9
+        return logits
+
+
+def engine_with(scripted, *enable, **extra):
+    return scripted_engine(scripted, {"plugins": {"enable": list(enable)}, **extra})
+
+
+def text_of(engine, prompt="say abc", **fields):
+    params = SamplingParams(**{**GREEDY, **fields})
+    return run(engine, [("r", prompt, params)])["r"][0][0]
+
+
+def test_hooks_see_the_life_of_a_request(scripted):
+    Recorder.seen.clear()
+    engine = engine_with(scripted, f"{HERE}:Recorder")
+    assert text_of(engine)[2] == " abc abc abc"
+    text_of(engine, n=2)
+    engine.close()
+    assert Recorder.seen == [
+        ("started", str(scripted), 512),
+        ("received", "r"),
+        ("finished", "r"),
+        ("received", "0_r"),
+        ("received", "1_r"),
+        ("finished", "r"),
+        ("closing",),
+    ]
+
+
+def test_a_hook_refuses_or_breaks_one_request_only(scripted):
+    engine = engine_with(scripted, f"{HERE}:Recorder")
+    with pytest.raises(RequestError, match="^13 is unlucky$"):
+        engine.add_request("bad", "x", SamplingParams(seed=13))
+    with pytest.raises(
+        RequestError, match=r"plugin 'recorder' .* its hook request_received failed: KeyError"
+    ):
+        engine.add_request("bad", "x", SamplingParams(seed=14))
+    assert not engine.has_unfinished_requests()
+    broken = text_of(engine, "long")
+    assert broken[3] == "error"
+    assert text_of(engine)[2:4] == (" abc abc abc", "stop")
+    engine.close()
+
+
+def test_a_hook_that_fails_at_start_closes_the_engine(scripted):
+    with pytest.raises(
+        PluginFaultError, match=r"'failing_start'.*engine_started failed.*not today"
+    ):
+        engine_with(scripted, f"{HERE}:FailingStart")
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("start", "its start failed: RuntimeError: broken start"),
+        ("edits", "its edits failed: RuntimeError: broken edits"),
+        ("type", "its edits failed: TypeError: expected Edits or None, got list"),
+        ("vocabulary", "its edits failed: ValueError: edits name tokens outside 0..256"),
+        ("rows", "its edits failed: ValueError: edits name rows outside 0..0"),
+        ("lengths", "its edits failed: ValueError: edits have 1 rows but 2 tokens"),
+    ],
+)
+def test_a_broken_sparse_processor_is_named_and_the_engine_goes_on(scripted, how, words):
+    engine = engine_with(scripted, f"{HERE}:Breaks")
+    with pytest.raises(PluginFaultError) as error:
+        text_of(engine, plugin_args={"breaks": {"how": how}})
+    assert "plugin 'breaks'" in str(error.value)
+    assert words in str(error.value)
+    assert not engine.has_unfinished_requests()
+    assert text_of(engine)[2] == " abc abc abc"
+    cache = engine.parts.client._core._scheduler.context.kv_cache
+    assert cache.num_free_blocks == cache.num_blocks
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("columns", "expected logits of shape torch.Size([1, 257]), got torch.Size([1, 256])"),
+        ("rows", "expected logits of shape torch.Size([1, 257]), got torch.Size([0, 257])"),
+        ("none", "expected a tensor, got NoneType"),
+        ("dtype", "expected logits of dtype torch.float32, got torch.float64"),
+    ],
+)
+def test_a_processor_that_returns_the_wrong_thing_is_named(scripted, what, words):
+    engine = engine_with(scripted, f"{HERE}:Shrinks")
+    with pytest.raises(PluginFaultError) as error:
+        text_of(engine, plugin_args={"shrinks": {"what": what}})
+    assert words in str(error.value)
+    assert text_of(engine)[2] == " abc abc abc"
+    engine.close()
+
+
+def test_a_constructor_that_fails_is_named(scripted):
+    with pytest.raises(
+        PluginLoadError,
+        match=r"plugin 'bad_constructor' .*its constructor failed: OSError: no such",
+    ):
+        engine_with(scripted, f"{HERE}:BadConstructor")
+
+
+def test_a_built_in_can_be_replaced(scripted):
+    engine = scripted_engine(scripted, {"plugins": {"replace": {"min_p": f"{HERE}:MinPByTwo"}}})
+    params = {"temperature": 1.0, "seed": 1, "max_tokens": 3}
+    assert text_of(engine, "x", **params, min_p=0.5)[2] == _byte(65) * 3
+    assert text_of(engine, "x", **params)[2] != _byte(65) * 3
+    engine.close()
+
+
+def test_a_processor_without_arguments_is_for_everybody(scripted):
+    engine = engine_with(scripted, f"{HERE}:ForEverybody", plugin={"for_everybody": {"token": 70}})
+    assert text_of(engine, max_tokens=3)[1] == [70, 70, 70]
+    engine.close()
+
+
+def test_options_are_checked_with_their_origin(scripted):
+    with pytest.raises(ConfigError, match=r"plugin.for_everybody.token: missing, and it has no"):
+        engine_with(scripted, f"{HERE}:ForEverybody", plugin={"for_everybody": {}})
+    with pytest.raises(ConfigError, match=r"plugin.nobody: no plugin 'nobody' is on"):
+        engine_with(scripted, plugin={"nobody": {}})
+
+
+@pytest.mark.parametrize(
+    ("extra", "error", "words"),
+    [
+        ({"max_model_len": 1000}, ConfigError, "max_model_len: expected at most 512, what the"),
+        ({"kv_cache": {"memory_bytes": 100}}, ConfigError, "a max_model_len of 0 would fit"),
+        ({"model": "no/such-model-here"}, ModelError, "the Hugging Face hub did not give it"),
+        ({"model": "smollm3"}, ModelError, "found no model 'smollm3'"),
+        ({"load": {"use": "pickle"}}, PluginError, "loaders: no component 'pickle' is on"),
+        ({"scheduler": {"policy": "lifo"}}, PluginError, "is called 'lifo'"),
+        ({"sampler": {"use": "nowhere:Sampler"}}, PluginError, "there is no module 'nowhere'"),
+        ({"attention": {"use": f"{HERE}:Breaks"}}, PluginError, "attention_backends must be"),
+    ],
+)
+def test_what_cannot_be_opened_says_why(scripted, extra, error, words):
+    with pytest.raises(error) as raised:
+        scripted_engine(scripted, extra)
+    assert words in str(raised.value)
+
+
+def test_an_unsupported_architecture_is_named(scripted):
+    config = scripted_config(scripted)
+    config["plugins"] = {}
+    with pytest.raises(ModelError) as error:
+        build_engine(typed.convert(config, EngineConfig, path=""))
+    assert "architecture 'ScriptedForCausalLM' is not supported" in str(error.value)
+    assert "LlamaForCausalLM" in str(error.value)
+
+
+def _byte(token: int) -> str:
+    """The text of a token of the scripted model."""
+    import tokenizers
+
+    return {i: c for i, c in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}[
+        token
+    ]

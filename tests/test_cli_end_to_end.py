@@ -1,0 +1,144 @@
+"""The program as its users run it: a process, a scripted model, pipes and a terminal."""
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hardpoint.testing import scripted_config
+
+PROGRAM = [sys.executable, "-m", "hardpoint"]
+
+
+@pytest.fixture
+def folder(scripted: Path, tmp_path: Path) -> Path:
+    """A working directory whose `hardpoint.toml` names the scripted model."""
+    config = scripted_config(scripted)
+    (enabled,) = config["plugins"]["enable"]
+    (tmp_path / "hardpoint.toml").write_text(
+        f"""
+        model = "{config["model"]}"
+        dtype = "float32"
+        load.use = "dummy"
+        attention.use = "{config["attention"]["use"]}"
+        plugins.enable = [{{ use = "{enabled["use"]}", name = "{enabled["name"]}" }}]
+        """
+    )
+    return tmp_path
+
+
+def run(folder: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*PROGRAM, *arguments],
+        cwd=folder,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_generate_in_a_pipe_prints_the_text_and_nothing_else(folder):
+    done = run(folder, "generate", "say abc", "--max-tokens", "100")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == " abc abc abc\n"
+
+
+def test_generate_json(folder):
+    done = run(folder, "generate", "emoji", "--json", "--n", "2")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(line["index"], line["text"]) for line in lines] == [(0, "go 😀 on"), (1, "go 😀 on")]
+    assert all(line["finish_reason"] == "stop" for line in lines)
+    assert lines[0]["usage"]["completion_tokens"] == len(lines[0]["token_ids"])
+
+
+def test_generate_ends_at_a_stop_string(folder):
+    assert run(folder, "generate", "long", "--stop", "56").stdout == "01234\n"
+
+
+def test_chat_in_a_pipe(folder):
+    done = run(folder, "chat", stdin="hi\n/reset\nhi\n")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "hello\nhello\n"
+
+
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_errors_are_one_line(folder, command):
+    arguments = ["--model", "/no/such/model"]
+    prompt = ["hi"] if command == "generate" else []
+    done = run(folder, command, *prompt, *arguments, stdin="hi\n")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("hardpoint: error: model: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_request_that_asks_for_an_unknown_plugin_is_refused(folder):
+    done = run(folder, "generate", "hi", "--plugin-args", "nowhere.a=1")
+    assert done.returncode == 2
+    assert "plugin_args.nowhere" in done.stderr
+
+
+class Terminal:
+    """The program on a terminal of its own."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            os.chdir(folder)
+            os.execv(PROGRAM[0], [*PROGRAM, *arguments])
+        self.seen = ""
+
+    def expect(self, text: str, seconds: float = 60) -> None:
+        """Read until a text comes, and forget what came before its end."""
+        end = time.monotonic() + seconds
+        while text not in self.seen:
+            assert time.monotonic() < end, f"{text!r} did not come; this did: {self.seen!r}"
+            if select.select([self.fd], [], [], 0.1)[0]:
+                self.seen += os.read(self.fd, 4096).decode()
+        self.seen = self.seen.partition(text)[2]
+
+    def type(self, text: str) -> None:
+        os.write(self.fd, text.encode())
+
+    def exit_code(self, keys: str, seconds: float = 60) -> int:
+        """Type keys until the program ends.
+
+        They are repeated, for Python's line editor can miss a signal that comes while it starts.
+        """
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.type(keys)
+            time.sleep(0.5)
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        raise AssertionError(f"the program did not end; it said {self.seen!r}")
+
+
+def test_chat_on_a_terminal(folder):
+    terminal = Terminal(folder, "chat")
+    terminal.expect("/reset forgets the conversation")
+    terminal.expect("> ")
+    terminal.type("hi\n")
+    terminal.expect("hello")
+    terminal.expect("> ")
+    terminal.type("/what\n")
+    terminal.expect("There is no command /what.")
+    terminal.expect("> ")
+    assert terminal.exit_code("\x04") == 0
+
+
+def test_ctrl_c_at_the_prompt_leaves_with_130(folder):
+    terminal = Terminal(folder, "chat")
+    terminal.expect("> ")
+    assert terminal.exit_code("\x03") == 130

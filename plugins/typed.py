@@ -134,7 +134,7 @@ def _explain(message: str, value: Any, type_: Any, path: str) -> str:
     if found := _MISSING.search(what):
         return f"{join_path(where, found[1])}: missing, and it has no default"
     expected, wrong_type, _ = what.partition(", got ")
-    expected = re.sub(r"`([^`]*)`", _in_words, expected)
+    expected = re.sub(r"(\d)\.0$", r"\1", re.sub(r"`([^`]*)`", _in_words, expected))
     if info is not None and (what.startswith("Invalid enum") or (wrong_type and _limited(info))):
         expected = f"expected {type_words(info)}"
     if match["key"]:

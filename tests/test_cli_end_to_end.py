@@ -111,12 +111,13 @@ class Terminal:
     def exit_code(self, keys: str, seconds: float = 60) -> int:
         """Type keys until the program ends.
 
-        They are repeated, for Python's line editor can miss a signal that comes while it starts.
+        They are repeated, for Python's line editor can miss a signal that comes while it starts;
+        seldom, for a second signal would kill a program that is about to end.
         """
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            self.type(keys)
-            time.sleep(0.5)
+        for tenth in range(int(seconds * 10)):
+            if tenth % 150 == 0:
+                self.type(keys)
+            time.sleep(0.1)
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 return os.waitstatus_to_exitcode(status)

@@ -4,14 +4,14 @@ import json
 import random
 from pathlib import Path
 
-import gguf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizer_harness import MESSAGES, open_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from hardpoint.builtin_plugins.tokenizer import TransformersTokenizer
-from hardpoint.plugins import ModelError, ModelFiles, RequestError, TokenizerContext
+from hardpoint.plugins import ModelError, RequestError
 
 TEXTS = [
     "",
@@ -34,14 +34,6 @@ ANY_TEXT = st.text(
     ),
     max_size=50,
 )
-MESSAGES = [{"role": "user", "content": "Why?"}]
-
-
-def open_tokenizer(path: Path) -> TransformersTokenizer:
-    files = ModelFiles(name=path.name, path=path)
-    return TransformersTokenizer(
-        TokenizerContext(name="transformers", options=TransformersTokenizer.Options(), files=files)
-    )
 
 
 @pytest.fixture(scope="module")
@@ -77,41 +69,6 @@ def spaced() -> Tokenizer:
         ]
     )
     return tokenizer
-
-
-def write_gguf(path: Path, **changes) -> Path:
-    """Write a GGUF of nothing but a byte-level tokenizer; None leaves a field out."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = ["<s>", "</s>", "<tool>", *alphabet, "he", "ll", "hell", "12"]
-    fields = {
-        "model": "gpt2",
-        "pre": "gpt-2",
-        "tokens": tokens,
-        "token_type": [3, 3, 4] + [1] * (len(tokens) - 3),
-        "merges": ["h e", "l l", "he ll", "1 2"],
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    } | changes
-    writer = gguf.GGUFWriter(path, "llama")
-    for name, value in fields.items():
-        key = f"tokenizer.ggml.{name}"
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        elif value:
-            writer.add_array(key, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def words_of(tokenizer: TransformersTokenizer, text: str) -> list[str]:
-    return [tokenizer.decode([i], skip_special_tokens=False) for i in tokenizer.encode(text)]
 
 
 class TestDemo:
@@ -207,83 +164,6 @@ class TestStream:
             self.stream(spaced, tmp_path, []).step("x")
 
 
-class TestGGUF:
-    @pytest.mark.parametrize(
-        ("pre", "expected"),
-        [
-            ("gpt-2", ["a", " ", "12", "3", "4", "12"]),
-            ("default", ["a", " ", "12", "3", "4", "12"]),
-            ("smollm", ["a", " ", "1", "2", "3", "4", "1", "2"]),
-            ("qwen2", ["a", " ", "1", "2", "3", "4", "1", "2"]),
-            ("llama-bpe", ["a", " ", "12", "3", "4", "12"]),
-        ],
-    )
-    def test_pre_tokenizers(self, pre: str, expected: list[str], tmp_path: Path) -> None:
-        path = write_gguf(tmp_path / "t.gguf", pre=pre, add_bos_token=False)
-        assert words_of(open_tokenizer(path), "a 123412") == expected
-
-    def test_llama3_begins_with_bos_unless_told_otherwise(self, tmp_path: Path) -> None:
-        path = write_gguf(tmp_path / "t.gguf", pre="llama-bpe")
-        assert open_tokenizer(path).encode("a")[0] == 0
-        path = write_gguf(tmp_path / "t.gguf", pre="llama-bpe", add_bos_token=False)
-        assert 0 not in open_tokenizer(path).encode("a")
-
-    def test_bos_and_eos_are_added_as_the_file_says(self, tmp_path: Path) -> None:
-        path = write_gguf(tmp_path / "t.gguf", add_bos_token=True, add_eos_token=True)
-        tokenizer = open_tokenizer(path)
-        middle = tokenizer.encode("hell", add_special_tokens=False)
-        assert len(middle) == 1
-        assert tokenizer.encode("hell") == [0, *middle, 1]
-        assert tokenizer.decode([0, *middle, 1]) == "hell"
-
-    def test_user_defined_tokens_stay_whole_and_are_shown(self, tmp_path: Path) -> None:
-        tokenizer = open_tokenizer(write_gguf(tmp_path / "t.gguf"))
-        assert 2 in tokenizer.encode("a<tool>b")
-        assert tokenizer.decode(tokenizer.encode("a<tool>b")) == "a<tool>b"
-
-    def test_sentencepiece_goes_through_transformers(self, tmp_path: Path) -> None:
-        tokens = ["<unk>", "<s>", "</s>", "\u2581", "h", "i", "hi", "\u2581hi"]
-        tokens += [f"<0x{byte:02X}>" for byte in range(256)]
-        scores = [0.0, 0.0, 0.0, -4.0, -5.0, -6.0, -1.0, -2.0] + [0.0] * 256
-        path = write_gguf(
-            tmp_path / "t.gguf",
-            model="llama",
-            pre=None,
-            tokens=tokens,
-            scores=scores,
-            token_type=[2, 3, 3] + [1] * 5 + [6] * 256,
-            merges=None,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
-        tokenizer = open_tokenizer(path)
-        assert tokenizer.encode("hi", add_special_tokens=False) == [7]
-        assert tokenizer.decode([7]) == "hi"
-        assert tokenizer.eos_token_ids == (2,)
-
-    @pytest.mark.parametrize(
-        ("changes", "words"),
-        [
-            ({"model": None}, "t.gguf: tokenizer.ggml.model: missing"),
-            ({"model": "rwkv"}, "tokenizer.ggml.model: 'rwkv' could not be converted"),
-            ({"tokens": None}, "tokenizer.ggml.tokens: missing"),
-            ({"merges": None}, "tokenizer.ggml.merges: missing"),
-            ({"merges": ["he zz"]}, "tokenizer.ggml.merges: .*zz"),
-            ({"pre": "tekken"}, "pre: expected one of .*smollm, got 'tekken'; set tokenizer.path"),
-        ],
-    )
-    def test_unsupported_files_are_refused(self, changes, words, tmp_path: Path) -> None:
-        path = write_gguf(tmp_path / "t.gguf", **changes)
-        with pytest.raises(ModelError, match=words):
-            open_tokenizer(path)
-
-    def test_no_template_is_a_request_error(self, tmp_path: Path) -> None:
-        tokenizer = open_tokenizer(write_gguf(tmp_path / "t.gguf"))
-        with pytest.raises(RequestError, match=r"model 't.gguf' has no chat template"):
-            tokenizer.apply_chat_template(MESSAGES)
-        assert tokenizer.apply_chat_template(MESSAGES, template="{{ eos_token }}!") == "</s>!"
-
-
 class TestDirectory:
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
@@ -370,7 +250,7 @@ class TestDirectory:
             open_tokenizer(folder)
 
     def test_directories_without_a_tokenizer_are_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelError, match="no tokenizer.json, and transformers cannot read"):
+        with pytest.raises(ModelError, match=r"no tokenizer.json, and transformers cannot read"):
             open_tokenizer(tmp_path)
         with pytest.raises(ModelError, match="neither a file nor a directory"):
             open_tokenizer(tmp_path / "nowhere")

@@ -6,6 +6,7 @@ import math
 from typing import ClassVar
 
 import pytest
+import tokenizers
 from driving import run
 
 from hardpoint import ConfigError, ModelError, PluginError, RequestError, SamplingParams, plugins
@@ -296,8 +297,4 @@ def test_an_unsupported_architecture_is_named(scripted):
 
 def _byte(token: int) -> str:
     """The text of a token of the scripted model."""
-    import tokenizers
-
-    return {i: c for i, c in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}[
-        token
-    ]
+    return sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())[token]

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from checkpoint_harness import finish, permute_as_llama_cpp, random_model, refused, write_gguf
+from model_harness import Runner, load_model, open_loader
+
+from hardpoint.builtin_plugins.loaders.gguf import _NAMES, GGUFLoader
+from hardpoint.builtin_plugins.loaders.gguf_file import open_gguf
+from hardpoint.builtin_plugins.models.llama import Llama
+from hardpoint.builtin_plugins.models.qwen import Qwen2, Qwen3
+from hardpoint.plugins import ModelFiles
+
+
+def list_of(tensor: gguf.ReaderTensor) -> list:
+    return [tensor.name, tensor.tensor_type, tensor.shape.tolist(), *tensor[3:6]]
+
+
+def test_demo_config(demo_loader: GGUFLoader) -> None:
+    config = demo_loader.config()
+    assert config.architecture == "LlamaForCausalLM"
+    assert config.vocab_size == 49152
+    assert config.max_position_embeddings == 8192
+    assert config.eos_token_ids == (2,)
+    assert config.dtype is None
+    expected = {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    }
+    assert expected.items() <= config.hf.items()
+
+
+def test_fast_reader_gives_what_the_library_gives(demo_gguf: Path) -> None:
+    ours, theirs = open_gguf(demo_gguf), gguf.GGUFReader(demo_gguf)
+    assert list(ours.fields) == list(theirs.fields)
+    for name, field in theirs.fields.items():
+        assert ours.value(name) == field.contents(), name
+    assert [t[:6] for t in map(list_of, ours.tensors)] == [
+        t[:6] for t in map(list_of, theirs.tensors)
+    ]
+
+
+def test_q_and_k_are_unpermuted(demo_loader: GGUFLoader) -> None:
+    raw = {t.name: t for t in open_gguf(demo_loader.context.files.path).tensors}
+    wanted = {
+        "model.layers.3.self_attn.q_proj.weight": ("blk.3.attn_q.weight", 9),
+        "model.layers.3.self_attn.k_proj.weight": ("blk.3.attn_k.weight", 3),
+    }
+    got = dict(demo_loader.weights(dict.fromkeys(wanted, ())))
+    assert set(got) == set(wanted)
+    for name, (source, heads) in wanted.items():
+        stored = gguf.quants.dequantize(raw[source].data, raw[source].tensor_type)
+        assert not np.array_equal(got[name].numpy(), stored)
+        assert np.array_equal(permute_as_llama_cpp(got[name].numpy(), heads), stored)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "family", "kind", "fields"),
+    [
+        ("llama", "Llama", Llama, {}),
+        ("qwen2", "Qwen2", Qwen2, {}),
+        ("qwen3", "Qwen3", Qwen3, {"head_dim": 16}),
+    ],
+)
+def test_architectures_equal_transformers(
+    architecture, family, kind, fields, tmp_path: Path
+) -> None:
+    reference = random_model(family, **fields)
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, reference, architecture)
+    loader = open_loader(GGUFLoader, path)
+    config = loader.config()
+    assert config.architecture == f"{family}ForCausalLM"
+    assert config.eos_token_ids == (2, 5)
+    assert config.dtype == "float32"
+    model = load_model(kind, loader, dtype=torch.float32, max_model_len=64)
+    tokens = list(range(40))
+    got = Runner(model, dtype=torch.float32).logits([("a", tokens)])
+    assert (got - reference(torch.tensor([tokens])).logits[0]).abs().max() < 1e-4
+
+
+def test_linear_rope_scaling_is_read(tmp_path: Path) -> None:
+    changes = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+    write_gguf(tmp_path / "tiny.gguf", random_model("Llama"), "llama", changes=changes)
+    rope = open_loader(GGUFLoader, tmp_path / "tiny.gguf").config().hf["rope_parameters"]
+    assert rope == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+
+
+def test_llama3_rope_factors_are_used(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    reference = random_model("Llama", rope_parameters=rope)
+    scaled = reference.model.rotary_emb.inv_freq
+    plain = 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16)
+    factors = torch.nn.Parameter(plain / scaled, requires_grad=False)
+    assert not torch.allclose(factors, torch.ones(8))
+    reference.register_parameter("rope_freqs", factors)
+    path = tmp_path / "tiny.gguf"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(_NAMES, "rope_freqs.weight", "rope_freqs")
+        write_gguf(path, reference, "llama")
+    model = load_model(Llama, open_loader(GGUFLoader, path), dtype=torch.float32)
+    tokens = list(range(60))
+    got = Runner(model, dtype=torch.float32).logits([("a", tokens)])
+    assert (got - reference(torch.tensor([tokens])).logits[0]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"block_count": None}, "tiny.gguf: llama.block_count: missing"),
+        ({"block_count": 0}, r"llama: block_count: expected a whole number >= 1, got 0"),
+        ({"context_length": 0}, "context_length: expected a whole number >= 1, got 0"),
+        ({"rope.dimension_count": 8}, "dimension_count: expected the head size 16 .* got 8"),
+        ({"expert_count": 8}, "expert_count: mixtures of experts are not supported, got 8"),
+        ({"rope.scaling.type": "longrope"}, "expected none, linear or yarn, got 'longrope'"),
+    ],
+)
+def test_wrong_metadata_is_refused(changes, words, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", random_model("Llama"), "llama", changes=changes)
+    refused(open_loader(GGUFLoader, tmp_path / "tiny.gguf"), words)
+
+
+def test_unknown_architecture_names_the_known_ones(tmp_path: Path) -> None:
+    finish(gguf.GGUFWriter(tmp_path / "m.gguf", "mamba"))
+    refused(
+        open_loader(GGUFLoader, tmp_path / "m.gguf"),
+        "m.gguf: general.architecture: 'mamba' is not supported; supported are llama, qwen2, qwen3",
+    )
+
+
+def test_file_without_tensors_is_refused(tmp_path: Path) -> None:
+    finish(gguf.GGUFWriter(tmp_path / "m.gguf", "llama"))
+    refused(open_loader(GGUFLoader, tmp_path / "m.gguf"), "no tensor token_embd.weight")
+
+
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        (b"", "empty file"),
+        (b"hello, this is no model", "magic"),
+        (b"GG", "truncated"),
+        (b"GGUF" + struct.pack("<I", 99) + bytes(16), "version 99"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 5), "truncated: its header asks for byte"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**62), "truncated: its header asks"),
+    ],
+)
+def test_other_files_are_refused(content: bytes, cause: str, tmp_path: Path) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(content)
+    refused(open_loader(GGUFLoader, path), f"broken.gguf is not a readable GGUF file: .*{cause}")
+
+
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    refused(open_loader(GGUFLoader, tmp_path / "no.gguf"), "no.gguf .*No such file")
+
+
+@pytest.mark.parametrize("share", [0.001, 0.01, 0.5, 0.999])
+def test_truncated_file_is_refused(share: float, demo_gguf: Path, tmp_path: Path) -> None:
+    path = tmp_path / "cut.gguf"
+    with demo_gguf.open("rb") as source, path.open("wb") as target:
+        target.write(source.read(int(demo_gguf.stat().st_size * share)))
+    refused(open_loader(GGUFLoader, path), "cut.gguf .* truncated: its header asks for byte")
+
+
+def test_every_early_cut_is_a_model_error(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", random_model("Llama"), "llama")
+    whole = (tmp_path / "tiny.gguf").read_bytes()
+    path = tmp_path / "cut.gguf"
+    for end in [*range(0, 1200, 7), len(whole) - 40]:
+        path.write_bytes(whole[:end])
+        refused(open_loader(GGUFLoader, path), "cut.gguf is not a readable GGUF file")
+
+
+def test_recognises_by_suffix(demo_gguf: Path, tmp_path: Path) -> None:
+    assert GGUFLoader.recognises(ModelFiles("demo", demo_gguf))
+    assert not GGUFLoader.recognises(ModelFiles("folder", tmp_path))

@@ -1,0 +1,17 @@
+"""Opens the built-in tokenizer on a path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hardpoint.builtin_plugins.tokenizer import TransformersTokenizer
+from hardpoint.plugins import ModelFiles, TokenizerContext
+
+MESSAGES = [{"role": "user", "content": "Why?"}]
+
+
+def open_tokenizer(path: Path) -> TransformersTokenizer:
+    files = ModelFiles(name=path.name, path=path)
+    return TransformersTokenizer(
+        TokenizerContext(name="transformers", options=TransformersTokenizer.Options(), files=files)
+    )

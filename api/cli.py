@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -153,6 +154,8 @@ def _context(load: _Load, problem: HardpointError | None) -> CommandContext:
             raise problem
         from hardpoint.llm import LLM  # noqa: PLC0415 - torch takes a second to import
 
+        if sys.stderr.isatty():
+            _show_log()
         return LLM.from_resolved(config, origins)
 
     return CommandContext(
@@ -201,6 +204,15 @@ def _parser(commands: _Commands) -> argparse.ArgumentParser:
                 f"{type(cause).__name__}: {cause}"
             ) from cause
     return parser
+
+
+def _show_log() -> None:
+    """Show what the engine says at start, such as which plugins are not enabled."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("hardpoint: %(message)s"))
+    log = logging.getLogger("hardpoint")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
 
 
 def _fail(error: HardpointError) -> int:

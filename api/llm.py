@@ -58,9 +58,8 @@ class LLM:
 
         Args:
             model: an alias ("smollm2"), a directory, a .gguf file or a Hugging Face id.
-            config: everything else: the path of a TOML file (by default `hardpoint.toml`, if
-                there is one), a mapping laid over file and environment, or an EngineConfig,
-                which stands for itself.
+            config: everything else: the path of a TOML file, a mapping or an EngineConfig. Nothing
+                else is read: `hardpoint.toml` and the environment are the command line's.
             dtype, max_model_len, seed: short for the configuration fields of the same names.
             tokenizer: short for `tokenizer.path`.
             progress: draw progress bars; None draws them on a terminal.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -37,6 +38,8 @@ from .worker.worker import LocalWorker, WorkerSpec
 
 __all__ = ["build_engine", "no_progress"]
 
+_log = logging.getLogger("hardpoint")
+
 
 def no_progress(what: str, done: int, total: int) -> None:
     """Show nothing."""
@@ -58,6 +61,8 @@ def build_engine(
     began = time.perf_counter()
     origins = origins or Origins()
     plugins = resolve_plugins(config, origins)
+    if idle := plugins.not_enabled():
+        _log.info("found but not enabled: %s", ", ".join(found.label for found in idle))
     hooks = plugins.hooks()
     files = find_files(config.model)
     loader = open_loader(config, plugins, files)

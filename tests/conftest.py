@@ -1,8 +1,43 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from hardpoint.testing import write_scripted_model
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*command: str, path: Path | None = None, cwd: Path) -> str:
+    """Run a command; return its standard output, or fail with all that it said."""
+    environment = dict(os.environ)
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, f"{command[:4]}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def acme(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the wheel of examples/acme_sampling is installed."""
+    work = tmp_path_factory.mktemp("stranger")
+    source = work / "source"
+    ignored = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT / "examples" / "acme_sampling", source, ignore=ignored)
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", str(source), cwd=work)
+    (wheel,) = (source / "dist").glob("*.whl")
+    target = work / "site"
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install")
+    run(*pip, "--no-deps", "--target", str(target), str(wheel), cwd=work)
+    return target
 
 
 @pytest.fixture(scope="session")

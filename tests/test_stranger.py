@@ -6,15 +6,11 @@ Everything happens in subprocesses that see the installed package, so this proce
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-SOURCE = Path(__file__).parent.parent / "examples" / "acme_sampling"
+from conftest import ROOT, run
 
 RESOLVE = """
 import json, sys
@@ -57,40 +53,13 @@ print(json.dumps(answers))
 """
 
 
-def run(*command: str, path: Path | None = None, cwd: Path) -> str:
-    """Run a command; return its standard output, or fail with all that it said."""
-    environment = dict(os.environ)
-    if path is not None:
-        environment["PYTHONPATH"] = str(path)
-    done = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, f"{command[:4]}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """The folder in which the package's wheel is installed."""
-    work = tmp_path_factory.mktemp("stranger")
-    source = work / "source"
-    ignored = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
-    shutil.copytree(SOURCE, source, ignore=ignored)
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", str(source), cwd=work)
-    (wheel,) = (source / "dist").glob("*.whl")
-    target = work / "site"
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install")
-    run(*pip, "--no-deps", "--target", str(target), str(wheel), cwd=work)
-    return target
-
-
 @pytest.fixture
-def resolve(installed, tmp_path):
+def resolve(acme, tmp_path):
     """Resolves a configuration's plugins where the package is installed."""
 
     def run_it(**config):
         arguments = (sys.executable, "-c", RESOLVE, json.dumps(config))
-        return json.loads(run(*arguments, path=installed, cwd=tmp_path))
+        return json.loads(run(*arguments, path=acme, cwd=tmp_path))
 
     return run_it
 
@@ -182,7 +151,7 @@ class TestThroughTheContract:
             ({"a": 0.5, "b": 1}, "plugin_args.top_a.b: unknown field"),
         ],
     )
-    def test_arguments_are_checked(self, installed, tmp_path, given, message):
+    def test_arguments_are_checked(self, acme, tmp_path, given, message):
         code = """
 import json, sys
 from acme_sampling import TopA
@@ -194,23 +163,23 @@ except RequestError as error:
     print(error)
 """
         arguments = (sys.executable, "-c", code, json.dumps(given))
-        assert run(*arguments, path=installed, cwd=tmp_path).startswith(message)
+        assert run(*arguments, path=acme, cwd=tmp_path).startswith(message)
 
-    def test_its_own_tests_pass(self, installed, tmp_path):
-        shutil.copytree(SOURCE / "tests", tmp_path / "tests")
+    def test_its_own_tests_pass(self, acme, tmp_path):
+        shutil.copytree(ROOT / "examples" / "acme_sampling" / "tests", tmp_path / "tests")
         pytest_run = (sys.executable, "-m", "pytest", "-q", "tests")
-        assert "passed" in run(*pytest_run, path=installed, cwd=tmp_path)
+        assert "passed" in run(*pytest_run, path=acme, cwd=tmp_path)
 
 
 class TestThroughTheEngine:
     """With the real model: the plugin changes tokens, and only for those who ask."""
 
     @pytest.fixture
-    def generate(self, installed, tmp_path):
+    def generate(self, acme, tmp_path):
         def run_it(params, logged=None, **config):
             wanted = json.dumps({"config": config, "params": params})
             arguments = (sys.executable, "-c", GENERATE, wanted)
-            *log, answers = run(*arguments, path=installed, cwd=tmp_path).splitlines()
+            *log, answers = run(*arguments, path=acme, cwd=tmp_path).splitlines()
             assert logged is None or logged in log
             return json.loads(answers)
 

@@ -24,6 +24,10 @@ class _Qwen(Llama):
         types = self.context.config.hf.get("layer_types")
         if types is None:
             first = self.context.config.hf.get("max_window_layers", 28)
+            if not isinstance(first, int) or first < 0:
+                raise fields.error(
+                    "max_window_layers", f"expected a whole number >= 0, got {first!r}"
+                )
             types = [_SLIDING if i >= first else "full_attention" for i in range(count)]
         if len(types) != count or not set(types) <= set(_LAYER_TYPES):
             raise fields.error(

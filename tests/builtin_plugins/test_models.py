@@ -249,6 +249,31 @@ def test_unsupported_configs_are_refused(fields: dict, words: str) -> None:
         build_model(Llama, config, dtype=torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, [None, 9, 9]),
+        ({"max_window_layers": 0}, [9, 9, 9]),
+        ({"max_window_layers": None}, "max_window_layers: expected a whole number >= 0, got None"),
+        ({"use_sliding_window": False}, [None, None, None]),
+        ({"layer_types": ["sliding_attention", *["full_attention"] * 2]}, [9, None, None]),
+    ],
+)
+def test_qwen_windows_follow_the_config(fields: dict, expected: list | str) -> None:
+    config = ModelConfig(
+        architecture="Qwen2ForCausalLM",
+        hf=TINY | WINDOWED | fields,
+        vocab_size=97,
+        max_position_embeddings=256,
+    )
+    if isinstance(expected, str):
+        with pytest.raises(ModelError, match=expected):
+            build_model(Qwen2, config, dtype=torch.float32)
+    else:
+        model = build_model(Qwen2, config, dtype=torch.float32)
+        assert [spec.window for spec in model.kv_specs()] == expected
+
+
 @pytest.mark.parametrize("types", [["full_attention"], ["full_attention"] * 2 + ["linear"]])
 def test_odd_layer_types_are_refused(types: list[str]) -> None:
     hf = TINY | WINDOWED | {"layer_types": types}

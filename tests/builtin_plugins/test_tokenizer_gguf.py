@@ -4,10 +4,9 @@ from pathlib import Path
 
 import gguf
 import pytest
-from tokenizer_harness import MESSAGES, open_tokenizer
+from tokenizer_harness import MESSAGES, open_tokenizer, words_of
 from tokenizers import pre_tokenizers
 
-from hardpoint.builtin_plugins.tokenizer import TransformersTokenizer
 from hardpoint.plugins import ModelError, RequestError
 
 
@@ -40,10 +39,6 @@ def write_gguf(path: Path, **changes) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def words_of(tokenizer: TransformersTokenizer, text: str) -> list[str]:
-    return [tokenizer.decode([i], skip_special_tokens=False) for i in tokenizer.encode(text)]
 
 
 @pytest.mark.parametrize(

@@ -15,3 +15,7 @@ def open_tokenizer(path: Path) -> TransformersTokenizer:
     return TransformersTokenizer(
         TokenizerContext(name="transformers", options=TransformersTokenizer.Options(), files=files)
     )
+
+
+def words_of(tokenizer: TransformersTokenizer, text: str) -> list[str]:
+    return [tokenizer.decode([i], skip_special_tokens=False) for i in tokenizer.encode(text)]

@@ -142,11 +142,14 @@ def gguf_path() -> Path:
 def export(folder: Path) -> None:
     """Write the demo model as a bf16 checkpoint that every engine reads."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     path = gguf_path()
     model = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.bfloat16
+        path.parent,
+        gguf_file=path.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
     )
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)

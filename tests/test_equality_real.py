@@ -31,11 +31,14 @@ PROMPTS = [shape.format(subject) for subject in SUBJECTS for shape in SHAPES]
 @pytest.fixture(scope="module")
 def reference():
     """transformers' model, by transformers' own way of reading the same GGUF, in fp32."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GgufConfig
 
     path = find_files("smollm2").path
     model = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
+        path.parent,
+        gguf_file=path.name,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
     )
     return model.eval()
 

@@ -10,7 +10,7 @@ import shutil
 import sys
 
 import pytest
-from conftest import ROOT, run
+from processes import ROOT, run
 
 RESOLVE = """
 import json, sys

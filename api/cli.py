@@ -114,7 +114,7 @@ def _collect_commands(config: EngineConfig, origins: Origins) -> _Commands:
         PluginError: a plugin's hook is at fault, or two plugins add one command.
     """
     commands: _Commands = {}
-    for chosen in Selection(config, origins, discover()).run():
+    for chosen in Selection(config, origins, discover(config.plugins.foreign_groups)).run():
         if chosen.kind.interface is not None:
             continue
         for command in _commands_of(chosen):

@@ -14,10 +14,12 @@ from hardpoint.core.build import build_engine
 from hardpoint.core.config import config_from
 from hardpoint.core.frontend.input_processor import Prompt
 from hardpoint.core.frontend.llm_engine import LLMEngine
+from hardpoint.core.frontend.plugin_health import Health
 from hardpoint.plugins import (
     EngineConfig,
     Manifest,
     Origins,
+    PluginMeter,
     RequestError,
     RequestOutput,
     RequestOutputKind,
@@ -179,6 +181,14 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self._engine.parts.tokenizer
+
+    def health(self) -> Health:
+        """Return which plugins ended requests, and which are quarantined."""
+        return self._engine.health()
+
+    def plugin_meters(self) -> dict[str, PluginMeter]:
+        """Return what each logits processor cost so far, by name: steps, rows, seconds, faults."""
+        return self._engine.plugin_meters()
 
     def close(self) -> None:
         """Give model, cache and processes back. Closing twice does nothing."""

@@ -26,6 +26,8 @@ from hardpoint.plugins import (
     SchedulingPolicy,
 )
 
+from .repetition import repeats
+
 __all__ = ["DefaultScheduler"]
 
 
@@ -153,6 +155,14 @@ class DefaultScheduler(Scheduler):
         self, request: Request, tokens: int, result: ModelRunnerOutput
     ) -> EngineCoreOutput | None:
         request_id = request.request_id
+        if fault := result.faults.get(request_id):
+            self._finish(request, FinishReason.ERROR)
+            return EngineCoreOutput(
+                request_id=request_id,
+                finish_reason=FinishReason.ERROR,
+                error=fault.message,
+                faulty_plugin=fault.plugin,
+            )
         accepted: list[int] = []
         output = EngineCoreOutput(request_id=request_id, new_token_ids=accepted)
         for token in result.sampled_token_ids.get(request_id, ()):
@@ -178,6 +188,10 @@ class DefaultScheduler(Scheduler):
             output.finish_reason = FinishReason.STOP
         elif token in params.stop_token_ids:
             output.finish_reason, output.stop_reason = FinishReason.STOP, token
+        elif params.repetition_detection is not None and repeats(
+            request.output_token_ids, params.repetition_detection
+        ):  # before the length: a larger one would not have helped
+            output.finish_reason = FinishReason.REPETITION
         elif (
             len(request.output_token_ids) == params.max_tokens
             or request.num_tokens >= self._limits.max_model_len

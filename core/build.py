@@ -21,6 +21,8 @@ from hardpoint.plugins import (
     PluginSet,
     PolicyContext,
     Progress,
+    ReasoningContext,
+    ReasoningParser,
     Scheduler,
     SchedulerContext,
     SchedulerLimits,
@@ -92,6 +94,7 @@ def build_engine(
             hooks=hooks,
             model_config=model_config,
             tokenizer=tokenizer,
+            reasoning=_reasoning(config, plugins, tokenizer),
             client=InprocClient(core),
             clock=clock,
         )
@@ -140,6 +143,16 @@ def _build_core(spec: WorkerSpec, origins: Origins, clock: Callable[[], float]) 
         executor.close()
         raise
     return EngineCore(scheduler, executor)
+
+
+def _reasoning(
+    config: EngineConfig, plugins: PluginSet, tokenizer: Tokenizer
+) -> ReasoningParser | None:
+    if config.reasoning.parser is None:
+        return None
+    entry = plugins.get("reasoning_parsers", config.reasoning.parser)
+    parser: ReasoningParser = plugins.create(entry, ReasoningContext, tokenizer=tokenizer)
+    return parser
 
 
 def _check_architecture(model_config: ModelConfig, plugins: PluginSet) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest
+from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest, PluginMeter
 
 from .engine import EngineCore
 
@@ -23,6 +23,9 @@ class EngineCoreClient(Protocol):
 
     def get_output(self) -> EngineCoreOutputs:
         """Return the next batch of outputs; may be empty."""
+
+    def plugin_meters(self) -> dict[str, PluginMeter]:
+        """Return what each logits processor cost so far, by name."""
 
     def close(self) -> None:
         """End the engine."""
@@ -46,6 +49,10 @@ class InprocClient:
     def get_output(self) -> EngineCoreOutputs:
         """Run one step."""
         return self._core.step()
+
+    def plugin_meters(self) -> dict[str, PluginMeter]:
+        """Return what each logits processor cost so far, by name."""
+        return self._core.plugin_meters()
 
     def close(self) -> None:
         """Close the core."""

@@ -10,6 +10,7 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     Executor,
     FinishReason,
+    PluginMeter,
     Scheduler,
 )
 
@@ -41,6 +42,11 @@ class EngineCore:
         if result is None:
             result = self._executor.sample_tokens(plan).result()
         return EngineCoreOutputs(outputs=self._scheduler.update(plan, result))
+
+    def plugin_meters(self) -> dict[str, PluginMeter]:
+        """Return what each logits processor cost so far, by name, in the first worker."""
+        meters: dict[str, PluginMeter] = self._executor.collective_rpc("plugin_meters")[0]
+        return meters
 
     def close(self) -> None:
         """Release workers, model and cache."""

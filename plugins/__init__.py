@@ -8,6 +8,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from .batch_update import Added, BatchUpdate, Move, Moved, RowMap
 from .commands import Command, CommandContext
 from .component import Component, Context, Progress
 from .config import EngineConfig, Origins
@@ -25,10 +26,19 @@ from .errors import (
     PluginNotFoundError,
     RequestError,
 )
-from .execution import Executor, ExecutorContext, ModelRunnerOutput, Worker, WorkerInfo
+from .execution import (
+    Executor,
+    ExecutorContext,
+    ModelRunnerOutput,
+    PluginMeter,
+    RequestFault,
+    Worker,
+    WorkerInfo,
+)
 from .hooks import hookimpl
 from .kinds import KINDS, Kind
 from .logits import (
+    BatchLogitsProcessor,
     Edits,
     LogitsContext,
     LogitsProcessor,
@@ -36,8 +46,10 @@ from .logits import (
     Op,
     Phase,
     PrepareContext,
+    Reads,
     Rows,
     SparseLogitsProcessor,
+    TensorSpec,
 )
 from .manifest import Manifest, PluginEntry
 from .modeling import (
@@ -53,7 +65,8 @@ from .modeling import (
     ModelFiles,
     WeightLoader,
 )
-from .params import RequestOutputKind, SamplingParams
+from .params import RepetitionDetection, RequestOutputKind, SamplingParams
+from .reasoning import ReasoningContext, ReasoningMarkers, ReasoningParser
 from .registry import PluginSet, resolve_plugins
 from .requests import (
     CompletionOutput,
@@ -84,11 +97,14 @@ from .typed import Arguments, Options
 
 __all__ = [
     "KINDS",
+    "Added",
     "Annotated",
     "Arguments",
     "AttentionBackend",
     "AttentionContext",
     "AttentionStep",
+    "BatchLogitsProcessor",
+    "BatchUpdate",
     "CachedRequest",
     "Command",
     "CommandContext",
@@ -125,6 +141,8 @@ __all__ = [
     "ModelError",
     "ModelFiles",
     "ModelRunnerOutput",
+    "Move",
+    "Moved",
     "NewRequest",
     "Op",
     "Options",
@@ -136,16 +154,24 @@ __all__ = [
     "PluginError",
     "PluginFaultError",
     "PluginLoadError",
+    "PluginMeter",
     "PluginNotFoundError",
     "PluginSet",
     "PolicyContext",
     "PrepareContext",
     "Progress",
+    "Reads",
+    "ReasoningContext",
+    "ReasoningMarkers",
+    "ReasoningParser",
+    "RepetitionDetection",
     "Request",
     "RequestError",
+    "RequestFault",
     "RequestOutput",
     "RequestOutputKind",
     "RequestStatus",
+    "RowMap",
     "Rows",
     "Sampler",
     "SamplerContext",
@@ -157,6 +183,7 @@ __all__ = [
     "SchedulerOutput",
     "SchedulingPolicy",
     "SparseLogitsProcessor",
+    "TensorSpec",
     "TokenLogprobs",
     "Tokenizer",
     "TokenizerContext",

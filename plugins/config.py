@@ -18,6 +18,7 @@ __all__ = [
     "Origins",
     "PluginUse",
     "PluginsConfig",
+    "ReasoningConfig",
     "SamplerConfig",
     "SchedulerConfig",
     "TokenizerConfig",
@@ -52,11 +53,20 @@ class PluginsConfig(Strict):
         enable: components to switch on.
         disable: names of built-in defaults to switch off.
         replace: a name that is on to the component that takes its place.
+        on_error: by plugin name, what a fault of it ends: "request", the requests that use it, or
+            "engine".
+        quarantine_after: so many distinct requests that a third-party plugin ended, and requests
+            that use it are refused; 0 never does.
+        foreign_groups: entry-point groups of other engines to look into for logits processors,
+            "vllm.logits_processors" for example.
     """
 
     enable: list[Reference | PluginUse] = []
     disable: list[str] = []
     replace: dict[str, Reference] = {}
+    on_error: dict[str, Literal["request", "engine"]] = {}
+    quarantine_after: Annotated[int, Meta(ge=0)] = 3
+    foreign_groups: list[Literal["vllm.logits_processors"]] = []
 
 
 class SchedulerConfig(Strict):
@@ -93,15 +103,31 @@ class ExecutorConfig(Strict):
 
 
 class SamplerConfig(Strict):
-    """What chooses tokens from processed logits."""
+    """What chooses tokens from processed logits.
+
+    Attributes:
+        logprobs: log-probabilities are of the logits as the model gave them ("raw"), or as the
+            sampler saw them ("processed").
+    """
 
     use: Reference = "default"
+    logprobs: Literal["raw", "processed"] = "raw"
 
 
 class AttentionConfig(Strict):
     """What attends over the KV cache."""
 
     use: Reference = "torch"
+
+
+class ReasoningConfig(Strict):
+    """How the model thinks aloud.
+
+    Attributes:
+        parser: name of a reasoning parser; None is a model that does not.
+    """
+
+    parser: Reference | None = None
 
 
 class TokenizerConfig(Strict):
@@ -150,6 +176,7 @@ class EngineConfig(Strict):
     sampler: SamplerConfig = SamplerConfig()
     attention: AttentionConfig = AttentionConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
+    reasoning: ReasoningConfig = ReasoningConfig()
     load: LoadConfig = LoadConfig()
     plugin: dict[str, dict[str, Any]] = {}
 

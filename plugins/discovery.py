@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import importlib_metadata
@@ -12,6 +13,7 @@ __all__ = ["DISTRIBUTION", "Found", "discover", "installed_version"]
 
 DISTRIBUTION = "hardpoint"
 _PREFIX = "hardpoint."
+_FOREIGN = {"vllm.logits_processors": "logits_processors"}
 
 
 @dataclass(frozen=True, order=True)
@@ -20,6 +22,7 @@ class Found:
 
     Attributes:
         kind: the group without its `hardpoint.`; may be a kind that this version does not know.
+            A group of another engine counts as the kind that it offers.
         value: `package.module:attribute`, or a module for hooks.
     """
 
@@ -45,18 +48,22 @@ class Found:
         return f"{self.kind}/{self.name} ({self.distribution} {self.version}, {self.value})"
 
 
-def discover() -> list[Found]:
-    """Return every entry point in a `hardpoint.*` group, built-ins first, then by name."""
+def discover(foreign_groups: Sequence[str] = ()) -> list[Found]:
+    """Return every entry point in a `hardpoint.*` group, built-ins first, then by name.
+
+    Args:
+        foreign_groups: groups of other engines to look into as well.
+    """
     found = {
         Found(
-            kind=point.group.removeprefix(_PREFIX),
+            kind=_FOREIGN.get(point.group) or point.group.removeprefix(_PREFIX),
             name=point.name,
             value=point.value,
             distribution=point.dist.name if point.dist else "unknown",
             version=point.dist.version if point.dist else "unknown",
         )
         for point in importlib_metadata.entry_points()
-        if point.group.startswith(_PREFIX)
+        if point.group.startswith(_PREFIX) or point.group in foreign_groups
     }
     return sorted(found, key=lambda f: (not f.builtin, f))
 

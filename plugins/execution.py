@@ -8,13 +8,51 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from .component import Component, Context
 from .requests import TokenLogprobs
 
 if TYPE_CHECKING:
     from .scheduling import SchedulerOutput
 
-__all__ = ["Executor", "ExecutorContext", "ModelRunnerOutput", "Worker", "WorkerInfo"]
+__all__ = [
+    "Executor",
+    "ExecutorContext",
+    "ModelRunnerOutput",
+    "PluginMeter",
+    "RequestFault",
+    "Worker",
+    "WorkerInfo",
+]
+
+
+class RequestFault(msgspec.Struct, array_like=True, frozen=True):
+    """Why a request cannot go on.
+
+    Attributes:
+        message: what failed and who is to blame.
+        plugin: name of the guilty logits processor; None if the model is to blame.
+    """
+
+    message: str
+    plugin: str | None = None
+
+
+class PluginMeter(msgspec.Struct, array_like=True):
+    """What a plugin cost so far, in one worker.
+
+    Attributes:
+        steps: steps in which it ran.
+        rows: rows that it was given, all steps together.
+        seconds: host time in its methods.
+        faults: requests that ended because of it.
+    """
+
+    steps: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+    faults: int = 0
 
 
 @dataclass(slots=True)
@@ -26,11 +64,13 @@ class ModelRunnerOutput:
         logprobs: per request that asked for them, one entry per sampled token.
         prompt_logprobs: per request that asked for them, those of the prompt positions of this
             step; None stands for the first position.
+        faults: requests that must end with an error; nothing was sampled for them.
     """
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
+    faults: dict[str, RequestFault] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,6 +100,9 @@ class Worker(Protocol):
 
     def sample_tokens(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Finish a step that waits."""
+
+    def plugin_meters(self) -> dict[str, PluginMeter]:
+        """Return what each logits processor cost so far, by name."""
 
     def close(self) -> None:
         """Release everything."""

@@ -7,8 +7,14 @@ from enum import Enum
 
 from .component import Component
 from .execution import Executor
-from .logits import LogitsPlugin, LogitsProcessor, SparseLogitsProcessor
+from .logits import (
+    BatchLogitsProcessor,
+    LogitsPlugin,
+    LogitsProcessor,
+    SparseLogitsProcessor,
+)
 from .modeling import AttentionBackend, Model, WeightLoader
+from .reasoning import ReasoningParser
 from .sampling import Sampler
 from .scheduling import Scheduler, SchedulingPolicy
 from .tokenizing import Tokenizer
@@ -87,7 +93,7 @@ KINDS: dict[str, Kind] = {
         Kind(
             name="logits_processors",
             interface=LogitsPlugin,
-            forms=(LogitsProcessor, SparseLogitsProcessor),
+            forms=(LogitsProcessor, SparseLogitsProcessor, BatchLogitsProcessor),
             number=Number.MANY,
             lives_in=(Process.FRONTEND, Process.WORKER),
             fault_scope=FaultScope.REQUEST,
@@ -164,6 +170,14 @@ KINDS: dict[str, Kind] = {
             summary="Turn text into token ids and back.",
         ),
         Kind(
+            name="reasoning_parsers",
+            interface=ReasoningParser,
+            number=Number.BY_NAME,
+            lives_in=(Process.FRONTEND,),
+            fault_scope=FaultScope.REQUEST,
+            summary="Tell a model's reasoning from its answer.",
+        ),
+        Kind(
             name="hooks",
             interface=None,
             number=Number.MANY,
@@ -181,7 +195,6 @@ PLANNED: dict[str, str] = {
     "quantizations": "quantization",
     "speculators": "speculator",
     "grammars": "grammar",
-    "reasoning_parsers": "reasoning",
     "tool_parsers": "tools",
     "balancers": "balancer",
     "stat_sinks": "stats",

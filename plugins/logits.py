@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,15 +10,18 @@ from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from . import typed
+from .batch_update import BatchUpdate
 from .component import Component, Context
 from .params import SamplingParams
 
 if TYPE_CHECKING:
     import torch
 
+    from .reasoning import ReasoningParser
     from .tokenizing import Tokenizer
 
 __all__ = [
+    "BatchLogitsProcessor",
     "Edits",
     "LogitsContext",
     "LogitsPlugin",
@@ -26,8 +30,10 @@ __all__ = [
     "Op",
     "Phase",
     "PrepareContext",
+    "Reads",
     "Rows",
     "SparseLogitsProcessor",
+    "TensorSpec",
 ]
 
 
@@ -46,6 +52,32 @@ class Phase(IntEnum):
     """Drop unlikely tokens (top_k, then top_p, then min_p)."""
     FORCE = 5
     """Leave exactly what must come next."""
+
+
+class Reads(Enum):
+    """What a processor looks at beside arguments and its own state."""
+
+    LOGITS = "logits"
+    """Nothing else; it never makes the host wait for the device."""
+    DEVICE_IDS = "device_ids"
+    """The newest tokens, on the device, in `advance_rows`."""
+    HOST_IDS = "host_ids"
+    """Token ids on the host: `output_token_ids`, or `advance`."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """State on the device that the framework keeps and moves: one row per request.
+
+    Attributes:
+        shape: of one row.
+        dtype: a torch dtype's name, "int32" for example.
+        fill: what a fresh row holds before `start_row`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    fill: float = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +102,7 @@ class PrepareContext:
     Attributes:
         params: the whole request's parameters, checked.
         stop_token_ids: every token id that ends the request.
+        reasoning: the configured reasoning parser, if there is one.
     """
 
     options: Any
@@ -78,6 +111,7 @@ class PrepareContext:
     stop_token_ids: Sequence[int]
     vocab_size: int
     tokenizer: Tokenizer | None
+    reasoning: ReasoningParser | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +124,9 @@ class LogitsRequest:
         arguments: by plugin name; present for the plugins that the request uses.
         state: by plugin name, what `start` returned.
         child_index: which of the prompt's `n` completions.
+        row: its row in the running batch, at this step.
+        draft_of: for a row that stands for a draft token, the request that it drafts for; its
+            `output_token_ids` then hold the drafts before it.
     """
 
     request_id: str
@@ -100,6 +137,8 @@ class LogitsRequest:
     child_index: int = 0
     arguments: Mapping[str, Any] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
+    row: int = 0
+    draft_of: LogitsRequest | None = None
 
 
 class Rows(Protocol):
@@ -128,6 +167,9 @@ class Rows(Protocol):
         Whole numbers give int64, others float32. It is rebuilt only when the rows change.
         """
 
+    def state_tensor(self, name: str) -> torch.Tensor:
+        """Return the device state `name` of every row as [rows, *shape]; read it only."""
+
 
 class LogitsPlugin(Component):
     """What every form of logits processor shares. Derive from one of the forms, not from this.
@@ -143,6 +185,11 @@ class LogitsPlugin(Component):
         before, after: names of processors of the same phase that it must precede or follow.
         params_fields: fields of SamplingParams that it honours; `Arguments` has fields of the
             same names. For replacements of the built-ins.
+        reads: what it looks at. A step waits for token ids only if an active processor needs them.
+
+    State. `apply` and `edits` never change it: they may be called twice for a step, or for rows
+    that stand for draft tokens. Host state is built by `start` and carried on by `advance`; device
+    state is declared by `device_state`, filled by `start_row` and carried on by `advance_rows`.
     """
 
     phase: ClassVar[Phase]
@@ -150,6 +197,7 @@ class LogitsPlugin(Component):
     before: ClassVar[tuple[str, ...]] = ()
     after: ClassVar[tuple[str, ...]] = ()
     params_fields: ClassVar[tuple[str, ...]] = ()
+    reads: ClassVar[Reads] = Reads.HOST_IDS
 
     class Arguments(typed.Arguments):
         """No arguments; override with a subclass of `hardpoint.plugins.Arguments`."""
@@ -169,6 +217,15 @@ class LogitsPlugin(Component):
         """
         return arguments
 
+    @classmethod
+    def uses(cls, params: SamplingParams) -> bool:  # noqa: ARG003
+        """Whether a request uses the processor without giving arguments for it.
+
+        By default those requests do if it takes no arguments. If they do, every field of
+        `Arguments` must have a default.
+        """
+        return cls.Arguments is LogitsPlugin.Arguments
+
     def start(self, request: LogitsRequest) -> Any:  # noqa: ARG002
         """Return this request's state, from its prompt and the outputs so far.
 
@@ -177,8 +234,38 @@ class LogitsPlugin(Component):
         return None
 
     def advance(self, state: Any, token: int) -> Any:  # noqa: ARG002
-        """Return the state after one more accepted output token; may change it in place."""
+        """Return the state after one more accepted output token; may change it in place.
+
+        Called once per accepted token, before the next `apply` or `edits`.
+        """
         return state
+
+    def fork(self, state: Any) -> Any:
+        """Return a copy that `advance` may carry over draft tokens without touching `state`."""
+        return copy.deepcopy(state)
+
+    def device_state(self) -> Mapping[str, TensorSpec]:
+        """Return the tensors that the framework keeps for each request, by name."""
+        return {}
+
+    def start_row(self, request: LogitsRequest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Fill a request's device state in place, from its prompt and the outputs so far.
+
+        Args:
+            request: as for `start`.
+            tensors: by name, [*shape], holding `fill`.
+        """
+
+    def advance_rows(
+        self, rows: Rows, tokens: torch.Tensor, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Carry device state over one more token per row, in place.
+
+        Args:
+            rows: those that got a token and use this processor.
+            tokens: int64 [rows], on the device.
+            tensors: by name, [rows, *shape]; changes are written back.
+        """
 
 
 class LogitsProcessor(LogitsPlugin):
@@ -234,4 +321,39 @@ class SparseLogitsProcessor(LogitsPlugin):
 
         Returning the very object of the last step, while `rows.version` is the same, costs no
         check and no copy.
+        """
+
+
+class BatchLogitsProcessor(LogitsPlugin):
+    """The batch form: every row of the running batch, and books of who stands where.
+
+    For classes that were written so, and for work that crosses rows. Most authors want one of the
+    other forms: here a mistake in the books gives one request another's treatment.
+
+    Attributes:
+        supports_drafts: whether `apply` is right when rows repeat for draft tokens; without it,
+            speculation is refused by name.
+    """
+
+    supports_drafts: ClassVar[bool] = False
+
+    @classmethod
+    def uses(cls, params: SamplingParams) -> bool:  # noqa: ARG003
+        """Whether a request uses this processor unasked; by default every request does."""
+        return True
+
+    @abstractmethod
+    def update_state(self, update: BatchUpdate | None) -> None:
+        """Take a step's changes of the batch, before the model runs; None is no change.
+
+        Called every step, also without a change: output lists grow all the same.
+        """
+
+    @abstractmethod
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the new logits.
+
+        Args:
+            logits: float32 [batch_size, vocab], in the rows of the batch; may be edited in place.
+                Rows of requests that get no token in this step hold zeros.
         """

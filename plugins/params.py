@@ -10,7 +10,7 @@ from msgspec import Meta
 from .errors import RequestError
 from .typed import Strict, convert
 
-__all__ = ["RequestOutputKind", "SamplingParams"]
+__all__ = ["RepetitionDetection", "RequestOutputKind", "SamplingParams"]
 
 TokenId = Annotated[int, Meta(ge=0)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -26,6 +26,18 @@ class RequestOutputKind(IntEnum):
     """Every output holds what is new."""
     FINAL_ONLY = 2
     """One output, at the end."""
+
+
+class RepetitionDetection(Strict):
+    """When to end a request because its output goes round in a loop.
+
+    The request ends with finish reason "repetition" when its newest tokens are `min_count` copies
+    of one pattern of at least `min_pattern` and at most `max_pattern` tokens.
+    """
+
+    max_pattern: Annotated[int, Meta(ge=1, le=1024)]
+    min_pattern: Annotated[int, Meta(ge=1, le=1024)] = 1
+    min_count: Annotated[int, Meta(ge=2)] = 4
 
 
 class SamplingParams(Strict):
@@ -60,6 +72,9 @@ class SamplingParams(Strict):
         include_stop_str_in_output: keep the stop string (or stop token) in the text.
         detokenize: False returns token ids and no text.
         output_kind: how much each output repeats.
+        repetition_detection: end the request when its output loops; None never does.
+        thinking_token_budget: most tokens between the reasoning parser's markers; then the end
+            marker is forced. None is no limit.
         plugin_args: plugin name to that plugin's own arguments, a mapping or an instance.
     """
 
@@ -86,6 +101,8 @@ class SamplingParams(Strict):
     include_stop_str_in_output: bool = False
     detokenize: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    repetition_detection: RepetitionDetection | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None
     plugin_args: dict[str, Any] = {}
 
     @property
@@ -109,6 +126,12 @@ class SamplingParams(Strict):
             raise RequestError(
                 f"min_tokens: expected at most max_tokens ({params.max_tokens}), "
                 f"got {params.min_tokens}"
+            )
+        detection = params.repetition_detection
+        if detection is not None and detection.min_pattern > detection.max_pattern:
+            raise RequestError(
+                f"repetition_detection.min_pattern: expected at most max_pattern "
+                f"({detection.max_pattern}), got {detection.min_pattern}"
             )
         if params.stop_strings and not params.detokenize:
             raise RequestError("stop: stop strings need text, but detokenize is false")

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 
 from . import typed
+from .adapting import configured, load_component
 from .component import Component, Context
 from .config import EngineConfig, Origins
 from .discovery import Found, discover, installed_version
 from .errors import ConfigError, HardpointError, PluginLoadError, PluginNotFoundError
 from .hook_set import HookSet
 from .kinds import KINDS, Number
-from .loading import check_component, import_object
 from .logits import LogitsPlugin
 from .manifest import Manifest, PluginEntry
 from .ordering import ordered
@@ -82,9 +82,10 @@ class PluginSet:
         """Return an entry's class (or hooks object), importing and checking it the first time."""
         key = (entry.kind, entry.name)
         if key not in self._targets:
-            target = import_object(entry.source)
-            check_component(target, KINDS[entry.kind], entry.source)
-            self._targets[key] = target
+            target = load_component(KINDS[entry.kind], entry.source)
+            options_type = getattr(target, "Options", typed.Options)
+            options = typed.convert(entry.options, options_type, path=f"plugin.{entry.name}")
+            self._targets[key] = configured(target, options)
         return self._targets[key]
 
     def options(self, entry: PluginEntry) -> Any:
@@ -134,13 +135,12 @@ def resolve_plugins(
         PluginError: a component is missing, broken, ambiguous or against its contract.
     """
     origins = origins or Origins()
-    found = discover() if found is None else found
+    found = discover(config.plugins.foreign_groups) if found is None else found
     chosen = Selection(config, origins, found).run()
     targets: dict[tuple[str, str], Any] = {}
     for item in chosen:
         if item.kind.number is not Number.BY_NAME or item.path:
-            target = item.target if item.target is not None else import_object(item.source)
-            check_component(target, item.kind, item.source)
+            target = load_component(item.kind, item.source, item.target)
             targets[item.kind.name, item.name] = target
     options = _options_by_component(config, origins, chosen, targets)
     places = _places(chosen, targets)
@@ -166,7 +166,10 @@ def _options_by_component(
     chosen: Sequence[Chosen],
     targets: dict[tuple[str, str], Any],
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return each component's options, defaults filled in, checked by the component's type."""
+    """Return each component's options, defaults filled in, checked by the component's type.
+
+    Components that their options shape are shaped in `targets`.
+    """
     paths = _option_paths(config, origins, chosen)
     result: dict[tuple[str, str], dict[str, Any]] = {}
     for item in chosen:
@@ -179,6 +182,7 @@ def _options_by_component(
         options_type = getattr(targets[key], "Options", typed.Options)
         try:
             checked = typed.convert(table, options_type, path=path or f"plugin.{item.name}")
+            targets[key] = configured(targets[key], checked)
         except ConfigError as error:
             message = origins.locate(str(error)) if path else f"{error} (for {item.source})"
             raise ConfigError(message) from None

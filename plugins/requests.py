@@ -30,6 +30,7 @@ class FinishReason(IntEnum):
     LENGTH = 1
     ABORT = 2
     ERROR = 3
+    REPETITION = 4
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -88,6 +89,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, kw_o
         prompt_logprobs: those of the prompt positions computed since the last output; the
             first position of a prompt has None.
         error: with FinishReason.ERROR, what failed and who is to blame.
+        faulty_plugin: with FinishReason.ERROR, the name of the plugin to blame, if one is.
     """
 
     request_id: str
@@ -97,6 +99,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, kw_o
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str | None = None
+    faulty_plugin: str | None = None
 
     @property
     def finished(self) -> bool:
@@ -134,7 +137,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
         token_ids: output tokens; the stop token, if any, is the last.
         cumulative_logprob: sum over the whole output so far; None unless logprobs were asked for.
         logprobs: per output position, token id to Logprob.
-        finish_reason: "stop", "length", "abort" or "error"; None while running.
+        finish_reason: "stop", "length", "abort", "error" or "repetition"; None while running.
         stop_reason: the stop string or stop token id that ended it, if one did.
         error: with "error", what failed and who is to blame.
     """

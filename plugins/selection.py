@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .adapting import adapt
 from .config import EngineConfig, Origins, PluginUse
 from .discovery import Found
 from .errors import ConfigError, PluginConflictError, PluginNotFoundError
@@ -149,7 +150,7 @@ class Selection:
             self._asked_by(path, builtin=known is not None and known.builtin),
         )
         target = import_object(source)
-        return Chosen(kind or kind_of(target, source), source, path, target)
+        return Chosen(kind or kind_of(adapt(target, source), source), source, path, target)
 
     def _by_name(self, reference: str, path: str, kind: Kind | None) -> Chosen:
         candidates = [

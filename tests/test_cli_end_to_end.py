@@ -105,6 +105,14 @@ class Terminal:
                 self.seen += os.read(self.fd, 4096).decode()
         self.seen = self.seen.partition(text)[2]
 
+    def _drain(self) -> None:
+        """Read what is there, for a tenth of a second: a full terminal would stop the program."""
+        if select.select([self.fd], [], [], 0.1)[0]:
+            try:
+                self.seen += os.read(self.fd, 4096).decode()
+            except OSError:  # the program has gone
+                time.sleep(0.1)
+
     def type(self, text: str) -> None:
         os.write(self.fd, text.encode())
 
@@ -117,7 +125,7 @@ class Terminal:
         for tenth in range(int(seconds * 10)):
             if tenth % 150 == 0:
                 self.type(keys)
-            time.sleep(0.1)
+            self._drain()
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 return os.waitstatus_to_exitcode(status)

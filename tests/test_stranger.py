@@ -33,6 +33,49 @@ else:
     }))
 """
 
+COMPOSE = """
+import json, random, sys
+from hardpoint import LLM, SamplingParams
+from hardpoint.testing import scripted_config
+
+folder = sys.argv[1]
+rng = random.Random(1)
+asked = [
+    {"xtc": {"threshold": 0.01, "probability": 0.5}},
+    {"dry": {"allowed_length": 1, "multiplier": 20.0}},
+    {"xtc": {"threshold": 0.01, "probability": 1.0}, "dry": {"allowed_length": 1}},
+    {},
+]
+jobs = []
+for index in range(16):
+    prompt = [rng.randrange(97, 101) for _ in range(rng.randint(1, 30))]
+    fields = dict(temperature=float(index % 3), seed=index, max_tokens=20, ignore_eos=True)
+    fields["allowed_token_ids"] = list(range(97, 105))  # few, so that much repeats
+    jobs.append((prompt, fields, asked[index % 4]))
+
+def tokens(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+def llm(**extra):
+    extra["plugins"] = {"enable": ["dry", "xtc"]}
+    return LLM(config=scripted_config(folder, extra))
+
+with llm() as engine:
+    plain = [tokens(engine.generate(p, SamplingParams(**fields)))[0] for p, fields, _ in jobs]
+    prompts = [prompt for prompt, _, _ in jobs]
+    params = [SamplingParams(**fields, plugin_args=asked) for _, fields, asked in jobs]
+    alone = [tokens(engine.generate(*job))[0] for job in zip(prompts, params)]
+together = []
+small = {"max_model_len": 64, "kv_cache": {"block_size": 4, "memory_bytes": 4 * 8 * 40}}
+for extra in ({}, {"scheduler": {"max_num_batched_tokens": 16}}, small):
+    with llm(**extra) as engine:
+        together.append(tokens(engine.generate(prompts, params)))
+print(json.dumps({
+    "changed": [one != other for one, other in zip(alone, plain)],
+    "same": [run == alone for run in together],
+}))
+"""
+
 GENERATE = """
 import json, logging, sys
 from hardpoint import LLM, SamplingParams
@@ -64,12 +107,18 @@ def resolve(acme, tmp_path):
     return run_it
 
 
+def offered(result):
+    return [label.split(" ")[0] for label in result["not_enabled"]]
+
+
 class TestThroughTheContract:
     def test_installed_is_not_enabled(self, resolve):
         result = resolve()
         assert result["not_enabled"] == [
             "hooks/acme_audit (acme-sampling 1.0.0, acme_sampling.audit:Audit)",
+            "logits_processors/dry (acme-sampling 1.0.0, acme_sampling.dry:Dry)",
             "logits_processors/top_a (acme-sampling 1.0.0, acme_sampling:TopA)",
+            "logits_processors/xtc (acme-sampling 1.0.0, acme_sampling.xtc:Xtc)",
         ]
         assert not any("acme" in " ".join(map(str, entry)) for entry in result["on"].values())
         assert result["imported"] == []
@@ -83,17 +132,21 @@ class TestThroughTheContract:
             "1.0.0",
         ]
         assert "hooks/acme_audit" in result["on"]
-        assert result["not_enabled"] == []
+        assert offered(result) == ["logits_processors/dry", "logits_processors/xtc"]
         assert result["hooks"] is True
 
     def test_enabling_one_leaves_the_other(self, resolve):
-        result = resolve(plugins={"enable": ["top_a"]})
-        assert [label.split(" ")[0] for label in result["not_enabled"]] == ["hooks/acme_audit"]
+        result = resolve(plugins={"enable": ["top_a", "dry", "xtc"]})
+        assert offered(result) == ["hooks/acme_audit"]
+        assert "acme_sampling.dry" in result["imported"]
         assert "acme_sampling.audit" not in result["imported"]
 
     def test_runs_after_the_built_ins_that_it_names(self, resolve):
-        order = resolve(plugins={"enable": ["top_a"]})["order"]
-        assert order[-4:] == ["top_k", "top_p", "min_p", "top_a"]
+        order = resolve(plugins={"enable": ["xtc", "top_a", "dry"]})["order"]
+        assert order[order.index("penalties") + 1] == "dry"
+        assert order[-6:-3] == ["top_k", "top_p", "min_p"]
+        assert sorted(order[-3:-1]) == ["top_a", "xtc"]
+        assert order[-1] == "thinking_budget"
 
     def test_enabled_by_fqcn(self, resolve):
         result = resolve(plugins={"enable": ["acme_sampling:TopA"]})
@@ -169,6 +222,13 @@ except RequestError as error:
         shutil.copytree(ROOT / "examples" / "acme_sampling" / "tests", tmp_path / "tests")
         pytest_run = (sys.executable, "-m", "pytest", "-q", "tests")
         assert "passed" in run(*pytest_run, path=acme, cwd=tmp_path)
+
+
+def test_dry_and_xtc_give_the_same_alone_batched_in_chunks_and_preempted(acme, scripted, tmp_path):
+    arguments = (sys.executable, "-c", COMPOSE, str(scripted))
+    result = json.loads(run(*arguments, path=acme, cwd=tmp_path))
+    assert result["same"] == [True] * 3
+    assert result["changed"] == [True, True, True, False] * 4
 
 
 class TestThroughTheEngine:

@@ -19,9 +19,9 @@ from hardpoint.plugins import (
     PluginNotFoundError,
     PluginSet,
 )
+from hardpoint.plugins.adapting import adapter_of, load_component
 from hardpoint.plugins.describing import FieldDoc, first_paragraph, struct_fields
 from hardpoint.plugins.hooks import PROJECT
-from hardpoint.plugins.loading import check_component, import_object
 from hardpoint.plugins.typed import json_schema
 
 from .listing import Listed
@@ -57,8 +57,7 @@ class Details:
                 f"kinds here: {', '.join(KINDS)}"
             )
         if not listed.on:
-            target = import_object(listed.source)
-            check_component(target, KINDS[listed.kind], listed.source)
+            target = load_component(KINDS[listed.kind], listed.source)
             return cls(listed, target, {}, origins)
         entry = plugins.get(listed.kind, listed.name)
         target = plugins.target(entry)
@@ -77,6 +76,7 @@ class Details:
             "why": self.listed.why,
             "summary": first_paragraph(self.target),
             "interface": self._interface(),
+            "adapter": adapter_of(self.target),
             "contract": self.target.contract,
             "phase": self._phase(),
             "place": self.listed.place,
@@ -89,6 +89,7 @@ class Details:
         """Return it for people."""
         facts = {
             "interface": f"{self._interface()}, contract {self.target.contract}",
+            "adapter": adapter_of(self.target),
             "class": self.listed.source.value,
             "from": self.listed.package,
             "state": f"{'on' if self.listed.on else 'off'}: {self.listed.why}",

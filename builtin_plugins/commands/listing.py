@@ -15,6 +15,7 @@ from hardpoint.plugins import (
     PluginNotFoundError,
     PluginSet,
 )
+from hardpoint.plugins.adapting import adapter_of
 from hardpoint.plugins.kinds import PLANNED, Number
 from hardpoint.plugins.loading import Source
 from hardpoint.plugins.typed import suggest
@@ -32,6 +33,7 @@ class Listed:
         why: why it is on or off.
         place: position among those of its kind that are on, from 1; None where there is no order.
         phase: of a logits processor that is on.
+        adapter: through which it was loaded, if it is on and was written for another engine.
     """
 
     kind: str
@@ -40,6 +42,7 @@ class Listed:
     why: str
     place: int | None = None
     phase: str | None = None
+    adapter: str | None = None
 
     @property
     def name(self) -> str:
@@ -59,16 +62,8 @@ class Listed:
 
 def list_components(plugins: PluginSet, config: EngineConfig, origins: Origins) -> list[Listed]:
     """Return everything that is on or installed, by kind; imports nothing that is not on."""
-    phases = {entry.name: cls.phase.name for entry, cls in plugins.logits_processors()}
     on = [
-        Listed(
-            kind=entry.kind,
-            source=entry.source,
-            on=True,
-            why=entry.origin,
-            place=entry.place + 1 if entry.kind == "logits_processors" else None,
-            phase=phases.get(entry.name) if entry.kind == "logits_processors" else None,
-        )
+        _listed(entry, plugins)
         for entry in sorted(plugins.manifest.entries, key=lambda entry: entry.place)
     ]
     off = [
@@ -104,6 +99,21 @@ def find_listed(components: Sequence[Listed], name: str) -> Listed:
         choices = ", ".join(f"{kind}/{named[0].name}" for kind in kinds)
         raise PluginConflictError(f"{name!r} could be any of {choices}")
     return max(named, key=lambda c: c.on)
+
+
+def _listed(entry: PluginEntry, plugins: PluginSet) -> Listed:
+    if entry.kind != "logits_processors":
+        return Listed(entry.kind, entry.source, True, entry.origin)
+    cls = plugins.target(entry)
+    return Listed(
+        kind=entry.kind,
+        source=entry.source,
+        on=True,
+        why=entry.origin,
+        place=entry.place + 1,
+        phase=cls.phase.name,
+        adapter=adapter_of(cls),
+    )
 
 
 def _is_on(found: Found, plugins: PluginSet) -> bool:

@@ -53,11 +53,15 @@ def _print_list(components: Sequence[Listed], *, as_json: bool) -> None:
         print(json.dumps([_as_json(each) for each in components], indent=2))
         return
     rows = [
-        (each.kind, each.name, each.package, "on" if each.on else "off", each.order, each.why)
+        (each.kind, each.name, each.package, "on" if each.on else "off", each.order, _why(each))
         for each in components
     ]
     headers = ("kind", "name", "from", "state", "order", "why")
     print_table(headers, rows, dim=[not each.on for each in components])
+
+
+def _why(each: Listed) -> str:
+    return f"{each.why}, through adapter {each.adapter}" if each.adapter else each.why
 
 
 def _as_json(each: Listed) -> dict[str, object]:
@@ -71,6 +75,7 @@ def _as_json(each: Listed) -> dict[str, object]:
         "why": each.why,
         "place": each.place,
         "phase": each.phase,
+        "adapter": each.adapter,
     }
 
 

@@ -11,7 +11,6 @@ import msgspec
 from hardpoint.plugins import (
     EngineCoreRequest,
     ModelConfig,
-    PluginSet,
     RequestError,
     SamplingParams,
     Tokenizer,
@@ -32,8 +31,9 @@ class InputProcessor:
     def __init__(
         self,
         model_config: ModelConfig,
-        plugins: PluginSet,
         tokenizer: Tokenizer,
+        arguments: PluginArguments,
+        *,
         max_model_len: int,
         seed: int | None,
     ) -> None:
@@ -41,7 +41,7 @@ class InputProcessor:
         self._model_config = model_config
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._arguments = PluginArguments(plugins, model_config.vocab_size, tokenizer)
+        self._arguments = arguments
         self._eos_token_ids = sorted({*model_config.eos_token_ids, *tokenizer.eos_token_ids})
         self._random = random.Random(seed) if seed is not None else random.SystemRandom()
 

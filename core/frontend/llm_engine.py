@@ -11,7 +11,9 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     ModelConfig,
     PluginFaultError,
+    PluginMeter,
     PluginSet,
+    ReasoningParser,
     RequestError,
     RequestOutput,
     SamplingParams,
@@ -23,6 +25,8 @@ from ..client import EngineCoreClient
 from .input_processor import InputProcessor, Prompt
 from .output_processor import OutputProcessor
 from .parent_request import ParentRequest
+from .plugin_arguments import PluginArguments
+from .plugin_health import Health, PluginHealth
 
 __all__ = ["EngineParts", "LLMEngine"]
 
@@ -41,6 +45,7 @@ class EngineParts:
     hooks: HookSet
     model_config: ModelConfig
     tokenizer: Tokenizer
+    reasoning: ReasoningParser | None
     client: EngineCoreClient
     clock: Callable[[], float]
 
@@ -56,8 +61,20 @@ class LLMEngine:
         self._client = parts.client
         self._hooks = parts.hooks
         self._clock = parts.clock
+        self._health = PluginHealth(parts.plugins, config.plugins.quarantine_after)
+        arguments = PluginArguments(
+            parts.plugins,
+            self._health,
+            parts.model_config.vocab_size,
+            parts.tokenizer,
+            parts.reasoning,
+        )
         self._input = InputProcessor(
-            parts.model_config, parts.plugins, parts.tokenizer, config.max_model_len, config.seed
+            parts.model_config,
+            parts.tokenizer,
+            arguments,
+            max_model_len=config.max_model_len,
+            seed=config.seed,
         )
         self._output = OutputProcessor(parts.tokenizer)
         self._external_ids: set[str] = set()
@@ -109,15 +126,20 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Run the engine one step; return what is new.
 
-        An error in the step ends every live request; the engine stays usable.
+        An error here is one that no plugin's fault scope contains: it ends the engine. An
+        interrupt ends the live requests and leaves the engine usable.
         """
         self._check_open()
         try:
             outputs = self._client.get_output()
-        except BaseException:
+        except BaseException as error:
             self.abort_requests(list(self._external_ids))
+            if isinstance(error, Exception):
+                self.close()
             raise
         processed = self._output.process(outputs.outputs)
+        for fault in processed.faults:
+            self._health.record(*fault)
         if processed.aborts:
             self._client.abort_requests(processed.aborts)
         for output in processed.request_outputs:
@@ -125,6 +147,15 @@ class LLMEngine:
                 self._external_ids.discard(output.request_id)
                 self._finished(output)
         return processed.request_outputs
+
+    def health(self) -> Health:
+        """Return which plugins ended requests, and which are quarantined."""
+        return self._health.report()
+
+    def plugin_meters(self) -> dict[str, PluginMeter]:
+        """Return what each logits processor cost so far, by name."""
+        self._check_open()
+        return self._client.plugin_meters()
 
     def close(self) -> None:
         """End the engine and give its memory back. Closing twice does nothing."""

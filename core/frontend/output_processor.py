@@ -30,10 +30,12 @@ class ProcessedOutputs:
     Attributes:
         request_outputs: for the user.
         aborts: ids of requests that ended here (stop string) while the engine runs on.
+        faults: (plugin, the user's request id, message) of requests that a plugin ended.
     """
 
     request_outputs: list[RequestOutput] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
+    faults: list[tuple[str, str, str]] = field(default_factory=list)
 
 
 class OutputProcessor:
@@ -72,6 +74,9 @@ class OutputProcessor:
             if state is None:
                 continue
             state.update(output)
+            if output.faulty_plugin is not None:
+                fault = (output.faulty_plugin, state.parent.request_id, output.error or "")
+                processed.faults.append(fault)
             if state.finish_reason is not None:
                 del self._states[output.request_id]
                 if not output.finished:

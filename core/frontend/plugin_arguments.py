@@ -12,12 +12,15 @@ from hardpoint.plugins import (
     PluginEntry,
     PluginSet,
     PrepareContext,
+    ReasoningParser,
     RequestError,
     SamplingParams,
     Tokenizer,
     typed,
 )
 from hardpoint.plugins.logits import LogitsPlugin
+
+from .plugin_health import PluginHealth
 
 __all__ = ["PluginArguments"]
 
@@ -35,6 +38,7 @@ _SHAPING_FIELDS = (
     "logit_bias",
     "bad_words",
     "allowed_token_ids",
+    "thinking_token_budget",
 )
 """Fields that only a logits processor can honour."""
 
@@ -49,11 +53,20 @@ class _Processor:
 class PluginArguments:
     """Gathers, checks and completes each request's arguments for each logits processor."""
 
-    def __init__(self, plugins: PluginSet, vocab_size: int, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        plugins: PluginSet,
+        health: PluginHealth,
+        vocab_size: int,
+        tokenizer: Tokenizer,
+        reasoning: ReasoningParser | None,
+    ) -> None:
         """Load the classes; instances live in the workers."""
         self._plugins = plugins
+        self._health = health
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
+        self._reasoning = reasoning
         self._processors = [
             _Processor(entry, cls, plugins.options(entry))
             for entry, cls in plugins.logits_processors()
@@ -73,6 +86,7 @@ class PluginArguments:
         for processor in self._processors:
             arguments = self._given(processor, request.params)
             if arguments is not None:
+                self._health.check(processor.entry.name)
                 prepared = self._prepared(processor, arguments, request)
                 resolved[processor.entry.name] = msgspec.to_builtins(prepared, str_keys=False)
         return resolved
@@ -93,8 +107,8 @@ class PluginArguments:
             given, path = params.plugin_args[name], f"plugin_args.{name}"
         elif fields:
             given, path = fields, ""
-        elif cls.Arguments is LogitsPlugin.Arguments:  # takes none, so it is for everybody
-            return cls.Arguments()
+        elif cls.uses(params):
+            given, path = {}, f"plugin_args.{name}"
         else:
             return None
         return typed.convert(given, cls.Arguments, path=path, error=RequestError)
@@ -108,6 +122,7 @@ class PluginArguments:
             stop_token_ids=request.stop_token_ids,
             vocab_size=self._vocab_size,
             tokenizer=self._tokenizer,
+            reasoning=self._reasoning,
         )
         try:
             prepared = cls.prepare(arguments, context)

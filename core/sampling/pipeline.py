@@ -1,53 +1,27 @@
-"""The logits pipeline: runs the processors of a step over the rows that use them."""
+"""The logits pipeline: runs the processors of a step, and finds the guilty when one fails."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from hardpoint.plugins import (
-    Edits,
-    LogitsProcessor,
+    BatchLogitsProcessor,
+    BatchUpdate,
     LogitsRequest,
-    Phase,
-    PluginFaultError,
-    SparseLogitsProcessor,
+    PluginContractError,
+    PluginMeter,
+    RequestFault,
 )
-from hardpoint.plugins.loading import Source
-from hardpoint.plugins.logits import LogitsPlugin
 
-from .edits import CompiledEdits, compile_edits
 from .rows import ProcessorRows
+from .stages import Share, Stage, StageFault, row_is_sound
 
-__all__ = ["LogitsPipeline", "Stage"]
+__all__ = ["LogitsPipeline"]
 
-
-@dataclass(frozen=True)
-class Stage:
-    """A processor and who it is."""
-
-    processor: LogitsPlugin
-    source: Source
-
-
-@dataclass(eq=False)
-class _Active:
-    """A processor that some row of the current batch uses.
-
-    Attributes:
-        batch_rows: its rows in the step's logits.
-        index: the same on the device; None if it has every row.
-    """
-
-    stage: Stage
-    rows: ProcessorRows
-    batch_rows: list[int]
-    index: torch.Tensor | None
-    last_edits: Edits | None = None
-    compiled: CompiledEdits | None = None
+Faults = dict[str, RequestFault]
+"""Requests that cannot go on, by id."""
 
 
 class LogitsPipeline:
@@ -55,110 +29,267 @@ class LogitsPipeline:
 
     def __init__(self, stages: Sequence[Stage], device: torch.device) -> None:
         """`stages` are in the order in which they run."""
-        self._stages = stages
+        self.stages = stages
         self._device = device
-        self._by_name = {stage.processor.name: stage for stage in stages}
-        self._stateful = {
-            name
-            for name, stage in self._by_name.items()
-            if type(stage.processor).start is not LogitsPlugin.start
-        }
-        self._active: list[_Active] = []
+        self._by_name = {stage.name: stage for stage in stages}
+        self._whole_batch = [
+            stage
+            for stage in stages
+            if stage.device_state or isinstance(stage.processor, BatchLogitsProcessor)
+        ]
+        self._shares: list[Share] = []
         self._members: list[LogitsRequest] = []
         self._version = 0
+        self._batch_size = 0
 
-    def start(self, request: LogitsRequest) -> None:
-        """Build the states of a request that enters the batch."""
+    def meters(self) -> dict[str, PluginMeter]:
+        """Return what each processor cost so far, by name."""
+        return {stage.name: stage.meter for stage in self.stages}
+
+    def start(self, request: LogitsRequest) -> RequestFault | None:
+        """Build the states of a request that took its row; return who failed to."""
         for name in request.arguments:
-            if name in self._stateful:
-                stage = self._by_name[name]
-                request.state[name] = _blaming(stage, "start", stage.processor.start, request)
-
-    def advance(self, request: LogitsRequest, token: int) -> None:
-        """Carry a request's states over one more output token."""
-        for name, state in request.state.items():
             stage = self._by_name[name]
-            request.state[name] = _blaming(stage, "advance", stage.processor.advance, state, token)
+            try:
+                with stage.measured():
+                    if stage.has_state:
+                        request.state[name] = stage.processor.start(request)
+                    if stage.device_state:
+                        stage.device_state.start(request)
+            except Exception as cause:
+                return stage.fault("start", cause)
+        return None
 
-    def apply(self, logits: torch.Tensor, requests: list[LogitsRequest]) -> torch.Tensor:
+    def update(self, update: BatchUpdate | None) -> None:
+        """Tell batch-level processors what changed; to be done each step, before the model."""
+        if update is not None:
+            self._batch_size = update.batch_size
+        for stage in self._whole_batch:
+            stage.update(update)
+
+    def advance(
+        self, requests: Sequence[LogitsRequest], tokens: Sequence[int], device_ids: torch.Tensor
+    ) -> Faults:
+        """Carry states over one more token per request.
+
+        Args:
+            requests: those that got a token.
+            tokens: on the host.
+            device_ids: the same, int64 [requests].
+        """
+        faults: Faults = {}
+        for request, token in zip(requests, tokens, strict=True):
+            if request.state and (fault := self._advance_host(request, token)) is not None:
+                faults[request.request_id] = fault
+        for stage in self._whole_batch:
+            if stage.device_state:
+                faults.update(self._advance_device(stage, requests, device_ids))
+        return faults
+
+    def check_drafts(self) -> None:
+        """Refuse draft tokens together with batch-level processors that do not support them.
+
+        Raises:
+            PluginContractError: naming them.
+        """
+        for stage in self.stages:
+            processor = stage.processor
+            if isinstance(processor, BatchLogitsProcessor) and not processor.supports_drafts:
+                raise PluginContractError(
+                    f"{stage.source}: it works on the whole batch and does not declare "
+                    f"supports_drafts, so it cannot be on together with speculation"
+                )
+
+    def fork(self, request: LogitsRequest, drafts: Sequence[int], row: int) -> LogitsRequest:
+        """Return a request as it would be after draft tokens, with states of its own.
+
+        Device state is not filled; `row` is where it shall be.
+        """
+        view = LogitsRequest(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            output_token_ids=[*request.output_token_ids, *drafts],
+            params=request.params,
+            stop_token_ids=request.stop_token_ids,
+            child_index=request.child_index,
+            arguments=request.arguments,
+            row=row,
+            draft_of=request,
+        )
+        for name, state in request.state.items():
+            processor = self._by_name[name].processor
+            forked = processor.fork(state) if self._by_name[name].advances else state
+            for token in drafts if self._by_name[name].advances else ():
+                forked = processor.advance(forked, token)
+            view.state[name] = forked
+        return view
+
+    def fork_device_state(self, views: Sequence[LogitsRequest], drafts: Sequence[int]) -> None:
+        """Fill the device state of draft views from their requests.
+
+        Args:
+            views: of draft positions, in order within each request; the first of a request stands
+                for its first draft.
+            drafts: the draft token that each view adds to the one before it.
+        """
+        for stage in self._whole_batch:
+            if not stage.device_state:
+                continue
+            before: LogitsRequest | None = None
+            for view, token in zip(views, drafts, strict=True):
+                follows = before is not None and before.draft_of is view.draft_of
+                source = before if follows else view.draft_of
+                assert source is not None, "a draft view stands for a request"
+                stage.device_state.copy_to_scratch([(source, view)])
+                self._advance_device(stage, [view], torch.tensor([token], device=self._device))
+                before = view
+
+    def apply(
+        self,
+        logits: torch.Tensor,
+        requests: list[LogitsRequest],
+        isolated: dict[str, Exception | None],
+        faults: Faults,
+    ) -> torch.Tensor:
         """Run the processors.
 
         Args:
             logits: float32 [rows, vocab]; may be edited in place.
             requests: one per row; a request that left the batch and came back is a new object.
+            isolated: processors to run row by row, because running them together failed or did
+                damage; with what they raised then.
+            faults: takes the requests for which an isolated processor fails. Their rows are left.
+
+        Raises:
+            StageFault: a processor that is not isolated failed; `logits` may be damaged.
         """
         if requests != self._members:  # compares identities: LogitsRequest has no equality
             self._activate(requests)
-        for active in self._active:
-            processor = active.stage.processor
-            if isinstance(processor, SparseLogitsProcessor):
-                _blaming(active.stage, "edits", self._edit, processor, active, logits)
-            elif isinstance(processor, LogitsProcessor):
-                logits = _blaming(active.stage, "apply", _transform, processor, active, logits)
+        for share in self._shares:
+            if share.stage.name in isolated:
+                self._run_apart(share, logits, isolated[share.stage.name], faults)
+            else:
+                logits = share.run(logits, self._batch_size)
         return logits
+
+    def culprit(self, logits: torch.Tensor, request: LogitsRequest) -> RequestFault | None:
+        """Find who spoils a row, by processing it alone.
+
+        Args:
+            logits: float32 [vocab], as the model gave them.
+            request: whose row it is.
+
+        Returns:
+            The fault; None if the row stays sound. Batch-level processors are not tried: they
+            cannot run on one row.
+        """
+        if not row_is_sound(logits):
+            return RequestFault("the model gave logits that are NaN, infinite or all -inf")
+        row = logits.unsqueeze(0).clone()
+        ran: list[str] = []
+        for stage in self.stages:
+            single = stage.share([request], version=-1)
+            if single is None or isinstance(stage.processor, BatchLogitsProcessor):
+                continue
+            try:
+                row = single.run(row, 1)
+            except StageFault as fault:
+                return stage.fault(stage.what, fault.cause)
+            if not row_is_sound(row[0]):
+                return stage.fault(stage.what, _damage(row[0], ran))
+            ran.append(stage.name)
+        return None
+
+    def batch_level_culprit(self, request: LogitsRequest) -> RequestFault | None:
+        """Return the fault of the last batch-level processor that a request uses, if any.
+
+        To be asked only when every other processor was cleared.
+        """
+        for stage in reversed(self.stages):
+            if isinstance(stage.processor, BatchLogitsProcessor) and (
+                stage.name in request.arguments
+            ):
+                return stage.fault("apply", "it left NaN, infinity or no token to choose")
+        return None
+
+    def suspects(self, request: LogitsRequest) -> list[str]:
+        """Return the names of the processors of a request that can run row by row."""
+        return [
+            stage.name
+            for stage in self.stages
+            if stage.name in request.arguments
+            and not isinstance(stage.processor, BatchLogitsProcessor)
+        ]
 
     def _activate(self, requests: list[LogitsRequest]) -> None:
         """Find who uses what; done only when the rows change."""
         self._version += 1
         self._members = list(requests)
-        self._active = []
         used = {name for request in requests for name in request.arguments}
-        for stage in self._stages:
-            if (name := stage.processor.name) not in used:
-                continue
-            greedy_skips = stage.processor.argmax_invariant or (
-                stage.processor.phase is Phase.TEMPERATURE
-            )
-            batch_rows = [
-                row
-                for row, request in enumerate(requests)
-                if name in request.arguments and not (greedy_skips and request.params.greedy)
-            ]
-            if not batch_rows:
-                continue
-            every = len(batch_rows) == len(requests)
-            self._active.append(
-                _Active(
-                    stage=stage,
-                    rows=ProcessorRows(
-                        name, [requests[row] for row in batch_rows], self._version, self._device
-                    ),
-                    batch_rows=batch_rows,
-                    index=None if every else torch.tensor(batch_rows, device=self._device),
-                )
-            )
+        shares = (s.share(requests, self._version) for s in self.stages if s.name in used)
+        self._shares = [share for share in shares if share is not None]
 
-    def _edit(
-        self, processor: SparseLogitsProcessor, active: _Active, logits: torch.Tensor
+    def _run_apart(
+        self, share: Share, logits: torch.Tensor, raised: Exception | None, faults: Faults
     ) -> None:
-        edits = processor.edits(active.rows)
-        if edits is None:
-            return
-        if edits is not active.last_edits or active.compiled is None:
-            if not isinstance(edits, Edits):
-                raise TypeError(f"expected Edits or None, got {type(edits).__name__}")
-            active.compiled = compile_edits(edits, active.batch_rows, logits)
-            active.last_edits = edits
-        active.compiled(logits)
+        """Run a stage row by row; a row for which it fails is left as it was."""
+        stage = share.stage
+        whole_batch = isinstance(stage.processor, BatchLogitsProcessor)
+        for row, request in zip(share.batch_rows, share.rows.requests, strict=True):
+            if request.request_id in faults:
+                continue
+            if whole_batch:  # it knows rows, not requests: all of its users are affected
+                what = "update_state" if stage.broken is not None else "apply"
+                faults[request.request_id] = stage.fault(what, raised or "its result is unusable")
+                continue
+            single = stage.share([request], version=-1)
+            assert single is not None  # it is one of the stage's own rows
+            try:
+                logits[row] = single.run(logits[row : row + 1].clone(), 1)[0]
+            except StageFault as fault:
+                faults[request.request_id] = stage.fault(stage.what, fault.cause)
+
+    def _advance_host(self, request: LogitsRequest, token: int) -> RequestFault | None:
+        for name, state in request.state.items():
+            stage = self._by_name[name]
+            if not stage.advances:
+                continue
+            try:
+                with stage.measured():
+                    request.state[name] = stage.processor.advance(state, token)
+            except Exception as cause:
+                return stage.fault("advance", cause)
+        return None
+
+    def _advance_device(
+        self, stage: Stage, requests: Sequence[LogitsRequest], device_ids: torch.Tensor
+    ) -> Faults:
+        places = [i for i, request in enumerate(requests) if stage.name in request.arguments]
+        if not places:
+            return {}
+        own = [requests[place] for place in places]
+        tokens = device_ids[torch.tensor(places, device=self._device)]
+        rows = ProcessorRows(stage.name, own, -1, self._device, stage.device_state)
+        try:
+            with stage.measured():
+                stage.device_state.advance(
+                    own, lambda tensors: stage.processor.advance_rows(rows, tokens, tensors)
+                )
+        except Exception as cause:
+            if len(own) == 1:
+                return {own[0].request_id: stage.fault("advance_rows", cause)}
+            faults: Faults = {}
+            for place, request in zip(places, own, strict=True):  # which of them is it?
+                faults |= self._advance_device(stage, [request], device_ids[place : place + 1])
+            return faults
+        return {}
 
 
-def _transform(processor: LogitsProcessor, active: _Active, logits: torch.Tensor) -> torch.Tensor:
-    part = logits if active.index is None else logits.index_select(0, active.index)
-    result: Any = processor.apply(part, active.rows)
-    if not isinstance(result, torch.Tensor):
-        raise TypeError(f"expected a tensor, got {type(result).__name__}")
-    for what in ("shape", "dtype", "device"):
-        wanted, got = getattr(part, what), getattr(result, what)
-        if got != wanted:
-            raise ValueError(f"expected logits of {what} {wanted}, got {got}")
-    return result if active.index is None else logits.index_copy_(0, active.index, result)
-
-
-def _blaming(stage: Stage, what: str, call: Any, *arguments: Any) -> Any:
-    """Call; on an error raise one that names the plugin."""
-    try:
-        return call(*arguments)
-    except Exception as cause:
-        raise PluginFaultError(
-            f"{stage.source}: its {what} failed: {type(cause).__name__}: {cause}"
-        ) from cause
+def _damage(row: torch.Tensor, ran: Sequence[str]) -> str:
+    """Say what is wrong with a row, and who ran before."""
+    if bool(row.isnan().any()):
+        return "it made logits NaN"
+    if bool((row == torch.inf).any()):
+        return "it made logits infinite"
+    after = f", after {', '.join(ran)}" if ran else ""
+    return f"it left no token to choose{after}"

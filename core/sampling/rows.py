@@ -9,6 +9,8 @@ import torch
 
 from hardpoint.plugins import LogitsRequest
 
+from .device_state import DeviceState
+
 __all__ = ["ProcessorRows"]
 
 
@@ -16,13 +18,19 @@ class ProcessorRows:
     """The rows whose requests use one processor; lives as long as those rows stay the same."""
 
     def __init__(
-        self, name: str, requests: Sequence[LogitsRequest], version: int, device: torch.device
+        self,
+        name: str,
+        requests: Sequence[LogitsRequest],
+        version: int,
+        device: torch.device,
+        device_state: DeviceState,
     ) -> None:
         """`name` is the processor's."""
         self.requests = requests
         self.version = version
         self._name = name
         self._device = device
+        self._device_state = device_state
         self._arguments = [request.arguments[name] for request in requests]
         self._tensors: dict[str, torch.Tensor] = {}
 
@@ -36,7 +44,7 @@ class ProcessorRows:
 
     def states(self) -> Sequence[Any]:
         """Return each row's state for this processor."""
-        return [request.state[self._name] for request in self.requests]
+        return [request.state.get(self._name) for request in self.requests]
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return the argument `name` of every row as [rows, 1] on the device."""
@@ -47,3 +55,7 @@ class ProcessorRows:
             column = torch.tensor(values, dtype=dtype).unsqueeze(1)
             self._tensors[name] = column.to(self._device, non_blocking=True)
         return self._tensors[name]
+
+    def state_tensor(self, name: str) -> torch.Tensor:
+        """Return the device state `name` of every row as [rows, *shape]."""
+        return self._device_state.gather(name, self.requests)

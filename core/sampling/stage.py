@@ -2,53 +2,122 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from hardpoint.plugins import LogitsRequest, Sampler, SamplingRows, TokenLogprobs
+from hardpoint.plugins import LogitsRequest, RequestFault, Sampler, SamplingRows, TokenLogprobs
 
 from .logprobs import gather_logprobs
-from .pipeline import LogitsPipeline
+from .pipeline import Faults, LogitsPipeline
+from .stages import StageFault
 
-__all__ = ["SamplingStage", "mixed_seed"]
+__all__ = ["Sampled", "SamplingStage", "mixed_seed"]
+
+Recompute = Callable[[], torch.Tensor]
+"""Returns the step's logits again, untouched, from its hidden states."""
+
+
+@dataclass
+class Sampled:
+    """What sampling came to.
+
+    Attributes:
+        tokens: one per row; of a row at fault it means nothing.
+        device_ids: the same on the device, int64 [rows].
+        logprobs: by row, where they were asked for.
+        faults: requests that cannot go on, by id.
+    """
+
+    tokens: list[int]
+    device_ids: torch.Tensor
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    faults: Faults = field(default_factory=dict)
 
 
 class SamplingStage:
-    """Processors, then the sampler; log-probabilities are those of the model itself."""
+    """Processors, then the sampler; a faulty processor ends the requests that it is guilty of."""
 
-    def __init__(self, pipeline: LogitsPipeline, sampler: Sampler, device: torch.device) -> None:
+    def __init__(
+        self,
+        pipeline: LogitsPipeline,
+        sampler: Sampler,
+        device: torch.device,
+        *,
+        processed_logprobs: bool = False,
+    ) -> None:
         """Take what the worker built."""
         self.pipeline = pipeline
         self.sampler = sampler
         self._device = device
+        self._processed_logprobs = processed_logprobs
         self._requests: list[LogitsRequest] = []
         self._greedy = torch.empty(0, dtype=torch.bool, device=device)
         self._seeds = torch.empty(0, dtype=torch.int64, device=device)
 
     def run(
-        self, logits: torch.Tensor, requests: list[LogitsRequest]
-    ) -> tuple[list[int], dict[str, TokenLogprobs]]:
+        self, logits: torch.Tensor, requests: list[LogitsRequest], recompute: Recompute
+    ) -> Sampled:
         """Choose a token per row.
+
+        A choice that is not finite, or a processor that raises, makes the step run again on fresh
+        logits, with the suspects applied row by row; so the guilty are found, and the others get
+        what they would have got without them.
 
         Args:
             logits: float32 [rows, vocab]; edited in place.
             requests: one per row.
-
-        Returns:
-            The token of each row; and by request id the log-probabilities that were asked for.
+            recompute: gives the same logits again.
         """
         asking = [row for row, r in enumerate(requests) if r.params.logprobs is not None]
-        raw = logits[asking] if asking else None  # a copy: processors edit in place
-        chosen = self.sampler.sample(self.pipeline.apply(logits, requests), self._rows(requests))
-        tokens: list[int] = chosen.tolist()
-        if raw is None:
-            return tokens, {}
-        counts = [requests[row].params.logprobs or 0 for row in asking]
-        entries = gather_logprobs(raw, chosen[asking], counts)
-        return tokens, {
-            requests[row].request_id: entry for row, entry in zip(asking, entries, strict=True)
-        }
+        raw = logits[asking] if asking and not self._processed_logprobs else None  # a copy
+        isolated: dict[str, Exception | None] = {}
+        faults: Faults = {}
+        while True:
+            try:
+                processed = self.pipeline.apply(logits, requests, isolated, faults)
+            except StageFault as fault:
+                isolated[fault.stage.name] = fault.cause
+                logits = recompute()
+                continue
+            chosen = self.sampler.sample(processed, self._rows(requests))
+            tokens, unsound = _to_host(chosen, processed)
+            spoilt = [row for row in unsound if requests[row].request_id not in faults]
+            if not spoilt:
+                break
+            logits = recompute()
+            self._blame(logits, requests, spoilt, isolated, faults)
+        result = Sampled(tokens, chosen, faults=faults)
+        if asking:
+            source = processed[asking] if raw is None else raw
+            counts = [requests[row].params.logprobs or 0 for row in asking]
+            entries = gather_logprobs(source, chosen[asking], counts)
+            result.logprobs = dict(zip(asking, entries, strict=True))
+        return result
+
+    def _blame(
+        self,
+        logits: torch.Tensor,
+        requests: Sequence[LogitsRequest],
+        spoilt: Sequence[int],
+        isolated: dict[str, Exception | None],
+        faults: Faults,
+    ) -> None:
+        """Name the guilty of each spoilt row; isolate whatever may have touched others' rows."""
+        tried = set(isolated)
+        for row in spoilt:
+            request = requests[row]
+            suspects = self.pipeline.suspects(request)
+            fault = self.pipeline.culprit(logits[row], request)
+            if fault is None and tried.issuperset(suspects):
+                fault = self.pipeline.batch_level_culprit(request) or RequestFault(
+                    "the sampler chose a token that the logits do not allow"
+                )
+            if fault is not None:
+                faults[request.request_id] = fault
+            for name in suspects:
+                isolated.setdefault(name, None)
 
     def _rows(self, requests: Sequence[LogitsRequest]) -> SamplingRows:
         if requests != self._requests:
@@ -58,6 +127,17 @@ class SamplingStage:
         greedy = [r.params.greedy for r in requests]
         positions = torch.tensor([len(r.output_token_ids) for r in requests], device=self._device)
         return SamplingRows(self._greedy, all(greedy), any(greedy), self._seeds, positions)
+
+
+def _to_host(chosen: torch.Tensor, logits: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Return the tokens, and the rows whose choice is not finite, in one transfer.
+
+    NaN and +inf win every maximum, and -inf is chosen only where nothing else is left; so the
+    chosen logit tells for its whole row.
+    """
+    sound = logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite()
+    tokens, flags = torch.stack((chosen, sound.to(chosen.dtype))).tolist()
+    return tokens, [row for row, flag in enumerate(flags) if not flag]
 
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the completions of one seed

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
-from hardpoint.plugins import AttentionStep, LogitsRequest
+from hardpoint.plugins import Added, AttentionStep, BatchUpdate, LogitsRequest, Move
+
+from ..sampling.batch_update import BatchUpdateBuilder
 
 __all__ = ["InputBatch", "StepInput"]
 
@@ -38,7 +41,7 @@ class StepInput:
 
 
 class InputBatch:
-    """Rows 0 to n-1 are in use; a row that leaves is filled by the last one."""
+    """Rows by request. Between `settle` and the next removal, rows 0 to n-1 are in use."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         """Reserve the arrays; memory is touched as rows fill."""
@@ -48,13 +51,14 @@ class InputBatch:
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
-        self._requests: list[LogitsRequest] = []
+        self._requests: list[LogitsRequest | None] = []
         self._outputs: list[list[int]] = []
         self._row_of: dict[str, int] = {}
+        self._updates = BatchUpdateBuilder()
 
     def __len__(self) -> int:
         """Return the number of requests."""
-        return len(self._requests)
+        return len(self._row_of)
 
     def add(
         self,
@@ -63,11 +67,15 @@ class InputBatch:
         block_ids: Sequence[int],
         num_computed_tokens: int,
     ) -> None:
-        """Give a request the first free row. `output_token_ids` is the request's live list."""
-        row = len(self._requests)
-        self._requests.append(request)
-        self._outputs.append(output_token_ids)
-        self._row_of[request.request_id] = row
+        """Give a request the lowest free row. `output_token_ids` is the request's live list."""
+        row = self._updates.pop_removed()
+        if row is None:
+            row = len(self._requests)
+            self._requests.append(None)
+            self._outputs.append([])
+        self._requests[row] = request
+        self._outputs[row] = output_token_ids
+        self._row_of[request.request_id] = request.row = row
         known = [*request.prompt_token_ids, *output_token_ids]
         self._token_ids[row, : len(known)] = known
         self._num_tokens[row] = len(known)
@@ -75,6 +83,8 @@ class InputBatch:
         self._num_blocks[row] = 0
         self._blocks[row] = 0
         self.extend_blocks(request.request_id, block_ids)
+        params = msgspec.structs.replace(request.params, plugin_args=dict(request.arguments))
+        self._updates.add(Added(row, params, request.prompt_token_ids, output_token_ids))
 
     def extend_blocks(self, request_id: str, block_ids: Sequence[int]) -> None:
         """Append blocks to a request's table."""
@@ -87,13 +97,28 @@ class InputBatch:
     def remove(self, request_id: str) -> None:
         """Forget a request, if it is here."""
         row = self._row_of.pop(request_id, None)
-        if row is None:
-            return
-        last = len(self._requests) - 1
-        if row != last:
-            self._move(last, row)
-        self._requests.pop()
-        self._outputs.pop()
+        if row is not None:
+            self._requests[row] = None
+            self._updates.remove(row)
+
+    def settle(self) -> BatchUpdate | None:
+        """Fill rows that are still free by the last ones; return what changed since last time."""
+        self._trim()
+        while (hole := self._updates.peek_removed()) is not None:
+            last = len(self._requests) - 1
+            if hole > last:
+                break
+            self._updates.pop_removed()
+            self._move(last, hole)
+            self._updates.move(last, hole, Move.UNIDIRECTIONAL)
+            self._trim()
+        return self._updates.get_and_reset(len(self._requests))
+
+    def _trim(self) -> None:
+        """Drop free rows at the end."""
+        while self._requests and self._requests[-1] is None:
+            self._requests.pop()
+            self._outputs.pop()
 
     def append(self, request_id: str, token: int) -> None:
         """Add a sampled token to a request."""
@@ -122,7 +147,7 @@ class InputBatch:
         table = self._blocks[rows, :width].astype(np.int64)
         self._num_computed[rows] = seq_lens
         return StepInput(
-            requests=[self._requests[row] for row in rows],
+            requests=[request for row in rows if (request := self._requests[row]) is not None],
             token_ids=torch.from_numpy(token_ids).to(device),
             positions=torch.from_numpy(positions).to(device),
             attention=AttentionStep(
@@ -144,6 +169,8 @@ class InputBatch:
         self._num_tokens[target] = tokens
         self._num_computed[target] = self._num_computed[source]
         self._num_blocks[target] = self._num_blocks[source]
-        self._requests[target] = self._requests[source]
+        request = self._requests[source]
+        assert request is not None, "a free row was moved"
+        self._requests[target], self._requests[source] = request, None
         self._outputs[target] = self._outputs[source]
-        self._row_of[self._requests[target].request_id] = target
+        self._row_of[request.request_id] = request.row = target

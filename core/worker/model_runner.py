@@ -14,6 +14,8 @@ from hardpoint.plugins import (
     Model,
     ModelRunnerOutput,
     NewRequest,
+    PluginMeter,
+    RequestFault,
     SchedulerOutput,
     TokenLogprobs,
     typed,
@@ -51,6 +53,7 @@ class ModelRunner:
         self._specs = model.kv_specs()
         self._caches: list[Any] = []
         self._pending: tuple[StepInput, torch.Tensor] | None = None
+        self._broken: dict[str, RequestFault] = {}  # could not start; still to be told
 
     def allocate(self, num_blocks: int) -> None:
         """Allocate the KV cache of every layer."""
@@ -80,17 +83,40 @@ class ModelRunner:
         assert self._pending is not None, "sample() without an execute() that returned None"
         (step, hidden), self._pending = self._pending, None
         output = ModelRunnerOutput(prompt_logprobs=self._prompt_logprobs(step, hidden))
-        requests = [r for r, samples in zip(step.requests, step.samples, strict=True) if samples]
-        if not requests:
-            return output
-        last = torch.from_numpy(step.attention.query_starts[1:][step.samples] - 1)
-        tokens, logprobs = self._sampling.run(self._logits(hidden[last.to(self._device)]), requests)
-        for request, token in zip(requests, tokens, strict=True):
-            self._batch.append(request.request_id, token)
-            self._sampling.pipeline.advance(request, token)
-            output.sampled_token_ids[request.request_id] = [token]
-        output.logprobs = {request_id: [entry] for request_id, entry in logprobs.items()}
+        output.faults, self._broken = self._broken, {}
+        places = [
+            place
+            for place, request in enumerate(step.requests)
+            if step.samples[place] and request.request_id not in output.faults
+        ]
+        if places:
+            last = torch.from_numpy(step.attention.query_starts[1:][places] - 1).to(self._device)
+            self._choose(hidden[last], [step.requests[place] for place in places], output)
         return output
+
+    def plugin_meters(self) -> dict[str, PluginMeter]:
+        """Return what each logits processor cost so far, by name."""
+        return self._sampling.pipeline.meters()
+
+    def _choose(
+        self, hidden: torch.Tensor, requests: list[LogitsRequest], output: ModelRunnerOutput
+    ) -> None:
+        """Sample a token per request and carry batch and states over it."""
+        sampled = self._sampling.run(
+            self._logits(hidden), requests, lambda: self._logits(hidden).clone()
+        )
+        output.faults |= sampled.faults
+        sound = [i for i, request in enumerate(requests) if request.request_id not in output.faults]
+        chosen = [sampled.tokens[place] for place in sound]
+        for place, token in zip(sound, chosen, strict=True):
+            request_id = requests[place].request_id
+            self._batch.append(request_id, token)
+            output.sampled_token_ids[request_id] = [token]
+            if place in sampled.logprobs:
+                output.logprobs[request_id] = [sampled.logprobs[place]]
+        output.faults |= self._sampling.pipeline.advance(
+            [requests[place] for place in sound], chosen, sampled.device_ids[sound]
+        )
 
     def _apply(self, plan: SchedulerOutput) -> None:
         """Bring the batch up to date with the plan."""
@@ -100,6 +126,7 @@ class ModelRunner:
             self._batch.extend_blocks(cached.request_id, cached.new_block_ids)
         for new in plan.new_requests:
             self._add(new)
+        self._sampling.pipeline.update(self._batch.settle())
 
     def _add(self, new: NewRequest) -> None:
         source, outputs = new.source, list(new.output_token_ids)
@@ -112,8 +139,11 @@ class ModelRunner:
             child_index=source.child_index,
             arguments=self._arguments(source),
         )
-        self._sampling.pipeline.start(request)
         self._batch.add(request, outputs, new.block_ids, new.num_computed_tokens)
+        fault = self._sampling.pipeline.start(request)
+        if fault is not None:
+            request.arguments = {}  # nothing runs for it until it is told and removed
+            self._broken[request.request_id] = fault
 
     def _arguments(self, source: EngineCoreRequest) -> dict[str, Any]:
         return {

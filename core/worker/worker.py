@@ -18,6 +18,7 @@ from hardpoint.plugins import (
     ModelContext,
     ModelError,
     ModelRunnerOutput,
+    PluginMeter,
     PluginSet,
     Progress,
     Sampler,
@@ -27,8 +28,9 @@ from hardpoint.plugins import (
     WorkerInfo,
 )
 
-from ..sampling.pipeline import LogitsPipeline, Stage
+from ..sampling.pipeline import LogitsPipeline
 from ..sampling.stage import SamplingStage
+from ..sampling.stages import Stage
 from .batch import InputBatch
 from .model_runner import ModelRunner
 
@@ -114,6 +116,10 @@ class LocalWorker:
         """Finish a step that waits."""
         return self.runner.sample()
 
+    def plugin_meters(self) -> dict[str, PluginMeter]:
+        """Return what each logits processor cost so far, by name."""
+        return self.runner.plugin_meters()
+
     def close(self) -> None:
         """Release model and cache."""
         for component in self._components:
@@ -158,13 +164,21 @@ class LocalWorker:
                     max_num_seqs=spec.config.scheduler.max_num_seqs,
                 ),
                 entry.source,
+                spec.device,
+                spec.config.scheduler.max_num_seqs,
+                ends_engine=spec.config.plugins.on_error.get(entry.name) == "engine",
             )
             for entry in spec.plugins.entries("logits_processors")
         ]
         sampler: Sampler = spec.plugins.create(
             spec.plugins.one("samplers"), SamplerContext, device=spec.device, vocab_size=vocab_size
         )
-        return SamplingStage(LogitsPipeline(stages, spec.device), sampler, spec.device)
+        return SamplingStage(
+            LogitsPipeline(stages, spec.device),
+            sampler,
+            spec.device,
+            processed_logprobs=spec.config.sampler.logprobs == "processed",
+        )
 
 
 def _checked(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hardpoint import SamplingParams
 from hardpoint.core.worker.batch import InputBatch
-from hardpoint.plugins import LogitsRequest
+from hardpoint.plugins import LogitsRequest, RowMap
 
 BLOCK = 4
 
@@ -28,7 +28,12 @@ def test_rows_follow_their_requests(data):
     oracle: dict[str, dict] = {}
     names = iter(f"r{i}" for i in range(10_000))
     blocks = iter(range(1, 10_000))
+    # The output list is the request's own: it tells who an added row is.
+    books = RowMap(lambda added: id(added.output_token_ids))
     for _ in range(data.draw(st.integers(1, 25))):
+        for name in data.draw(st.lists(st.sampled_from(sorted(oracle) or ["none"]), max_size=2)):
+            batch.remove(name)
+            oracle.pop(name, None)
         joins = data.draw(st.integers(0, 6 - len(oracle)))
         for _ in range(joins):
             prompt = data.draw(st.lists(st.integers(0, 99), min_size=1, max_size=8))
@@ -37,6 +42,12 @@ def test_rows_follow_their_requests(data):
             name = next(names)
             oracle[name] = known
             add(batch, name, prompt, known["outputs"], [], 0)
+        update = batch.settle()
+        books.apply(update)
+        assert {row: books[row] for row in books} == dict(enumerate(order_of(batch)))
+        assert len(batch) == len(oracle) == len(books)
+        if update is not None:
+            assert update.batch_size == len(oracle)
         scheduled = {}
         for name, known in oracle.items():
             want = len(known["tokens"]) - known["done"]
@@ -56,10 +67,10 @@ def test_rows_follow_their_requests(data):
                 if oracle[name]["done"] == len(oracle[name]["tokens"]) < 40:
                     oracle[name]["tokens"].append(7)
                     batch.append(name, 7)
-        for name in data.draw(st.lists(st.sampled_from(sorted(oracle) or ["none"]), max_size=2)):
-            batch.remove(name)
-            oracle.pop(name, None)
-        assert len(batch) == len(oracle)
+
+
+def order_of(batch: InputBatch) -> list[int]:
+    return [id(outputs) for outputs in batch._outputs]
 
 
 def check(step, scheduled, oracle):
@@ -90,6 +101,7 @@ def test_unused_block_entries_are_zero_after_a_row_is_reused():
     batch.remove("a")
     add(batch, "b", [1], [], [5], 0)
     add(batch, "c", [1] * 16, [], [6, 7, 8, 4], 0)
+    batch.settle()
     step = batch.prepare({"b": 1, "c": 16}, torch.device("cpu"))
     assert step.attention.block_table.tolist() == [[5, 0, 0, 0], [6, 7, 8, 4]]
 

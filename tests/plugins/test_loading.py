@@ -93,9 +93,9 @@ class TestImport:
 
 class TestInterface:
     def test_not_a_class(self, refusal):
-        message = refusal(lambda logits: logits)
-        assert "logits_processors must be classes derived from hardpoint.plugins" in message
-        assert "LogitsProcessor or SparseLogitsProcessor, this is a function" in message
+        message = refusal(lambda logits: logits, kind="models")
+        assert "models must be classes derived from hardpoint.plugins Model" in message
+        assert message.endswith("this is a function")
 
     def test_an_instance(self, refusal):
         assert "this is a int" in refusal(3)

@@ -1,0 +1,241 @@
+"""thinking_budget: end a model's thinking after so many tokens."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from hardpoint import plugins
+from hardpoint.plugins import (
+    Edits,
+    LogitsRequest,
+    Meta,
+    Op,
+    Phase,
+    PrepareContext,
+    Rows,
+    SparseLogitsProcessor,
+)
+
+__all__ = ["ThinkingBudget", "ThinkingState"]
+
+TokenId = Annotated[int, Meta(ge=0)]
+
+# So far above every other logit that its probability is exactly 1 in float32; infinity would make
+# the softmax NaN.
+_CERTAIN = 1e9
+
+
+class ThinkingBudget(SparseLogitsProcessor):
+    """Forces the marker that ends thinking once a block of thinking has used up its budget.
+
+    As "budget forcing" (Muennighoff et al., arXiv:2501.19393) and vLLM's thinking_token_budget do.
+    The marker is forced one token at a time and takes part from where the model already has begun
+    it. When it is complete the budget is whole again, for a second block.
+
+    A forced token wins over every other processor, also those that have dropped it.
+    """
+
+    contract = 1
+    phase = Phase.FORCE
+    params_fields = ("thinking_token_budget",)
+
+    class Arguments(plugins.Arguments):
+        """A budget, and the markers that it applies between.
+
+        Attributes:
+            thinking_token_budget: most tokens of one block of thinking; None is no limit.
+            start: token ids of the marker that begins thinking; the reasoning parser's if neither
+                marker is given.
+            end: token ids of the marker that ends it.
+        """
+
+        thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None
+        start: list[TokenId] = []
+        end: list[TokenId] = []
+
+    @classmethod
+    def prepare(cls, arguments: Any, context: PrepareContext) -> Any:
+        """Fill in the markers.
+
+        Raises:
+            ValueError: there is no reasoning parser to ask, the markers are outside the vocabulary
+                or equal, or the request does not allow the end marker.
+        """
+        if arguments.thinking_token_budget is None:
+            return arguments
+        start, end = arguments.start, arguments.end
+        if not start and not end:
+            if context.reasoning is None:
+                raise ValueError(
+                    f"a budget of {arguments.thinking_token_budget} needs to know where thinking "
+                    f'starts and ends; set reasoning.parser ("think_tags", for example)'
+                )
+            markers = context.reasoning.markers()
+            start, end = list(markers.start), list(markers.end)
+        for token in (*start, *end):
+            if token >= context.vocab_size:
+                raise ValueError(
+                    f"expected markers of token ids under {context.vocab_size} (the vocabulary), "
+                    f"got {token}"
+                )
+        if start and start == end:
+            raise ValueError(f"expected an end marker other than the start marker, got {end}")
+        allowed = context.params.allowed_token_ids
+        if allowed is not None and not set(end) <= set(allowed):
+            raise ValueError(f"its end marker {end} is not among allowed_token_ids {allowed}")
+        return msgspec.structs.replace(arguments, start=start, end=end)
+
+    def start(self, request: LogitsRequest) -> ThinkingState | None:
+        """Read prompt and outputs; None if nothing can ever be forced."""
+        arguments = request.arguments[self.name]
+        budget = arguments.thinking_token_budget
+        if budget is None or not arguments.start or not arguments.end:
+            return None
+        state = _after_prompt(
+            _Rules(budget, _marker(arguments.start), _marker(arguments.end)),
+            request.prompt_token_ids,
+        )
+        for token in request.output_token_ids:
+            state = _after(state, token)
+        return state
+
+    def advance(self, state: ThinkingState | None, token: int) -> ThinkingState | None:
+        """Return the state after one more token."""
+        return None if state is None else _after(state, token)
+
+    def fork(self, state: ThinkingState | None) -> ThinkingState | None:
+        """Return the state itself: it never changes."""
+        return state
+
+    def edits(self, rows: Rows) -> Edits | None:
+        """Force the next token of the end marker where the budget is used up."""
+        forced = [
+            (row, state.forced)
+            for row, state in enumerate(rows.states())
+            if state is not None and state.forced is not None
+        ]
+        if not forced:
+            return None
+        row, token = zip(*forced, strict=True)
+        return Edits(row, token, (_CERTAIN,) * len(row), Op.SET)
+
+
+@dataclass(frozen=True, slots=True)
+class _Marker:
+    """Finds a marker in a stream of tokens (Knuth, Morris and Pratt, 1977).
+
+    Attributes:
+        tokens: the marker, never empty.
+        steps: by how many of its tokens the stream ends with, the token that comes next to how many
+            it then ends with; a token that is not there leads to 0.
+        border: how many it ends with right after the whole marker, counting as begun again.
+    """
+
+    tokens: tuple[int, ...]
+    steps: tuple[dict[int, int], ...]
+    border: int
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def _marker(tokens: Sequence[int]) -> _Marker:
+    steps: list[dict[int, int]] = []
+    border = 0
+    for length, token in enumerate(tokens):
+        back = steps[border] if length else {}
+        steps.append({**back, token: length + 1})
+        border = back.get(token, 0)
+    return _Marker(tuple(tokens), tuple(steps), border)
+
+
+class _Rules(NamedTuple):
+    budget: int
+    start: _Marker
+    end: _Marker
+
+
+class ThinkingState(NamedTuple):
+    """Where a request stands; never changed, only followed by another.
+
+    Attributes:
+        rules: the same for a request's whole life.
+        left: tokens that this block of thinking may still take; None outside of thinking.
+        started: how many tokens of the start marker the history ends with.
+        ended: the same of the end marker.
+        forced: the token that must come next, if one must.
+    """
+
+    rules: _Rules
+    left: int | None
+    started: int
+    ended: int
+    forced: int | None
+
+
+def _after(state: ThinkingState, token: int) -> ThinkingState:
+    """Return the state after one more output token."""
+    rules, left, started, ended, _ = state
+    start, end = rules.start, rules.end
+    started = start.steps[started].get(token, 0)
+    ended = end.steps[ended].get(token, 0)
+    if left is None and started == state.started and ended == state.ended:
+        return state
+    opens, closes = started == len(start), ended == len(end)
+    if opens:
+        started = start.border
+    if closes:
+        ended = end.border
+    if opens and closes:  # one marker ends with the other; the longer one was meant
+        opens = len(start) > len(end)
+        closes = not opens
+    if closes:
+        left = None
+    elif left is not None:  # a start marker inside thinking is part of it: it buys nothing
+        left = max(left - 1, 0)
+    elif opens:
+        left = rules.budget
+    return _state(rules, left, started, ended)
+
+
+def _after_prompt(rules: _Rules, prompt: Sequence[int]) -> ThinkingState:
+    """Return the state after the prompt, in which the last marker decides.
+
+    A prompt may be long and may speak of the markers, so here, unlike in the output, a further
+    start marker begins thinking anew.
+    """
+    start, end = rules.start, rules.end
+    opened, closed = _end_of_last(start.tokens, prompt), _end_of_last(end.tokens, prompt)
+    left = None
+    if opened > closed or (opened == closed > 0 and len(start) > len(end)):
+        left = max(rules.budget - (len(prompt) - opened), 0)
+    return _state(rules, left, _progress(start, prompt), _progress(end, prompt))
+
+
+def _state(rules: _Rules, left: int | None, started: int, ended: int) -> ThinkingState:
+    return ThinkingState(
+        rules, left, started, ended, rules.end.tokens[ended] if left == 0 else None
+    )
+
+
+def _progress(marker: _Marker, tokens: Sequence[int]) -> int:
+    """Return how many tokens of an unfinished marker the tokens end with."""
+    progress = 0
+    for token in tokens[max(len(tokens) - len(marker) + 1, 0) :]:
+        progress = marker.steps[progress].get(token, 0)
+    return progress
+
+
+def _end_of_last(marker: Sequence[int], tokens: Sequence[int]) -> int:
+    """Return the index behind the marker's last occurrence; 0 if it does not occur."""
+    needle, text = array("q", marker).tobytes(), array("q", tokens).tobytes()
+    width = array("q").itemsize
+    found = text.rfind(needle)
+    while found > 0 and found % width:  # equal bytes, but across tokens
+        found = text.rfind(needle, 0, found + len(needle) - 1)
+    return found // width + len(marker) if found >= 0 else 0

@@ -1,0 +1,82 @@
+"""Per-request state on the device: declared by processors, kept and moved by the framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from hardpoint.plugins import BatchUpdate, LogitsRequest, Move, TensorSpec
+from hardpoint.plugins.logits import LogitsPlugin
+
+__all__ = ["DeviceState"]
+
+
+class DeviceState:
+    """The tensors of one processor, a row per row of the batch, and scratch rows for drafts."""
+
+    def __init__(self, processor: LogitsPlugin, rows: int, device: torch.device) -> None:
+        """Allocate `rows` rows of what the processor declares."""
+        self._processor = processor
+        self._rows = rows
+        self._device = device
+        self._specs: Mapping[str, TensorSpec] = processor.device_state()
+        self._tensors = {name: self._empty(spec, rows) for name, spec in self._specs.items()}
+
+    def __bool__(self) -> bool:
+        """Whether the processor declares any."""
+        return bool(self._tensors)
+
+    def move(self, update: BatchUpdate) -> None:
+        """Follow the moves of an update."""
+        for move in update.moved:
+            for tensor in self._tensors.values():
+                source, destination = tensor[move.source], tensor[move.destination]
+                if move.direction is Move.SWAP:
+                    kept = destination.clone()
+                    destination.copy_(source)
+                    source.copy_(kept)
+                else:
+                    destination.copy_(source)
+
+    def start(self, request: LogitsRequest) -> None:
+        """Let the processor fill a request's row afresh."""
+        rows = {name: tensor[request.row] for name, tensor in self._tensors.items()}
+        for name, row in rows.items():
+            row.fill_(self._specs[name].fill)
+        self._processor.start_row(request, rows)
+
+    def gather(self, name: str, requests: Sequence[LogitsRequest]) -> torch.Tensor:
+        """Return a copy of the requests' rows, [requests, *shape]."""
+        return self._tensors[name].index_select(0, self._index(requests))
+
+    def advance(
+        self,
+        requests: Sequence[LogitsRequest],
+        call: Callable[[Mapping[str, torch.Tensor]], None],
+    ) -> None:
+        """Let `call` change the requests' rows in place, and write them back."""
+        index = self._index(requests)
+        part = {name: tensor.index_select(0, index) for name, tensor in self._tensors.items()}
+        call(part)
+        for name, tensor in self._tensors.items():
+            tensor.index_copy_(0, index, part[name])
+
+    def copy_to_scratch(self, pairs: Sequence[tuple[LogitsRequest, LogitsRequest]]) -> None:
+        """Copy each first request's row to the second's, which lies beyond the batch."""
+        needed = 1 + max(target.row for _, target in pairs)
+        source = self._index([source for source, _ in pairs])
+        target = self._index([target for _, target in pairs])
+        for name, tensor in self._tensors.items():
+            if needed > len(tensor):
+                grown = self._empty(self._specs[name], needed)
+                grown[: len(tensor)] = tensor
+                self._tensors[name] = tensor = grown
+            tensor.index_copy_(0, target, tensor.index_select(0, source))
+
+    def _index(self, requests: Sequence[LogitsRequest]) -> torch.Tensor:
+        return torch.tensor([request.row for request in requests], device=self._device)
+
+    def _empty(self, spec: TensorSpec, rows: int) -> torch.Tensor:
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        return torch.full((rows, *spec.shape), spec.fill, dtype=dtype, device=self._device)

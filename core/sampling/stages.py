@@ -1,0 +1,234 @@
+"""One processor in the pipeline: run over its rows, checked, measured."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hardpoint.plugins import (
+    BatchLogitsProcessor,
+    BatchUpdate,
+    Edits,
+    LogitsProcessor,
+    LogitsRequest,
+    Phase,
+    PluginFaultError,
+    PluginMeter,
+    RequestFault,
+    SparseLogitsProcessor,
+)
+from hardpoint.plugins.loading import Source
+from hardpoint.plugins.logits import LogitsPlugin
+
+from .device_state import DeviceState
+from .edits import CompiledEdits, compile_edits
+from .rows import ProcessorRows
+
+__all__ = ["Share", "Stage", "StageFault", "row_is_sound"]
+
+
+class StageFault(Exception):  # noqa: N818 - it is control flow: the step is run again
+    """A stage failed for its rows as a whole; the guilty are to be found one by one."""
+
+    def __init__(self, stage: Stage, cause: Exception) -> None:
+        """Keep who failed and why."""
+        super().__init__(f"{stage.name}: {cause}")
+        self.stage = stage
+        self.cause = cause
+
+
+@dataclass(eq=False)
+class Stage:
+    """A processor, who it is, and what it cost.
+
+    Attributes:
+        ends_engine: a fault ends the engine instead of the requests that use the plugin.
+        broken: why it cannot run any more, if its books of the batch are lost.
+    """
+
+    processor: LogitsPlugin
+    source: Source
+    device: torch.device
+    max_rows: int
+    ends_engine: bool = False
+    meter: PluginMeter = field(default_factory=PluginMeter)
+    broken: Exception | None = None
+
+    def __post_init__(self) -> None:
+        """Derive what does not change."""
+        self.name = self.processor.name
+        cls = type(self.processor)
+        self.has_state = cls.start is not LogitsPlugin.start
+        self.advances = self.has_state and cls.advance is not LogitsPlugin.advance
+        self.greedy_skips = self.processor.argmax_invariant or (
+            self.processor.phase is Phase.TEMPERATURE
+        )
+        self.device_state = DeviceState(self.processor, self.max_rows, self.device)
+
+    def fault(self, what: str, cause: Exception | str) -> RequestFault:
+        """Return the fault of one request that this stage ends, and count it.
+
+        Raises:
+            PluginFaultError: instead, if the operator wants the engine to end.
+        """
+        self.meter.faults += 1
+        reason = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
+        message = f"{self.source}: its {what} failed: {reason}"
+        if self.ends_engine:
+            raise PluginFaultError(message)
+        return RequestFault(message, self.name)
+
+    @contextmanager
+    def measured(self, rows: int = 0) -> Iterator[None]:
+        """Add the time spent inside to the meter."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.meter.seconds += time.perf_counter() - began
+            self.meter.rows += rows
+
+    @property
+    def what(self) -> str:
+        """The name of the method that changes logits."""
+        return "edits" if isinstance(self.processor, SparseLogitsProcessor) else "apply"
+
+    def update(self, update: BatchUpdate | None) -> None:
+        """Hand a batch-level processor the changes of the batch; keep device state in place."""
+        if update is not None and self.device_state:
+            self.device_state.move(update)
+        if isinstance(self.processor, BatchLogitsProcessor) and self.broken is None:
+            try:
+                with self.measured():
+                    self.processor.update_state(update)
+            except Exception as cause:
+                self.broken = cause
+
+    def share(self, requests: Sequence[LogitsRequest], version: int) -> Share | None:
+        """Return this stage's part of a step, or None if no row uses it."""
+        rows = [
+            row
+            for row, request in enumerate(requests)
+            if self.name in request.arguments and not (self.greedy_skips and request.params.greedy)
+        ]
+        if not rows:
+            return None
+        own = ProcessorRows(
+            self.name, [requests[row] for row in rows], version, self.device, self.device_state
+        )
+        every = len(rows) == len(requests)
+        index = None if every else torch.tensor(rows, device=self.device)
+        return Share(self, own, rows, index)
+
+
+@dataclass(eq=False)
+class Share:
+    """A stage's rows in one make-up of the batch.
+
+    Attributes:
+        batch_rows: its rows in the step's logits.
+        index: the same on the device; None if it has every row.
+    """
+
+    stage: Stage
+    rows: ProcessorRows
+    batch_rows: list[int]
+    index: torch.Tensor | None
+    last_edits: Edits | None = None
+    compiled: CompiledEdits | None = None
+
+    def run(self, logits: torch.Tensor, batch_size: int) -> torch.Tensor:
+        """Run the processor over its rows.
+
+        Raises:
+            StageFault: it failed; rows of its own may be damaged.
+        """
+        self.stage.meter.steps += 1
+        try:
+            with self.stage.measured(len(self.rows)):
+                return self._dispatch(logits, batch_size)
+        except Exception as cause:
+            raise StageFault(self.stage, cause) from cause
+
+    def _dispatch(self, logits: torch.Tensor, batch_size: int) -> torch.Tensor:
+        processor = self.stage.processor
+        if isinstance(processor, SparseLogitsProcessor):
+            self._edit(processor, logits)
+            return logits
+        if isinstance(processor, LogitsProcessor):
+            part = logits if self.index is None else logits.index_select(0, self.index)
+            return self._put_back(logits, _checked(processor.apply(part, self.rows), part))
+        assert isinstance(processor, BatchLogitsProcessor)
+        if self.stage.broken is not None:
+            raise self.stage.broken
+        return self._whole_batch(processor, logits, batch_size)
+
+    def _edit(self, processor: SparseLogitsProcessor, logits: torch.Tensor) -> None:
+        edits = processor.edits(self.rows)
+        if edits is None:
+            return
+        if edits is not self.last_edits or self.compiled is None:
+            if not isinstance(edits, Edits):
+                raise TypeError(f"expected Edits or None, got {type(edits).__name__}")
+            self.compiled = compile_edits(edits, self.batch_rows, logits)
+            self.last_edits = edits
+        self.compiled(logits)
+
+    def _whole_batch(
+        self, processor: BatchLogitsProcessor, logits: torch.Tensor, batch_size: int
+    ) -> torch.Tensor:
+        """Lay the step's rows out as the batch has them, apply, and take its own rows back.
+
+        Rows that repeat for draft tokens are applied position by position.
+        """
+        for layer in _layers(self.rows.requests):
+            requests = [self.rows.requests[place] for place in layer]
+            source = torch.tensor([self.batch_rows[place] for place in layer], device=logits.device)
+            target = torch.tensor([_row_in_batch(r) for r in requests], device=logits.device)
+            whole = logits.new_zeros(batch_size, logits.shape[1])
+            whole.index_copy_(0, target, logits.index_select(0, source))
+            result = _checked(processor.apply(whole), whole)
+            logits.index_copy_(0, source, result.index_select(0, target))
+        return logits
+
+    def _put_back(self, logits: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        return result if self.index is None else logits.index_copy_(0, self.index, result)
+
+
+def _layers(requests: Sequence[LogitsRequest]) -> list[list[int]]:
+    """Group places so that each batch row stands once per group, in order."""
+    seen: dict[int, int] = {}
+    layers: list[list[int]] = []
+    for place, request in enumerate(requests):
+        row = _row_in_batch(request)
+        depth = seen[row] = seen.get(row, -1) + 1
+        if depth == len(layers):
+            layers.append([])
+        layers[depth].append(place)
+    return layers
+
+
+def _row_in_batch(request: LogitsRequest) -> int:
+    return request.row if request.draft_of is None else request.draft_of.row
+
+
+def _checked(result: Any, part: torch.Tensor) -> torch.Tensor:
+    """Return a processor's result if it is logits like those that it was given."""
+    if not isinstance(result, torch.Tensor):
+        raise TypeError(f"expected a tensor, got {type(result).__name__}")
+    for what in ("shape", "dtype", "device"):
+        wanted, got = getattr(part, what), getattr(result, what)
+        if got != wanted:
+            raise ValueError(f"expected logits of {what} {wanted}, got {got}")
+    return result
+
+
+def row_is_sound(row: torch.Tensor) -> bool:
+    """Whether a token can be chosen from logits [vocab]: no NaN, no +inf, something left."""
+    return math.isfinite(float(row.amax()))

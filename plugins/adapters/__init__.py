@@ -1,0 +1,1 @@
+"""Logits processors that were written for other engines, as components of this one."""

@@ -1,0 +1,236 @@
+"""Draft positions are more rows: scripted drafts give the tokens that no drafts give."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hardpoint import SamplingParams, plugins
+from hardpoint.builtin_plugins.logits import bias, masks, penalties, temperature, truncation
+from hardpoint.builtin_plugins.sampler import DefaultSampler
+from hardpoint.core.sampling.drafts import accepted, with_drafts
+from hardpoint.core.sampling.pipeline import LogitsPipeline
+from hardpoint.core.sampling.stage import SamplingStage
+from hardpoint.core.sampling.stages import Stage
+from hardpoint.plugins import (
+    Added,
+    BatchLogitsProcessor,
+    BatchUpdate,
+    LogitsContext,
+    LogitsProcessor,
+    LogitsRequest,
+    Phase,
+    SamplerContext,
+    TensorSpec,
+)
+from hardpoint.plugins.loading import Source
+from hardpoint.testing import history_hash
+
+CPU = torch.device("cpu")
+VOCAB = 24
+ROWS = 4
+
+
+class DeviceCounts(LogitsProcessor):
+    """A token may come at most twice; counted on the device."""
+
+    contract = 1
+    phase = Phase.MASK
+
+    def device_state(self):
+        return {"counts": TensorSpec((VOCAB,), "int32")}
+
+    def start_row(self, request, tensors):
+        for token in request.output_token_ids:
+            tensors["counts"][token] += 1
+
+    def advance_rows(self, rows, tokens, tensors):
+        tensors["counts"][range(len(tokens)), tokens] += 1
+
+    def apply(self, logits, rows):
+        return logits.masked_fill(rows.state_tensor("counts") >= 2, -100.0)
+
+
+class WholeBatch(BatchLogitsProcessor):
+    """Adds to one token of each row, by the row's books."""
+
+    contract = 1
+    phase = Phase.BIAS
+    supports_drafts = True
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.books = plugins.RowMap(lambda added: added.params.seed % VOCAB)
+
+    def update_state(self, update):
+        self.books.apply(update)
+
+    def apply(self, logits):
+        assert len(logits) == ROWS
+        for row in self.books:
+            logits[row, self.books[row]] += 1.5
+        return logits
+
+
+PROCESSORS = {
+    "min_tokens": masks.MinTokens,
+    "bad_words": masks.BadWords,
+    "device_counts": DeviceCounts,
+    "logit_bias": bias.LogitBias,
+    "whole_batch": WholeBatch,
+    "penalties": penalties.Penalties,
+    "temperature": temperature.Temperature,
+    "top_k": truncation.TopK,
+    "min_p": truncation.MinP,
+}
+ARGUMENTS = {
+    "min_tokens": {"min_tokens": 4},
+    "bad_words": {"bad_words": ["x"], "sequences": [[3], [5, 6]]},
+    "device_counts": {},
+    "logit_bias": {"logit_bias": {1: 2.0, 2: -1.0}},
+    "whole_batch": {},
+    "penalties": {"presence_penalty": 0.5, "repetition_penalty": 1.2},
+    "temperature": {"temperature": 0.8},
+    "top_k": {"top_k": 12},
+    "min_p": {"min_p": 0.02},
+}
+
+
+def build_stage() -> SamplingStage:
+    stages = []
+    for name, cls in PROCESSORS.items():
+        context = LogitsContext(
+            name=name, options=cls.Options(), device=CPU, vocab_size=VOCAB, max_num_seqs=ROWS
+        )
+        source = Source(name, f"tests:{cls.__name__}", "tests", "1", "default")
+        stages.append(Stage(cls(context), source, CPU, ROWS))
+    sampler = SamplerContext(name="default", options=None, device=CPU, vocab_size=VOCAB)
+    return SamplingStage(LogitsPipeline(stages, CPU), DefaultSampler(sampler), CPU)
+
+
+def begin(stage: SamplingStage, outputs: list[list[int]]) -> list[LogitsRequest]:
+    requests = []
+    for row, known in enumerate(outputs):
+        params = SamplingParams(temperature=0.0 if row == 1 else 0.8, seed=row + 3)
+        arguments = {n: PROCESSORS[n].Arguments(**given) for n, given in ARGUMENTS.items()}
+        requests.append(
+            LogitsRequest(f"r{row}", [row, 7], known, params, [0], arguments=arguments, row=row)
+        )
+    added = tuple(Added(r.row, r.params, r.prompt_token_ids, r.output_token_ids) for r in requests)
+    for request in requests:
+        assert stage.pipeline.start(request) is None
+    stage.pipeline.update(BatchUpdate(len(requests), added=added))
+    return requests
+
+
+def model(rows: list[LogitsRequest]) -> torch.Tensor:
+    """Logits that are a pure function of the history."""
+    result = []
+    for request in rows:
+        seed = history_hash([*request.prompt_token_ids, *request.output_token_ids])
+        result.append(torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 2)
+    return torch.stack(result)
+
+
+def step(stage, requests, drafts) -> list[list[int]]:
+    """Choose, keep what is confirmed, and carry the states on; return what each got."""
+    stage.pipeline.update(None)
+    rows = with_drafts(requests, drafts, stage.pipeline, ROWS)
+    sampled = stage.run(model(rows), rows, lambda: model(rows))
+    assert sampled.faults == {}
+    got = accepted(sampled.tokens, drafts)
+    for round_ in itertools.count():
+        now = [
+            (r, tokens[round_])
+            for r, tokens in zip(requests, got, strict=True)
+            if round_ < len(tokens)
+        ]
+        if not now:
+            return got
+        for request, token in now:
+            request.output_token_ids.append(token)
+        own, tokens = zip(*now, strict=True)
+        assert stage.pipeline.advance(own, tokens, torch.tensor(tokens)) == {}
+
+
+def without_drafts(count: int) -> list[list[int]]:
+    stage = build_stage()
+    requests = begin(stage, [[] for _ in range(ROWS)])
+    for _ in range(count):
+        step(stage, requests, [[]] * ROWS)
+    return [list(r.output_token_ids) for r in requests]
+
+
+EXPECTED = without_drafts(30)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6))
+def test_any_drafts_give_the_tokens_of_no_drafts(seed):
+    """Accepted, rejected, partly accepted, none: the outputs are the same."""
+    rng = random.Random(seed)
+    stage = build_stage()
+    requests = begin(stage, [[] for _ in range(ROWS)])
+    while min(len(r.output_token_ids) for r in requests) < 18:
+        drafts = []
+        for row, request in enumerate(requests):
+            done = len(request.output_token_ids)
+            right = EXPECTED[row][done : done + rng.randint(0, 4)]
+            drafts.append([t if rng.random() < 0.8 else rng.randrange(VOCAB) for t in right])
+        got = step(stage, requests, drafts)
+        for tokens, draft in zip(got, drafts, strict=True):
+            assert 1 <= len(tokens) <= len(draft) + 1
+    for row, request in enumerate(requests):
+        known = list(request.output_token_ids)[:30]
+        assert known == EXPECTED[row][: len(known)]
+
+
+@pytest.mark.parametrize(
+    ("wrong_at", "taken"), [(None, 4), (0, 1), (1, 2), (2, 3)], ids=["all", "none", "one", "two"]
+)
+def test_how_many_drafts_are_confirmed(wrong_at, taken):
+    stage = build_stage()
+    requests = begin(stage, [[] for _ in range(ROWS)])
+    drafts = [list(EXPECTED[row][:3]) for row in range(ROWS)]
+    if wrong_at is not None:
+        drafts[2][wrong_at] = (drafts[2][wrong_at] + 1) % VOCAB
+    got = step(stage, requests, drafts)
+    assert [len(tokens) for tokens in got] == [4, 4, taken, 4]
+    assert got[2] == EXPECTED[2][:taken]
+
+
+def test_rejected_drafts_leave_no_trace_in_any_state():
+    stage = build_stage()
+    requests = begin(stage, [[] for _ in range(ROWS)])
+    wrong = [[(EXPECTED[row][0] + 1) % VOCAB] * 3 for row in range(ROWS)]
+    for _ in range(10):
+        step(stage, requests, wrong if _ % 2 else [[]] * ROWS)
+        wrong = [
+            [(EXPECTED[row][len(r.output_token_ids)] + 1) % VOCAB] * 3
+            for row, r in enumerate(requests)
+        ]
+    assert [list(r.output_token_ids) for r in requests] == [e[:10] for e in EXPECTED]
+
+
+def test_a_draft_row_sees_the_drafts_before_it():
+    stage = build_stage()
+    requests = begin(stage, [[9], [], [], []])
+    rows = with_drafts(requests, [[1, 2], [], [3], []], stage.pipeline, ROWS)
+    assert [list(r.output_token_ids) for r in rows] == [[9], [9, 1], [9, 1, 2], [], [], [3], []]
+    assert [r.draft_of is None for r in rows] == [True, False, False, True, True, False, True]
+    assert list(requests[0].output_token_ids) == [9]
+
+
+def test_a_batch_level_processor_without_drafts_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(WholeBatch, "supports_drafts", False)
+    stage = build_stage()
+    requests = begin(stage, [[] for _ in range(ROWS)])
+    with pytest.raises(plugins.PluginContractError) as error:
+        with_drafts(requests, [[1]] * ROWS, stage.pipeline, ROWS)
+    assert "plugin 'whole_batch'" in str(error.value)
+    assert "cannot be on together with speculation" in str(error.value)

@@ -1,0 +1,462 @@
+"""One plugin's fault is its own: only the requests that it is guilty of end."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from driving import run, summary
+
+from hardpoint import EngineClosedError, RequestError, RequestOutputKind, SamplingParams, plugins
+from hardpoint.plugins import (
+    BatchLogitsProcessor,
+    Edits,
+    LogitsProcessor,
+    Op,
+    Phase,
+    PluginFaultError,
+    Sampler,
+    SparseLogitsProcessor,
+    TensorSpec,
+)
+from hardpoint.testing import scripted_engine
+
+HERE = "test_faults"
+NAN, INF = math.nan, math.inf
+
+
+class Dense(LogitsProcessor):
+    """Adds nothing, or fails as its argument says; damages what it was given first."""
+
+    contract = 1
+    phase = Phase.PENALTY
+
+    class Arguments(plugins.Arguments):
+        how: str = ""
+
+    @classmethod
+    def prepare(cls, arguments, context):
+        if arguments.how == "refuse":
+            raise ValueError("not this one")
+        if arguments.how == "prepare":
+            raise KeyError("prepare")
+        return arguments
+
+    def start(self, request):
+        if request.arguments["dense"].how == "start":
+            raise RuntimeError("broken start")
+        return 0
+
+    def advance(self, state, token):
+        if state is None:
+            raise RuntimeError("broken advance")
+        return state + 1
+
+    def apply(self, logits, rows):
+        for row, arguments in enumerate(rows.arguments()):
+            how = arguments.how
+            if how == "raise":
+                logits.fill_(NAN)  # damages its co-users' rows before it raises
+                raise RuntimeError("broken apply")
+            if how == "spill":
+                logits.fill_(NAN)  # its co-users' rows too
+            if how in ("nan", "inf", "nothing"):
+                logits[row] = {"nan": NAN, "inf": INF, "nothing": -INF}[how]
+            if how == "one nan":
+                logits[row, 5] = NAN
+            if how == "none":
+                return None
+            if how == "rows":
+                return logits[:0]
+            if how == "columns":
+                return logits[:, :-1]
+            if how == "dtype":
+                return logits.double()
+            if how == "device":
+                return logits.to("meta")
+        return logits
+
+
+class Sparse(SparseLogitsProcessor):
+    contract = 1
+    phase = Phase.BIAS
+
+    class Arguments(plugins.Arguments):
+        how: str = ""
+
+    def start(self, request):
+        return request.arguments["sparse"].how
+
+    def advance(self, state, token):
+        if state == "advance":
+            raise RuntimeError("broken advance")
+        return state
+
+    def edits(self, rows):
+        how = "".join(arguments.how for arguments in rows.arguments())
+        if "raise" in how:
+            raise RuntimeError("broken edits")
+        return {
+            "type": [1, 2],
+            "vocabulary": Edits([0], [10_000], [1.0]),
+            "negative": Edits([0], [-1], [1.0]),
+            "rows": Edits([len(rows)], [0], [1.0]),
+            "lengths": Edits([0], [0, 1], [1.0]),
+            "values": Edits([0], [0], []),
+            "infinite": Edits([0], [0], [INF]),
+        }.get(how)
+
+
+class Whole(BatchLogitsProcessor):
+    """Used by those who ask; fails as its option says."""
+
+    contract = 1
+    phase = Phase.BIAS
+
+    class Arguments(plugins.Arguments):
+        how: str = ""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.books = plugins.RowMap(
+            lambda added: (
+                added.params.plugin_args["whole"].how
+                if "whole" in added.params.plugin_args
+                else None
+            )
+        )
+
+    @classmethod
+    def uses(cls, params):
+        return False
+
+    def update_state(self, update):
+        self.books.apply(update)
+        if any(self.books[row] == "update" for row in self.books):
+            raise RuntimeError("broken books")
+
+    def apply(self, logits):
+        for row in self.books:
+            if self.books[row] == "raise":
+                raise RuntimeError("broken apply")
+            if self.books[row] == "nan":
+                logits[row] = NAN
+            if self.books[row] == "bias":
+                logits[row, 70] += 100
+        return logits
+
+
+class OnDevice(LogitsProcessor):
+    """Counts tokens on the device; a token may come at most `most` times."""
+
+    contract = 1
+    phase = Phase.MASK
+    reads = plugins.Reads.DEVICE_IDS
+
+    class Arguments(plugins.Arguments):
+        most: int
+        fail: bool = False
+
+    def device_state(self):
+        return {"counts": TensorSpec((self.context.vocab_size,), "int32")}
+
+    def start_row(self, request, tensors):
+        for token in request.output_token_ids:
+            tensors["counts"][token] += 1
+
+    def advance_rows(self, rows, tokens, tensors):
+        if any(arguments.fail for arguments in rows.arguments()):
+            raise RuntimeError("broken rows")
+        tensors["counts"][range(len(tokens)), tokens] += 1
+
+    def apply(self, logits, rows):
+        return logits.masked_fill(rows.state_tensor("counts") >= rows.tensor("most"), -INF)
+
+
+class NanSampler(Sampler):
+    contract = 1
+
+    def sample(self, logits, rows):
+        raise RuntimeError("broken sampler")
+
+
+def engine_with(scripted, *names, **extra):
+    enable = [f"{HERE}:{name}" for name in names]
+    extra.setdefault("plugins", {})["enable"] = enable
+    return scripted_engine(scripted, extra)
+
+
+def jobs(count=32, guilty=(), using=(), name="dense", how="raise"):
+    """`count` requests; those in `using` use the plugin, those in `guilty` wrongly so."""
+    result = []
+    for index in range(count):
+        args = {}
+        if index in using or index in guilty:
+            args = {name: {"how": how if index in guilty else ""}}
+        fields = {"temperature": 0.0} if index % 2 else {"temperature": 1.0, "seed": index}
+        params = SamplingParams(
+            max_tokens=12,
+            ignore_eos=True,
+            plugin_args=args,
+            logprobs=1 if index % 5 == 0 else None,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **fields,
+        )
+        result.append((f"r{index}", [index + 1] * (index + 1), params))
+    return result
+
+
+@pytest.fixture(scope="module")
+def without(scripted):
+    """What the 32 requests give where no plugin is at fault."""
+    engine = engine_with(scripted, "Dense", "Sparse", "Whole")
+    yield run(engine, jobs())
+    engine.close()
+
+
+DENSE_WORDS = {
+    "raise": "its apply failed: RuntimeError: broken apply",
+    "nan": "its apply failed: it made logits NaN",
+    "one nan": "its apply failed: it made logits NaN",
+    "spill": "its apply failed: it made logits NaN",
+    "inf": "its apply failed: it made logits infinite",
+    "nothing": "its apply failed: it left no token to choose",
+    "none": "its apply failed: TypeError: expected a tensor, got NoneType",
+    "rows": "its apply failed: ValueError: expected logits of shape torch.Size([1, 257])",
+    "columns": "its apply failed: ValueError: expected logits of shape torch.Size([1, 257])",
+    "dtype": "its apply failed: ValueError: expected logits of dtype torch.float32",
+    "device": "its apply failed: ValueError: expected logits of device cpu, got meta",
+    "start": "its start failed: RuntimeError: broken start",
+}
+SPARSE_WORDS = {
+    "raise": "its edits failed: RuntimeError: broken edits",
+    "type": "its edits failed: TypeError: expected Edits or None, got list",
+    "vocabulary": "its edits failed: ValueError: edits name tokens outside 0..256",
+    "negative": "its edits failed: ValueError: edits name tokens outside 0..256",
+    "rows": "its edits failed: ValueError: edits name rows outside 0..0",
+    "lengths": "its edits failed: ValueError: edits have 1 rows but 2 tokens",
+    "values": "its edits failed: ValueError: edits have 1 tokens but 0 values",
+    "infinite": "its edits failed: it made logits infinite",
+    "advance": "its advance failed: RuntimeError: broken advance",
+}
+
+
+def check(results, without, guilty, words, plugin):
+    for request_id, expected in without.items():
+        found = results[request_id]
+        if request_id in guilty:
+            ((_, _, _, reason, _, _),) = found[0]
+            assert reason == "error", f"{request_id} was to end with an error"
+        else:
+            assert found == expected, f"{request_id} was disturbed"
+
+
+def run_all(engine, work):
+    """Run, and keep every final output."""
+    finals = {}
+    for job in work:
+        engine.add_request(*job)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            finals[output.request_id] = output
+    return finals
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "words"),
+    [("dense", how, words) for how, words in DENSE_WORDS.items()]
+    + [("sparse", how, words) for how, words in SPARSE_WORDS.items()],
+)
+@pytest.mark.parametrize("using", ["one", "half", "all"])
+def test_31_of_32_are_as_without_it(scripted, without, name, how, words, using):
+    """The plugin used by one, by half, by all, with one guilty."""
+    engine = engine_with(scripted, "Dense", "Sparse", "Whole")
+    users = {"one": (), "half": range(0, 32, 2), "all": range(32)}[using]
+    finals = run_all(engine, jobs(using=users, guilty={6}, name=name, how=how))
+    guilty = finals["r6"].outputs[0]
+    assert guilty.finish_reason == "error"
+    assert f"plugin '{name}'" in guilty.error
+    assert words in guilty.error
+    for request_id, expected in without.items():
+        if request_id != "r6":
+            assert [summary(finals[request_id])] == expected, f"{request_id} was disturbed"
+    meters = engine.plugin_meters()
+    assert meters[name].faults == 1
+    assert engine.health().faults == {name: 1}
+    assert engine.health().ok
+    cache = engine.parts.client._core._scheduler.context.kv_cache
+    assert cache.num_free_blocks == cache.num_blocks
+    engine.close()
+
+
+def test_a_batch_level_fault_ends_all_of_its_users_and_nobody_else(scripted, without):
+    for how, ended in (("raise", {3, 6, 9}), ("nan", {6}), ("update", {3, 6, 9})):
+        engine = engine_with(scripted, "Dense", "Sparse", "Whole")
+        work = jobs(using={3, 9}, guilty={6}, name="whole", how=how)
+        finals = run_all(engine, work)
+        for request_id, expected in without.items():
+            if int(request_id[1:]) in ended:
+                error = finals[request_id].outputs[0].error
+                assert "plugin 'whole'" in error
+            else:
+                assert [summary(finals[request_id])] == expected, (how, request_id)
+        engine.close()
+
+
+def test_batch_level_books_follow_the_rows(scripted, without):
+    """Requests that join, leave and move: each gets its own treatment."""
+    engine = engine_with(scripted, "Dense", "Sparse", "Whole", scheduler={"max_num_seqs": 7})
+    work = jobs(guilty=set(range(1, 32, 3)), name="whole", how="bias")
+    results = run(engine, work, per_step=2)
+    for index in range(32):
+        found = results[f"r{index}"][0][0]
+        if index % 3 == 1:
+            assert found[1] == [70] * 12
+        else:
+            assert [results[f"r{index}"][0]] == without[f"r{index}"]
+    engine.close()
+
+
+def test_a_request_refused_in_prepare_disturbs_nobody(scripted):
+    engine = engine_with(scripted, "Dense")
+    for how, words in (
+        ("refuse", "plugin_args.dense: not this one"),
+        ("prepare", "its prepare failed: KeyError: 'prepare'"),
+    ):
+        with pytest.raises(RequestError) as error:
+            engine.add_request("r", "x", SamplingParams(plugin_args={"dense": {"how": how}}))
+        assert words in str(error.value)
+    assert not engine.has_unfinished_requests()
+    engine.close()
+
+
+def test_quarantine_by_distinct_requests(scripted):
+    engine = engine_with(scripted, "Dense", plugins={"quarantine_after": 2})
+    bad = SamplingParams(n=3, plugin_args={"dense": {"how": "nan"}}, seed=1)
+    run(engine, [("first", "x", bad)])  # three completions of one request count once
+    assert engine.health().faults == {"dense": 1}
+    assert engine.health().ok
+    run(engine, [("second", "x", bad)])
+    health = engine.health()
+    assert not health.ok
+    assert "plugin 'dense'" in health.quarantined["dense"]
+    with pytest.raises(RequestError) as error:
+        engine.add_request("third", "x", SamplingParams(plugin_args={"dense": {}}))
+    assert str(error.value).startswith(
+        "plugin_args.dense: the plugin is quarantined, for it ended 2 requests; the last: plugin"
+    )
+    assert run(engine, [("fourth", "say abc", SamplingParams(temperature=0.0))])
+    engine.close()
+
+
+def test_a_built_in_is_never_quarantined(scripted):
+    engine = scripted_engine(scripted, {"plugins": {"quarantine_after": 1}})
+    clash = SamplingParams(
+        allowed_token_ids=[70], logit_bias={}, bad_words=["F"], temperature=0.0, min_tokens=3
+    )
+    token = engine.parts.tokenizer.encode("F")
+    clash = SamplingParams(allowed_token_ids=token, bad_words=["F"], temperature=0.0)
+    final = run_all(engine, [("r", "x", clash)])["r"].outputs[0]
+    assert final.finish_reason == "error"
+    assert "it left no token to choose, after" in final.error
+    assert engine.health().faults
+    assert engine.health().ok
+    engine.close()
+
+
+def test_on_error_engine_ends_the_engine_and_says_who(scripted):
+    engine = engine_with(scripted, "Dense", plugins={"on_error": {"dense": "engine"}})
+    engine.add_request("other", "x", SamplingParams())
+    engine.add_request("r", "x", SamplingParams(plugin_args={"dense": {"how": "raise"}}))
+    with pytest.raises(PluginFaultError, match=r"plugin 'dense'.*its apply failed"):
+        engine.step()
+    with pytest.raises(EngineClosedError):
+        engine.add_request("later", "x", SamplingParams())
+
+
+def test_a_faulty_sampler_ends_the_engine(scripted):
+    engine = scripted_engine(scripted, {"sampler": {"use": f"{HERE}:NanSampler"}})
+    engine.add_request("r", "x", SamplingParams())
+    with pytest.raises(RuntimeError, match="broken sampler"):
+        engine.step()
+    with pytest.raises(EngineClosedError):
+        engine.step()
+
+
+def test_nan_from_the_model_names_the_model(scripted):
+    engine = scripted_engine(scripted)
+    model = engine.parts.client._core._executor._worker.runner._model
+    original = model.compute_logits
+    model.compute_logits = lambda hidden: original(hidden) * NAN
+    final = run_all(engine, [("r", "x", SamplingParams())])["r"].outputs[0]
+    assert (final.finish_reason, final.error) == (
+        "error",
+        "the model gave logits that are NaN, infinite or all -inf",
+    )
+    assert engine.health().faults == {}
+    engine.close()
+
+
+def test_device_state_is_kept_moved_and_contained(scripted):
+    """Each token at most twice, however rows move; a fault ends the guilty alone."""
+    engine = engine_with(scripted, "OnDevice", scheduler={"max_num_seqs": 5})
+
+    def work(fail=()):
+        for index in range(12):
+            params = SamplingParams(
+                temperature=0.0,
+                logit_bias={70: 50.0, 71: 49.0},
+                max_tokens=4 + index,
+                plugin_args={"on_device": {"most": 2, "fail": index in fail}},
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            yield (f"r{index}", [index] * (index + 1), params)
+
+    together = run(engine, list(work()), per_step=2)
+    one_by_one = {}
+    for job in work():
+        one_by_one.update(run(engine, [job]))
+    assert together == one_by_one
+    assert sorted(together["r3"][0][0][1][:4]) == [70, 70, 71, 71]
+    finals = run_all(engine, list(work(fail={4})))
+    assert "its advance_rows failed: RuntimeError: broken rows" in finals["r4"].outputs[0].error
+    for request_id, expected in together.items():
+        if request_id != "r4":
+            assert [summary(finals[request_id])] == expected
+    engine.close()
+
+
+def test_the_meter_counts_steps_rows_and_time(scripted):
+    engine = engine_with(scripted, "Dense")
+    run(engine, jobs(count=4, using={0, 1}))
+    meter = engine.plugin_meters()["dense"]
+    assert meter.steps == 12
+    assert meter.rows == 24
+    assert 0 < meter.seconds < 5
+    assert engine.plugin_meters()["min_p"].steps == 0
+    engine.close()
+
+
+def test_processed_logprobs_on_request(scripted):
+    for kind, rank in (("raw", 1), ("processed", 2)):
+        engine = scripted_engine(scripted, {"sampler": {"logprobs": kind}})
+        first = run_all(engine, [("a", "x", SamplingParams(temperature=0.0, max_tokens=1))])["a"]
+        token = first.outputs[0].token_ids[0]
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, logprobs=-1, logit_bias={token: -100.0}
+        )
+        entry = run_all(engine, [("b", "x", params)])["b"].outputs[0].logprobs[0]
+        assert (entry[token].rank == 1) == (kind == "raw")
+        assert rank >= 1
+        engine.close()
+
+
+def test_edits_keep_only_and_set():
+    import torch
+
+    from hardpoint.core.sampling.edits import compile_edits
+
+    logits = torch.zeros(3, 4)
+    compile_edits(Edits([0, 0], [1, 2], (), Op.KEEP_ONLY), [2], logits)(logits)
+    assert logits[2].tolist() == [-INF, 0, 0, -INF]
+    assert logits[:2].tolist() == [[0] * 4] * 2

@@ -1,0 +1,293 @@
+"""Logits processors as other engines' users write them; none of them knows of Hardpoint."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+import torch
+from transformers import LogitsProcessor as TransformersLogitsProcessor
+
+
+class MoveDirectionality(Enum):
+    """What such modules bring along for where vLLM is not installed."""
+
+    UNIDIRECTIONAL = auto()
+    SWAP = auto()
+
+
+class MinP:
+    """min_p as vLLM's own class keeps its books: arrays by row, moved by hand.
+
+    Method: Nguyen et al. 2024, arXiv:2407.01082.
+    """
+
+    def __init__(self, vllm_config, device, is_pin_memory):
+        assert not is_pin_memory
+        self.values = torch.zeros(vllm_config.scheduler_config.max_num_seqs, device=device)
+        self.count = 0
+
+    @classmethod
+    def validate_params(cls, params):
+        if params.extra_args and "min_p" in params.extra_args:
+            raise ValueError("min_p belongs into the sampling parameters")
+
+    def is_argmax_invariant(self):
+        return True
+
+    def update_state(self, batch_update):
+        if batch_update is None:
+            return
+        for index in batch_update.removed:
+            self.values[index] = 0
+        for index, params, _, _ in batch_update.added:
+            self.values[index] = params.min_p
+        for a, b, direction in batch_update.moved:
+            there, here = self.values[a].item(), self.values[b].item()
+            self.values[b] = there
+            self.values[a] = here if direction == MoveDirectionality.SWAP else 0
+        self.count = int((self.values != 0).sum())
+
+    def apply(self, logits):
+        if not self.count:
+            return logits
+        probabilities = torch.softmax(logits, dim=-1)
+        floor = probabilities.amax(-1, keepdim=True) * self.values[: len(logits)].unsqueeze(1)
+        return logits.masked_fill_(probabilities < floor, -torch.inf)
+
+
+class OneToken:
+    """The example of vLLM's documentation: only `target_token` may be produced."""
+
+    def __init__(self, vllm_config, device, is_pin_memory):
+        self.vocab_size = vllm_config.model_config.get_vocab_size()
+        self.requests = {}
+
+    @classmethod
+    def validate_params(cls, params):
+        target = params.extra_args and params.extra_args.get("target_token")
+        if target is not None and not isinstance(target, int):
+            raise ValueError(f"target_token value {target} is not int")
+        if target == 13:
+            raise KeyError("thirteen")
+
+    def is_argmax_invariant(self):
+        return False
+
+    def update_state(self, batch_update):
+        if not batch_update:
+            return
+        for index, params, _, output_ids in batch_update.added:
+            self.requests.pop(index, None)
+            if params.extra_args and (target := params.extra_args.get("target_token")) is not None:
+                self.requests[index] = (target, output_ids)
+        for index in batch_update.removed:
+            self.requests.pop(index, None)
+        for a, b, direction in batch_update.moved:
+            first, second = self.requests.pop(a, None), self.requests.pop(b, None)
+            if first is not None:
+                self.requests[b] = first
+            if direction == MoveDirectionality.SWAP and second is not None:
+                self.requests[a] = second
+
+    def apply(self, logits):
+        for row, (target, output_ids) in self.requests.items():
+            # The target changes with the output's length: a list that is not live shows.
+            token = (target + len(output_ids)) % self.vocab_size
+            kept = logits[row, token].clone()
+            logits[row] = -torch.inf
+            logits[row, token] = kept
+        return logits
+
+
+class ReadsConfig(OneToken):
+    def __init__(self, vllm_config, device, is_pin_memory):
+        super().__init__(vllm_config, device, is_pin_memory)
+        self.ranks = vllm_config.parallel_config.world_size
+
+
+class Fickle(OneToken):
+    """Changes its mind once it is built."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.is_argmax_invariant = lambda: False
+
+    def is_argmax_invariant(self):
+        return True
+
+
+class Shy(OneToken):
+    """Tells only a built object."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.claim = True
+
+    def is_argmax_invariant(self):
+        return self.claim
+
+
+class TwoArguments(OneToken):
+    def __init__(self, vllm_config, device):
+        pass
+
+
+class NewGeneration:
+    def __init__(self, vllm_config, device):
+        pass
+
+    def validate_params(self, params):
+        pass
+
+    def apply(self, logits, mapping):
+        return logits
+
+
+class InstanceValidation(OneToken):
+    def validate_params(self, params):
+        pass
+
+
+class Repetition(TransformersLogitsProcessor):
+    """Punishes tokens of prompt and output by a factor; dense, as transformers' own is.
+
+    Method: CTRL, arXiv:1909.05858.
+    """
+
+    def __init__(self, penalty):
+        self.penalty = penalty
+
+    def __call__(self, input_ids, scores):
+        assert input_ids.dtype == torch.int64
+        assert input_ids.shape[0] == scores.shape[0] == 1
+        score = torch.gather(scores, 1, input_ids)
+        score = torch.where(score < 0, score * self.penalty, score / self.penalty)
+        return scores.scatter(1, input_ids, score)
+
+
+class Counting:
+    """In transformers' form without deriving from it; keeps state between its calls."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor):
+        scores[:, 65 + self.calls] = 1e4
+        self.calls += 1
+        return scores
+
+
+counting = Counting()
+repetition = Repetition(1.5)
+
+
+class PerRequestClass:
+    """A class of per-request callables, which no factory makes."""
+
+    def __init__(self, tokenizer, boost=1.0):
+        pass
+
+    def __call__(self, prompt_ids, output_ids, logits):
+        return logits
+
+
+class Stepping:
+    """A class that is a factory itself: it takes the parameters of a request."""
+
+    def __init__(self, params):
+        self.token = params.extra_args["token"]
+
+    def __call__(self, prompt_ids, output_ids, logits):
+        token = self.token + len(prompt_ids) + len(output_ids)
+        logits[token % len(logits)] = 1e4  # in place
+        return logits
+
+
+def forcing(params):
+    """A factory: makes a callable of two, or none."""
+    wanted = (params.extra_args or {}).get("token")
+    if wanted is None:
+        return None
+
+    def force(output_ids, logits):
+        forced = torch.full_like(logits, -torch.inf)  # a new tensor
+        forced[(wanted + len(output_ids)) % len(logits)] = 0.0
+        return forced
+
+    return force
+
+
+def _variadic(output_ids, *rest):
+    return rest[-1]
+
+
+def _defaulted(output_ids, logits, scale=1.0):
+    return logits
+
+
+def _keyword_only(output_ids, logits, *, scale):
+    return logits
+
+
+def _keywords(output_ids, logits, **extra):
+    return logits
+
+
+def _one(logits):
+    return logits
+
+
+def _no_answer(output_ids, logits):
+    logits[0] = 5.0
+
+
+def _short(output_ids, logits):
+    return logits[:-1]
+
+
+def _double(output_ids, logits):
+    return logits.double()
+
+
+def _raising(output_ids, logits):
+    raise RuntimeError("out of ideas")
+
+
+PRODUCTS = {
+    "variadic": _variadic,
+    "defaulted": _defaulted,
+    "keyword_only": _keyword_only,
+    "keywords": _keywords,
+    "one": _one,
+    "no_answer": _no_answer,
+    "short": _short,
+    "double": _double,
+    "raising": _raising,
+    "number": 7,
+}
+
+
+def odd(params):
+    """Makes what its request names."""
+    return PRODUCTS[params.extra_args["what"]]
+
+
+def lengths(params):
+    """Reads what only vLLM's parameters have."""
+    stop_ids = params.all_stop_token_ids
+    assert params.stop == []
+    assert params.max_tokens == 4
+
+    def ban(output_ids, logits):
+        logits[list(stop_ids)] = -torch.inf
+        return logits
+
+    return ban
+
+
+def two_parameters(output_ids, logits):
+    return logits
+
+
+def with_default(params, scale=1.0):
+    return None

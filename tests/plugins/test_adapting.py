@@ -1,0 +1,293 @@
+"""What was written for other engines is recognised by its form, and refused by its name."""
+
+from __future__ import annotations
+
+import abc
+import enum
+import subprocess
+import sys
+from types import ModuleType
+
+import foreign_processors as foreign
+import pytest
+import torch
+
+from hardpoint.plugins import (
+    Added,
+    BatchLogitsProcessor,
+    BatchUpdate,
+    ConfigError,
+    LogitsContext,
+    LogitsProcessor,
+    Move,
+    Moved,
+    Phase,
+    PluginContractError,
+    PluginLoadError,
+    SamplingParams,
+    hookimpl,
+)
+from hardpoint.plugins.adapters.batchwise import MoveDirectionality
+from hardpoint.plugins.adapters.form import ForeignParams
+from hardpoint.plugins.adapting import adapter_of
+
+
+@pytest.fixture
+def loaded(installed):
+    """Enables a target by FQCN as `thing`; returns the set of plugins and the class."""
+
+    def run(target, options=None, **plugins):
+        installed.module("elsewhere", Thing=target)
+        use = {"use": "elsewhere:Thing", "name": "thing"}
+        options = {"thing": options} if options else {}
+        plugins = installed.resolve(plugins={"enable": [use], **plugins}, plugin=options)
+        return plugins, plugins.target(plugins.get("logits_processors", "thing"))
+
+    return run
+
+
+@pytest.fixture
+def refused(loaded):
+    """Returns the message with which a target is refused."""
+
+    def run(target, options=None, error=PluginContractError):
+        with pytest.raises(error) as caught:
+            loaded(target, options)
+        return str(caught.value)
+
+    return run
+
+
+def built(plugins, **fields):
+    entry = plugins.get("logits_processors", "thing")
+    sizes = {"device": torch.device("cpu"), "vocab_size": 11, "max_num_seqs": 4}
+    return plugins.create(entry, LogitsContext, **{**sizes, **fields})
+
+
+@pytest.mark.parametrize(
+    ("target", "form", "adapter", "phase", "invariant"),
+    [
+        (foreign.MinP, BatchLogitsProcessor, "vLLM V1 class", Phase.TRUNCATE, True),
+        (foreign.OneToken, BatchLogitsProcessor, "vLLM V1 class", Phase.BIAS, False),
+        (foreign.Shy, BatchLogitsProcessor, "vLLM V1 class", Phase.BIAS, False),
+        (foreign.Counting, LogitsProcessor, "transformers LogitsProcessor", Phase.PENALTY, False),
+        (foreign.counting, LogitsProcessor, "transformers LogitsProcessor", Phase.PENALTY, False),
+        (foreign.repetition, LogitsProcessor, "transformers LogitsProcessor", Phase.PENALTY, False),
+        (foreign.forcing, LogitsProcessor, "per-request callables", Phase.BIAS, False),
+        (foreign.Stepping, LogitsProcessor, "per-request callables", Phase.BIAS, False),
+    ],
+)
+def test_accepted_forms(loaded, target, form, adapter, phase, invariant):
+    _, cls = loaded(target)
+    assert issubclass(cls, form)
+    assert adapter_of(cls) == adapter
+    assert (cls.phase, cls.argmax_invariant) == (phase, invariant)
+    assert not cls.uses(SamplingParams())
+
+
+def test_the_phase_and_who_uses_it_can_be_chosen(loaded):
+    plugins, cls = loaded(foreign.OneToken, {"phase": "force", "every_request": True})
+    assert cls.phase is Phase.FORCE
+    assert cls.uses(SamplingParams())
+    assert plugins.entries("logits_processors")[-1].name == "thing"
+
+
+def test_constructor_arguments_come_from_the_options(loaded, refused):
+    loaded(foreign.Repetition, {"args": {"penalty": 1.2}})
+    message = refused(foreign.Repetition, {"args": {"factor": 2}}, ConfigError)
+    assert message.startswith("plugin.thing.args: they do not fit Repetition(penalty): ")
+    assert "'penalty'" in refused(foreign.Repetition, None, ConfigError)
+    message = refused(foreign.repetition, {"args": {"penalty": 2}}, ConfigError)
+    assert message.startswith("plugin.thing.args: elsewhere:Thing is built already")
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (
+            foreign.TwoArguments,
+            "another generation of vLLM's interface: the constructor of a class in vLLM V1's form "
+            "takes (vllm_config, device, is_pin_memory), this one is TwoArguments(vllm_config, "
+            "device)",
+        ),
+        (
+            foreign.NewGeneration,
+            "another generation of vLLM's interface: it lacks is_argmax_invariant, update_state",
+        ),
+        (foreign.InstanceValidation, "its validate_params must be a classmethod or staticmethod"),
+        (
+            foreign.PerRequestClass,
+            "this is PerRequestClass(tokenizer, boost=1.0): 'boost' has a default; it seems to be "
+            "such a callable itself, or a class of them",
+        ),
+        (
+            foreign.two_parameters,
+            "it must take exactly one positional parameter, (params), this is "
+            "two_parameters(output_ids, logits); it seems to be such a callable itself",
+        ),
+        (foreign.with_default, "with_default(params, scale=1.0): 'scale' has a default"),
+        (lambda *params: None, "<lambda>(*params): 'params' is variadic"),
+        (lambda: None, "this is <lambda>()"),
+        (lambda *, params: None, "<lambda>(*, params): 'params' is keyword-only"),
+        (max, "the parameters of max cannot be told"),
+        (type("Plain", (), {}), "it is no plugin: it derives from no interface"),
+        (3, "it is no plugin: it derives from no interface"),
+    ],
+)
+def test_refused_forms(refused, target, words):
+    message = refused(target)
+    assert message.startswith("plugin 'thing' (") or message.startswith("plugin 'Thing'")
+    assert words in message
+
+
+def test_an_abstract_class_lacks_something(refused):
+    class Base(foreign.OneToken, abc.ABC):
+        @abc.abstractmethod
+        def score(self):
+            """Not there yet."""
+
+    assert refused(Base).endswith("it lacks score")
+
+
+def test_a_foreign_form_of_another_kind_is_no_plugin(installed):
+    value = installed.offer("models/Foreign", foreign.OneToken)
+    with pytest.raises(PluginContractError, match="models must be classes derived from"):
+        installed.resolve(plugins={"replace": {"LlamaForCausalLM": value}})
+
+
+def test_a_class_that_grows_less_invariant_is_refused(loaded):
+    plugins, cls = loaded(foreign.Fickle)
+    assert cls.argmax_invariant
+    with pytest.raises(PluginLoadError, match="True before its constructor ran and False after"):
+        built(plugins)
+
+
+def test_the_configuration_says_what_it_has(loaded):
+    plugins, _ = loaded(foreign.ReadsConfig)
+    with pytest.raises(PluginLoadError) as error:
+        built(plugins)
+    assert "'thing'" in str(error.value)
+    assert "has no 'parallel_config'; it has scheduler_config.max_num_seqs" in str(error.value)
+
+
+class Recorder(foreign.OneToken):
+    def update_state(self, batch_update):
+        self.seen = batch_update
+
+
+def test_a_batch_update_in_vllms_shape(loaded):
+    plugins, cls = loaded(Recorder)
+    processor = built(plugins)
+    mine = SamplingParams(min_p=0.3, plugin_args={"thing": cls.Arguments(extra_args={"x": 1})})
+    other = SamplingParams(min_p=0.4)
+    outputs: list[int] = []
+    update = BatchUpdate(
+        batch_size=3,
+        removed=(4, 3),
+        added=(Added(0, mine, [1, 2], outputs), Added(1, other, None, [])),
+        moved=(Moved(5, 2, Move.UNIDIRECTIONAL), Moved(0, 1, Move.SWAP)),
+    )
+    processor.update_state(update)
+    seen = processor._inner.seen
+    assert (seen.batch_size, seen.removed) == (3, (4, 3))
+    (row, params, prompt, live), (_, blank, none, _) = seen.added
+    assert (row, params.min_p, params.extra_args, prompt) == (0, 0.3, {"x": 1}, [1, 2])
+    assert live is outputs
+    assert (blank.min_p, blank.extra_args, none) == (0.0, None, None)
+    assert [m[:2] for m in seen.moved] == [(5, 2), (0, 1)]
+    assert seen.moved[0][2] == foreign.MoveDirectionality.UNIDIRECTIONAL
+    assert seen.moved[1][2] == foreign.MoveDirectionality.SWAP
+    assert seen.moved[0][2] != foreign.MoveDirectionality.SWAP
+    processor.update_state(None)
+    assert processor._inner.seen is None
+
+
+def test_vllms_own_directions_are_used_where_it_is_installed(loaded, installed):
+    class Directions(enum.Enum):
+        UNIDIRECTIONAL = 1
+        SWAP = 2
+
+    for name in ("vllm", "vllm.v1", "vllm.v1.sample"):
+        installed.module(name)
+    installed.module("vllm.v1.sample.logits_processor", MoveDirectionality=Directions)
+    plugins, _ = loaded(Recorder)
+    processor = built(plugins)
+    processor.update_state(BatchUpdate(1, moved=(Moved(1, 0, Move.SWAP),)))
+    assert processor._inner.seen.moved[0][2] is Directions.SWAP
+
+
+def test_directions_equal_by_name_only():
+    assert MoveDirectionality.SWAP != enum.Enum("Other", "UNIDIRECTIONAL SWAP").SWAP
+    assert MoveDirectionality.SWAP != 2
+    assert len({MoveDirectionality.SWAP, MoveDirectionality.UNIDIRECTIONAL}) == 2
+
+
+def test_a_subclass_of_vllms_class_is_taken_for_one(refused):
+    base = type("LogitsProcessor", (), {"__module__": "vllm.v1.worker.gpu.sample"})
+    message = refused(type("Mine", (base,), {}))
+    assert "it lacks is_argmax_invariant, update_state, apply" in message
+
+
+def test_sampling_parameters_as_others_read_them():
+    params = ForeignParams(SamplingParams(top_k=3, stop="end"), {}, [1, 2])
+    assert (params.top_k, params.stop, params.extra_args) == (3, ["end"], None)
+    assert params.all_stop_token_ids == {1, 2}
+    with pytest.raises(AttributeError, match="have no 'guided_json'; arguments of a plugin's own"):
+        _ = params.guided_json
+
+
+def foreign_point(installed, monkeypatch, value):
+    """Offer `tokens` under vLLM's group, beside what is installed."""
+
+    class Point:
+        group, name = "vllm.logits_processors", "tokens"
+
+        class dist:  # noqa: N801
+            name, version = "acme-vllm", "3.0"
+
+    Point.value = value
+    monkeypatch.setattr("importlib_metadata.entry_points", lambda: [Point])
+
+
+def test_foreign_groups_are_looked_into_when_configured(installed, monkeypatch):
+    from hardpoint.plugins import discover
+
+    foreign_point(installed, monkeypatch, "foreign_processors:OneToken")
+    assert discover() == []
+    (found,) = discover(["vllm.logits_processors"])
+    assert found.label == ("logits_processors/tokens (acme-vllm 3.0, foreign_processors:OneToken)")
+    installed.found.append(found)
+    plugins = installed.resolve()
+    assert found in plugins.not_enabled()
+    plugins = installed.resolve(plugins={"enable": ["tokens"]})
+    entry = plugins.get("logits_processors", "tokens")
+    assert adapter_of(plugins.target(entry)) == "vLLM V1 class"
+
+
+def test_the_contract_imports_no_torch():
+    script = (
+        "import sys, hardpoint.plugins, hardpoint.plugins.adapting;"
+        "print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
+class Greeter:
+    """Hooks, which happen to be callable."""
+
+    contract = 1
+
+    @hookimpl
+    def engine_closing(self):
+        """Do nothing."""
+
+    def __call__(self, params):
+        return None
+
+
+def test_hooks_and_modules_are_left_alone(installed, refused):
+    assert "it is no plugin" in refused(ModuleType("empty"))
+    installed.module("greeting", Greeter=Greeter)
+    plugins = installed.resolve(plugins={"enable": ["greeting:Greeter"]})
+    assert plugins.target(plugins.one("hooks")) is Greeter

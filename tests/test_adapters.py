@@ -1,0 +1,245 @@
+"""Foreign logits processors inside a running engine: theirs is theirs, and nobody else's row."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from driving import alone, run
+
+from hardpoint import RequestError, SamplingParams
+from hardpoint.cli import main
+from hardpoint.testing import scripted_engine
+
+HERE = "foreign_processors"
+GREEDY = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
+
+
+def engine_with(scripted, target, options=None, name="thing", **extra):
+    return scripted_engine(
+        scripted,
+        {
+            "plugins": {"enable": [{"use": f"{HERE}:{target}", "name": name}]},
+            "plugin": {name: options} if options else {},
+            "scheduler": {"max_num_seqs": 5},
+            **extra,
+        },
+    )
+
+
+def tokens(engine, prompt="say abc", **fields):
+    params = SamplingParams(**{**GREEDY, **fields})
+    return run(engine, [("r", prompt, params)])["r"][0][0][1]
+
+
+def mixed_jobs(arguments_of, count=32, **fields):
+    """Requests of many lengths, every third with arguments, so that they join, leave and move."""
+    jobs = []
+    for index in range(count):
+        params = {
+            "temperature": 1.0,
+            "seed": index,
+            "ignore_eos": True,
+            "max_tokens": 1 + (index * 7) % 11,
+        } | fields
+        if index % 3 == 0:
+            params["plugin_args"] = {"thing": arguments_of(index)}
+        jobs.append((f"r{index}", [1 + index % 5] * (1 + index % 4), SamplingParams(**params)))
+    return jobs
+
+
+@pytest.fixture
+def plain(scripted):
+    """An engine without anything foreign."""
+    engine = scripted_engine(scripted, {"scheduler": {"max_num_seqs": 5}})
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments_of", "options"),
+    [
+        ("OneToken", lambda i: {"extra_args": {"target_token": 60 + i}}, None),
+        ("forcing", lambda i: {"extra_args": {"token": 60 + i}}, None),
+        ("Stepping", lambda i: {"extra_args": {"token": 60 + i}}, None),
+        ("Repetition", lambda i: {}, {"args": {"penalty": 3.0}}),
+        ("repetition", lambda i: {}, None),
+        ("Counting", lambda i: {}, None),
+        ("counting", lambda i: {}, None),
+    ],
+)
+def test_a_changing_batch_gives_what_each_request_gets_alone(
+    scripted, plain, target, arguments_of, options
+):
+    jobs = mixed_jobs(arguments_of)
+    engine = engine_with(scripted, target, options)
+    together = run(engine, jobs, per_step=2)
+    assert together == alone(engine, jobs)
+    engine.close()
+    without = run(plain, [(i, p, _bare(params)) for i, p, params in jobs], per_step=2)
+    changed = {i for i, _, params in jobs if params.plugin_args}
+    assert all((together[i] == without[i]) == (i not in changed) for i, _, _ in jobs)
+
+
+def _bare(params):
+    return SamplingParams(
+        **{f: getattr(params, f) for f in ("temperature", "seed", "ignore_eos", "max_tokens")}
+    )
+
+
+def test_a_vllm_style_min_p_equals_the_built_in(scripted, plain):
+    jobs = [
+        (
+            f"r{i}",
+            [1 + i % 5] * (1 + i % 4),
+            SamplingParams(
+                temperature=0.8,
+                seed=i,
+                ignore_eos=True,
+                max_tokens=1 + (i * 7) % 13,
+                min_p=(0.0, 0.05, 0.4)[i % 3],
+                logprobs=3,
+            ),
+        )
+        for i in range(40)
+    ]
+    wanted = run(plain, jobs, per_step=3)
+    engine = scripted_engine(
+        scripted,
+        {
+            "plugins": {"replace": {"min_p": f"{HERE}:MinP"}},
+            "plugin": {"min_p": {"every_request": True}},
+            "scheduler": {"max_num_seqs": 5},
+        },
+    )
+    with pytest.raises(RequestError, match="min_p: no logits processor that is on honours it"):
+        run(engine, jobs, per_step=3)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"extra_args": {"target_token": "x"}}, "plugin_args.thing: target_token value x is not"),
+        ({"extra_args": {"target_token": 13}}, "plugin 'thing'"),
+        ({"extra_args": 3}, "plugin_args.thing.extra_args: expected a table, got 3"),
+        ({"target_token": 3}, "plugin_args.thing.target_token: unknown field"),
+    ],
+)
+def test_a_request_that_the_class_does_not_like_is_refused(scripted, given, words):
+    engine = engine_with(scripted, "OneToken")
+    with pytest.raises(RequestError) as error:
+        tokens(engine, plugin_args={"thing": given})
+    assert words in str(error.value)
+    assert tokens(engine, plugin_args={"thing": {"extra_args": {"target_token": 70}}}) == [
+        70,
+        71,
+        72,
+        73,
+        74,
+        75,
+    ]
+    engine.close()
+
+
+def test_every_request_can_use_it(scripted):
+    engine = engine_with(scripted, "Counting", {"every_request": True})
+    assert tokens(engine, max_tokens=3) == [65, 66, 67]
+    engine.close()
+
+
+def test_a_shared_object_keeps_its_state_per_request(scripted):
+    engine = engine_with(scripted, "counting")
+    for _ in range(2):
+        assert tokens(engine, max_tokens=3, plugin_args={"thing": {}}) == [65, 66, 67]
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("variadic", "_variadic(output_ids, *rest): 'rest' is variadic"),
+        ("defaulted", "_defaulted(output_ids, logits, scale=1.0): 'scale' has a default"),
+        ("keyword_only", "_keyword_only(output_ids, logits, *, scale): 'scale' is keyword-only"),
+        ("keywords", "_keywords(output_ids, logits, **extra): 'extra' is variadic"),
+        ("one", "(prompt_ids, output_ids, logits), got _one(logits)"),
+        ("number", "(prompt_ids, output_ids, logits), or None, got int"),
+        ("no_answer", "expected the logits back, also after an edit in place, got NoneType"),
+        ("short", "expected logits of shape torch.Size([257]), got torch.Size([256])"),
+        ("double", "expected logits of dtype torch.float32, got torch.float64"),
+        ("raising", "RuntimeError: out of ideas"),
+        ("missing", "KeyError: 'missing'"),
+    ],
+)
+def test_an_unsuitable_callable_ends_its_request_alone(scripted, plain, what, words):
+    engine = engine_with(scripted, "odd")
+    guilty = SamplingParams(**GREEDY, plugin_args={"thing": {"extra_args": {"what": what}}})
+    jobs = [(f"r{i}", "x" * (i + 1), SamplingParams(**GREEDY)) for i in range(4)]
+    wanted = run(plain, jobs)
+    results = run(engine, [*jobs[:2], ("guilty", "say abc", guilty), *jobs[2:]])
+    assert results["guilty"][0][0][3] == "error"
+    assert "plugin 'thing'" in str(results["guilty"][0][0][4])
+    assert words in str(results["guilty"][0][0][4])
+    del results["guilty"]
+    assert results == wanted
+    engine.close()
+
+
+def test_a_factory_reads_what_vllms_parameters_have(scripted):
+    engine = engine_with(scripted, "lengths")
+    params = {"stop_token_ids": [50], "max_tokens": 4, "plugin_args": {"thing": {}}}
+    assert tokens(engine, **params)
+    engine.close()
+
+
+MAIN = """
+import torch
+from hardpoint import LLM, SamplingParams
+from hardpoint.testing import scripted_config
+
+class Mine:
+    def __init__(self, vllm_config, device, is_pin_memory):
+        self.rows = set()
+
+    def is_argmax_invariant(self):
+        return False
+
+    def update_state(self, batch_update):
+        if batch_update is not None:
+            self.rows -= set(batch_update.removed)
+            self.rows |= {row for row, params, _, _ in batch_update.added if params.extra_args}
+
+    def apply(self, logits):
+        for row in self.rows:
+            logits[row, 65] = 1e4
+        return logits
+
+extra = {"plugins": {"enable": ["__main__:Mine"]}}
+with LLM(config=scripted_config("FOLDER", extra)) as llm:
+    params = SamplingParams(temperature=0.0, max_tokens=3,
+                            plugin_args={"mine": {"extra_args": {"on": True}}})
+    print(llm.generate("x", params)[0].outputs[0].token_ids)
+"""
+
+
+def test_a_class_of_main_can_be_used_in_process(scripted, tmp_path):
+    (tmp_path / "script.py").write_text(MAIN.replace("FOLDER", str(scripted)))
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "[65, 65, 65]\n", done.stderr
+
+
+def test_the_listing_names_the_adapter(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = ["--set", f'plugins.enable=["{HERE}:OneToken"]']
+    assert main(["plugins", "list", *settings]) == 0
+    (line,) = [each for each in capsys.readouterr().out.splitlines() if "one_token" in each]
+    assert line.endswith("through adapter vLLM V1 class")
+    assert main(["plugins", "show", "one_token", *settings]) == 0
+    text = capsys.readouterr().out
+    assert "adapter    vLLM V1 class" in text
+    assert "The example of vLLM's documentation" in text
+    assert "extra_args" in text
+    assert "every_request" in text

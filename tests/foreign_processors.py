@@ -28,8 +28,8 @@ class MinP:
 
     @classmethod
     def validate_params(cls, params):
-        if params.extra_args and "min_p" in params.extra_args:
-            raise ValueError("min_p belongs into the sampling parameters")
+        if not 0 <= params.extra_args.get("min_p", 0) <= 1:
+            raise ValueError(f"min_p: expected a number from 0 to 1, got {params.extra_args}")
 
     def is_argmax_invariant(self):
         return True
@@ -40,7 +40,7 @@ class MinP:
         for index in batch_update.removed:
             self.values[index] = 0
         for index, params, _, _ in batch_update.added:
-            self.values[index] = params.min_p
+            self.values[index] = (params.extra_args or {}).get("min_p", 0)
         for a, b, direction in batch_update.moved:
             there, here = self.values[a].item(), self.values[b].item()
             self.values[b] = there
@@ -178,7 +178,7 @@ class Counting:
 
 
 counting = Counting()
-repetition = Repetition(1.5)
+repetition = Repetition(0.1)
 
 
 class PerRequestClass:

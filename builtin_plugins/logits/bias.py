@@ -20,6 +20,8 @@ from .row_cache import RowCache
 
 __all__ = ["LogitBias"]
 
+_AWAY = -100  # what OpenAI's API reference calls a ban
+
 
 class LogitBias(SparseLogitsProcessor):
     """Adds a number in [-100, 100] to each of some logits. A forbidden token stays forbidden."""
@@ -44,7 +46,16 @@ class LogitBias(SparseLogitsProcessor):
 
     @classmethod
     def prepare(cls, arguments: Any, context: PrepareContext) -> Any:
-        """Refuse ids outside the vocabulary with a ValueError."""
+        """Check one request's biases.
+
+        Raises:
+            ValueError: an id is outside the vocabulary, or every allowed token is biased away.
+        """
+        biases, allowed = arguments.logit_bias, context.params.allowed_token_ids
+        if allowed and all(biases.get(token, 0) <= _AWAY for token in allowed):
+            raise ValueError(
+                f"each of allowed_token_ids is biased by {_AWAY}, which leaves no token"
+            )
         for token in arguments.logit_bias:
             if token >= context.vocab_size:
                 raise ValueError(

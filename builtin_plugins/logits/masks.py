@@ -178,7 +178,8 @@ class BadWords(SparseLogitsProcessor):
         """Resolve the words to token ids.
 
         Raises:
-            ValueError: there is no tokenizer, or a token is outside the vocabulary.
+            ValueError: there is no tokenizer, a token is outside the vocabulary, or every allowed
+                token is forbidden.
         """
         sequences = list(arguments.sequences)
         for word in arguments.bad_words:
@@ -190,6 +191,10 @@ class BadWords(SparseLogitsProcessor):
             sequences += _spellings(word, context.tokenizer)
         for sequence in sequences:
             _check_vocabulary(sequence, context.vocab_size)
+        forbidden = {sequence[0] for sequence in sequences if len(sequence) == 1}
+        allowed = context.params.allowed_token_ids
+        if allowed and forbidden.issuperset(allowed):
+            raise ValueError(f"each of allowed_token_ids {allowed} is forbidden")
         return msgspec.structs.replace(arguments, sequences=sequences)
 
     def start(self, request: LogitsRequest) -> _Sequences:

@@ -94,11 +94,7 @@ class PluginArguments:
     def _given(self, processor: _Processor, params: SamplingParams) -> Any:
         """Return a processor's checked arguments, or None if the request does not use it."""
         name, cls = processor.entry.name, processor.cls
-        fields = {
-            field: getattr(params, field)
-            for field in cls.params_fields
-            if getattr(params, field) != getattr(_DEFAULTS, field)
-        }
+        fields = _set_fields(cls, params)
         if name in params.plugin_args:
             if fields:
                 raise RequestError(
@@ -127,7 +123,7 @@ class PluginArguments:
         try:
             prepared = cls.prepare(arguments, context)
         except ValueError as refusal:
-            raise RequestError(f"{_path(processor)}: {refusal}") from refusal
+            raise RequestError(f"{_path(processor, request.params)}: {refusal}") from refusal
         except Exception as cause:
             raise RequestError(
                 f"{processor.entry.source}: its prepare failed: {type(cause).__name__}: {cause}"
@@ -161,6 +157,17 @@ class PluginArguments:
             )
 
 
-def _path(processor: _Processor) -> str:
-    fields = processor.cls.params_fields
+def _set_fields(cls: type[LogitsPlugin], params: SamplingParams) -> dict[str, Any]:
+    """Return the fields of a processor's own that a request sets."""
+    return {
+        field: getattr(params, field)
+        for field in cls.params_fields
+        if getattr(params, field) != getattr(_DEFAULTS, field)
+    }
+
+
+def _path(processor: _Processor, params: SamplingParams) -> str:
+    """Return where a request's arguments for a processor were given."""
+    given = processor.entry.name in params.plugin_args
+    fields = {} if given else _set_fields(processor.cls, params)
     return "/".join(fields) if fields else f"plugin_args.{processor.entry.name}"

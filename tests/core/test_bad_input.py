@@ -50,6 +50,26 @@ def refused(engine, prompt="x", **fields) -> str:
             "stop: stop strings need text, but detokenize is false",
         ),
         (
+            {"allowed_token_ids": [5, 6], "logit_bias": {5: -100, 6: -100.0, 7: 1.0}},
+            "logit_bias: each of allowed_token_ids is biased by -100, which leaves no token",
+        ),
+        (
+            {"allowed_token_ids": [4, 5], "plugin_args": {"bad_words": {"sequences": [[5], [4]]}}},
+            "plugin_args.bad_words: each of allowed_token_ids [4, 5] is forbidden",
+        ),
+        (
+            {"thinking_token_budget": 5},
+            "thinking_token_budget: ",
+        ),
+        (
+            {"thinking_token_budget": -1},
+            "thinking_token_budget: expected a whole number >= 0",
+        ),
+        (
+            {"repetition_detection": {"max_pattern": 2, "min_pattern": 3}},
+            "repetition_detection.min_pattern: expected at most max_pattern (2), got 3",
+        ),
+        (
             {"plugin_args": {"mirostat": {}}},
             "plugin_args.mirostat: no plugin of that name that takes arguments is on",
         ),
@@ -140,3 +160,14 @@ def test_a_switched_off_processor_is_missed_not_ignored(scripted):
         "enable one, or leave it at 0.0"
     )
     engine.close()
+
+
+def test_a_huge_map_is_refused_at_once(engine):
+    import time
+
+    began = time.perf_counter()
+    message = refused(engine, logit_bias=dict.fromkeys(range(300000), 1.0))
+    assert message == "logit_bias: expected token ids under 257 (the vocabulary), got 257"
+    message = refused(engine, logit_bias={**dict.fromkeys(range(300_000), 1.0), 299_999: "x"})
+    assert message.startswith("logit_bias.299999: expected a number")
+    assert time.perf_counter() - began < 5

@@ -351,11 +351,8 @@ def test_quarantine_by_distinct_requests(scripted):
 
 def test_a_built_in_is_never_quarantined(scripted):
     engine = scripted_engine(scripted, {"plugins": {"quarantine_after": 1}})
-    clash = SamplingParams(
-        allowed_token_ids=[70], logit_bias={}, bad_words=["F"], temperature=0.0, min_tokens=3
-    )
-    token = engine.parts.tokenizer.encode("F")
-    clash = SamplingParams(allowed_token_ids=token, bad_words=["F"], temperature=0.0)
+    (token,) = engine.parts.tokenizer.encode("F")
+    clash = SamplingParams(allowed_token_ids=[token], bad_words=["FF"], temperature=0.0)
     final = run_all(engine, [("r", "x", clash)])["r"].outputs[0]
     assert final.finish_reason == "error"
     assert "it left no token to choose, after" in final.error

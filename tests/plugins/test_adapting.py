@@ -6,7 +6,10 @@ import abc
 import enum
 import subprocess
 import sys
+from dataclasses import dataclass
+from random import Random
 from types import ModuleType
+from typing import Any
 
 import foreign_processors as foreign
 import pytest
@@ -19,6 +22,7 @@ from hardpoint.plugins import (
     ConfigError,
     LogitsContext,
     LogitsProcessor,
+    LogitsRequest,
     Move,
     Moved,
     Phase,
@@ -202,6 +206,43 @@ def test_a_batch_update_in_vllms_shape(loaded):
     assert processor._inner.seen is None
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_books_stay_true_through_any_history(loaded, seed):
+    """Against a plain list of who stands where; rows are added, left, moved and swapped."""
+    plugins, cls = loaded(foreign.OneToken)
+    processor = built(plugins, max_num_seqs=6)
+    random = Random(seed)
+    standing: list[int | None] = [None] * 6
+    for _ in range(60):
+        leaving = [row for row in range(6) if standing[row] is not None and random.random() < 0.2]
+        for row in leaving:
+            standing[row] = None
+        added = []
+        for row in random.sample(range(6), random.randrange(3)):
+            target = random.choice([None, random.randrange(11)])
+            extra = {} if target is None else {"target_token": target}
+            params = SamplingParams(plugin_args={"thing": cls.Arguments(extra_args=extra)})
+            added.append(Added(row, params, [1], []))
+            standing[row] = target
+        moved = []
+        for _ in range(random.randrange(3)):
+            source, destination = random.sample(range(6), 2)
+            direction = random.choice(list(Move))
+            moved.append(Moved(source, destination, direction))
+            there, here = standing[source], standing[destination]
+            standing[destination] = there
+            standing[source] = here if direction is Move.SWAP else None
+        removed = tuple(sorted(set(leaving) - {a.row for a in added}, reverse=True))
+        processor.update_state(BatchUpdate(6, removed, tuple(added), tuple(moved)))
+        before = torch.rand(6, 11)
+        after = processor.apply(before.clone())
+        for row, target in enumerate(standing):
+            if target is None:
+                assert after[row].equal(before[row])
+            else:
+                assert after[row].isfinite().nonzero().view(-1).tolist() == [target]
+
+
 def test_vllms_own_directions_are_used_where_it_is_installed(loaded, installed):
     class Directions(enum.Enum):
         UNIDIRECTIONAL = 1
@@ -234,6 +275,50 @@ def test_sampling_parameters_as_others_read_them():
     assert params.all_stop_token_ids == {1, 2}
     with pytest.raises(AttributeError, match="have no 'guided_json'; arguments of a plugin's own"):
         _ = params.guided_json
+
+
+@dataclass
+class OneRow:
+    """The rows of a step with one request."""
+
+    request: LogitsRequest
+    state: Any
+    version: int = 0
+
+    @property
+    def requests(self):
+        return [self.request]
+
+    def states(self):
+        return [self.state]
+
+
+def test_an_object_is_called_once_per_position(loaded):
+    plugins, _ = loaded(foreign.Counting)
+    processor = built(plugins, vocab_size=80)
+    request = LogitsRequest("r", [1, 2], [], SamplingParams(), [])
+    state = processor.start(request)
+
+    def chosen(row):
+        return processor.apply(row.clone(), OneRow(request, state)).argmax().item()
+
+    first, second = torch.rand(1, 80), torch.rand(1, 80)
+    assert [chosen(first), chosen(first)] == [65, 65]
+    assert state.call.calls == 1
+    request.output_token_ids.append(65)
+    assert [chosen(second), chosen(second)] == [66, 66]
+    assert state.call.calls == 2
+    assert chosen(first) == 67  # other logits are another question
+
+
+def test_draft_rows_have_copies(loaded):
+    plugins, _ = loaded(foreign.Counting)
+    processor = built(plugins, vocab_size=80)
+    state = processor.start(LogitsRequest("r", [1, 2], [], SamplingParams(), []))
+    draft = processor.advance(processor.fork(state), 9)
+    view = LogitsRequest("r", [1, 2], [9], SamplingParams(), [])
+    assert processor.apply(torch.rand(1, 80), OneRow(view, draft)).argmax() == 65
+    assert (draft.call.calls, state.call.calls) == (1, 0)
 
 
 def foreign_point(installed, monkeypatch, value):

@@ -1,0 +1,112 @@
+"""Searching for a case that breaks a rule, and telling how to see it again."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
+
+from .violations import Violation, short
+
+__all__ = ["SEED_VARIABLE", "Search", "current_test", "replay_line"]
+
+SEED_VARIABLE = "HARDPOINT_SEED"
+
+_SHRINKING_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """A broken rule.
+
+    Attributes:
+        drawn: the case, as small as it was found.
+        seed: makes the same search again.
+    """
+
+    violation: Violation
+    drawn: dict[str, Any]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Search:
+    """How to search.
+
+    Attributes:
+        examples: cases to try.
+        seed: of the search; None draws one.
+    """
+
+    examples: int
+    seed: int | None = None
+
+    def run(
+        self, check: Callable[..., None], **strategies: st.SearchStrategy[Any]
+    ) -> Found | None:
+        """Call `check` with drawn values until one raises a Violation.
+
+        Raises:
+            Unsatisfiable: nothing could be drawn that suits.
+        """
+        number = seed_now() if self.seed is None else self.seed
+        found: list[Found] = []
+        deadline = 0.0
+
+        @seed(number)
+        @settings(
+            max_examples=self.examples,
+            deadline=None,
+            database=None,
+            derandomize=False,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(**strategies)
+        def search(**drawn: Any) -> None:
+            nonlocal deadline
+            if found and time.monotonic() > deadline:
+                return  # small enough
+            try:
+                check(**drawn)
+            except Violation as violation:
+                deadline = deadline or time.monotonic() + _SHRINKING_SECONDS
+                found.append(Found(violation, drawn, number))
+                raise
+
+        try:
+            search()
+        except Unsatisfiable:
+            raise
+        except Exception:
+            if not found:
+                raise
+            # Whatever hypothesis makes of it: the last failure is the smallest one.
+        return found[-1] if found else None
+
+
+def seed_now() -> int:
+    """Return the seed that the environment asks for, or a new one."""
+    wanted = os.environ.get(SEED_VARIABLE)
+    return int(wanted) if wanted else random.SystemRandom().randrange(2**32)
+
+
+def current_test() -> str:
+    """Return the id of the pytest test that runs, if one does."""
+    return os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
+
+
+def replay_line(number: int) -> str:
+    """Return the command that makes the same search again."""
+    return f"{SEED_VARIABLE}={number} pytest {current_test()!r}"
+
+
+def describe(drawn: dict[str, Any]) -> str:
+    """Return a case, one drawn value per line."""
+    return "\n".join(f"    {name} = {short(value)}" for name, value in drawn.items())

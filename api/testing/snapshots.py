@@ -1,0 +1,106 @@
+"""Comparing and weighing whatever objects a plugin keeps."""
+
+from __future__ import annotations
+
+import pickle
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+__all__ = ["snapshot", "weigh"]
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None))
+_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+
+
+def snapshot(value: Any) -> Any:
+    """Return a plain value that is equal for equal contents, and shares nothing with `value`.
+
+    Tensors and arrays count by type, shape and bytes; objects by their attributes; what has none
+    by its pickle, or else by its identity.
+    """
+    return _snapshot(value, set())
+
+
+def weigh(value: Any) -> int:
+    """Return how much is reachable from a value: elements of containers, tensors and arrays."""
+    seen: set[int] = set()
+    pending = [value]
+    weight = 0
+    while pending:
+        item = pending.pop()
+        if isinstance(item, (*_PLAIN, *_CODE)) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            weight += item.numel()
+        elif isinstance(item, np.ndarray):
+            weight += item.size
+        else:
+            parts = list(_parts(item))
+            weight += len(parts)
+            pending += parts
+    return weight
+
+
+def _snapshot(value: Any, above: set[int]) -> Any:
+    if isinstance(value, (*_PLAIN, *_CODE)):
+        return (type(value).__name__, repr(value))
+    if isinstance(value, torch.Tensor):
+        plain = value.detach().cpu().contiguous()
+        return ("tensor", str(value.dtype), tuple(value.shape), plain.numpy().tobytes())
+    if isinstance(value, np.ndarray):
+        return ("array", str(value.dtype), value.shape, value.tobytes())
+    if id(value) in above:
+        return ("again",)
+    above = above | {id(value)}
+    name = type(value).__qualname__
+    if isinstance(value, set | frozenset):
+        return (name, sorted(repr(_snapshot(item, above)) for item in value))
+    if isinstance(value, Mapping):
+        pairs = [(_snapshot(k, above), _snapshot(v, above)) for k, v in value.items()]
+        return (name, sorted(pairs, key=repr) if isinstance(value, dict) else pairs)
+    parts = list(_parts(value))
+    if parts or isinstance(value, list | tuple):
+        return (name, [_snapshot(part, above) for part in parts])
+    try:
+        return (name, pickle.dumps(value))
+    except Exception:
+        return (name, id(value))
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """Return what an object holds."""
+    if isinstance(value, Mapping):
+        return [part for pair in value.items() for part in pair]
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value)
+    if isinstance(value, msgspec.Struct):
+        return [getattr(value, name) for name in value.__struct_fields__]
+    try:
+        if isinstance(value, Iterable) and hasattr(value, "maxlen"):  # a deque
+            return list(value)
+    except Exception:
+        return []
+    names = [
+        name
+        for cls in type(value).__mro__
+        for name in _slots(cls)
+        if name not in ("__dict__", "__weakref__")
+    ]
+    held = [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+    held += sorted(getattr(value, "__dict__", {}).items())
+    return held
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    slots = cls.__dict__.get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(
+        f"_{cls.__name__.lstrip('_')}{n}" if n.startswith("__") and not n.endswith("__") else n
+        for n in names
+    )

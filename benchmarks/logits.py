@@ -121,9 +121,7 @@ class Batch:
         entries = plugins.entries("logits_processors")
         stages = [
             Stage(
-                plugins.create(
-                    e, LogitsContext, device=CPU, vocab_size=vocab, max_num_seqs=rows
-                ),
+                plugins.create(e, LogitsContext, device=CPU, vocab_size=vocab, max_num_seqs=rows),
                 e.source,
                 CPU,
                 rows,

@@ -23,6 +23,7 @@ from hardpoint.plugins import (
     Progress,
     ReasoningContext,
     ReasoningParser,
+    SamplingParams,
     Scheduler,
     SchedulerContext,
     SchedulerLimits,
@@ -63,8 +64,7 @@ def build_engine(
     began = time.perf_counter()
     origins = origins or Origins()
     plugins = resolve_plugins(config, origins)
-    if idle := plugins.not_enabled():
-        _log.info("found but not enabled: %s", ", ".join(found.label for found in idle))
+    _announce(plugins)
     hooks = plugins.hooks()
     files = find_files(config.model)
     loader = open_loader(config, plugins, files)
@@ -143,6 +143,15 @@ def _build_core(spec: WorkerSpec, origins: Origins, clock: Callable[[], float]) 
         executor.close()
         raise
     return EngineCore(scheduler, executor)
+
+
+def _announce(plugins: PluginSet) -> None:
+    """Say what an operator may not expect: idle plugins, and those that every request uses."""
+    if idle := plugins.not_enabled():
+        _log.info("found but not enabled: %s", ", ".join(found.label for found in idle))
+    for entry, cls in plugins.logits_processors():
+        if cls.uses(SamplingParams()):
+            _log.info("requests use it without asking: %s", entry.source)
 
 
 def _reasoning(

@@ -293,7 +293,8 @@ class Op(Enum):
     SET = "set"
     """Replace by the value."""
     KEEP_ONLY = "keep_only"
-    """Set every other token of the row to -inf; values are not used."""
+    """Set every other token of the row to -inf; values are not used. A kept token keeps its logit,
+    also -inf."""
 
 
 @dataclass(frozen=True, eq=False)

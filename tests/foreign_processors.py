@@ -6,6 +6,7 @@ from enum import Enum, auto
 
 import torch
 from transformers import LogitsProcessor as TransformersLogitsProcessor
+from transformers import LogitsProcessorList
 
 
 class MoveDirectionality(Enum):
@@ -179,6 +180,18 @@ class Counting:
 
 counting = Counting()
 repetition = Repetition(0.1)
+
+
+both = LogitsProcessorList([Repetition(0.1), Counting()])
+
+
+class Everywhere(OneToken):
+    """Changes every row, whoever asked."""
+
+    def apply(self, logits):
+        logits[:] = -torch.inf
+        logits[:, 70] = 0.0
+        return logits
 
 
 class PerRequestClass:

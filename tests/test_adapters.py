@@ -7,9 +7,11 @@ import sys
 
 import pytest
 from driving import alone, run, summary
+from strangers import open_site
 
 from hardpoint import RequestError, SamplingParams
 from hardpoint.cli import main
+from hardpoint.plugins import PluginNotFoundError
 from hardpoint.testing import scripted_engine
 
 HERE = "foreign_processors"
@@ -67,6 +69,8 @@ def plain(scripted):
         ("repetition", lambda i: {}, None),
         ("Counting", lambda i: {}, None),
         ("counting", lambda i: {}, None),
+        ("both", lambda i: {}, None),
+        ("Everywhere", lambda i: {}, None),
     ],
 )
 def test_a_changing_batch_gives_what_each_request_gets_alone(
@@ -104,6 +108,27 @@ def test_a_vllm_style_min_p_equals_the_built_in_bit_for_bit(scripted):
     assert run(engine, foreign) == alone(engine, built_in)
     with pytest.raises(RequestError, match="plugin_args.thing: min_p: expected a number from 0"):
         tokens(engine, plugin_args={"thing": {"extra_args": {"min_p": 3}}})
+    engine.close()
+
+
+def test_transformers_own_repetition_penalty_equals_the_built_in(scripted):
+    name = "transformers:RepetitionPenaltyLogitsProcessor"
+    engine = scripted_engine(
+        scripted,
+        {
+            "plugins": {"enable": [{"use": name, "name": "theirs"}]},
+            "plugin": {"theirs": {"args": {"penalty": 0.2}}},
+            "sampler": {"logprobs": "processed"},
+        },
+    )
+    fields = {"temperature": 0.7, "max_tokens": 12, "ignore_eos": True, "logprobs": -1}
+    theirs, ours = [], []
+    for index in range(12):
+        params = fields | {"seed": index}
+        prompt = "say " * (1 + index % 3)
+        theirs.append((f"r{index}", prompt, SamplingParams(**params, plugin_args={"theirs": {}})))
+        ours.append((f"r{index}", prompt, SamplingParams(**params, repetition_penalty=0.2)))
+    assert run(engine, theirs, per_step=2) == run(engine, ours, per_step=2)
     engine.close()
 
 
@@ -222,6 +247,41 @@ def test_a_class_of_main_can_be_used_in_process(scripted, tmp_path):
         [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert done.stdout == "[65, 65, 65]\n", done.stderr
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """An installed distribution that offers `tokens` under vLLM's group."""
+    monkeypatch.chdir(tmp_path)
+    with open_site(tmp_path / "site", monkeypatch) as site:
+        site.install("acme_vllm", f"from {HERE} import OneToken", {})
+        points = "[vllm.logits_processors]\ntokens = acme_vllm:OneToken\n"
+        (site.folder / "acme_vllm-2.0.dist-info" / "entry_points.txt").write_text(points)
+        yield site
+
+
+def listed_tokens(capsys, **plugins):
+    settings = [p for key, value in plugins.items() for p in ("--set", f"plugins.{key}={value}")]
+    assert main(["plugins", "list", *settings]) == 0
+    return [line for line in capsys.readouterr().out.splitlines() if "acme_vllm" in line]
+
+
+def test_vllms_entry_points_are_found_when_wanted_and_on_when_enabled(site, scripted, capsys):
+    groups = '["vllm.logits_processors"]'
+    assert listed_tokens(capsys) == []
+    (line,) = listed_tokens(capsys, foreign_groups=groups)
+    assert "not enabled" in line
+    assert "acme_vllm" not in sys.modules
+    (line,) = listed_tokens(capsys, foreign_groups=groups, enable='["tokens"]')
+    assert line.endswith("through adapter vLLM V1 class")
+    plugins = {"enable": ["tokens"]}
+    with pytest.raises(PluginNotFoundError, match="no installed component is called 'tokens'"):
+        scripted_engine(scripted, {"plugins": plugins})
+    plugins["foreign_groups"] = ["vllm.logits_processors"]
+    engine = scripted_engine(scripted, {"plugins": plugins})
+    chosen = tokens(engine, plugin_args={"tokens": {"extra_args": {"target_token": 70}}})
+    assert chosen == [70, 71, 72, 73, 74, 75]
+    engine.close()
 
 
 def test_the_listing_names_the_adapter(capsys, tmp_path, monkeypatch):

@@ -46,8 +46,12 @@ class Desk:
         ]
         for request in self.requests:
             started(self.pipeline, request)
+        self.take_rows()
+
+    def take_rows(self) -> None:
+        """Tell the processor that each request took its row."""
         added = tuple(_added(request) for request in self.requests)
-        self.update(BatchUpdate(len(cases), added=added))
+        self.update(BatchUpdate(len(added), added=added))
 
     def update(self, update: BatchUpdate | None) -> None:
         """Tell the processor of a step's changes."""
@@ -78,7 +82,9 @@ class Desk:
         self.update(None)
 
 
-def alone(subject: Subject, case: Case, outputs: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+def alone(
+    subject: Subject, case: Case, outputs: Sequence[int], logits: torch.Tensor
+) -> torch.Tensor:
     """Return what a fresh processor makes of one request's row, from its whole history.
 
     Args:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +11,10 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
+from .seeds import seed_now
 from .violations import Violation, short
 
-__all__ = ["SEED_VARIABLE", "Search", "current_test", "replay_line"]
-
-SEED_VARIABLE = "HARDPOINT_SEED"
+__all__ = ["Found", "Search", "describe"]
 
 _SHRINKING_SECONDS = 3.0
 
@@ -48,9 +45,7 @@ class Search:
     examples: int
     seed: int | None = None
 
-    def run(
-        self, check: Callable[..., None], **strategies: st.SearchStrategy[Any]
-    ) -> Found | None:
+    def run(self, check: Callable[..., None], **strategies: st.SearchStrategy[Any]) -> Found | None:
         """Call `check` with drawn values until one raises a Violation.
 
         Raises:
@@ -89,22 +84,6 @@ class Search:
                 raise
             # Whatever hypothesis makes of it: the last failure is the smallest one.
         return found[-1] if found else None
-
-
-def seed_now() -> int:
-    """Return the seed that the environment asks for, or a new one."""
-    wanted = os.environ.get(SEED_VARIABLE)
-    return int(wanted) if wanted else random.SystemRandom().randrange(2**32)
-
-
-def current_test() -> str:
-    """Return the id of the pytest test that runs, if one does."""
-    return os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
-
-
-def replay_line(number: int) -> str:
-    """Return the command that makes the same search again."""
-    return f"{SEED_VARIABLE}={number} pytest {current_test()!r}"
 
 
 def describe(drawn: dict[str, Any]) -> str:

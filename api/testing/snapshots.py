@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import types
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -65,7 +66,7 @@ def _snapshot(value: Any, above: set[int]) -> Any:
         pairs = [(_snapshot(k, above), _snapshot(v, above)) for k, v in value.items()]
         return (name, sorted(pairs, key=repr) if isinstance(value, dict) else pairs)
     parts = list(_parts(value))
-    if parts or isinstance(value, list | tuple):
+    if parts or isinstance(value, list | tuple | deque):
         return (name, [_snapshot(part, above) for part in parts])
     try:
         return (name, pickle.dumps(value))
@@ -77,15 +78,10 @@ def _parts(value: Any) -> Iterable[Any]:
     """Return what an object holds."""
     if isinstance(value, Mapping):
         return [part for pair in value.items() for part in pair]
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, list | tuple | set | frozenset | deque):
         return list(value)
     if isinstance(value, msgspec.Struct):
         return [getattr(value, name) for name in value.__struct_fields__]
-    try:
-        if isinstance(value, Iterable) and hasattr(value, "maxlen"):  # a deque
-            return list(value)
-    except Exception:
-        return []
     names = [
         name
         for cls in type(value).__mro__

@@ -12,6 +12,7 @@ from hardpoint import plugins
 from hardpoint.plugins import LogitsContext, LogitsProcessor, Meta, Phase, Rows
 
 from .row_cache import RowCache
+from .selection import drop_below_, largest
 
 __all__ = ["MinP", "TopK", "TopP"]
 
@@ -48,8 +49,8 @@ class TopK(LogitsProcessor):
         most, place, off = self._cache.get(rows, lambda: self._build(rows))
         if not most:
             return logits
-        smallest = logits.topk(most).values.gather(1, place).masked_fill_(off, -math.inf)
-        return logits.masked_fill_(logits < smallest, -math.inf)
+        smallest = largest(logits, most).gather(1, place).masked_fill_(off, -math.inf)
+        return drop_below_(logits, smallest)
 
     def _build(self, rows: Rows) -> tuple[int, torch.Tensor, torch.Tensor]:
         """Return the largest k (0: all off), each row's index of its k-th logit, who is off."""
@@ -90,8 +91,7 @@ class TopP(LogitsProcessor):
         top_p = rows.tensor("top_p")
         smallest = torch.empty_like(top_p)
         best = logits.amax(-1, keepdim=True)
-        # softmax, unlike a sum, gives a row the same bits alone and in any batch.
-        best_prob = logits.softmax(-1).amax(-1, keepdim=True).double()
+        best_prob = _best_probability(logits).double()
         pending = torch.arange(len(rows), device=logits.device)
         for width in self._widths():
             part = slice(None) if len(pending) == len(rows) else pending
@@ -104,7 +104,7 @@ class TopP(LogitsProcessor):
             pending = pending[~found]
             if not len(pending):
                 break
-        return logits.masked_fill_(logits < smallest, -math.inf)
+        return drop_below_(logits, smallest)
 
     def _widths(self) -> tuple[int, ...]:
         """Return how many of the best tokens to look at, in turn; the last is all.
@@ -118,10 +118,18 @@ class TopP(LogitsProcessor):
         return (*(width for width in (64, 1024) if width < size), size)
 
 
+def _best_probability(logits: torch.Tensor) -> torch.Tensor:
+    """Return the probability of each row's likeliest token, [rows, 1]."""
+    # softmax, unlike a sum, gives a row the same bits alone and in any batch. On the CPU a row's
+    # probabilities stay in the cache, and memory for all of them is not needed.
+    parts = logits.split(1) if logits.device.type == "cpu" else (logits,)
+    return torch.cat([part.softmax(-1).amax(-1, keepdim=True) for part in parts])
+
+
 def _best(logits: torch.Tensor, width: int) -> torch.Tensor:
     """Return each row's `width` largest logits, falling."""
     if width < logits.shape[1]:
-        return logits.topk(width).values
+        return largest(logits, width)
     if logits.device.type == "cpu":  # numpy sorts floats alone, three times as fast
         return torch.from_numpy(np.sort(logits.numpy())).flip(-1)
     return logits.sort(descending=True).values
@@ -180,4 +188,4 @@ class MinP(LogitsProcessor):
     def apply(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Set what is under each row's maximum + log(min_p) to -inf, in place."""
         distance = self._cache.get(rows, lambda: rows.tensor("min_p").log())
-        return logits.masked_fill_(logits < logits.amax(-1, keepdim=True) + distance, -math.inf)
+        return drop_below_(logits, logits.amax(-1, keepdim=True) + distance)

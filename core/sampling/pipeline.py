@@ -38,6 +38,7 @@ class LogitsPipeline:
             if stage.device_state or isinstance(stage.processor, BatchLogitsProcessor)
         ]
         self._shares: list[Share] = []
+        self._advancing: list[Stage] = []
         self._members: list[LogitsRequest] = []
         self._version = 0
         self._batch_size = 0
@@ -73,14 +74,13 @@ class LogitsPipeline:
         """Carry states over one more token per request.
 
         Args:
-            requests: those that got a token.
+            requests: those that got a token, of the rows of the last `apply`.
             tokens: on the host.
             device_ids: the same, int64 [requests].
         """
         faults: Faults = {}
-        for request, token in zip(requests, tokens, strict=True):
-            if request.state and (fault := self._advance_host(request, token)) is not None:
-                faults[request.request_id] = fault
+        for stage in self._advancing:
+            self._advance_host(stage, requests, tokens, faults)
         for stage in self._whole_batch:
             if stage.device_state:
                 faults.update(self._advance_device(stage, requests, device_ids))
@@ -226,7 +226,9 @@ class LogitsPipeline:
         self._version += 1
         self._members = list(requests)
         used = {name for request in requests for name in request.arguments}
-        shares = (s.share(requests, self._version) for s in self.stages if s.name in used)
+        stages = [stage for stage in self.stages if stage.name in used]
+        self._advancing = [stage for stage in stages if stage.advances]
+        shares = (stage.share(requests, self._version) for stage in stages)
         self._shares = [share for share in shares if share is not None]
 
     def _run_apart(
@@ -249,17 +251,22 @@ class LogitsPipeline:
             except StageFault as fault:
                 faults[request.request_id] = stage.fault(stage.what, fault.cause)
 
-    def _advance_host(self, request: LogitsRequest, token: int) -> RequestFault | None:
-        for name, state in request.state.items():
-            stage = self._by_name[name]
-            if not stage.advances:
-                continue
-            try:
-                with stage.measured():
-                    request.state[name] = stage.processor.advance(state, token)
-            except Exception as cause:
-                return stage.fault("advance", cause)
-        return None
+    def _advance_host(
+        self,
+        stage: Stage,
+        requests: Sequence[LogitsRequest],
+        tokens: Sequence[int],
+        faults: Faults,
+    ) -> None:
+        name, advance = stage.name, stage.processor.advance
+        with stage.measured():
+            for request, token in zip(requests, tokens, strict=True):
+                state = request.state
+                if name in state and (not faults or request.request_id not in faults):
+                    try:
+                        state[name] = advance(state[name], token)
+                    except Exception as cause:
+                        faults[request.request_id] = stage.fault("advance", cause)
 
     def _advance_device(
         self, stage: Stage, requests: Sequence[LogitsRequest], device_ids: torch.Tensor

@@ -32,6 +32,7 @@ class ProcessorRows:
         self._device = device
         self._device_state = device_state
         self._arguments = [request.arguments[name] for request in requests]
+        self._states = [request.state for request in requests]
         self._tensors: dict[str, torch.Tensor] = {}
 
     def __len__(self) -> int:
@@ -44,7 +45,8 @@ class ProcessorRows:
 
     def states(self) -> Sequence[Any]:
         """Return each row's state for this processor."""
-        return [request.state.get(self._name) for request in self.requests]
+        name = self._name
+        return [state.get(name) for state in self._states]
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return the argument `name` of every row as [rows, 1] on the device."""

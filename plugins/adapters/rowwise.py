@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["PerRequestFactory", "TransformersProcessor", "adapt_factory", "is_transformers_form"]
 
 
+_TRANSFORMERS = ("LogitsProcessor", "LogitsProcessorList")
+
+
 class Form(Enum):
     """What a foreign callable is called with."""
 
@@ -163,14 +166,14 @@ def adapt_factory(foreign: Foreign) -> type[Adapter]:
 
 
 def is_transformers_form(target: Any) -> bool:
-    """Whether a class or object derives from transformers' LogitsProcessor, or is called like it.
+    """Whether something derives from transformers' LogitsProcessor (or list), or is called so.
 
-    Called like it: with `input_ids` and `scores`, the first annotated as a tensor. Without the
+    Called so: with `input_ids` and `scores`, the first annotated as a tensor. Without the
     annotation it could as well be a per-request callable, which gets lists.
     """
     cls = target if inspect.isclass(target) else type(target)
     for base in cls.__mro__:
-        if base.__module__.startswith("transformers.") and base.__name__ == "LogitsProcessor":
+        if base.__module__.startswith("transformers.") and base.__name__ in _TRANSFORMERS:
             return True
     if "__call__" not in {name for base in cls.__mro__[:-1] for name in vars(base)}:
         return False

@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardpoint import SamplingParams, plugins
-from hardpoint.builtin_plugins.logits import bias, masks, penalties, temperature, truncation
+from hardpoint.builtin_plugins.logits import (
+    bias,
+    masks,
+    penalties,
+    temperature,
+    thinking_budget,
+    truncation,
+)
 from hardpoint.builtin_plugins.sampler import DefaultSampler
 from hardpoint.core.sampling.drafts import accepted, with_drafts
 from hardpoint.core.sampling.pipeline import LogitsPipeline
@@ -87,6 +94,7 @@ PROCESSORS = {
     "temperature": temperature.Temperature,
     "top_k": truncation.TopK,
     "min_p": truncation.MinP,
+    "thinking_budget": thinking_budget.ThinkingBudget,
 }
 ARGUMENTS = {
     "min_tokens": {"min_tokens": 4},
@@ -98,6 +106,7 @@ ARGUMENTS = {
     "temperature": {"temperature": 0.8},
     "top_k": {"top_k": 12},
     "min_p": {"min_p": 0.02},
+    "thinking_budget": {"thinking_token_budget": 3, "start": [4], "end": [9, 10]},
 }
 
 

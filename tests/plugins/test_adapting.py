@@ -77,6 +77,7 @@ def built(plugins, **fields):
         (foreign.Counting, LogitsProcessor, "transformers LogitsProcessor", Phase.PENALTY, False),
         (foreign.counting, LogitsProcessor, "transformers LogitsProcessor", Phase.PENALTY, False),
         (foreign.repetition, LogitsProcessor, "transformers LogitsProcessor", Phase.PENALTY, False),
+        (foreign.both, LogitsProcessor, "transformers LogitsProcessor", Phase.PENALTY, False),
         (foreign.forcing, LogitsProcessor, "per-request callables", Phase.BIAS, False),
         (foreign.Stepping, LogitsProcessor, "per-request callables", Phase.BIAS, False),
     ],

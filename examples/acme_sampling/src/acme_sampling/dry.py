@@ -95,11 +95,11 @@ class Dry(SparseLogitsProcessor):
     def edits(self, rows: Rows) -> Edits | None:
         """Lower the logits of the tokens that would extend a repetition."""
         found = []
-        for row, (state, asked) in enumerate(zip(rows.states(), rows.arguments(), strict=True)):
-            for token, length in state.repetitions(asked.range).items():
+        for index, (state, asked) in enumerate(zip(rows.states(), rows.arguments(), strict=True)):
+            for follower, length in state.repetitions(asked.range).items():
                 if length >= asked.allowed_length:
                     penalty = asked.multiplier * asked.base ** (length - asked.allowed_length)
-                    found.append((row, token, -penalty))
+                    found.append((index, follower, -penalty))
         if not found:
             return None
         row, token, value = zip(*found, strict=True)

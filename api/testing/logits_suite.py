@@ -1,0 +1,371 @@
+"""The conformance suite for logits processors: what the built-ins pass, in your tests."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NoReturn
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
+
+from hardpoint.plugins import (
+    BatchLogitsProcessor,
+    Phase,
+    Reads,
+    ReasoningParser,
+    SamplingParams,
+    Tokenizer,
+)
+from hardpoint.plugins.loading import snake_case
+from hardpoint.plugins.logits import LogitsPlugin
+
+from . import logits_claims as claims
+from . import logits_results as results
+from . import logits_states as states
+from .host_sync import Unknown
+from .logits_histories import check_history, steps
+from .logits_subject import MAX_ROWS, Case, Subject
+from .searching import Search, describe
+from .seeds import replay_line
+from .violations import Violation
+
+__all__ = ["LogitsProcessorSuite"]
+
+_SEEDS = st.integers(0, 2**16)
+
+
+class LogitsProcessorSuite:
+    """Derive a test class from it, and set what your processor needs.
+
+    Attributes:
+        processor: the class under test, of any of the three forms.
+        arguments: a hypothesis strategy for its Arguments, as instances or plain data; None for a
+            processor that takes none. Token ids must be under `vocab_size`.
+        options: what an operator would write under `[plugin.<name>]`.
+        params: a strategy for what requests ask for beside.
+        name: under which it is enabled; the class's in snake_case if None.
+        vocab_size: width of the logits.
+        stop_token_ids: every request's.
+        tokenizer, reasoning: what `prepare` gets.
+        budget_us_per_row: microseconds that one row may cost; None does not measure.
+        budget_vocab_size: width of the logits for that.
+        examples: scales how many cases each rule is tried on; 10 for a thorough run.
+        replay_seed: makes the searches of an earlier run again; None draws new ones. The
+            environment variable HARDPOINT_SEED does the same from outside.
+    """
+
+    processor: ClassVar[type[LogitsPlugin]]
+    arguments: ClassVar[st.SearchStrategy[Any] | None] = None
+    options: ClassVar[Mapping[str, Any]] = {}
+    params: ClassVar[st.SearchStrategy[SamplingParams] | None] = None
+    name: ClassVar[str | None] = None
+    vocab_size: ClassVar[int] = 131
+    stop_token_ids: ClassVar[tuple[int, ...]] = (2, 5)
+    tokenizer: ClassVar[Tokenizer | None] = None
+    reasoning: ClassVar[ReasoningParser | None] = None
+    budget_us_per_row: ClassVar[float | None] = 2000.0
+    budget_vocab_size: ClassVar[int] = 32_000
+    examples: ClassVar[float] = 1.0
+    replay_seed: ClassVar[int | None] = None
+
+    def test_contract(self) -> None:
+        """It states its contract, phase and types; options and arguments travel."""
+        rule = "the contract: a loader must be able to check and build it"
+        self._overridden(rule)
+        self._once(rule, lambda: claims.check_contract(self._subject()))
+        subject = self._subject()
+        self._search(
+            rule,
+            30,
+            lambda case: claims.check_round_trip(subject, case),
+            case=self._users(),
+        )
+
+    def test_history(self) -> None:
+        """In any history of a batch a row is what its request gives alone."""
+        subject = self._subject()
+        cases = st.lists(self._cases(), min_size=1, max_size=5)
+        self._search(
+            "alone or in company: a row's result depends on its request only",
+            30,
+            lambda cases, history: check_history(subject, cases, history),
+            cases=cases,
+            history=steps(),
+        )
+
+    def test_swaps(self) -> None:
+        """Rows may change places."""
+        subject = self._subject()
+        places = st.integers(0, MAX_ROWS - 1)
+        self._search(
+            "swaps: requests that change places keep what is theirs",
+            30,
+            lambda cases, swaps, seed: states.check_swaps(subject, cases, swaps, seed),
+            cases=st.lists(self._cases(), min_size=2, max_size=4),
+            swaps=st.lists(st.tuples(places, places), min_size=1, max_size=4),
+            seed=_SEEDS,
+        )
+
+    def test_bystanders(self) -> None:
+        """Requests that do not use it notice nothing."""
+        subject = self._subject()
+        if subject.everybody_uses_it(SamplingParams()):
+            pytest.skip("every request uses this processor: there are no bystanders")
+        self._search(
+            "bystanders: rows of requests that do not use it keep their bits",
+            40,
+            lambda cases, seed: results.check_bystanders(subject, cases, seed),
+            cases=st.lists(self._cases(), min_size=1, max_size=4),
+            seed=_SEEDS,
+        )
+
+    def test_argmax_claim(self) -> None:
+        """The likeliest token stays, if the class says so."""
+        subject = self._subject()
+        if not subject.cls.argmax_invariant:
+            pytest.skip("argmax_invariant is False: nothing is claimed")
+        self._search(
+            "argmax_invariant: the likeliest token never changes",
+            80,
+            lambda cases, seed, kind: results.check_argmax_claim(subject, cases, seed, kind),
+            cases=self._several_users(),
+            seed=_SEEDS,
+            kind=st.sampled_from(["plain", "ties", "masked", "flat", "huge", "survivor"]),
+        )
+
+    def test_pure(self) -> None:
+        """`apply` and `edits` change no state and may be called twice."""
+        subject = self._subject()
+        self._search(
+            "pure: apply and edits change nothing but their result",
+            40,
+            lambda cases, seed: states.check_pure(subject, cases, seed),
+            cases=self._several_users(),
+            seed=_SEEDS,
+        )
+
+    def test_advance(self) -> None:
+        """A state carried on equals one started over."""
+        subject = self._subject()
+        tokens = st.integers(0, 3) | st.integers(0, self.vocab_size - 1)
+        self._search(
+            "start over: start on the whole history equals start and advance",
+            40,
+            lambda cases, tokens, seed: states.check_advance(subject, cases, tokens, seed),
+            cases=self._several_users(),
+            tokens=st.lists(tokens, min_size=1, max_size=8),
+            seed=_SEEDS,
+        )
+
+    def test_fork(self) -> None:
+        """Drafts leave the request's own state alone."""
+        subject = self._subject()
+        self._without_drafts(subject)
+        self._search(
+            "fork: advancing a forked state leaves the original as it was",
+            40,
+            lambda case, drafts, seed: states.check_fork(subject, case, drafts, seed),
+            case=self._users(),
+            drafts=st.lists(st.integers(0, 3), min_size=1, max_size=4),
+            seed=_SEEDS,
+        )
+
+    def test_drafts(self) -> None:
+        """The row of a draft equals that of the real token."""
+        subject = self._subject()
+        self._without_drafts(subject)
+        drafts = st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=3)
+        self._search(
+            "drafts: a draft's row is that of a request which really said it",
+            40,
+            lambda cases, drafts, seed: states.check_drafts(subject, cases, drafts, seed),
+            cases=self._several_users(),
+            drafts=drafts,
+            seed=_SEEDS,
+        )
+
+    def test_deterministic(self) -> None:
+        """Equal inputs give equal results."""
+        subject = self._subject()
+        self._search(
+            "deterministic: equal inputs give equal logits",
+            40,
+            lambda cases, seed: results.check_deterministic(subject, cases, seed),
+            cases=self._several_users(),
+            seed=_SEEDS,
+        )
+
+    def test_sound(self) -> None:
+        """There is always a token to choose."""
+        subject = self._subject()
+        self._search(
+            "sound: no NaN, no +inf, and a token left, for every argument that is accepted",
+            80,
+            lambda cases, seed, kind: results.check_sound(subject, cases, seed, kind),
+            cases=self._several_users(),
+            seed=_SEEDS,
+            kind=st.sampled_from(["plain", "ties", "flat", "masked"]),
+        )
+
+    def test_masks_stay(self) -> None:
+        """What a mask forbade stays forbidden."""
+        subject = self._subject()
+        if subject.cls.phase is Phase.FORCE:
+            pytest.skip("a processor of Phase.FORCE has the last word")
+        self._search(
+            "masks stay: a token at -inf stays at -inf",
+            40,
+            lambda cases, seed: results.check_masks_stay(subject, cases, seed),
+            cases=self._several_users(),
+            seed=_SEEDS,
+        )
+
+    def test_reads(self) -> None:
+        """It reads no ids on the host, if the class says so."""
+        subject = self._subject()
+        if subject.cls.reads is Reads.HOST_IDS:
+            pytest.skip("reads = Reads.HOST_IDS: it may look at everything")
+        self._search(
+            "reads: only what is declared is looked at",
+            40,
+            lambda cases, seed: claims.check_reads(subject, cases, seed),
+            cases=self._several_users(),
+            seed=_SEEDS,
+        )
+
+    def test_no_sync(self) -> None:
+        """It asks the device for no value, if the class says so."""
+        subject = self._subject()
+        if subject.cls.reads is Reads.HOST_IDS:
+            pytest.skip("reads = Reads.HOST_IDS: it may make the host wait")
+        try:
+            self._search(
+                "no sync: apply, edits and advance_rows never wait for the device",
+                20,
+                lambda cases: claims.check_no_sync(subject, cases),
+                cases=self._several_users(),
+            )
+        except Unknown as why:
+            pytest.skip(f"it cannot be told without a device: {why}")
+
+    def test_memory(self) -> None:
+        """Requests that are gone leave nothing behind."""
+        subject = self._subject()
+        self._search(
+            "memory: nothing grows with the number of requests that were served",
+            2,
+            lambda cases: claims.check_memory(subject, cases, waves=10),
+            cases=st.lists(self._users(), min_size=2, max_size=4),
+        )
+
+    def test_speed(self) -> None:
+        """A row costs no more than the budget."""
+        budget = self.budget_us_per_row
+        if budget is None:
+            pytest.skip("budget_us_per_row is None")
+        subject = self._subject(self.budget_vocab_size)
+
+        def check(cases: list[Case]) -> None:
+            cost = claims.microseconds_per_row(subject, cases, rounds=3)
+            if cost > budget:  # perhaps the machine was busy
+                cost = min(cost, claims.microseconds_per_row(subject, cases, rounds=20))
+            if cost > budget:
+                raise Violation(
+                    f"a row of {self.budget_vocab_size} logits cost {cost:.0f} microseconds, the "
+                    f"budget is {budget:.0f}",
+                    "work on whole tensors instead of token by token, cache what depends on the "
+                    "rows alone by rows.version; or set budget_us_per_row to what you accept",
+                )
+
+        case = subject.cases(self.arguments, self.params, users_only=True, sampled_only=True)
+        self._search(
+            "speed: a row costs no more than its budget",
+            2,
+            check,
+            cases=st.lists(case, min_size=MAX_ROWS, max_size=MAX_ROWS),
+        )
+
+    def _subject(self, vocab_size: int | None = None) -> Subject:
+        return Subject(
+            cls=self.processor,
+            name=self.name or snake_case(self.processor.__name__),
+            options=self.options,
+            vocab_size=vocab_size or self.vocab_size,
+            stop_token_ids=self.stop_token_ids,
+            tokenizer=self.tokenizer,
+            reasoning=self.reasoning,
+        )
+
+    def _cases(self) -> st.SearchStrategy[Case]:
+        return self._subject().cases(self.arguments, self.params)
+
+    def _users(self) -> st.SearchStrategy[Case]:
+        return self._subject().cases(
+            self.arguments, self.params, users_only=True, sampled_only=True
+        )
+
+    def _several_users(self) -> st.SearchStrategy[list[Case]]:
+        return st.lists(self._users(), min_size=1, max_size=3)
+
+    def _without_drafts(self, subject: Subject) -> None:
+        if issubclass(subject.cls, BatchLogitsProcessor) and not subject.cls.supports_drafts:
+            pytest.skip("supports_drafts is False: drafts never meet it")
+
+    def _overridden(self, rule: str) -> None:
+        """Refuse a class that replaces a test: a suite that was bent proves nothing."""
+        for name, test in inspect.getmembers(LogitsProcessorSuite, inspect.isfunction):
+            own = getattr(type(self), name)
+            if name.startswith("test_") and own is not test and not _expected_to_fail(own):
+                self._fail(
+                    rule,
+                    Violation(
+                        f"{type(self).__name__} replaces {name}",
+                        "give the additional test another name; to leave a rule out, override its "
+                        "test with one that is marked pytest.mark.xfail(reason=...)",
+                    ),
+                )
+
+    def _once(self, rule: str, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except Violation as violation:
+            self._fail(rule, violation)
+
+    def _search(
+        self,
+        rule: str,
+        examples: int,
+        check: Callable[..., None],
+        **strategies: st.SearchStrategy[Any],
+    ) -> None:
+        """Try a rule on drawn cases; fail with what an author needs to see it again."""
+        search = Search(max(1, round(examples * self.examples)), self.replay_seed)
+        try:
+            found = search.run(check, **strategies)
+        except Unsatisfiable:
+            self._fail(
+                rule,
+                Violation(
+                    "no request could be made: prepare refused whatever `arguments` gave",
+                    "let the strategy `arguments` make what prepare accepts; set vocab_size, "
+                    "stop_token_ids, tokenizer, reasoning or params if it needs them",
+                ),
+            )
+        if found is not None:
+            case = f"\n  case:\n{describe(found.drawn)}\n  replay: {replay_line(found.seed)}"
+            self._fail(rule, found.violation, case)
+
+    def _fail(self, rule: str, violation: Violation, case: str = "") -> NoReturn:
+        cls = self.processor
+        pytest.fail(
+            f"{cls.__module__}.{cls.__qualname__} breaks a rule.\n"
+            f"  rule: {rule}\n  saw: {violation.saw}\n  do: {violation.do}{case}",
+            pytrace=False,
+        )
+
+
+def _expected_to_fail(test: Any) -> bool:
+    marks = getattr(test, "pytestmark", [])
+    return any(mark.name in ("xfail", "skip") and mark.kwargs.get("reason") for mark in marks)

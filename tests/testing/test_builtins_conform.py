@@ -1,0 +1,94 @@
+"""Every built-in logits processor passes the kit that is offered to others."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+from hypothesis import strategies as st
+
+from hardpoint.builtin_plugins.logits.bias import LogitBias
+from hardpoint.builtin_plugins.logits.masks import AllowedTokenIds, BadWords, MinTokens
+from hardpoint.builtin_plugins.logits.penalties import Penalties
+from hardpoint.builtin_plugins.logits.temperature import Temperature
+from hardpoint.builtin_plugins.logits.thinking_budget import ThinkingBudget
+from hardpoint.builtin_plugins.logits.truncation import MinP, TopK, TopP
+from hardpoint.testing import LogitsProcessorSuite
+
+tokens = st.integers(0, 4) | st.integers(0, 130)
+
+
+class TestMinP(LogitsProcessorSuite):
+    processor = MinP
+    arguments = st.builds(MinP.Arguments, min_p=st.floats(0, 1))
+
+
+class TestTopK(LogitsProcessorSuite):
+    processor = TopK
+    arguments = st.builds(TopK.Arguments, top_k=st.integers(-1, 140))
+
+
+class TestTopP(LogitsProcessorSuite):
+    processor = TopP
+    arguments = st.builds(TopP.Arguments, top_p=st.floats(0, 1, exclude_min=True))
+    vocab_size = 1100  # wider than the first two looks at the best tokens
+
+
+class TestTemperature(LogitsProcessorSuite):
+    processor = Temperature
+    arguments = st.builds(Temperature.Arguments, temperature=st.floats(0, 1e300))
+
+
+class TestLogitBias(LogitsProcessorSuite):
+    processor = LogitBias
+    arguments = st.builds(
+        LogitBias.Arguments,
+        logit_bias=st.dictionaries(tokens, st.floats(-100, 100), max_size=5),
+    )
+
+
+class TestPenalties(LogitsProcessorSuite):
+    processor = Penalties
+    arguments = st.builds(
+        Penalties.Arguments,
+        presence_penalty=st.just(0.0) | st.floats(-2, 2),
+        frequency_penalty=st.just(0.0) | st.floats(-2, 2),
+        repetition_penalty=st.just(1.0) | st.floats(1e-30, 1e30),
+    )
+
+
+class TestAllowedTokenIds(LogitsProcessorSuite):
+    processor = AllowedTokenIds
+    arguments = st.builds(
+        AllowedTokenIds.Arguments, allowed_token_ids=st.lists(tokens, min_size=1, max_size=5)
+    )
+
+
+class TestBadWords(LogitsProcessorSuite):
+    processor = BadWords
+    arguments = st.builds(
+        BadWords.Arguments,
+        sequences=st.lists(st.lists(tokens, min_size=1, max_size=3), max_size=4),
+    )
+
+
+class TestMinTokens(LogitsProcessorSuite):
+    processor = MinTokens
+    arguments = st.builds(MinTokens.Arguments, min_tokens=st.integers(0, 20))
+
+
+class TestThinkingBudget(LogitsProcessorSuite):
+    processor = ThinkingBudget
+    arguments = st.builds(
+        ThinkingBudget.Arguments,
+        thinking_token_budget=st.none() | st.integers(0, 8),
+        start=st.sampled_from([[0], [0, 1], [1, 1]]),
+        end=st.sampled_from([[2], [3, 0], [0, 3, 0]]),
+    )
+
+
+def test_every_builtin_has_its_class_here():
+    group = entry_points(group="hardpoint.logits_processors")
+    builtins = {p.value for p in group if p.value.startswith("hardpoint.")}
+    suites = [c for c in globals().values() if isinstance(c, type) and c.__name__[:4] == "Test"]
+    tested = {f"{s.processor.__module__}:{s.processor.__qualname__}" for s in suites}
+    assert builtins == tested

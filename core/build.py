@@ -76,6 +76,7 @@ def build_engine(
     tokenizer: Tokenizer = plugins.create(
         plugins.one("tokenizers"), TokenizerContext, files=tokenizer_files
     )
+    reasoning = _reasoning(config, plugins, tokenizer)
     spec = WorkerSpec(
         config=config,
         plugins=plugins,
@@ -94,7 +95,7 @@ def build_engine(
             hooks=hooks,
             model_config=model_config,
             tokenizer=tokenizer,
-            reasoning=_reasoning(config, plugins, tokenizer),
+            reasoning=reasoning,
             client=InprocClient(core),
             clock=clock,
         )
@@ -115,6 +116,7 @@ def build_engine(
 
 def _build_core(spec: WorkerSpec, origins: Origins, clock: Callable[[], float]) -> EngineCore:
     config, plugins = spec.config, spec.plugins
+    policy = plugins.create(plugins.one("scheduling_policies"), PolicyContext)
     executor: Executor = plugins.create(
         plugins.one("executors"),
         ExecutorContext,
@@ -136,7 +138,7 @@ def _build_core(spec: WorkerSpec, origins: Origins, clock: Callable[[], float]) 
                 max_model_len=spec.max_model_len,
             ),
             kv_cache=BlockManager(num_blocks, config.kv_cache.block_size),
-            policy=plugins.create(plugins.one("scheduling_policies"), PolicyContext),
+            policy=policy,
             clock=clock,
         )
     except BaseException:

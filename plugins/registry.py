@@ -142,6 +142,7 @@ def resolve_plugins(
         if item.kind.number is not Number.BY_NAME or item.path:
             target = load_component(item.kind, item.source, item.target)
             targets[item.kind.name, item.name] = target
+    _check_on_error(config, origins, chosen)
     options = _options_by_component(config, origins, chosen, targets)
     places = _places(chosen, targets)
     entries = tuple(
@@ -158,6 +159,18 @@ def resolve_plugins(
         for item in chosen
     )
     return PluginSet(Manifest(hardpoint=installed_version(), entries=entries), found, targets)
+
+
+def _check_on_error(config: EngineConfig, origins: Origins, chosen: Sequence[Chosen]) -> None:
+    """Refuse names that are no logits processor: the wish would be ignored."""
+    known = sorted(c.name for c in chosen if c.kind.name == "logits_processors")
+    for name in config.plugins.on_error:
+        if name not in known:
+            path = f"plugins.on_error.{name}"
+            raise ConfigError(
+                f"{path}: no logits processor {name!r} is on{typed.suggest(name, known)} "
+                f"(from {origins.of(path)})"
+            )
 
 
 def _options_by_component(

@@ -19,7 +19,6 @@ from hardpoint.core.sampling.stages import Stage
 from hardpoint.plugins import (
     KINDS,
     BatchLogitsProcessor,
-    BatchUpdate,
     LogitsProcessor,
     PluginContractError,
     Reads,

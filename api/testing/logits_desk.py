@@ -74,8 +74,9 @@ class Desk:
         return run_pipeline(self.pipeline, self.stage, logits.clone(), chosen)
 
     def advance(self, tokens: Sequence[int], requests: Sequence[LogitsRequest] = ()) -> None:
-        """Give each request one more token, and take the step's end."""
+        """Take a step in which each request gets one more token."""
         chosen = list(requests) or self.requests
+        self.process(torch.zeros(len(chosen), self.subject.vocab_size), chosen)
         for request, token in zip(chosen, tokens, strict=True):
             self.outputs[self.requests.index(request)].append(token)
         advanced(self.pipeline, chosen, tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -87,6 +87,7 @@ class MinTokens(SparseLogitsProcessor):
     def __init__(self, context: LogitsContext) -> None:
         """Start with nothing cached."""
         super().__init__(context)
+        self._limits = RowCache[list[tuple[Sequence[int], int]]]()
         self._cache = RowCache[Edits]()
 
     @classmethod
@@ -102,24 +103,29 @@ class MinTokens(SparseLogitsProcessor):
 
     def edits(self, rows: Rows) -> Edits | None:
         """Forbid the stop tokens of the rows that are still too short."""
-        short = tuple(
-            index
-            for index, (request, arguments) in enumerate(
-                zip(rows.requests, rows.arguments(), strict=True)
-            )
-            if len(request.output_token_ids) < arguments.min_tokens
-        )
-        if not short:
+        limits = self._limits.get(rows, lambda: _limits(rows))
+        long_enough = tuple([i for i, (output, least) in enumerate(limits) if len(output) >= least])
+        if len(long_enough) == len(limits):
             return None
-        return self._cache.get(rows, lambda: self._build(rows, short), extra=short)
+        return self._cache.get(rows, lambda: self._build(rows, long_enough), extra=long_enough)
 
-    def _build(self, rows: Rows, short: Iterable[int]) -> Edits:
+    def _build(self, rows: Rows, long_enough: Iterable[int]) -> Edits:
         # An id outside the vocabulary can never be chosen, so there is nothing to forbid.
         size = self.context.vocab_size
+        done = set(long_enough)
         return _edits(
-            (row, [t for t in dict.fromkeys(rows.requests[row].stop_token_ids) if t < size])
-            for row in short
+            (row, [t for t in dict.fromkeys(request.stop_token_ids) if t < size])
+            for row, request in enumerate(rows.requests)
+            if row not in done
         )
+
+
+def _limits(rows: Rows) -> list[tuple[Sequence[int], int]]:
+    """Return each row's output, which grows, and how many tokens it needs."""
+    return [
+        (request.output_token_ids, arguments.min_tokens)
+        for request, arguments in zip(rows.requests, rows.arguments(), strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +141,7 @@ class _Sequences:
     by_last: dict[int, list[tuple[list[int], int]]]
 
     def forbidden_after(self, output: Sequence[int]) -> tuple[int, ...]:
-        """Return the tokens that would complete a longer sequence now."""
-        if not output:
-            return ()
+        """Return the tokens that would complete a longer sequence after an output, not empty."""
         return tuple(
             token
             for prefix, token in self.by_last.get(output[-1], ())
@@ -171,6 +175,7 @@ class BadWords(SparseLogitsProcessor):
     def __init__(self, context: LogitsContext) -> None:
         """Start with nothing cached."""
         super().__init__(context)
+        self._watched = RowCache[list[_Watched]]()
         self._cache = RowCache[Edits]()
 
     @classmethod
@@ -210,19 +215,37 @@ class BadWords(SparseLogitsProcessor):
 
     def edits(self, rows: Rows) -> Edits | None:
         """Forbid what completes a sequence; the same object while that stays the same."""
-        states: Sequence[_Sequences] = rows.states()
+        watched = self._watched.get(rows, lambda: _watched(rows))
         now = tuple(
-            state.forbidden_after(request.output_token_ids) if state.by_last else ()
-            for state, request in zip(states, rows.requests, strict=True)
+            [
+                (row, state.forbidden_after(output))
+                for row, output, last, state in watched
+                if output and output[-1] in last
+            ]
         )
-        edits = self._cache.get(rows, lambda: self._build(states, now), extra=now)
+        edits = self._cache.get(rows, lambda: self._build(rows.states(), dict(now)), extra=now)
         return edits if edits.row else None
 
-    def _build(self, states: Sequence[_Sequences], now: Sequence[tuple[int, ...]]) -> Edits:
+    def _build(self, states: Sequence[_Sequences], now: dict[int, tuple[int, ...]]) -> Edits:
         return _edits(
-            (row, list(dict.fromkeys((*state.single, *more))))
-            for row, (state, more) in enumerate(zip(states, now, strict=True))
+            (row, list(dict.fromkeys((*state.single, *now.get(row, ())))))
+            for row, state in enumerate(states)
         )
+
+
+_Watched = tuple[int, Sequence[int], Container[int], _Sequences]
+
+
+def _watched(rows: Rows) -> list[_Watched]:
+    """Return row, output (it grows), the last tokens of prefixes and all, where there are any."""
+    pairs: Iterable[tuple[LogitsRequest, _Sequences]] = zip(
+        rows.requests, rows.states(), strict=True
+    )
+    return [
+        (row, request.output_token_ids, state.by_last.keys(), state)
+        for row, (request, state) in enumerate(pairs)
+        if state.by_last
+    ]
 
 
 def _spellings(word: str, tokenizer: Tokenizer) -> list[list[int]]:

@@ -111,16 +111,19 @@ class Penalties(LogitsProcessor):
     def apply(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Change the logits of tokens that were said, in place."""
         states: Sequence[TokenCounts] = rows.states()
-        device = logits.device
         lengths = [state.size for state in states]
-        row = torch.from_numpy(np.repeat(np.arange(len(states)), lengths)).to(device)
-        token = torch.from_numpy(np.concatenate([state.tokens for state in states])).to(device)
+        rows_of = np.repeat(np.arange(len(states)), lengths)
+        token = np.concatenate([state.tokens for state in states])
+        device = logits.device
+        row = torch.from_numpy(rows_of).to(device)
+        # Counted through all rows: one index is half as much work as a pair.
+        place = torch.from_numpy(rows_of * logits.shape[1] + token).to(device)
         count = torch.from_numpy(np.concatenate([state.counts for state in states])).to(device)
-        repetition = rows.tensor("repetition_penalty").squeeze(1)[row]
-        frequency = rows.tensor("frequency_penalty").squeeze(1)[row]
-        presence = rows.tensor("presence_penalty").squeeze(1)[row]
-        value = logits[row, token]
+        repetition, frequency, presence = (
+            rows.tensor(name).squeeze(1).index_select(0, row)
+            for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
+        )
+        value = logits.take(place)
         value = torch.where(value > 0, value / repetition, value * repetition)
         value -= frequency * count + presence * (count > 0)
-        logits[row, token] = value
-        return logits
+        return logits.put_(place, value)

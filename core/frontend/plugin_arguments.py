@@ -103,11 +103,20 @@ class PluginArguments:
             given, path = params.plugin_args[name], f"plugin_args.{name}"
         elif fields:
             given, path = fields, ""
-        elif cls.uses(params):
+        elif self._wanted(processor, params):
             given, path = {}, f"plugin_args.{name}"
         else:
             return None
         return typed.convert(given, cls.Arguments, path=path, error=RequestError)
+
+    def _wanted(self, processor: _Processor, params: SamplingParams) -> bool:
+        """Whether a request uses a processor that it gives no arguments for."""
+        try:
+            return processor.cls.uses(params)
+        except Exception as cause:
+            raise RequestError(
+                f"{processor.entry.source}: its uses failed: {type(cause).__name__}: {cause}"
+            ) from cause
 
     def _prepared(self, processor: _Processor, arguments: Any, request: EngineCoreRequest) -> Any:
         cls = processor.cls

@@ -84,10 +84,10 @@ class LocalWorker:
             device=spec.device,
             max_model_len=spec.max_model_len,
         )
+        stage = self._sampling(spec)  # before the weights: a plugin that cannot start is told soon
         shapes = model.weight_shapes()
         with torch.inference_mode():
             model.load_weights(_checked(spec.loader.weights(shapes), shapes, spec))
-        stage = self._sampling(spec)
         self._components = [model, attention, stage.sampler]
         self._runner = ModelRunner(
             model,

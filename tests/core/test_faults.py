@@ -7,7 +7,14 @@ import math
 import pytest
 from driving import run, summary
 
-from hardpoint import EngineClosedError, RequestError, RequestOutputKind, SamplingParams, plugins
+from hardpoint import (
+    ConfigError,
+    EngineClosedError,
+    RequestError,
+    RequestOutputKind,
+    SamplingParams,
+    plugins,
+)
 from hardpoint.plugins import (
     BatchLogitsProcessor,
     Edits,
@@ -457,3 +464,19 @@ def test_edits_keep_only_and_set():
     compile_edits(Edits([0, 0], [1, 2], (), Op.KEEP_ONLY), [2], logits)(logits)
     assert logits[2].tolist() == [-INF, 0, 0, -INF]
     assert logits[:2].tolist() == [[0] * 4] * 2
+
+
+def test_on_error_for_a_plugin_that_is_not_on(scripted):
+    with pytest.raises(ConfigError, match=r"plugins.on_error.dens: no logits processor 'dens' is"):
+        engine_with(scripted, "Dense", plugins={"on_error": {"dens": "engine"}})
+
+
+def test_a_wish_that_raises_refuses_the_request_and_names_the_plugin(scripted, monkeypatch):
+    def uses(cls, params):
+        raise LookupError("cannot tell")
+
+    engine = engine_with(scripted, "Dense")
+    monkeypatch.setattr(Dense, "uses", classmethod(uses))
+    with pytest.raises(RequestError, match=r"plugin 'dense'.*its uses failed: LookupError: cannot"):
+        engine.add_request("r", "x", SamplingParams())
+    engine.close()

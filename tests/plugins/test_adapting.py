@@ -28,6 +28,7 @@ from hardpoint.plugins import (
     Phase,
     PluginContractError,
     PluginLoadError,
+    PluginSet,
     SamplingParams,
     hookimpl,
 )
@@ -95,6 +96,14 @@ def test_the_phase_and_who_uses_it_can_be_chosen(loaded):
     assert cls.phase is Phase.FORCE
     assert cls.uses(SamplingParams())
     assert plugins.entries("logits_processors")[-1].name == "thing"
+
+
+def test_a_manifest_alone_gives_the_same_component(loaded):
+    """As another process loads it."""
+    here, _ = loaded(foreign.OneToken, {"phase": "mask", "every_request": True})
+    there = PluginSet(here.manifest, (), {})
+    cls = there.target(there.get("logits_processors", "thing"))
+    assert (cls.phase, cls.every_request, cls.adapter) == (Phase.MASK, True, "vLLM V1 class")
 
 
 def test_constructor_arguments_come_from_the_options(loaded, refused):

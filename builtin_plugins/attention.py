@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -11,8 +14,8 @@ from .attention_plan import Chunk, Plan, Singles
 
 __all__ = ["Cache", "TorchAttention"]
 
-Cache = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values, each [blocks, block_size, num_kv_heads, head_size]."""
+Cache = tuple[torch.Tensor, ...]
+"""Keys, then values, each [blocks, block_size, num_kv_heads, head_size]."""
 
 
 class TorchAttention(AttentionBackend):
@@ -35,8 +38,13 @@ class TorchAttention(AttentionBackend):
         """Return a zeroed cache of `num_blocks` blocks; memory is touched when it is used."""
         shape = (num_blocks, self.context.block_size, spec.num_kv_heads, spec.head_size)
         dtype, device = self.context.dtype, self.context.device
-        keys = torch.zeros(shape, dtype=dtype, device=device)
-        return keys, torch.zeros_like(keys)
+        if device.type != "cpu":
+            return tuple(torch.zeros(2, *shape, dtype=dtype, device=device).unbind())
+        # numpy asks the system for zeroed pages, which cost nothing until they are touched;
+        # torch.zeros would write them all.
+        size = math.prod(shape) * dtype.itemsize
+        sides = (torch.from_numpy(np.zeros(size, np.uint8)) for _ in range(2))
+        return tuple(side.view(dtype).view(shape) for side in sides)
 
     def plan(self, step: AttentionStep) -> Plan:
         """Prepare what the step's layers share."""

@@ -9,7 +9,7 @@ import torch
 
 from hardpoint.core.sampling.pipeline import LogitsPipeline
 from hardpoint.core.sampling.stages import Stage, StageFault
-from hardpoint.plugins import Added, BatchUpdate, LogitsRequest, Move, Moved
+from hardpoint.plugins import Added, BatchUpdate, LogitsRequest, Move, Moved, RequestFault
 
 from .logits_subject import Case, Subject
 from .violations import Violation
@@ -72,6 +72,15 @@ class Desk:
         """Return what the pipeline makes of logits [requests, vocab], which stay as they are."""
         chosen = self.requests if requests is None else list(requests)
         return run_pipeline(self.pipeline, self.stage, logits.clone(), chosen)
+
+    def process_apart(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the same made row by row, as after a fault in the step."""
+        faults: dict[str, RequestFault] = {}
+        isolated: dict[str, Exception | None] = {self.stage.name: None}
+        result = self.pipeline.apply(logits.clone(), self.requests, isolated, faults)
+        for fault in faults.values():
+            raise Violation(f"on a row alone, {fault.message}", _SOUND_ADVICE)
+        return result
 
     def advance(self, tokens: Sequence[int], requests: Sequence[LogitsRequest] = ()) -> None:
         """Take a step in which each request gets one more token."""

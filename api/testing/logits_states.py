@@ -31,12 +31,14 @@ def check_pure(subject: Subject, cases: list[Case], seed: int) -> None:
                 f"{what} may be called twice for a step, and for draft rows: change state only in "
                 f"advance or advance_rows (in the batch form: in update_state)",
             )
-    second = desk.process(logits)
+    again = [desk.process(logits)]
     desk.process(logits, desk.requests[::-1])
-    third = desk.process(logits)
+    again.append(desk.process(logits))
+    if not subject.batchwise:
+        again.append(desk.process_apart(logits))
     for row, case in enumerate(cases):
-        for again in (second, third):
-            if (differs := difference(again[row], first[row])) is not None:
+        for result in again:
+            if (differs := difference(result[row], first[row])) is not None:
                 raise Violation(
                     f"{what}, called again on the same row, gave another result: {differs}; "
                     f"for {case}",

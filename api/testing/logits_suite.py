@@ -89,7 +89,7 @@ class LogitsProcessorSuite:
         cases = st.lists(self._cases(), min_size=1, max_size=5)
         self._search(
             "alone or in company: a row's result depends on its request only",
-            30,
+            60,
             lambda cases, history: check_history(subject, cases, history),
             cases=cases,
             history=steps(),
@@ -101,7 +101,7 @@ class LogitsProcessorSuite:
         places = st.integers(0, MAX_ROWS - 1)
         self._search(
             "swaps: requests that change places keep what is theirs",
-            30,
+            40,
             lambda cases, swaps, seed: states.check_swaps(subject, cases, swaps, seed),
             cases=st.lists(self._cases(), min_size=2, max_size=4),
             swaps=st.lists(st.tuples(places, places), min_size=1, max_size=4),
@@ -115,7 +115,7 @@ class LogitsProcessorSuite:
             pytest.skip("every request uses this processor: there are no bystanders")
         self._search(
             "bystanders: rows of requests that do not use it keep their bits",
-            40,
+            60,
             lambda cases, seed: results.check_bystanders(subject, cases, seed),
             cases=st.lists(self._cases(), min_size=1, max_size=4),
             seed=_SEEDS,
@@ -128,7 +128,7 @@ class LogitsProcessorSuite:
             pytest.skip("argmax_invariant is False: nothing is claimed")
         self._search(
             "argmax_invariant: the likeliest token never changes",
-            80,
+            120,
             lambda cases, seed, kind: results.check_argmax_claim(subject, cases, seed, kind),
             cases=self._several_users(),
             seed=_SEEDS,
@@ -140,7 +140,7 @@ class LogitsProcessorSuite:
         subject = self._subject()
         self._search(
             "pure: apply and edits change nothing but their result",
-            40,
+            60,
             lambda cases, seed: states.check_pure(subject, cases, seed),
             cases=self._several_users(),
             seed=_SEEDS,
@@ -152,7 +152,7 @@ class LogitsProcessorSuite:
         tokens = st.integers(0, 3) | st.integers(0, self.vocab_size - 1)
         self._search(
             "start over: start on the whole history equals start and advance",
-            40,
+            60,
             lambda cases, tokens, seed: states.check_advance(subject, cases, tokens, seed),
             cases=self._several_users(),
             tokens=st.lists(tokens, min_size=1, max_size=8),
@@ -165,7 +165,7 @@ class LogitsProcessorSuite:
         self._without_drafts(subject)
         self._search(
             "fork: advancing a forked state leaves the original as it was",
-            40,
+            60,
             lambda case, drafts, seed: states.check_fork(subject, case, drafts, seed),
             case=self._users(),
             drafts=st.lists(st.integers(0, 3), min_size=1, max_size=4),
@@ -179,7 +179,7 @@ class LogitsProcessorSuite:
         drafts = st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=3)
         self._search(
             "drafts: a draft's row is that of a request which really said it",
-            40,
+            60,
             lambda cases, drafts, seed: states.check_drafts(subject, cases, drafts, seed),
             cases=self._several_users(),
             drafts=drafts,
@@ -191,7 +191,7 @@ class LogitsProcessorSuite:
         subject = self._subject()
         self._search(
             "deterministic: equal inputs give equal logits",
-            40,
+            60,
             lambda cases, seed: results.check_deterministic(subject, cases, seed),
             cases=self._several_users(),
             seed=_SEEDS,
@@ -202,7 +202,7 @@ class LogitsProcessorSuite:
         subject = self._subject()
         self._search(
             "sound: no NaN, no +inf, and a token left, for every argument that is accepted",
-            80,
+            120,
             lambda cases, seed, kind: results.check_sound(subject, cases, seed, kind),
             cases=self._several_users(),
             seed=_SEEDS,
@@ -216,7 +216,7 @@ class LogitsProcessorSuite:
             pytest.skip("a processor of Phase.FORCE has the last word")
         self._search(
             "masks stay: a token at -inf stays at -inf",
-            40,
+            60,
             lambda cases, seed: results.check_masks_stay(subject, cases, seed),
             cases=self._several_users(),
             seed=_SEEDS,
@@ -229,7 +229,7 @@ class LogitsProcessorSuite:
             pytest.skip("reads = Reads.HOST_IDS: it may look at everything")
         self._search(
             "reads: only what is declared is looked at",
-            40,
+            60,
             lambda cases, seed: claims.check_reads(subject, cases, seed),
             cases=self._several_users(),
             seed=_SEEDS,

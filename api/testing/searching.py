@@ -16,7 +16,7 @@ from .violations import Violation, short
 
 __all__ = ["Found", "Search", "describe"]
 
-_SHRINKING_SECONDS = 3.0
+_SHRINKING_SECONDS = 2.0
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def largest(logits: torch.Tensor, count: int) -> torch.Tensor:
     # Split into blocks: the `count` blocks with the largest maxima hold the `count` largest
     # logits, because each other logit is at most its block's maximum, and so at most as large as
     # each of theirs. A block is a column here, so that maxima are found many at a time.
-    blocks = logits[:, : width * _BLOCK].unflatten(1, (_BLOCK, width))
+    blocks = logits[:, : width * _BLOCK].view(rows, _BLOCK, width)
     best = blocks.amax(1).topk(count, sorted=False).indices
     index = best.unsqueeze(1).expand(rows, _BLOCK, count)
     candidates = [blocks.gather(2, index).flatten(1), logits[:, width * _BLOCK :]]

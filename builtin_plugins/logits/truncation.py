@@ -120,10 +120,11 @@ class TopP(LogitsProcessor):
 
 def _best_probability(logits: torch.Tensor) -> torch.Tensor:
     """Return the probability of each row's likeliest token, [rows, 1]."""
-    # softmax, unlike a sum, gives a row the same bits alone and in any batch. On the CPU a row's
-    # probabilities stay in the cache, and memory for all of them is not needed.
-    parts = logits.split(1) if logits.device.type == "cpu" else (logits,)
-    return torch.cat([part.softmax(-1).amax(-1, keepdim=True) for part in parts])
+    # softmax, unlike a sum, gives a row the same bits alone and in any batch.
+    if logits.device.type != "cpu":
+        return logits.softmax(-1).amax(-1, keepdim=True)
+    # One row's probabilities stay in the cache; all rows' need not even exist.
+    return torch.stack([row.softmax(-1).amax(-1, keepdim=True) for row in logits.unbind()])
 
 
 def _best(logits: torch.Tensor, width: int) -> torch.Tensor:

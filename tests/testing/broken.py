@@ -1,0 +1,432 @@
+"""Logits processors with one mistake each, of the kinds that people make."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+
+from hardpoint import plugins
+from hardpoint.plugins import (
+    BatchLogitsProcessor,
+    Edits,
+    LogitsProcessor,
+    Move,
+    Op,
+    Phase,
+    Reads,
+    SparseLogitsProcessor,
+    TensorSpec,
+)
+
+
+class Bias(LogitsProcessor):
+    """Right: adds a number to token 0."""
+
+    contract = 1
+    phase = Phase.BIAS
+
+    class Arguments(plugins.Arguments):
+        by: float = 1.0
+
+    def apply(self, logits, rows):
+        logits[:, :1] += rows.tensor("by")
+        return logits
+
+
+class NoContract(Bias):
+    """States no contract of its own."""
+
+
+class FailsToBuild(Bias):
+    contract = 1
+
+    def __init__(self, context):
+        raise KeyError("weights")
+
+
+class PreparesNothing(Bias):
+    contract = 1
+
+    @classmethod
+    def prepare(cls, arguments, context):
+        if arguments.by < 0:
+            raise ValueError("by: must not be negative")
+
+
+class PrepareCrashes(Bias):
+    contract = 1
+
+    @classmethod
+    def prepare(cls, arguments, context):
+        return arguments.by / 0
+
+
+class RefusesAll(Bias):
+    contract = 1
+
+    @classmethod
+    def prepare(cls, arguments, context):
+        raise ValueError("by: not today")
+
+
+def _hidden():
+    class Arguments(plugins.Arguments):
+        by: float = 1.0
+
+    return Arguments
+
+
+class NoPickle(Bias):
+    contract = 1
+    Arguments = _hidden()
+
+
+class CachesByCount(Bias):
+    """Rebuilds its column only when the number of rows changes."""
+
+    contract = 1
+    column = None
+
+    def apply(self, logits, rows):
+        if self.column is None or len(self.column) != len(rows):
+            self.column = rows.tensor("by")
+        logits[:, :1] += self.column
+        return logits
+
+
+class MixesRows(Bias):
+    contract = 1
+
+    def apply(self, logits, rows):
+        logits[:, :1] += rows.tensor("by").mean()
+        return logits
+
+
+class Rounds(Bias):
+    """Sums in an order that depends on the number of rows."""
+
+    contract = 1
+
+    def apply(self, logits, rows):
+        steps = len(rows) + 1
+        return logits + sum(rows.tensor("by") / steps for _ in range(steps))
+
+
+class BatchBias(BatchLogitsProcessor):
+    """Right: the same in the batch form."""
+
+    contract = 1
+    phase = Phase.BIAS
+    Arguments = Bias.Arguments
+
+    @classmethod
+    def uses(cls, params):
+        return False
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.books = {}
+
+    def update_state(self, update):
+        if update is None:
+            return
+        for row in update.removed:
+            self.removed(row)
+        for added in update.added:
+            self.books.pop(added.row, None)
+            given = added.params.plugin_args.get(self.name)
+            if given is not None:
+                self.books[added.row] = given.by
+        for move in update.moved:
+            self.moved(move)
+
+    def removed(self, row):
+        self.books.pop(row, None)
+
+    def moved(self, move):
+        source = self.books.pop(move.source, None)
+        there = self.books.pop(move.destination, None)
+        if source is not None:
+            self.books[move.destination] = source
+        if move.direction is Move.SWAP and there is not None:
+            self.books[move.source] = there
+
+    def apply(self, logits):
+        for row, by in self.books.items():
+            if row < len(logits):
+                logits[row, 0] += by
+        return logits
+
+
+class IgnoresMoves(BatchBias):
+    contract = 1
+
+    def moved(self, move):
+        if move.direction is Move.SWAP:
+            super().moved(move)
+
+
+class SwapsOneWay(BatchBias):
+    contract = 1
+
+    def moved(self, move):
+        source = self.books.pop(move.source, None)
+        self.books.pop(move.destination, None)
+        if source is not None:
+            self.books[move.destination] = source
+
+
+class EverybodysBias(BatchBias):
+    contract = 1
+
+    def apply(self, logits):
+        logits[:, 1] += 1
+        return super().apply(logits)
+
+
+class CrashesOnUpdate(BatchBias):
+    contract = 1
+
+    def removed(self, row):
+        del self.books[row]
+
+
+class DropsTheBest(LogitsProcessor):
+    contract = 1
+    phase = Phase.TRUNCATE
+    argmax_invariant = True
+
+    def apply(self, logits, rows):
+        limit = logits.topk(2).values[:, 1:]
+        return logits.masked_fill(logits > limit, -math.inf)
+
+
+class DropsTies(LogitsProcessor):
+    """Keeps one of the best only: the highest id."""
+
+    contract = 1
+    phase = Phase.TRUNCATE
+    argmax_invariant = True
+
+    def apply(self, logits, rows):
+        last = logits.shape[1] - 1 - logits.flip(-1).argmax(-1, keepdim=True)
+        kept = torch.full_like(logits, -math.inf)
+        return kept.scatter(1, last, logits.gather(1, last))
+
+
+class Counter(SparseLogitsProcessor):
+    """Right: adds the number of output tokens, kept as a list, to token 0."""
+
+    contract = 1
+    phase = Phase.PENALTY
+
+    class Arguments(plugins.Arguments):
+        scale: float = 1.0
+
+    def start(self, request):
+        return list(request.output_token_ids)
+
+    def advance(self, state, token):
+        state.append(token)
+        return state
+
+    def edits(self, rows):
+        values = [
+            len(state) * given.scale
+            for state, given in zip(rows.states(), rows.arguments(), strict=True)
+        ]
+        return Edits(range(len(rows)), [0] * len(rows), values, Op.ADD)
+
+
+class CountsCalls(Counter):
+    contract = 1
+
+    def edits(self, rows):
+        for state in rows.states():
+            state.append(0)
+        return super().edits(rows)
+
+
+class EatsOutputs(Counter):
+    contract = 1
+
+    def edits(self, rows):
+        for request in rows.requests:
+            request.output_token_ids.append(1)
+        return super().edits(rows)
+
+
+class Sticky(Bias):
+    """Adds a little more with every call."""
+
+    contract = 1
+    calls = 0
+
+    def apply(self, logits, rows):
+        self.calls += 1
+        logits[:, :1] += self.calls
+        return logits
+
+
+class ForgetsOutputs(Counter):
+    contract = 1
+
+    def start(self, request):
+        return []
+
+
+class SharesForks(Counter):
+    contract = 1
+
+    def fork(self, state):
+        return state
+
+
+class LooksPastDrafts(Bias):
+    contract = 1
+
+    def apply(self, logits, rows):
+        for row, request in enumerate(rows.requests):
+            logits[row, 0] += len((request.draft_of or request).output_token_ids)
+        return logits
+
+
+class DeviceCounter(LogitsProcessor):
+    """Right: counts tokens on the device."""
+
+    contract = 1
+    phase = Phase.PENALTY
+    reads = Reads.DEVICE_IDS
+
+    def device_state(self):
+        return {"seen": TensorSpec((self.context.vocab_size,), "int32")}
+
+    def start_row(self, request, tensors):
+        for token in request.output_token_ids:
+            tensors["seen"][token] += 1
+
+    def advance_rows(self, rows, tokens, tensors):
+        tensors["seen"].scatter_add_(
+            1, tokens.unsqueeze(1), torch.ones_like(tokens, dtype=torch.int32).unsqueeze(1)
+        )
+
+    def apply(self, logits, rows):
+        return logits - rows.state_tensor("seen")
+
+
+class DeviceForgets(DeviceCounter):
+    contract = 1
+
+    def start_row(self, request, tensors):
+        pass
+
+
+class Noisy(Bias):
+    contract = 1
+
+    def apply(self, logits, rows):
+        return logits + torch.rand(1, 1)
+
+
+class Divides(Bias):
+    """by = 0 makes 0 / 0."""
+
+    contract = 1
+
+    def apply(self, logits, rows):
+        return logits * 0 / rows.tensor("by")
+
+
+class DropsAll(Bias):
+    contract = 1
+
+    def apply(self, logits, rows):
+        return logits.masked_fill(rows.tensor("by") > 10, -math.inf)
+
+
+class ReturnsNothing(Bias):
+    contract = 1
+
+    def apply(self, logits, rows):
+        logits[:, :1] += rows.tensor("by")
+
+
+class Double(Bias):
+    contract = 1
+
+    def apply(self, logits, rows):
+        return logits.double()
+
+
+class FarEdits(Counter):
+    contract = 1
+
+    def edits(self, rows):
+        return Edits([0], [self.context.vocab_size], [1.0])
+
+
+class ReadsSecretly(Bias):
+    contract = 1
+    reads = Reads.LOGITS
+
+    def apply(self, logits, rows):
+        return logits + max(len(request.output_token_ids) for request in rows.requests)
+
+
+class AdvancesSecretly(Counter):
+    contract = 1
+    reads = Reads.LOGITS
+
+
+class Asks(Bias):
+    contract = 1
+    reads = Reads.LOGITS
+
+    def apply(self, logits, rows):
+        for row, by in zip(logits, rows.tensor("by"), strict=True):
+            if row.amax() > 0:
+                row[0] += by[0]
+        return logits
+
+
+class Hoards(Bias):
+    """Keeps every request that it has seen."""
+
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.seen = []
+
+    def apply(self, logits, rows):
+        self.seen += [request for request in rows.requests if request not in self.seen]
+        return super().apply(logits, rows)
+
+
+class Grows(Bias):
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.names = set()
+
+    def apply(self, logits, rows):
+        self.names |= {request.request_id for request in rows.requests}
+        return super().apply(logits, rows)
+
+
+class Sleeps(Bias):
+    contract = 1
+
+    def apply(self, logits, rows):
+        time.sleep(0.001 * len(rows))
+        return super().apply(logits, rows)
+
+
+class Unforbids(Counter):
+    contract = 1
+
+    def edits(self, rows):
+        return Edits(range(len(rows)), [0] * len(rows), [5.0] * len(rows), Op.SET)

@@ -1,0 +1,162 @@
+"""Processors with one mistake each fail the rule that they break, and in words that help."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import broken
+import pytest
+from hypothesis import strategies as st
+
+from hardpoint.testing import LogitsProcessorSuite
+
+SEED = 20_240_601
+
+ANY = st.builds(broken.Bias.Arguments, by=st.floats(-5, 20))
+SCALE = st.builds(broken.Counter.Arguments, scale=st.floats(-2, 2))
+
+# processor, arguments, {test that it fails: words of the message}
+BROKEN = [
+    (broken.NoContract, ANY, {"contract": "add `contract = 1` to its class body"}),
+    (broken.PreparesNothing, ANY, {"contract": "prepare returned NoneType"}),
+    (broken.PrepareCrashes, ANY, {"contract": "prepare raised ZeroDivisionError: float"}),
+    (broken.RefusesAll, ANY, {"contract": "prepare refused whatever `arguments` gave"}),
+    (broken.NoPickle, st.just({}), {"contract": "do not survive pickle"}),
+    (broken.FailsToBuild, ANY, {"contract": "the constructor, .*raised KeyError: 'weights'"}),
+    (broken.CachesByCount, ANY, {
+        "history": "a row's result may depend on nothing but its own request",
+        "pure": "called again on the same row, gave another result",
+    }),
+    (broken.MixesRows, ANY, {
+        "history": "instead of",
+        "swaps": "after the swaps",
+        "advance": "advanced over",
+        "drafts": "after the drafts",
+        "pure": "gave another result",
+    }),
+    (broken.Rounds, ANY, {
+        "history": "mere rounding: an operation here rounds differently",
+        "swaps": "rounding",
+        "advance": "rounding",
+        "drafts": "rounding",
+        "pure": "rounding",
+        "reads": None,
+    }),
+    (broken.IgnoresMoves, ANY, {"history": "follow every BatchUpdate"}),
+    (broken.SwapsOneWay, ANY, {"swaps": "a move of direction SWAP exchanges both rows"}),
+    (broken.EverybodysBias, ANY, {"bystanders": "does not use the processor, and changed"}),
+    (broken.CrashesOnUpdate, ANY, {"history": "update_state raised KeyError"}),
+    (broken.DropsTheBest, None, {
+        "argmax_claim": "the likeliest token changed from",
+        "sound": None,
+    }),
+    (broken.DropsTies, None, {"argmax_claim": "nor drop any token that equals it"}),
+    (broken.CountsCalls, SCALE, {
+        "pure": "edits changed the state of a request",
+        "history": None, "swaps": None, "advance": None, "fork": None, "drafts": None,
+    }),
+    (broken.EatsOutputs, SCALE, {
+        "pure": "edits changed the list of a request's output ids",
+        "history": None, "swaps": None, "advance": None, "drafts": None,
+    }),
+    (broken.Sticky, ANY, {
+        "pure": "apply, called again on the same row, gave another result",
+        "history": None, "swaps": None, "advance": None, "fork": None,
+    }),
+    (broken.ForgetsOutputs, SCALE, {
+        "advance": "let start count request.output_token_ids exactly as advance counts",
+        "history": None, "swaps": None, "drafts": None,
+    }),
+    (broken.SharesForks, SCALE, {
+        "fork": "let fork copy all that advance changes",
+        "drafts": "after the drafts",
+    }),
+    (broken.LooksPastDrafts, ANY, {"drafts": "of the row itself"}),
+    (broken.DeviceForgets, None, {
+        "advance": "likewise start_row and advance_rows",
+        "history": None, "swaps": None, "drafts": None,
+    }),
+    (broken.Noisy, ANY, {
+        "deterministic": "two fresh instances made different logits",
+        "history": None, "swaps": None, "advance": None, "fork": None, "drafts": None,
+        "pure": None,
+    }),
+    (broken.Divides, ANY, {"sound": "it made a row with NaN", "masks_stay": None}),
+    (broken.DropsAll, ANY, {"sound": "it made a row with no token that can be chosen"}),
+    (broken.ReturnsNothing, ANY, {"sound": "apply failed: TypeError: expected a tensor"}),
+    (broken.Double, ANY, {"sound": "expected logits of dtype torch.float32"}),
+    (broken.FarEdits, SCALE, {"sound": "edits failed: .*tokens outside 0..130"}),
+    (broken.ReadsSecretly, ANY, {
+        "reads": "Reads.LOGITS is declared, but output_token_ids was looked at",
+        "history": None, "swaps": None, "advance": None, "drafts": None, "pure": None,
+    }),
+    (broken.AdvancesSecretly, SCALE, {"reads": "has advance, which gets ids on the host"}),
+    (broken.Asks, ANY, {"no_sync": "asked for values by .item\\(\\), float\\(\\)"}),
+    (broken.Hoards, ANY, {"memory": "requests that ended are still held, by list"}),
+    (broken.Grows, ANY, {"memory": "grew from \\d+ to \\d+ elements while"}),
+    (broken.Sleeps, ANY, {"speed": "the budget is 500"}),
+    (broken.Unforbids, SCALE, {"masks_stay": "was forbidden \\(-inf\\) and came back as 5"}),
+]  # fmt: skip
+CRASHING = {"PrepareCrashes", "RefusesAll", "FailsToBuild", "PreparesNothing", "NoContract"} | {
+    "ReturnsNothing", "Double", "FarEdits", "CrashesOnUpdate",
+}  # fmt: skip
+
+RIGHT = [(broken.Bias, ANY), (broken.Counter, SCALE), (broken.BatchBias, ANY)]
+RIGHT += [(broken.DeviceCounter, None)]
+
+TESTS = [name for name, _ in inspect.getmembers(LogitsProcessorSuite) if name.startswith("test_")]
+
+
+def suite_of(cls, given, **more):
+    attributes = {"processor": cls, "arguments": given, "replay_seed": SEED}
+    attributes |= {"budget_us_per_row": 500.0, "budget_vocab_size": 1000, **more}
+    return type("TestBroken", (LogitsProcessorSuite,), attributes)()
+
+
+def outcome(suite, test):
+    """Return the message with which a test fails; None if it passes or has nothing to say."""
+    try:
+        getattr(suite, test)()
+    except pytest.skip.Exception:
+        return None
+    except pytest.fail.Exception as failure:
+        return str(failure)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("cls", "given", "fails"), BROKEN, ids=lambda x: getattr(x, "__name__", "")
+)
+def test_a_broken_processor_fails_its_rule(cls, given, fails):
+    suite = suite_of(cls, given)
+    for test, words in fails.items():
+        if words is None:
+            continue
+        message = outcome(suite, f"test_{test}")
+        assert message is not None, f"{test} let it pass"
+        assert message.startswith(f"broken.{cls.__name__} breaks a rule.\n  rule: ")
+        assert re.search(words, message), message
+        assert "\n  do: " in message
+
+
+@pytest.mark.parametrize(
+    ("cls", "given", "fails"),
+    [b for b in BROKEN if b[0].__name__ not in CRASHING],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_a_broken_processor_passes_the_other_rules(cls, given, fails):
+    suite = suite_of(cls, given, examples=0.2)
+    others = [test for test in TESTS if test.removeprefix("test_") not in fails]
+    assert {test: m for test in others if (m := outcome(suite, test)) is not None} == {}
+
+
+@pytest.mark.parametrize(("cls", "given"), RIGHT, ids=lambda x: getattr(x, "__name__", ""))
+def test_the_right_ones_pass(cls, given):
+    suite = suite_of(cls, given)
+    assert {test: m for test in TESTS if (m := outcome(suite, test)) is not None} == {}
+
+
+def test_every_rule_catches_somebody():
+    caught = {test for _, _, fails in BROKEN for test, words in fails.items() if words}
+    assert {f"test_{test}" for test in caught} == set(TESTS)

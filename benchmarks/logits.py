@@ -3,17 +3,16 @@
     python benchmarks/logits.py                            # the whole table, one thread
     python benchmarks/logits.py --only min_p logit_bias --rounds 50 --json result.json
 
-Every built-in is on. In a row of the table everybody uses one of them, and nobody any other. The
-batch is in steady decode, driven as the model runner does it: `update`, then the model would run,
-`apply`, every output grows by a token, `advance`. The three calls are timed together.
+All built-ins are on. In a row of the table everybody uses one of them, and nobody any other. The
+batch is in steady decode, driven as the model runner does it: `update`, the model writes logits,
+`apply`, every output grows by a token, `advance`. The three calls are timed, the rest is not.
 
-Logits are written afresh before each step and taken from several buffers in turn, as the model
-would leave them; that is not timed. "warm" repeats the step on one buffer without that: the
-caches then hold what a sparse processor touches, which they do not in an engine.
+Logits are written to several buffers in turn, so caches hold as little of them as after a model.
+"warm" repeats the step on one buffer without writing it: that is how sparse processors are often
+measured, because the few logits that they touch then lie in the cache, as they do not in an engine.
 
-Shown are medians. vLLM's processors are driven in the same way (`update_state(None)`, `apply`).
-What was recorded of vLLM 0.32 elsewhere, on one thread, is shown as such and is not a measurement
-of this run; its sparse figures are such as a warm loop gives.
+Shown are medians. vLLM's processors are driven in the same way (`update_state(None)`, `apply`). What
+was recorded of vLLM 0.32 on one thread is not a measurement of this run; compare it with "warm".
 """
 
 from __future__ import annotations
@@ -55,11 +54,20 @@ FIRST_TOKEN = 100  # ids under it are kept for stop tokens and markers
 STOP_TOKENS = [2]
 PROMPT = 64
 HISTORY = 136  # with the prompt: about 200 tokens
+THINK, END_THINKING = [10], [11, 12]
+ZIPF = 1.6  # makes 30 tokens or so hold 0.9 of the probability
 BUFFERS = 3
 MICROSECONDS = 1e6
 
 Fields = Callable[[random.Random, int], dict[str, Any]]
 """Makes a request's arguments for one processor, given a vocabulary's size."""
+Model = Callable[[], torch.Tensor]
+"""Returns a step's logits, [rows, vocab]."""
+
+
+def prompt(rng: random.Random, vocab: int) -> list[int]:
+    """Return a prompt that ends where thinking begins."""
+    return rng.choices(range(FIRST_TOKEN, vocab), k=PROMPT - len(THINK)) + THINK
 
 
 def some_tokens(rng: random.Random, vocab: int, count: int) -> list[int]:
@@ -67,29 +75,42 @@ def some_tokens(rng: random.Random, vocab: int, count: int) -> list[int]:
     return rng.sample(range(FIRST_TOKEN, vocab), count)
 
 
-CASES: dict[str, Fields] = {
-    "allowed_token_ids": lambda rng, v: {"allowed_token_ids": some_tokens(rng, v, 100)},
-    "bad_words": lambda rng, v: {
-        "sequences": [some_tokens(rng, v, length) for length in (1, 1, 2, 3)]
-    },
-    "min_tokens": lambda rng, v: {"min_tokens": 1_000_000},  # noqa: ARG005
-    "logit_bias": lambda rng, v: {
-        "logit_bias": {token: rng.uniform(-5, 5) for token in some_tokens(rng, v, 10)}
-    },
-    "penalties": lambda rng, v: {  # noqa: ARG005
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.2,
-        "repetition_penalty": 1.1,
-    },
-    "temperature": lambda rng, v: {"temperature": rng.uniform(0.5, 1.5)},  # noqa: ARG005
-    "top_k": lambda rng, v: {"top_k": 50},  # noqa: ARG005
-    "top_p": lambda rng, v: {"top_p": 0.9},  # noqa: ARG005
-    "min_p": lambda rng, v: {"min_p": 0.05},  # noqa: ARG005
-    "thinking_budget": lambda rng, v: {  # noqa: ARG005
-        "thinking_token_budget": 1_000_000,
-        "start": [10],
-        "end": [11, 12],
-    },
+@dataclass(frozen=True)
+class Case:
+    """A processor, and what everybody asks of it."""
+
+    processor: str
+    fields: Fields
+
+
+CASES = {
+    "allowed_token_ids, 100": Case(
+        "allowed_token_ids", lambda rng, vocab: {"allowed_token_ids": some_tokens(rng, vocab, 100)}
+    ),
+    "bad_words, 4": Case(
+        "bad_words",
+        lambda rng, vocab: {"sequences": [some_tokens(rng, vocab, n) for n in (1, 1, 2, 3)]},
+    ),
+    "min_tokens": Case("min_tokens", lambda *_: {"min_tokens": 1_000_000}),
+    "logit_bias, 10 ids": Case(
+        "logit_bias",
+        lambda rng, vocab: {
+            "logit_bias": {token: rng.uniform(-5, 5) for token in some_tokens(rng, vocab, 10)}
+        },
+    ),
+    "penalties, 200 tokens": Case(
+        "penalties",
+        lambda *_: {"presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.1},
+    ),
+    "temperature": Case("temperature", lambda rng, _: {"temperature": rng.uniform(0.5, 1.5)}),
+    "top_k 50": Case("top_k", lambda *_: {"top_k": 50}),
+    "top_p 0.9": Case("top_p", lambda *_: {"top_p": 0.9}),
+    "top_p 0.999": Case("top_p", lambda *_: {"top_p": 0.999}),
+    "min_p 0.05": Case("min_p", lambda *_: {"min_p": 0.05}),
+    "thinking_budget": Case(
+        "thinking_budget",
+        lambda *_: {"thinking_token_budget": 1_000_000, "start": THINK, "end": END_THINKING},
+    ),
 }
 
 VLLM = {
@@ -115,8 +136,8 @@ class Batch:
         requests: one per row.
     """
 
-    def __init__(self, plugins: PluginSet, rows: int, vocab: int, users: str | None) -> None:
-        """Build the pipeline and add `rows` requests that use the processor `users`, or none."""
+    def __init__(self, plugins: PluginSet, rows: int, vocab: int, case: Case | None) -> None:
+        """Build the pipeline and add `rows` requests, each with the case's arguments."""
         rng = random.Random(0)
         entries = plugins.entries("logits_processors")
         stages = [
@@ -129,19 +150,17 @@ class Batch:
             for e in entries
         ]
         self.pipeline = LogitsPipeline(stages, CPU)
-        self._outputs = [
-            [rng.randrange(FIRST_TOKEN, vocab) for _ in range(HISTORY)] for _ in range(rows)
-        ]
-        self._tokens = [rng.randrange(FIRST_TOKEN, vocab) for _ in range(rows)]
+        self._outputs = [rng.choices(range(FIRST_TOKEN, vocab), k=HISTORY) for _ in range(rows)]
+        self._tokens = rng.choices(range(FIRST_TOKEN, vocab), k=rows)
         self._ids = torch.tensor(self._tokens)
         self.requests = [
             LogitsRequest(
                 request_id=str(row),
-                prompt_token_ids=[rng.randrange(FIRST_TOKEN, vocab) for _ in range(PROMPT)],
+                prompt_token_ids=prompt(rng, vocab),
                 output_token_ids=output,
                 params=SamplingParams(),
                 stop_token_ids=STOP_TOKENS,
-                arguments=self._arguments(stages, users, rng, vocab),
+                arguments=self._arguments(stages, case, rng, vocab),
                 row=row,
             )
             for row, output in enumerate(self._outputs)
@@ -150,12 +169,12 @@ class Batch:
 
     @staticmethod
     def _arguments(
-        stages: Sequence[Stage], users: str | None, rng: random.Random, vocab: int
+        stages: Sequence[Stage], case: Case | None, rng: random.Random, vocab: int
     ) -> Mapping[str, Any]:
-        if users is None:
+        if case is None:
             return {}
-        cls = next(type(stage.processor) for stage in stages if stage.name == users)
-        return {users: cls.Arguments(**CASES[users](rng, vocab))}
+        (cls,) = (type(stage.processor) for stage in stages if stage.name == case.processor)
+        return {case.processor: cls.Arguments(**case.fields(rng, vocab))}
 
     def _enter(self) -> None:
         added = tuple(
@@ -166,106 +185,116 @@ class Batch:
             fault = self.pipeline.start(request)
             assert fault is None, fault
 
-    def step(self, logits: torch.Tensor) -> float:
+    def step(self, model: Model) -> float:
         """Run a step; return its microseconds."""
-        requests, sound = list(self.requests), list(self.requests)
-        pipeline, clock = self.pipeline, time.perf_counter
+        clock, pipeline = time.perf_counter, self.pipeline
         began = clock()
         pipeline.update(None)
+        spent = clock() - began
+        logits = model()
+        requests = [request for request in self.requests if request.request_id]  # a new list
+        began = clock()
         pipeline.apply(logits, requests, {}, {})
-        first = clock() - began
+        spent += clock() - began
         for output, token in zip(self._outputs, self._tokens, strict=True):
             output.append(token)
+        sound = [request for request in self.requests if request.request_id]
         began = clock()
         faults = pipeline.advance(sound, self._tokens, self._ids)
-        second = clock() - began
+        spent += clock() - began
         assert not faults, faults
-        return (first + second) * MICROSECONDS
+        return spent * MICROSECONDS
 
 
 class VllmBatch:
     """The same with one of vLLM's processors."""
 
-    def __init__(self, rows: int, vocab: int, users: str) -> None:
-        """Add `rows` requests that use the processor."""
+    def __init__(self, rows: int, vocab: int, case: Case) -> None:
+        """Add `rows` requests with the case's arguments."""
         from vllm import SamplingParams as VllmParams
         from vllm.v1.sample import logits_processor as vllm
 
         rng = random.Random(0)
         config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=rows))
-        self._processor = getattr(vllm, VLLM[users])(config, CPU, False)
-        self._outputs = [
-            [rng.randrange(FIRST_TOKEN, vocab) for _ in range(HISTORY)] for _ in range(rows)
-        ]
+        self._processor = getattr(vllm, VLLM[case.processor])(config, CPU, False)
+        self._outputs = [rng.choices(range(FIRST_TOKEN, vocab), k=HISTORY) for _ in range(rows)]
         added = []
         for row, output in enumerate(self._outputs):
-            fields = CASES[users](rng, vocab)
+            fields = case.fields(rng, vocab)
             limit = {"max_tokens": fields["min_tokens"]} if "min_tokens" in fields else {}
             params = VllmParams(stop_token_ids=STOP_TOKENS, **fields, **limit)
-            added.append((row, params, list(range(PROMPT)), output))
+            added.append((row, params, prompt(rng, vocab), output))
         self._processor.update_state(
             vllm.BatchUpdate(batch_size=rows, removed=[], added=added, moved=[])
         )
 
-    def step(self, logits: torch.Tensor) -> float:
+    def step(self, model: Model) -> float:
         """Run a step; return its microseconds."""
+        clock = time.perf_counter
         for output in self._outputs:
             output.append(FIRST_TOKEN)
-        began = time.perf_counter()
+        began = clock()
         self._processor.update_state(None)
+        spent = clock() - began
+        logits = model()
+        began = clock()
         self._processor.apply(logits)
-        return (time.perf_counter() - began) * MICROSECONDS
+        return (spent + clock() - began) * MICROSECONDS
 
 
-@dataclass(frozen=True)
 class Memory:
-    """Logits as a model leaves them, and buffers to write them to."""
+    """Logits as a language model gives them, and buffers to write them to."""
 
-    source: torch.Tensor
-    buffers: list[torch.Tensor]
-
-    @classmethod
-    def of(cls, rows: int, vocab: int) -> Memory:
-        """Make logits spread as a language model's are: few likely tokens, many unlikely."""
+    def __init__(self, rows: int, vocab: int) -> None:
+        """Let probability fall with rank as in Zipf's law, in another order in each row."""
         generator = torch.Generator().manual_seed(0)
-        source = torch.randn(rows, vocab, generator=generator).mul_(3)
-        return cls(source, [torch.empty_like(source) for _ in range(BUFFERS)])
+        by_rank = torch.arange(1, vocab + 1).log().mul(-ZIPF)
+        self._source = torch.stack(
+            [by_rank[torch.randperm(vocab, generator=generator)] for _ in range(rows)]
+        )
+        self._buffers = [self._source.clone() for _ in range(BUFFERS)]
+
+    def fresh(self) -> torch.Tensor:
+        """Write logits to the buffer that was used least lately."""
+        self._buffers.append(self._buffers.pop(0))
+        return self._buffers[-1].copy_(self._source)
+
+    def warm(self) -> torch.Tensor:
+        """Return the buffer that was used last, as it was left."""
+        return self._buffers[-1]
 
 
-def fresh(batch: Batch | VllmBatch, memory: Memory, rounds: int) -> list[float]:
-    """Time steps on logits that were just written."""
-    times = []
-    for number in range(rounds + 1):
-        buffer = memory.buffers[number % BUFFERS].copy_(memory.source)
-        times.append(batch.step(buffer))
-    return times[1:]  # the first builds what the others keep
-
-
-def warm(batch: Batch | VllmBatch, memory: Memory, rounds: int) -> list[float]:
-    """Time steps that follow each other on one buffer."""
-    return [batch.step(memory.buffers[0]) for _ in range(rounds + 1)][1:]
+def median(batch: Batch | VllmBatch, model: Model, rounds: int) -> float:
+    """Return the median microseconds of a step."""
+    batch.step(model)  # builds what the others keep
+    return statistics.median(batch.step(model) for _ in range(rounds))
 
 
 def measure(arguments: argparse.Namespace, with_vllm: bool) -> list[dict[str, Any]]:
     """Measure every case at every size."""
     plugins = resolve_plugins(EngineConfig())
-    names = [entry.name for entry, _ in plugins.logits_processors() if entry.name in CASES]
-    wanted = [name for name in names if not arguments.only or name in arguments.only]
+    installed = {entry.name for entry, _ in plugins.logits_processors()}
+    wanted = [
+        title
+        for title, case in CASES.items()
+        if case.processor in (arguments.only or installed) and case.processor in installed
+    ]
     results = []
     for rows, vocab in arguments.sizes:
-        memory = Memory.of(rows, vocab)
-        for name in (None, *wanted):
-            batches: dict[str, Batch | VllmBatch] = {"hardpoint": Batch(plugins, rows, vocab, name)}
-            if with_vllm and name in VLLM:
-                batches["vllm"] = VllmBatch(rows, vocab, name)
-            result: dict[str, Any] = {"processor": name, "rows": rows, "vocab": vocab}
+        memory = Memory(rows, vocab)
+        for title in ("nothing", *wanted):
+            case = CASES.get(title)
+            batches: dict[str, Batch | VllmBatch] = {"hardpoint": Batch(plugins, rows, vocab, case)}
+            if case and with_vllm and case.processor in VLLM:
+                batches["vllm"] = VllmBatch(rows, vocab, case)
+            result: dict[str, Any] = {"everybody uses": title, "rows": rows, "vocab": vocab}
             for engine, batch in batches.items():
-                for how in (fresh, warm):
-                    times = how(batch, memory, arguments.rounds)
-                    result[f"{engine}_{how.__name__}"] = statistics.median(times)
-            result["vllm_recorded"] = RECORDED.get((name or "", rows, vocab))
+                result[f"{engine}_fresh"] = median(batch, memory.fresh, arguments.rounds)
+                result[f"{engine}_warm"] = median(batch, memory.warm, arguments.rounds)
+            if case:
+                result["vllm_recorded"] = RECORDED.get((case.processor, rows, vocab))
             results.append(result)
-            print(f"{rows} x {vocab}, {name or 'nobody'}: done", file=sys.stderr)
+            print(f"{rows} x {vocab}, {title}: done", file=sys.stderr)
     return results
 
 
@@ -284,7 +313,7 @@ def show(results: list[dict[str, Any]], with_vllm: bool) -> None:
         size = f"{result['rows']} x {result['vocab']}"
         cells = (result.get(key) for key in columns)
         shown = ("" if value is None else f"{value:,.1f}" for value in cells)
-        table.add_row(result["processor"] or "nothing", size, *shown)
+        table.add_row(result["everybody uses"], size, *shown)
     Console(width=100).print(table)
 
 

@@ -146,7 +146,8 @@ class Rows(Protocol):
 
     Attributes:
         requests: one per row.
-        version: changes whenever the rows or their order change; for caches.
+        version: changes whenever the rows or their order change; for caches. While it stays the
+            same, all rows get equally many tokens.
     """
 
     requests: Sequence[LogitsRequest]
@@ -183,8 +184,8 @@ class LogitsPlugin(Component):
         argmax_invariant: True promises that the likeliest token of a row never changes; greedy
             requests then skip it.
         before, after: names of processors of the same phase that it must precede or follow.
-        params_fields: fields of SamplingParams that it honours; `Arguments` has fields of the
-            same names. For replacements of the built-ins.
+        params_fields: fields of SamplingParams that it honours; those that `Arguments` has too
+            become arguments. For the built-ins and their replacements.
         reads: what it looks at. A step waits for token ids only if an active processor needs them.
 
     State. `apply` and `edits` never change it: they may be called twice for a step, or for rows
@@ -213,7 +214,8 @@ class LogitsPlugin(Component):
             token ids, say).
 
         Raises:
-            ValueError: to refuse the request; the message reaches the user.
+            ValueError: to refuse the request; the message reaches the user, behind the path of the
+                arguments. A RequestError reaches the user as it is.
         """
         return arguments
 

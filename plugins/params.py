@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta
 
 from .errors import RequestError
@@ -75,6 +76,9 @@ class SamplingParams(Strict):
         repetition_detection: end the request when its output loops; None never does.
         thinking_token_budget: most tokens between the reasoning parser's markers; then the end
             marker is forced. None is no limit.
+        logits_processors: callables `(output_ids, logits)` or `(prompt_ids, output_ids, logits)`
+            that return the logits [vocab] of this request; only where the engine runs in the
+            caller's process. Elsewhere, enable a factory of such callables as a plugin.
         plugin_args: plugin name to that plugin's own arguments, a mapping or an instance.
     """
 
@@ -103,6 +107,7 @@ class SamplingParams(Strict):
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     repetition_detection: RepetitionDetection | None = None
     thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None
+    logits_processors: list[Any] = []
     plugin_args: dict[str, Any] = {}
 
     @property
@@ -121,7 +126,12 @@ class SamplingParams(Strict):
         Raises:
             RequestError: naming the field, its value and what would be right.
         """
-        params = convert(self, SamplingParams, path="", error=RequestError)
+        plain = msgspec.structs.replace(self, logits_processors=[])  # functions are no data
+        params = convert(plain, SamplingParams, path="", error=RequestError)
+        if not isinstance(self.logits_processors, list):
+            raise RequestError(
+                f"logits_processors: expected a list, got {type(self.logits_processors).__name__}"
+            )
         if params.max_tokens is not None and params.min_tokens > params.max_tokens:
             raise RequestError(
                 f"min_tokens: expected at most max_tokens ({params.max_tokens}), "
@@ -135,4 +145,4 @@ class SamplingParams(Strict):
             )
         if params.stop_strings and not params.detokenize:
             raise RequestError("stop: stop strings need text, but detokenize is false")
-        return params
+        return msgspec.structs.replace(params, logits_processors=self.logits_processors)

@@ -27,7 +27,7 @@ from .violations import Violation, short
 
 __all__ = ["Floor", "Step", "check_history", "steps"]
 
-_MAX_STEPS = 24
+_MIN_STEPS, _MAX_STEPS = 10, 30
 _MAX_LENGTH = 64
 
 
@@ -50,10 +50,10 @@ class Step:
 def steps() -> st.SearchStrategy[list[Step]]:
     """Return a strategy for histories."""
     what = st.sampled_from(["add", "add", "finish", "preempt", "resume"])
-    events = st.lists(st.tuples(what, st.integers(0, MAX_ROWS - 1)), max_size=3).map(tuple)
+    events = st.lists(st.tuples(what, st.integers(0, MAX_ROWS - 1)), max_size=4).map(tuple)
     pausing = st.just(0) | st.integers(0, 2**MAX_ROWS - 1)
     step = st.builds(Step, events, pausing, st.booleans())
-    return st.lists(step, min_size=1, max_size=_MAX_STEPS)
+    return st.lists(step, min_size=_MIN_STEPS, max_size=_MAX_STEPS)
 
 
 @dataclass(eq=False)

@@ -89,7 +89,7 @@ class LogitsProcessorSuite:
         cases = st.lists(self._cases(), min_size=1, max_size=5)
         self._search(
             "alone or in company: a row's result depends on its request only",
-            60,
+            50,
             lambda cases, history: check_history(subject, cases, history),
             cases=cases,
             history=steps(),

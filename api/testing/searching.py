@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from hypothesis.errors import Unsatisfiable
+from hypothesis.errors import Flaky
 
 from .seeds import seed_now
 from .violations import Violation, short
@@ -31,6 +31,10 @@ class Found:
     violation: Violation
     drawn: dict[str, Any]
     seed: int
+
+
+class _SmallEnough(BaseException):
+    """Ends hypothesis' search at once, as an interrupt from the keyboard does."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Search:
         def search(**drawn: Any) -> None:
             nonlocal deadline
             if found and time.monotonic() > deadline:
-                return  # small enough
+                raise _SmallEnough
             try:
                 check(**drawn)
             except Violation as violation:
@@ -77,12 +81,11 @@ class Search:
 
         try:
             search()
-        except Unsatisfiable:
-            raise
-        except Exception:
-            if not found:
-                raise
-            # Whatever hypothesis makes of it: the last failure is the smallest one.
+        except Violation as violation:
+            if not found:  # it was met while a case was made
+                return Found(violation, {}, number)
+        except (Flaky, _SmallEnough):
+            pass  # the last one that was found is the smallest
         return found[-1] if found else None
 
 

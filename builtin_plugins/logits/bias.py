@@ -12,6 +12,7 @@ from hardpoint.plugins import (
     Op,
     Phase,
     PrepareContext,
+    Reads,
     Rows,
     SparseLogitsProcessor,
 )
@@ -29,6 +30,7 @@ class LogitBias(SparseLogitsProcessor):
     contract = 1
     phase = Phase.BIAS
     params_fields = ("logit_bias",)
+    reads = Reads.LOGITS
 
     class Arguments(plugins.Arguments):
         """Numbers by token.

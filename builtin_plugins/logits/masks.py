@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -18,6 +18,7 @@ from hardpoint.plugins import (
     Op,
     Phase,
     PrepareContext,
+    Reads,
     Rows,
     SparseLogitsProcessor,
     Tokenizer,
@@ -36,6 +37,7 @@ class AllowedTokenIds(SparseLogitsProcessor):
     contract = 1
     phase = Phase.MASK
     params_fields = ("allowed_token_ids",)
+    reads = Reads.LOGITS
 
     class Arguments(plugins.Arguments):
         """A choice of tokens.
@@ -87,8 +89,7 @@ class MinTokens(SparseLogitsProcessor):
     def __init__(self, context: LogitsContext) -> None:
         """Start with nothing cached."""
         super().__init__(context)
-        self._limits = RowCache[list[tuple[Sequence[int], int]]]()
-        self._cache = RowCache[Edits]()
+        self._plan: _Plan | None = None
 
     @classmethod
     def prepare(cls, arguments: Any, context: PrepareContext) -> Any:
@@ -103,29 +104,38 @@ class MinTokens(SparseLogitsProcessor):
 
     def edits(self, rows: Rows) -> Edits | None:
         """Forbid the stop tokens of the rows that are still too short."""
-        limits = self._limits.get(rows, lambda: _limits(rows))
-        long_enough = tuple([i for i, (output, least) in enumerate(limits) if len(output) >= least])
-        if len(long_enough) == len(limits):
-            return None
-        return self._cache.get(rows, lambda: self._build(rows, long_enough), extra=long_enough)
+        plan = self._plan
+        if plan is None or plan.version != rows.version or len(plan.output) >= plan.until:
+            self._plan = plan = self._make_plan(rows)
+        return plan.edits
 
-    def _build(self, rows: Rows, long_enough: Iterable[int]) -> Edits:
+    def _make_plan(self, rows: Rows) -> _Plan:
+        """Forbid; the rows grow alike, so the first tells when another one is done."""
+        outputs = [request.output_token_ids for request in rows.requests]
+        missing = [
+            arguments.min_tokens - len(output)
+            for output, arguments in zip(outputs, rows.arguments(), strict=True)
+        ]
+        soonest = min((count for count in missing if count > 0), default=None)
+        if soonest is None:
+            return _Plan(rows.version, outputs[0], math.inf, None)
         # An id outside the vocabulary can never be chosen, so there is nothing to forbid.
         size = self.context.vocab_size
-        done = set(long_enough)
-        return _edits(
-            (row, [t for t in dict.fromkeys(request.stop_token_ids) if t < size])
-            for row, request in enumerate(rows.requests)
-            if row not in done
+        edits = _edits(
+            (row, [t for t in dict.fromkeys(rows.requests[row].stop_token_ids) if t < size])
+            for row, count in enumerate(missing)
+            if count > 0
         )
+        return _Plan(rows.version, outputs[0], len(outputs[0]) + soonest, edits)
 
 
-def _limits(rows: Rows) -> list[tuple[Sequence[int], int]]:
-    """Return each row's output, which grows, and how many tokens it needs."""
-    return [
-        (request.output_token_ids, arguments.min_tokens)
-        for request, arguments in zip(rows.requests, rows.arguments(), strict=True)
-    ]
+class _Plan(NamedTuple):
+    """What holds for one version of the rows, until the first row's output is so long."""
+
+    version: int
+    output: Sequence[int]
+    until: float
+    edits: Edits | None
 
 
 @dataclass(frozen=True, slots=True)

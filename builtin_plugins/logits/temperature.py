@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import torch
 
 from hardpoint import plugins
-from hardpoint.plugins import LogitsProcessor, Meta, Phase, PrepareContext, Rows
+from hardpoint.plugins import LogitsProcessor, Meta, Phase, PrepareContext, Reads, Rows
 
 __all__ = ["Temperature"]
 
@@ -22,6 +22,7 @@ class Temperature(LogitsProcessor):
     contract = 1
     phase = Phase.TEMPERATURE
     params_fields = ("temperature",)
+    reads = Reads.LOGITS
 
     class Arguments(plugins.Arguments):
         """A divisor.

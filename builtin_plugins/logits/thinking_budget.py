@@ -186,6 +186,8 @@ def _after(state: ThinkingState, token: int) -> ThinkingState:
     ended = end.steps[ended].get(token, 0)
     if left is None and started == state.started and ended == state.ended:
         return state
+    if left is not None and left > 1 and not started and not ended:  # most tokens of thinking
+        return ThinkingState(rules, left - 1, 0, 0, None)
     opens, closes = started == len(start), ended == len(end)
     if opens:
         started = start.border

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hardpoint import plugins
-from hardpoint.plugins import LogitsContext, LogitsProcessor, Meta, Phase, Rows
+from hardpoint.plugins import LogitsContext, LogitsProcessor, Meta, Phase, Reads, Rows
 
 from .row_cache import RowCache
 from .selection import drop_below_, largest
@@ -27,6 +27,7 @@ class TopK(LogitsProcessor):
     phase = Phase.TRUNCATE
     argmax_invariant = True
     params_fields = ("top_k",)
+    reads = Reads.LOGITS
 
     class Arguments(plugins.Arguments):
         """A count.
@@ -74,6 +75,7 @@ class TopP(LogitsProcessor):
     argmax_invariant = True
     after = ("top_k",)
     params_fields = ("top_p",)
+    reads = Reads.LOGITS
 
     class Arguments(plugins.Arguments):
         """A probability.
@@ -171,6 +173,7 @@ class MinP(LogitsProcessor):
     argmax_invariant = True
     after = ("top_k", "top_p")
     params_fields = ("min_p",)
+    reads = Reads.LOGITS
 
     class Arguments(plugins.Arguments):
         """A share.

@@ -39,6 +39,7 @@ _SHAPING_FIELDS = (
     "bad_words",
     "allowed_token_ids",
     "thinking_token_budget",
+    "logits_processors",
 )
 """Fields that only a logits processor can honour."""
 
@@ -102,7 +103,8 @@ class PluginArguments:
                 )
             given, path = params.plugin_args[name], f"plugin_args.{name}"
         elif fields:
-            given, path = fields, ""
+            own = cls.Arguments.__struct_fields__
+            given, path = {name: fields[name] for name in fields if name in own}, ""
         elif self._wanted(processor, params):
             given, path = {}, f"plugin_args.{name}"
         else:
@@ -131,6 +133,8 @@ class PluginArguments:
         )
         try:
             prepared = cls.prepare(arguments, context)
+        except RequestError:
+            raise
         except ValueError as refusal:
             raise RequestError(f"{_path(processor, request.params)}: {refusal}") from refusal
         except Exception as cause:

@@ -78,6 +78,8 @@ class LogitsPipeline:
             tokens: on the host.
             device_ids: the same, int64 [requests].
         """
+        if requests != self._members:
+            self._members = []  # some grew and some did not: the rows' version has to change
         faults: Faults = {}
         for stage in self._advancing:
             self._advance_host(stage, requests, tokens, faults)
@@ -188,7 +190,7 @@ class LogitsPipeline:
         row = logits.unsqueeze(0).clone()
         ran: list[str] = []
         for stage in self.stages:
-            single = stage.share([request], version=-1)
+            single = self._alone(stage, request)
             if single is None or isinstance(stage.processor, BatchLogitsProcessor):
                 continue
             try:
@@ -231,6 +233,11 @@ class LogitsPipeline:
         shares = (stage.share(requests, self._version) for stage in stages)
         self._shares = [share for share in shares if share is not None]
 
+    def _alone(self, stage: Stage, request: LogitsRequest) -> Share | None:
+        """Return a stage's share in a step of one request; its version is new, for caches."""
+        self._version += 1
+        return stage.share([request], self._version)
+
     def _run_apart(
         self, share: Share, logits: torch.Tensor, raised: Exception | None, faults: Faults
     ) -> None:
@@ -244,7 +251,7 @@ class LogitsPipeline:
                 what = "update_state" if stage.broken is not None else "apply"
                 faults[request.request_id] = stage.fault(what, raised or "its result is unusable")
                 continue
-            single = stage.share([request], version=-1)
+            single = self._alone(stage, request)
             assert single is not None  # it is one of the stage's own rows
             try:
                 logits[row] = single.run(logits[row : row + 1].clone(), 1)[0]
@@ -276,7 +283,8 @@ class LogitsPipeline:
             return {}
         own = [requests[place] for place in places]
         tokens = device_ids[torch.tensor(places, device=self._device)]
-        rows = ProcessorRows(stage.name, own, -1, self._device, stage.device_state)
+        self._version += 1
+        rows = ProcessorRows(stage.name, own, self._version, self._device, stage.device_state)
         try:
             with stage.measured():
                 stage.device_state.advance(

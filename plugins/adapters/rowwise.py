@@ -25,7 +25,15 @@ from .form import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PerRequestFactory", "TransformersProcessor", "adapt_factory", "is_transformers_form"]
+__all__ = [
+    "PerRequestFactory",
+    "Seat",
+    "TransformersProcessor",
+    "adapt_factory",
+    "form_of",
+    "is_transformers_form",
+    "run_seat",
+]
 
 
 _TRANSFORMERS = ("LogitsProcessor", "LogitsProcessorList")
@@ -73,7 +81,7 @@ class Rowwise(Adapter, LogitsProcessor):
         """Return the logits [rows, vocab], edited in the rows that have a callable."""
         for row, request, seat in zip(logits, rows.requests, rows.states(), strict=True):
             if seat.call is not None:
-                _run(seat, request, row)
+                run_seat(seat, request, row)
         return logits
 
 
@@ -140,7 +148,7 @@ class PerRequestFactory(Rowwise):
         params = ForeignParams(request.params, extra_args, request.stop_token_ids)
         call = self.foreign.target(params)
         prompt = list(request.prompt_token_ids)
-        return Seat(prompt) if call is None else Seat(prompt, call, _form_of(call))
+        return Seat(prompt) if call is None else Seat(prompt, call, form_of(call))
 
 
 def adapt_factory(foreign: Foreign) -> type[Adapter]:
@@ -187,8 +195,12 @@ def is_transformers_form(target: Any) -> bool:
     return "Tensor" in (annotation if isinstance(annotation, str) else str(annotation))
 
 
-def _form_of(call: Any) -> Form:
-    """Return what a factory's product is to be called with."""
+def form_of(call: Any) -> Form:
+    """Return what a callable is to be called with.
+
+    Raises:
+        TypeError: it is none, or its parameters are of no accepted form.
+    """
     if is_transformers_form(call):
         return Form.TRANSFORMERS
     wanted = "expected a callable with exactly two positional parameters (output_ids, logits) or "
@@ -205,7 +217,7 @@ def _form_of(call: Any) -> Form:
     return forms[len(names)]
 
 
-def _run(seat: Seat, request: LogitsRequest, row: torch.Tensor) -> None:
+def run_seat(seat: Seat, request: LogitsRequest, row: torch.Tensor) -> None:
     """Change a row [vocab] in place.
 
     A step may be run a second time, to find whose fault something was; objects that count their
@@ -230,9 +242,9 @@ def _called(seat: Seat, outputs: list[int], row: torch.Tensor) -> torch.Tensor:
     assert seat.call is not None
     given = row
     if seat.form is Form.TRANSFORMERS:
-        ids = torch.tensor([seat.prompt + outputs], dtype=torch.int64, device=row.device)
+        ids = torch.tensor(seat.prompt + outputs, dtype=torch.int64, device=row.device)
         given = row.unsqueeze(0)
-        result = seat.call(ids, given)
+        result = seat.call(ids.unsqueeze(0), given)
     elif seat.form is Form.PROMPT_AND_OUTPUT:
         result = seat.call(seat.prompt, outputs, row)
     else:

@@ -105,13 +105,12 @@ class MixesRows(Bias):
 
 
 class Rounds(Bias):
-    """Sums in an order that depends on the number of rows."""
+    """Calculates in an order that depends on the number of rows."""
 
     contract = 1
 
     def apply(self, logits, rows):
-        steps = len(rows) + 1
-        return logits + sum(rows.tensor("by") / steps for _ in range(steps))
+        return logits * (2 * len(rows) + 1) / (2 * len(rows) + 1)
 
 
 class BatchBias(BatchLogitsProcessor):

@@ -7,11 +7,13 @@ from importlib.metadata import entry_points
 from hypothesis import strategies as st
 
 from hardpoint.builtin_plugins.logits.bias import LogitBias
+from hardpoint.builtin_plugins.logits.callables import RequestCallables
 from hardpoint.builtin_plugins.logits.masks import AllowedTokenIds, BadWords, MinTokens
 from hardpoint.builtin_plugins.logits.penalties import Penalties
 from hardpoint.builtin_plugins.logits.temperature import Temperature
 from hardpoint.builtin_plugins.logits.thinking_budget import ThinkingBudget
 from hardpoint.builtin_plugins.logits.truncation import MinP, TopK, TopP
+from hardpoint.plugins import SamplingParams
 from hardpoint.testing import LogitsProcessorSuite
 
 tokens = st.integers(0, 4) | st.integers(0, 130)
@@ -83,6 +85,24 @@ class TestThinkingBudget(LogitsProcessorSuite):
         thinking_token_budget=st.none() | st.integers(0, 8),
         start=st.sampled_from([[0], [0, 1], [1, 1]]),
         end=st.sampled_from([[2], [3, 0], [0, 3, 0]]),
+    )
+
+
+def repeat_less(prompt_ids, output_ids, logits):
+    logits[[*prompt_ids[:1], *output_ids[-2:]]] -= 1.5
+    return logits
+
+
+def prefer_even(output_ids, logits):
+    return logits + len(output_ids) % 2
+
+
+class TestRequestCallables(LogitsProcessorSuite):
+    processor = RequestCallables
+    params = st.builds(
+        SamplingParams,
+        max_tokens=st.none(),
+        logits_processors=st.sampled_from([[repeat_less], [prefer_even, repeat_less]]),
     )
 
 

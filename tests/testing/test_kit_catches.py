@@ -9,7 +9,7 @@ import broken
 import pytest
 from hypothesis import strategies as st
 
-from hardpoint.testing import LogitsProcessorSuite
+from hardpoint.testing import LogitsProcessorSuite, searching
 
 SEED = 20_240_601
 
@@ -106,6 +106,12 @@ RIGHT = [(broken.Bias, ANY), (broken.Counter, SCALE), (broken.BatchBias, ANY)]
 RIGHT += [(broken.DeviceCounter, None)]
 
 TESTS = [name for name, _ in inspect.getmembers(LogitsProcessorSuite) if name.startswith("test_")]
+
+
+@pytest.fixture(autouse=True)
+def _brief(monkeypatch):
+    """A small case is for an author; here any will do."""
+    monkeypatch.setattr(searching, "_SHRINKING_SECONDS", 0.2)
 
 
 def suite_of(cls, given, **more):

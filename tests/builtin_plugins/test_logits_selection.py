@@ -1,0 +1,68 @@
+"""The quick ways on the CPU give, bit for bit, what the plain ones give."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hardpoint.builtin_plugins.logits.selection import drop_below_, largest
+
+
+def logits_of(seed: int, rows: int, vocab: int, kind: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocab, generator=generator) * 5
+    if kind == "ties":
+        logits = logits.round()
+    for value in {"holes": (-math.inf, 0.0, -0.0), "broken": (math.nan, math.inf)}.get(kind, ()):
+        logits[torch.rand(rows, vocab, generator=generator) < 0.1] = value
+    if kind == "nothing left":
+        logits[0] = -math.inf
+    return logits
+
+
+KINDS = st.sampled_from(["plain", "ties", "holes", "broken", "nothing left"])
+SHAPES = {
+    "seed": st.integers(0, 2**32),
+    "rows": st.integers(1, 5),
+    "vocab": st.integers(1, 2500),
+    "kind": KINDS,
+}
+
+
+@settings(deadline=None)
+@given(**SHAPES, share=st.floats(0, 1))
+def test_the_largest_are_those_of_topk(seed, rows, vocab, kind, share):
+    logits = logits_of(seed, rows, vocab, kind)
+    count = max(1, int(share**3 * vocab))  # mostly few, so that the coarse search runs
+    torch.testing.assert_close(
+        largest(logits, count), logits.topk(count).values, rtol=0, atol=0, equal_nan=True
+    )
+
+
+@settings(deadline=None)
+@given(
+    **SHAPES,
+    bound=st.one_of(
+        st.none(), st.floats(width=32), st.sampled_from([0.0, -0.0, 1e-45, math.inf, -math.inf])
+    ),
+)
+def test_what_is_under_the_bound_is_dropped_and_nothing_else(seed, rows, vocab, kind, bound):
+    logits = logits_of(seed, rows, vocab, kind)
+    bounds = logits[:, :1].clone() if bound is None else torch.full((rows, 1), bound)
+    expected = logits.masked_fill(logits < bounds, -math.inf)
+    result = drop_below_(logits, bounds)
+    assert result is logits
+    assert torch.equal(result.view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize("vocab", [64, 1000])
+def test_logits_that_do_not_lie_in_one_piece(vocab):
+    logits = logits_of(1, vocab, 3, "plain").t()
+    assert torch.equal(largest(logits, 2), logits.topk(2).values)
+    bounds = logits.mean(1, keepdim=True)
+    expected = logits.masked_fill(logits < bounds, -math.inf)
+    assert torch.equal(drop_below_(logits, bounds), expected)

@@ -11,8 +11,9 @@ Logits are written to several buffers in turn, so caches hold as little of them 
 "warm" repeats the step on one buffer without writing it: that is how sparse processors are often
 measured, because the few logits that they touch then lie in the cache, as they do not in an engine.
 
-Shown are medians. vLLM's processors are driven in the same way (`update_state(None)`, `apply`). What
-was recorded of vLLM 0.32 on one thread is not a measurement of this run; compare it with "warm".
+Shown are medians. vLLM's processors are driven in the same way (`update_state(None)`, `apply`).
+What was recorded of vLLM 0.32 on one thread is not a measurement of this run; compare it with
+"warm".
 """
 
 from __future__ import annotations
@@ -63,6 +64,14 @@ Fields = Callable[[random.Random, int], dict[str, Any]]
 """Makes a request's arguments for one processor, given a vocabulary's size."""
 Model = Callable[[], torch.Tensor]
 """Returns a step's logits, [rows, vocab]."""
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Return the microseconds that a call takes."""
+    time.perf_counter()  # so that the clock itself is in the cache
+    began = time.perf_counter()
+    call()
+    return (time.perf_counter() - began) * MICROSECONDS
 
 
 def prompt(rng: random.Random, vocab: int) -> list[int]:
@@ -187,23 +196,15 @@ class Batch:
 
     def step(self, model: Model) -> float:
         """Run a step; return its microseconds."""
-        clock, pipeline = time.perf_counter, self.pipeline
-        began = clock()
-        pipeline.update(None)
-        spent = clock() - began
+        pipeline = self.pipeline
+        spent = timed(lambda: pipeline.update(None))
         logits = model()
         requests = [request for request in self.requests if request.request_id]  # a new list
-        began = clock()
-        pipeline.apply(logits, requests, {}, {})
-        spent += clock() - began
+        spent += timed(lambda: pipeline.apply(logits, requests, {}, {}))
         for output, token in zip(self._outputs, self._tokens, strict=True):
             output.append(token)
         sound = [request for request in self.requests if request.request_id]
-        began = clock()
-        faults = pipeline.advance(sound, self._tokens, self._ids)
-        spent += clock() - began
-        assert not faults, faults
-        return spent * MICROSECONDS
+        return spent + timed(lambda: pipeline.advance(sound, self._tokens, self._ids))
 
 
 class VllmBatch:
@@ -230,16 +231,11 @@ class VllmBatch:
 
     def step(self, model: Model) -> float:
         """Run a step; return its microseconds."""
-        clock = time.perf_counter
         for output in self._outputs:
             output.append(FIRST_TOKEN)
-        began = clock()
-        self._processor.update_state(None)
-        spent = clock() - began
+        spent = timed(lambda: self._processor.update_state(None))
         logits = model()
-        began = clock()
-        self._processor.apply(logits)
-        return (spent + clock() - began) * MICROSECONDS
+        return spent + timed(lambda: self._processor.apply(logits))
 
 
 class Memory:
@@ -274,11 +270,10 @@ def measure(arguments: argparse.Namespace, with_vllm: bool) -> list[dict[str, An
     """Measure every case at every size."""
     plugins = resolve_plugins(EngineConfig())
     installed = {entry.name for entry, _ in plugins.logits_processors()}
-    wanted = [
-        title
-        for title, case in CASES.items()
-        if case.processor in (arguments.only or installed) and case.processor in installed
-    ]
+    only = installed if arguments.only is None else set(arguments.only)
+    if unknown := only - installed:
+        raise SystemExit(f"no such built-in: {', '.join(sorted(unknown))}")
+    wanted = [title for title, case in CASES.items() if case.processor in only]
     results = []
     for rows, vocab in arguments.sizes:
         memory = Memory(rows, vocab)
@@ -304,9 +299,9 @@ def show(results: list[dict[str, Any]], with_vllm: bool) -> None:
     columns = {"hardpoint_fresh": "Hardpoint", "hardpoint_warm": "warm"}
     if with_vllm:
         columns |= {"vllm_fresh": "vLLM", "vllm_warm": "warm"}
-    columns["vllm_recorded"] = "vLLM (recorded)"
+    columns["vllm_recorded"] = "(recorded)" if with_vllm else "vLLM (recorded)"
     table.add_column("everybody uses")
-    table.add_column("rows x vocabulary", justify="right")
+    table.add_column("rows x vocab", justify="right")
     for title in columns.values():
         table.add_column(title, justify="right")
     for result in results:

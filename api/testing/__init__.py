@@ -3,6 +3,8 @@
 The scripted model needs nothing beside the engine. The suites need pytest and hypothesis
 (`pip install hardpoint[testing]`) and are switched on where they are wanted, by a line in
 `conftest.py`: `pytest_plugins = ["hardpoint.testing"]`.
+
+PYTEST_DONT_REWRITE: there is no `assert` here that pytest would have to explain.
 """
 
 from typing import TYPE_CHECKING, Any

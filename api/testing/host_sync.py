@@ -42,7 +42,7 @@ class Unknown(Exception):  # noqa: N818 - it is an answer
     """It cannot be told: an operation does not run on tensors without values."""
 
 
-class no_values(TorchDispatchMode):  # noqa: N801 - used as a context manager, like a function
+class no_values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801 - like a function
     """Inside, meta tensors stand for a device's; asking for their values raises.
 
     Raises:
@@ -52,7 +52,7 @@ class no_values(TorchDispatchMode):  # noqa: N801 - used as a context manager, l
 
     def __init__(self) -> None:
         """Start with no operation seen."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._last = ""
 
     def __torch_dispatch__(
@@ -64,7 +64,7 @@ class no_values(TorchDispatchMode):  # noqa: N801 - used as a context manager, l
 
     def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
         """Say what an error means."""
-        super().__exit__(exc_type, exc, traceback)
+        super().__exit__(exc_type, exc, traceback)  # type: ignore[no-untyped-call]
         if exc is None:
             return
         message = str(exc).partition("\n")[0]

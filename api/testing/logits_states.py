@@ -71,7 +71,7 @@ def check_fork(subject: Subject, case: Case, drafts: list[int], seed: int) -> No
     desk = Desk(subject, [case])
     (request,) = desk.requests
     logits = make_logits(seed, 1, subject.vocab_size)
-    before, result = _state_of(desk, request), desk.process(logits)
+    result, before = desk.process(logits), _state_of(desk, request)
     _draft_rows(desk, [drafts])
     after, again = _state_of(desk, request), desk.process(logits)
     if before != after or difference(again[0], result[0]) is not None:

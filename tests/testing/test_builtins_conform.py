@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 
+import pytest
 from hypothesis import strategies as st
 
 from hardpoint.builtin_plugins.logits.bias import LogitBias
@@ -15,6 +16,8 @@ from hardpoint.builtin_plugins.logits.thinking_budget import ThinkingBudget
 from hardpoint.builtin_plugins.logits.truncation import MinP, TopK, TopP
 from hardpoint.plugins import SamplingParams
 from hardpoint.testing import LogitsProcessorSuite
+
+pytest_plugins = ["hardpoint.testing"]
 
 tokens = st.integers(0, 4) | st.integers(0, 130)
 
@@ -33,6 +36,7 @@ class TestTopP(LogitsProcessorSuite):
     processor = TopP
     arguments = st.builds(TopP.Arguments, top_p=st.floats(0, 1, exclude_min=True))
     vocab_size = 1100  # wider than the first two looks at the best tokens
+    budget_us_per_row = 10_000.0  # in flat logits every token counts, so all must be sorted
 
 
 class TestTemperature(LogitsProcessorSuite):
@@ -104,6 +108,10 @@ class TestRequestCallables(LogitsProcessorSuite):
         max_tokens=st.none(),
         logits_processors=st.sampled_from([[repeat_less], [prefer_even, repeat_less]]),
     )
+
+    @pytest.mark.xfail(strict=True, reason="it keeps results: a callable runs once per token")
+    def test_pure(self):
+        super().test_pure()
 
 
 def test_every_builtin_has_its_class_here():

@@ -1,0 +1,140 @@
+"""What a conformance suite for logits processors is told, and how it fails."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NoReturn
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
+
+from hardpoint.plugins import BatchLogitsProcessor, ReasoningParser, SamplingParams, Tokenizer
+from hardpoint.plugins.loading import snake_case
+from hardpoint.plugins.logits import LogitsPlugin
+
+from .logits_subject import Case, Subject
+from .searching import Search, describe
+from .seeds import replay_line
+from .violations import Violation
+
+__all__ = ["LogitsSuiteBase"]
+
+
+class LogitsSuiteBase:
+    """Settings and searches; the rules are in LogitsProcessorSuite.
+
+    Attributes:
+        processor: the class under test, of any of the three forms.
+        arguments: a hypothesis strategy for its Arguments, as instances or plain data; None for a
+            processor that takes none. Token ids must be under `vocab_size`.
+        options: what an operator would write under `[plugin.<name>]`.
+        params: a strategy for what requests ask for beside.
+        name: under which it is enabled; the class's in snake_case if None.
+        vocab_size: width of the logits.
+        stop_token_ids: every request's.
+        tokenizer, reasoning: what `prepare` gets.
+        budget_us_per_row: microseconds that one row may cost; None does not measure.
+        budget_vocab_size: width of the logits for that.
+        examples: scales how many cases each rule is tried on; 10 for a thorough run.
+        replay_seed: makes the searches of an earlier run again; None draws new ones. The
+            environment variable HARDPOINT_SEED does the same from outside.
+    """
+
+    processor: ClassVar[type[LogitsPlugin]]
+    arguments: ClassVar[st.SearchStrategy[Any] | None] = None
+    options: ClassVar[Mapping[str, Any]] = {}
+    params: ClassVar[st.SearchStrategy[SamplingParams] | None] = None
+    name: ClassVar[str | None] = None
+    vocab_size: ClassVar[int] = 131
+    stop_token_ids: ClassVar[tuple[int, ...]] = (2, 5)
+    tokenizer: ClassVar[Tokenizer | None] = None
+    reasoning: ClassVar[ReasoningParser | None] = None
+    budget_us_per_row: ClassVar[float | None] = 2000.0
+    budget_vocab_size: ClassVar[int] = 32_000
+    examples: ClassVar[float] = 1.0
+    replay_seed: ClassVar[int | None] = None
+
+    def _subject(self, vocab_size: int | None = None) -> Subject:
+        return Subject(
+            cls=self.processor,
+            name=self.name or snake_case(self.processor.__name__),
+            options=self.options,
+            vocab_size=vocab_size or self.vocab_size,
+            stop_token_ids=self.stop_token_ids,
+            tokenizer=self.tokenizer,
+            reasoning=self.reasoning,
+        )
+
+    def _cases(self) -> st.SearchStrategy[Case]:
+        return self._subject().cases(self.arguments, self.params)
+
+    def _users(self) -> st.SearchStrategy[Case]:
+        return self._subject().cases(
+            self.arguments, self.params, users_only=True, sampled_only=True
+        )
+
+    def _several_users(self) -> st.SearchStrategy[list[Case]]:
+        return st.lists(self._users(), min_size=1, max_size=3)
+
+    def _without_drafts(self, subject: Subject) -> None:
+        if issubclass(subject.cls, BatchLogitsProcessor) and not subject.cls.supports_drafts:
+            pytest.skip("supports_drafts is False: drafts never meet it")
+
+    def _refuse_replaced_tests(self, rule: str, suite: type) -> None:
+        """Refuse a class that replaces a test: a suite that was bent proves nothing."""
+        for name, test in inspect.getmembers(suite, inspect.isfunction):
+            own = getattr(type(self), name)
+            if name.startswith("test_") and own is not test and not _expected_to_fail(own):
+                self._fail(
+                    rule,
+                    Violation(
+                        f"{type(self).__name__} replaces {name}",
+                        "give the additional test another name; to leave a rule out, override its "
+                        "test with one that is marked pytest.mark.xfail(reason=...)",
+                    ),
+                )
+
+    def _once(self, rule: str, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except Violation as violation:
+            self._fail(rule, violation)
+
+    def _search(
+        self,
+        rule: str,
+        examples: int,
+        check: Callable[..., None],
+        **strategies: st.SearchStrategy[Any],
+    ) -> None:
+        """Try a rule on drawn cases; fail with what an author needs to see it again."""
+        search = Search(max(1, round(examples * self.examples)), self.replay_seed)
+        try:
+            found = search.run(check, **strategies)
+        except Unsatisfiable:
+            self._fail(
+                rule,
+                Violation(
+                    "no request could be made: prepare refused whatever `arguments` gave",
+                    "let the strategy `arguments` make what prepare accepts; set vocab_size, "
+                    "stop_token_ids, tokenizer, reasoning or params if it needs them",
+                ),
+            )
+        if found is not None:
+            case = f"\n  case:\n{describe(found.drawn)}\n  replay: {replay_line(found.seed)}"
+            self._fail(rule, found.violation, case)
+
+    def _fail(self, rule: str, violation: Violation, case: str = "") -> NoReturn:
+        cls = self.processor
+        pytest.fail(
+            f"{cls.__module__}.{cls.__qualname__} breaks a rule.\n"
+            f"  rule: {rule}\n  saw: {violation.saw}\n  do: {violation.do}{case}",
+            pytrace=False,
+        )
+
+
+def _expected_to_fail(test: Any) -> bool:
+    marks = getattr(test, "pytestmark", [])
+    return any(mark.name in ("xfail", "skip") and mark.kwargs.get("reason") for mark in marks)

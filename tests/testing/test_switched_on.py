@@ -1,0 +1,146 @@
+"""How the kit comes into somebody's tests: by one line, and never by itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+from broken import Bias, MixesRows
+from hypothesis import strategies as st
+
+from hardpoint.testing import LogitsProcessorSuite, searching
+from hardpoint.testing.seeds import seed_now
+
+TEST_FILE = """
+from hypothesis import strategies as st
+from hardpoint import plugins
+from hardpoint.plugins import LogitsProcessor, Phase
+from hardpoint.testing import LogitsProcessorSuite
+
+
+class Shy(LogitsProcessor):
+    contract = 1
+    phase = Phase.BIAS
+
+    class Arguments(plugins.Arguments):
+        by: float = 1.0
+
+    def apply(self, logits, rows):
+        logits[:, :1] += rows.tensor("by").mean()
+        return logits
+
+
+class TestShy(LogitsProcessorSuite):
+    processor = Shy
+    arguments = st.builds(Shy.Arguments, by=st.floats(-5, 5))
+"""
+
+
+def run_pytest(folder, *arguments, **environment):
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    environment = {**os.environ, **environment}
+    environment.pop("PYTEST_CURRENT_TEST", None)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shy")
+    (folder / "conftest.py").write_text('pytest_plugins = ["hardpoint.testing"]\n')
+    (folder / "test_shy.py").write_text(TEST_FILE)
+    return folder
+
+
+def test_a_failure_says_how_to_see_it_again_and_so_it_is_seen(folder):
+    output = run_pytest(folder, "-k", "test_advance")
+    assert "hardpoint conformance suites: HARDPOINT_SEED not set, drawn afresh" in output
+    assert "test_shy.Shy breaks a rule." in output
+    section = output.partition("hardpoint conformance: see it again")[2]
+    (seed, test) = re.search(r"^HARDPOINT_SEED=(\d+) pytest '(.*)'$", section, re.M).groups()
+    assert test == "test_shy.py::TestShy::test_advance"
+    again = run_pytest(folder, test, HARDPOINT_SEED=seed)
+    assert f"hardpoint conformance suites: HARDPOINT_SEED {seed}" in again
+    assert f"HARDPOINT_SEED={seed} pytest" in again
+    assert "Already imported" not in output
+    assert "Warning" not in output
+
+
+def test_being_installed_switches_nothing_on(folder):
+    assert not [e for e in entry_points(group="pytest11") if e.value.startswith("hardpoint")]
+    output = run_pytest(folder, "--noconftest", "-k", "test_contract")
+    assert "1 passed" in output
+    assert "hardpoint conformance" not in output
+
+
+def test_the_scripted_model_needs_neither_pytest_nor_hypothesis():
+    code = (
+        "import sys; sys.modules['pytest'] = sys.modules['hypothesis'] = None\n"
+        "from hardpoint.testing import write_scripted_model\n"
+        "try: from hardpoint.testing import LogitsProcessorSuite\n"
+        "except ImportError as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert "pytest" in done.stdout
+
+
+def test_unknown_names_are_refused():
+    import hardpoint.testing
+
+    with pytest.raises(AttributeError, match=r"'hardpoint\.testing' has no attribute 'Suit'"):
+        hardpoint.testing.Suit  # noqa: B018
+
+
+def test_a_seed_must_be_a_number(monkeypatch):
+    monkeypatch.setenv("HARDPOINT_SEED", "lucky")
+    with pytest.raises(ValueError, match="HARDPOINT_SEED: expected a whole number, got 'lucky'"):
+        seed_now()
+
+
+class Bent(LogitsProcessorSuite):
+    processor = Bias
+
+    def test_history(self):
+        """Nothing to see here."""
+
+
+class Excused(LogitsProcessorSuite):
+    processor = Bias
+
+    @pytest.mark.xfail(reason="mixes rows on purpose")
+    def test_history(self):
+        super().test_history()
+
+
+def test_replacing_a_test_fails_the_suite():
+    with pytest.raises(pytest.fail.Exception, match=r"saw: Bent replaces test_history(?s:.)*xfail"):
+        Bent().test_contract()
+
+
+def test_a_test_may_be_excused_with_a_reason():
+    Excused().test_contract()
+
+
+def test_the_same_seed_finds_the_same_case(monkeypatch):
+    monkeypatch.setattr(searching, "_SHRINKING_SECONDS", 60.0)  # to the very smallest
+
+    class Suite(LogitsProcessorSuite):
+        processor = MixesRows
+        arguments = st.builds(MixesRows.Arguments, by=st.integers(0, 9).map(float))
+        replay_seed = 7
+
+    messages = []
+    for _ in range(2):
+        with pytest.raises(pytest.fail.Exception) as failure:
+            Suite().test_pure()
+        messages.append(str(failure.value))
+    assert "replay: HARDPOINT_SEED=7 pytest" in messages[0]
+    assert messages[0] == messages[1]

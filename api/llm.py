@@ -115,7 +115,8 @@ class LLM:
             RequestError: a prompt or its parameters are wrong; then none of them runs.
         """
         listed = _as_list(prompts)
-        params = _one_each(sampling_params or SamplingParams(), len(listed), "sampling_params")
+        given = SamplingParams() if sampling_params is None else sampling_params
+        params = _one_each(given, len(listed), "sampling_params")
         priorities = _one_each(priority, len(listed), "priority")
         final = [_with_kind(p, RequestOutputKind.FINAL_ONLY) for p in params]
         ids = self._add(zip(listed, final, priorities, strict=True))

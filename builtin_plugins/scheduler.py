@@ -46,12 +46,13 @@ class DefaultScheduler(Scheduler):
         self._waiting = _WaitingQueue(context.policy)
         self._running: list[Request] = []
         self._untold: set[str] = set()  # finished since the last plan
+        self._telling: set[str] = set()  # told by a plan that is not confirmed
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Put a new request into the waiting queue."""
         live = Request(request)
+        self._waiting.push(live)  # first: a policy that fails leaves nothing behind
         self._requests[request.request_id] = live
-        self._waiting.push(live)
 
     def schedule(self) -> SchedulerOutput:
         """Plan a step: running requests first, then waiting ones while budget and blocks last."""
@@ -59,14 +60,17 @@ class DefaultScheduler(Scheduler):
         self._schedule_running(step)
         if not step.preempted:
             self._admit_waiting(step)
-        plan = step.plan(frozenset(self._untold))
+        # Until a plan is confirmed by `update`, what it told may not have arrived.
+        self._telling |= self._untold
         self._untold = set()
+        plan = step.plan(frozenset(self._telling))
         for request, tokens in step.scheduled.values():
             request.num_computed_tokens += tokens
         return plan
 
     def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Append what was sampled and end the requests that are done."""
+        self._telling = set()
         outputs = []
         for request_id, tokens in plan.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
@@ -254,10 +258,11 @@ class _WaitingQueue:
         self._gone: set[int] = set()
 
     def push(self, request: Request) -> None:
-        order = self._order.setdefault(request.request_id, self._entered)
-        if order == self._entered:
+        key = self._policy.key(request)
+        order = self._order.get(request.request_id, self._entered)
+        heapq.heappush(self._heap, (key, order, request))
+        if self._order.setdefault(request.request_id, order) == self._entered:
             self._entered += 1
-        heapq.heappush(self._heap, (self._policy.key(request), order, request))
 
     def peek(self) -> Request | None:
         while self._heap and self._heap[0][1] in self._gone:

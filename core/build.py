@@ -27,6 +27,7 @@ from hardpoint.plugins import (
     Scheduler,
     SchedulerContext,
     SchedulerLimits,
+    SchedulingPolicy,
     Tokenizer,
     TokenizerContext,
     resolve_plugins,
@@ -87,7 +88,8 @@ def build_engine(
         max_model_len=max_model_len,
         progress=progress,
     )
-    core = _build_core(spec, origins, clock)
+    policy: SchedulingPolicy = plugins.create(plugins.one("scheduling_policies"), PolicyContext)
+    core, num_blocks = _build_core(spec, policy, origins, clock)
     engine = LLMEngine(
         EngineParts(
             config=config,
@@ -97,6 +99,7 @@ def build_engine(
             tokenizer=tokenizer,
             reasoning=reasoning,
             client=InprocClient(core),
+            components=[c for c in (loader, tokenizer, reasoning, policy) if c is not None],
             clock=clock,
         )
     )
@@ -104,6 +107,7 @@ def build_engine(
         "model": config.model,
         "dtype": str(spec.dtype).removeprefix("torch."),
         "max_model_len": max_model_len,
+        "num_blocks": num_blocks,
         "load_seconds": time.perf_counter() - began,
     }
     try:
@@ -114,9 +118,10 @@ def build_engine(
     return engine
 
 
-def _build_core(spec: WorkerSpec, origins: Origins, clock: Callable[[], float]) -> EngineCore:
+def _build_core(
+    spec: WorkerSpec, policy: SchedulingPolicy, origins: Origins, clock: Callable[[], float]
+) -> tuple[EngineCore, int]:
     config, plugins = spec.config, spec.plugins
-    policy = plugins.create(plugins.one("scheduling_policies"), PolicyContext)
     executor: Executor = plugins.create(
         plugins.one("executors"),
         ExecutorContext,
@@ -144,7 +149,7 @@ def _build_core(spec: WorkerSpec, origins: Origins, clock: Callable[[], float]) 
     except BaseException:
         executor.close()
         raise
-    return EngineCore(scheduler, executor)
+    return EngineCore(scheduler, executor), num_blocks
 
 
 def _announce(plugins: PluginSet) -> None:

@@ -55,5 +55,7 @@ class InprocClient:
         return self._core.plugin_meters()
 
     def close(self) -> None:
-        """Close the core."""
-        self._core.close()
+        """Close the core and let go of it."""
+        core = self._core
+        del self._core
+        core.close()

@@ -46,14 +46,15 @@ class HookSpecs:
 
         May change its fields; they are not checked again. Called for each of the `n` completions.
         Raising a ValueError refuses the request with that message; any other error refuses it
-        too and names the plugin.
+        too and names the plugin. With `n` > 1 a completion's `request_id` is `<index>_<id>`.
         """
 
     @hookspec
     def request_finished(self, output: RequestOutput) -> None:
         """[frontend] The last output of a request is about to be returned.
 
-        An error here ends that request with `finish_reason="error"`, naming the plugin.
+        An error here ends that request with `finish_reason="error"`, naming the plugin. Aborted
+        requests return no last output, so the hook is not called for them.
         """
 
     @hookspec

@@ -85,7 +85,7 @@ class SamplingParams(Strict):
     n: Annotated[int, Meta(ge=1, le=4096)] = 1
     temperature: Annotated[float, Meta(ge=0)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=-1)] = 0
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = 16

@@ -118,7 +118,8 @@ class Logprob(msgspec.Struct, frozen=True):
     """Log-probability of one token at one position.
 
     Attributes:
-        logprob: natural logarithm, before any processor changed the logits.
+        logprob: natural logarithm; of the logits as the model gave them, unless the
+            configuration says `sampler.logprobs = "processed"`.
         rank: 1 is the likeliest; None where it is unknown.
         decoded_token: the token's own text.
     """

@@ -168,13 +168,15 @@ class PolicyContext(Context):
 
 
 class SchedulingPolicy(Component):
-    """Decides who goes first and who gives way. A faulty policy costs a step, not the engine."""
+    """Decides who goes first and who gives way. An error that it raises ends the engine."""
 
     context: PolicyContext
 
     @abstractmethod
     def key(self, request: Request) -> Any:
-        """Return what orders waiting requests, smallest first. Read once, on entry.
+        """Return what orders waiting requests, smallest first.
+
+        Read when a request enters the queue: once when it comes, and at each preemption.
 
         Keys of one policy compare with each other; equal keys keep their order of arrival. A
         preempted request re-enters ahead of waiting ones with an equal key.

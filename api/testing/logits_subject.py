@@ -89,7 +89,11 @@ class _Request(LogitsRequest):
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A processor class and the surroundings that its author chose; see LogitsProcessorSuite."""
+    """A processor class and the surroundings that its author chose; see LogitsSuiteBase.
+
+    Attributes:
+        refusals: why `prepare` refused requests, in turn.
+    """
 
     cls: type[LogitsPlugin]
     name: str

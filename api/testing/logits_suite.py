@@ -34,17 +34,19 @@ class LogitsProcessorSuite(LogitsSuiteBase):
         self._once(rule, lambda: claims.check_contract(self._subject()))
         subject = self._subject()
         self._search(
+            subject,
             rule,
             30,
             lambda case: claims.check_round_trip(subject, case),
-            case=self._users(),
+            case=self._users(subject),
         )
 
     def test_history(self) -> None:
         """In any history of a batch a row is what its request gives alone."""
         subject = self._subject()
-        cases = st.lists(self._cases(), min_size=1, max_size=5)
+        cases = st.lists(self._cases(subject), min_size=1, max_size=5)
         self._search(
+            subject,
             "alone or in company: a row's result depends on its request only",
             50,
             lambda cases, history: check_history(subject, cases, history),
@@ -57,10 +59,11 @@ class LogitsProcessorSuite(LogitsSuiteBase):
         subject = self._subject()
         places = st.integers(0, MAX_ROWS - 1)
         self._search(
+            subject,
             "swaps: requests that change places keep what is theirs",
             40,
             lambda cases, swaps, seed: states.check_swaps(subject, cases, swaps, seed),
-            cases=st.lists(self._cases(), min_size=2, max_size=4),
+            cases=st.lists(self._cases(subject), min_size=2, max_size=4),
             swaps=st.lists(st.tuples(places, places), min_size=1, max_size=4),
             seed=_SEEDS,
         )
@@ -71,10 +74,11 @@ class LogitsProcessorSuite(LogitsSuiteBase):
         if subject.everybody_uses_it(SamplingParams()):
             pytest.skip("every request uses this processor: there are no bystanders")
         self._search(
+            subject,
             "bystanders: rows of requests that do not use it keep their bits",
             60,
             lambda cases, seed: results.check_bystanders(subject, cases, seed),
-            cases=st.lists(self._cases(), min_size=1, max_size=4),
+            cases=st.lists(self._cases(subject), min_size=1, max_size=4),
             seed=_SEEDS,
         )
 
@@ -84,10 +88,11 @@ class LogitsProcessorSuite(LogitsSuiteBase):
         if not subject.cls.argmax_invariant:
             pytest.skip("argmax_invariant is False: nothing is claimed")
         self._search(
+            subject,
             "argmax_invariant: the likeliest token never changes",
             120,
             lambda cases, seed, kind: results.check_argmax_claim(subject, cases, seed, kind),
-            cases=self._several_users(),
+            cases=self._several_users(subject),
             seed=_SEEDS,
             kind=st.sampled_from(["plain", "ties", "masked", "flat", "huge", "survivor"]),
         )
@@ -96,10 +101,11 @@ class LogitsProcessorSuite(LogitsSuiteBase):
         """`apply` and `edits` change no state and may be called twice."""
         subject = self._subject()
         self._search(
+            subject,
             "pure: apply and edits change nothing but their result",
             60,
             lambda cases, seed: states.check_pure(subject, cases, seed),
-            cases=self._several_users(),
+            cases=self._several_users(subject),
             seed=_SEEDS,
         )
 
@@ -108,10 +114,11 @@ class LogitsProcessorSuite(LogitsSuiteBase):
         subject = self._subject()
         tokens = st.integers(0, 3) | st.integers(0, self.vocab_size - 1)
         self._search(
+            subject,
             "start over: start on the whole history equals start and advance",
             60,
             lambda cases, tokens, seed: states.check_advance(subject, cases, tokens, seed),
-            cases=self._several_users(),
+            cases=self._several_users(subject),
             tokens=st.lists(tokens, min_size=1, max_size=8),
             seed=_SEEDS,
         )
@@ -121,10 +128,11 @@ class LogitsProcessorSuite(LogitsSuiteBase):
         subject = self._subject()
         self._without_drafts(subject)
         self._search(
+            subject,
             "fork: advancing a forked state leaves the original as it was",
             60,
             lambda case, drafts, seed: states.check_fork(subject, case, drafts, seed),
-            case=self._users(),
+            case=self._users(subject),
             drafts=st.lists(st.integers(0, 3), min_size=1, max_size=4),
             seed=_SEEDS,
         )
@@ -135,10 +143,11 @@ class LogitsProcessorSuite(LogitsSuiteBase):
         self._without_drafts(subject)
         drafts = st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=3)
         self._search(
+            subject,
             "drafts: a draft's row is that of a request which really said it",
             60,
             lambda cases, drafts, seed: states.check_drafts(subject, cases, drafts, seed),
-            cases=self._several_users(),
+            cases=self._several_users(subject),
             drafts=drafts,
             seed=_SEEDS,
         )
@@ -147,10 +156,11 @@ class LogitsProcessorSuite(LogitsSuiteBase):
         """Equal inputs give equal results."""
         subject = self._subject()
         self._search(
+            subject,
             "deterministic: equal inputs give equal logits",
             60,
             lambda cases, seed: results.check_deterministic(subject, cases, seed),
-            cases=self._several_users(),
+            cases=self._several_users(subject),
             seed=_SEEDS,
         )
 
@@ -158,10 +168,11 @@ class LogitsProcessorSuite(LogitsSuiteBase):
         """There is always a token to choose."""
         subject = self._subject()
         self._search(
+            subject,
             "sound: no NaN, no +inf, and a token left, for every argument that is accepted",
             120,
             lambda cases, seed, kind: results.check_sound(subject, cases, seed, kind),
-            cases=self._several_users(),
+            cases=self._several_users(subject),
             seed=_SEEDS,
             kind=st.sampled_from(["plain", "ties", "flat", "masked"]),
         )
@@ -172,10 +183,11 @@ class LogitsProcessorSuite(LogitsSuiteBase):
         if subject.cls.phase is Phase.FORCE:
             pytest.skip("a processor of Phase.FORCE has the last word")
         self._search(
+            subject,
             "masks stay: a token at -inf stays at -inf",
             60,
             lambda cases, seed: results.check_masks_stay(subject, cases, seed),
-            cases=self._several_users(),
+            cases=self._several_users(subject),
             seed=_SEEDS,
         )
 
@@ -185,10 +197,11 @@ class LogitsProcessorSuite(LogitsSuiteBase):
         if subject.cls.reads is Reads.HOST_IDS:
             pytest.skip("reads = Reads.HOST_IDS: it may look at everything")
         self._search(
+            subject,
             "reads: only what is declared is looked at",
             60,
             lambda cases, seed: claims.check_reads(subject, cases, seed),
-            cases=self._several_users(),
+            cases=self._several_users(subject),
             seed=_SEEDS,
         )
 
@@ -199,10 +212,11 @@ class LogitsProcessorSuite(LogitsSuiteBase):
             pytest.skip("reads = Reads.HOST_IDS: it may make the host wait")
         try:
             self._search(
+                subject,
                 "no sync: apply, edits and advance_rows never wait for the device",
                 20,
                 lambda cases: claims.check_no_sync(subject, cases),
-                cases=self._several_users(),
+                cases=self._several_users(subject),
             )
         except Unknown as why:
             pytest.skip(f"it cannot be told without a device: {why}")
@@ -211,10 +225,11 @@ class LogitsProcessorSuite(LogitsSuiteBase):
         """Requests that are gone leave nothing behind."""
         subject = self._subject()
         self._search(
+            subject,
             "memory: nothing grows with the number of requests that were served",
             2,
             lambda cases: claims.check_memory(subject, cases, waves=10),
-            cases=st.lists(self._users(), min_size=2, max_size=4),
+            cases=st.lists(self._users(subject), min_size=2, max_size=4),
         )
 
     def test_speed(self) -> None:
@@ -238,6 +253,7 @@ class LogitsProcessorSuite(LogitsSuiteBase):
 
         case = subject.cases(self.arguments, self.params, users_only=True, sampled_only=True)
         self._search(
+            subject,
             "speed: a row costs no more than its budget",
             2,
             check,

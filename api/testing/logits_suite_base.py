@@ -67,16 +67,14 @@ class LogitsSuiteBase:
             reasoning=self.reasoning,
         )
 
-    def _cases(self) -> st.SearchStrategy[Case]:
-        return self._subject().cases(self.arguments, self.params)
+    def _cases(self, subject: Subject) -> st.SearchStrategy[Case]:
+        return subject.cases(self.arguments, self.params)
 
-    def _users(self) -> st.SearchStrategy[Case]:
-        return self._subject().cases(
-            self.arguments, self.params, users_only=True, sampled_only=True
-        )
+    def _users(self, subject: Subject) -> st.SearchStrategy[Case]:
+        return subject.cases(self.arguments, self.params, users_only=True, sampled_only=True)
 
-    def _several_users(self) -> st.SearchStrategy[list[Case]]:
-        return st.lists(self._users(), min_size=1, max_size=3)
+    def _several_users(self, subject: Subject) -> st.SearchStrategy[list[Case]]:
+        return st.lists(self._users(subject), min_size=1, max_size=3)
 
     def _without_drafts(self, subject: Subject) -> None:
         if issubclass(subject.cls, BatchLogitsProcessor) and not subject.cls.supports_drafts:
@@ -104,6 +102,7 @@ class LogitsSuiteBase:
 
     def _search(
         self,
+        subject: Subject,
         rule: str,
         examples: int,
         check: Callable[..., None],
@@ -114,10 +113,11 @@ class LogitsSuiteBase:
         try:
             found = search.run(check, **strategies)
         except Unsatisfiable:
+            reason = f", lately because {subject.refusals[-1]!r}" if subject.refusals else ""
             self._fail(
                 rule,
                 Violation(
-                    "no request could be made: prepare refused whatever `arguments` gave",
+                    f"no request could be made: prepare refused whatever `arguments` gave{reason}",
                     "let the strategy `arguments` make what prepare accepts; set vocab_size, "
                     "stop_token_ids, tokenizer, reasoning or params if it needs them",
                 ),

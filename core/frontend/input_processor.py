@@ -100,6 +100,11 @@ class InputProcessor:
     def _completed(self, params: SamplingParams, prompt_length: int) -> SamplingParams:
         """Fill in what was left open: the length that fits, and a seed."""
         room = self._max_model_len - prompt_length
+        if params.min_tokens > room:
+            raise RequestError(
+                f"min_tokens: expected at most {room}, the room that the prompt leaves of "
+                f"max_model_len {self._max_model_len}, got {params.min_tokens}"
+            )
         return msgspec.structs.replace(
             params,
             max_tokens=min(params.max_tokens or room, room),

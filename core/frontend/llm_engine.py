@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from hardpoint.plugins import (
+    Component,
     EngineClosedError,
     EngineConfig,
     EngineCoreRequest,
@@ -30,6 +33,8 @@ from .plugin_health import Health, PluginHealth
 
 __all__ = ["EngineParts", "LLMEngine"]
 
+_log = logging.getLogger("hardpoint")
+
 
 @dataclass(frozen=True)
 class EngineParts:
@@ -37,6 +42,7 @@ class EngineParts:
 
     Attributes:
         config: with `max_model_len` filled in.
+        components: closed with the engine, last one first.
         clock: seconds; gives requests their arrival times.
     """
 
@@ -47,6 +53,7 @@ class EngineParts:
     tokenizer: Tokenizer
     reasoning: ReasoningParser | None
     client: EngineCoreClient
+    components: Sequence[Component]
     clock: Callable[[], float]
 
 
@@ -62,7 +69,7 @@ class LLMEngine:
         self._hooks = parts.hooks
         self._clock = parts.clock
         self._health = PluginHealth(parts.plugins, config.plugins.quarantine_after)
-        arguments = PluginArguments(
+        self._arguments = PluginArguments(
             parts.plugins,
             self._health,
             parts.model_config.vocab_size,
@@ -72,7 +79,7 @@ class LLMEngine:
         self._input = InputProcessor(
             parts.model_config,
             parts.tokenizer,
-            arguments,
+            self._arguments,
             max_model_len=config.max_model_len,
             seed=config.seed,
         )
@@ -105,11 +112,20 @@ class LLMEngine:
         parent = ParentRequest(request_id, request.params.n)
         children = parent.children(request)
         for child in children:
+            if self._output.is_live(child.request_id):
+                raise RequestError(
+                    f"request_id: {request_id!r} would clash with the live request "
+                    f"{child.request_id!r}"
+                )
             self._received(child)
         self._external_ids.add(request_id)
-        for child in children:
-            self._output.add_request(child, text, parent)
-            self._client.add_request(child)
+        try:
+            for child in children:
+                self._output.add_request(child, text, parent)
+                self._client.add_request(child)
+        except BaseException:
+            self.abort_requests([request_id])
+            raise
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests by the ids they were added under; unknown ones are ignored."""
@@ -133,9 +149,7 @@ class LLMEngine:
         try:
             outputs = self._client.get_output()
         except BaseException as error:
-            self.abort_requests(list(self._external_ids))
-            if isinstance(error, Exception):
-                self.close()
+            self._end(error)
             raise
         processed = self._output.process(outputs.outputs)
         for fault in processed.faults:
@@ -147,6 +161,15 @@ class LLMEngine:
                 self._external_ids.discard(output.request_id)
                 self._finished(output)
         return processed.request_outputs
+
+    def _end(self, error: BaseException) -> None:
+        """Abort what is live; close unless it was an interrupt. Never hides the error."""
+        try:
+            self.abort_requests(list(self._external_ids))
+            if isinstance(error, Exception):
+                self.close()
+        except Exception:
+            _log.exception("closing the engine after an error failed as well")
 
     def health(self) -> Health:
         """Return which plugins ended requests, and which are quarantined."""
@@ -162,11 +185,11 @@ class LLMEngine:
         if self._closed:
             return
         self._closed = True
-        try:
-            self._hooks.call("engine_closing")
-        finally:
-            self._client.close()
-            self.parts.tokenizer.close()
+        with contextlib.ExitStack() as stack:  # each is closed, whatever another one raises
+            for component in self.parts.components:
+                stack.callback(component.close)
+            stack.callback(self._client.close)
+            stack.callback(self._hooks.call, "engine_closing")
 
     def _received(self, request: EngineCoreRequest) -> None:
         try:
@@ -175,6 +198,7 @@ class LLMEngine:
             cause = fault.__cause__
             message = str(cause) if isinstance(cause, ValueError) else str(fault)
             raise RequestError(message) from fault
+        self._arguments.check_names(request.plugin_args)
 
     def _finished(self, output: RequestOutput) -> None:
         try:

@@ -56,6 +56,10 @@ class OutputProcessor:
         """Return the number of registered requests."""
         return len(self._states)
 
+    def is_live(self, request_id: str) -> bool:
+        """Whether a request is registered under an internal id."""
+        return request_id in self._states
+
     def unfinished_of(self, external_ids: Iterable[str]) -> list[str]:
         """Return the registered ids that belong to the user's ids."""
         wanted = set(external_ids)
@@ -111,6 +115,7 @@ class _RequestState:
         self._prompt_logprobs: list[Mapping[int, Logprob] | None] = []
         self._stop_reason: int | str | None = None
         self._error: str | None = None
+        self._sent_prompt = 0
         self._sent_tokens = 0
         self._sent_chars = 0
 
@@ -174,8 +179,16 @@ class _RequestState:
             prompt_token_ids=self._request.prompt_token_ids,
             outputs=outputs,
             finished=self.parent.finished,
-            prompt_logprobs=(self._prompt_logprobs if params.prompt_logprobs is not None else None),
+            prompt_logprobs=self._prompt_part(delta=delta),
         )
+
+    def _prompt_part(self, *, delta: bool) -> list[Mapping[int, Logprob] | None] | None:
+        """Return the prompt's log-probabilities, if asked for; with `delta`, those not yet sent."""
+        if self._request.params.prompt_logprobs is None:
+            return None
+        part = self._prompt_logprobs[self._sent_prompt if delta else 0 :]
+        self._sent_prompt = len(self._prompt_logprobs)
+        return part
 
     def _decoded(self, entry: TokenLogprobs) -> Mapping[int, Logprob]:
         """Return an entry by token id, each with its own text; the chosen token first."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import msgspec
 
 from hardpoint.plugins import CompletionOutput, EngineCoreRequest
@@ -33,7 +35,12 @@ class ParentRequest:
             return [request]
         return [
             msgspec.structs.replace(
-                request, request_id=f"{index}_{self.request_id}", child_index=index
+                request,
+                request_id=f"{index}_{self.request_id}",
+                child_index=index,
+                # Hooks may change a completion's lists; the others keep theirs.
+                prompt_token_ids=list(request.prompt_token_ids),
+                plugin_args=copy.deepcopy(request.plugin_args),
             )
             for index in range(self._n)
         ]

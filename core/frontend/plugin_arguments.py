@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +82,7 @@ class PluginArguments:
             RequestError: an argument is wrong, belongs to no plugin that is on, or asks for
                 something that no plugin that is on can do.
         """
-        self._refuse_unknown(request.params)
+        self.check_names(request.params.plugin_args)
         self._refuse_unhonoured(request.params)
         resolved = {}
         for processor in self._processors:
@@ -148,9 +149,14 @@ class PluginArguments:
             )
         return prepared
 
-    def _refuse_unknown(self, params: SamplingParams) -> None:
+    def check_names(self, plugin_args: Mapping[str, Any]) -> None:
+        """Refuse arguments for a processor that is not on.
+
+        Raises:
+            RequestError: naming it, and how to switch it on.
+        """
         names = [processor.entry.name for processor in self._processors]
-        for name in params.plugin_args:
+        for name in plugin_args:
             if name not in names:
                 raise RequestError(
                     f"plugin_args.{name}: no plugin of that name that takes arguments is on"

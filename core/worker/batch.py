@@ -114,6 +114,11 @@ class InputBatch:
             self._trim()
         return self._updates.get_and_reset(len(self._requests))
 
+    def _request(self, row: int) -> LogitsRequest:
+        request = self._requests[row]
+        assert request is not None, f"row {row} is free"
+        return request
+
     def _trim(self) -> None:
         """Drop free rows at the end."""
         while self._requests and self._requests[-1] is None:
@@ -147,7 +152,7 @@ class InputBatch:
         table = self._blocks[rows, :width].astype(np.int64)
         self._num_computed[rows] = seq_lens
         return StepInput(
-            requests=[request for row in rows if (request := self._requests[row]) is not None],
+            requests=[self._request(row) for row in rows],
             token_ids=torch.from_numpy(token_ids).to(device),
             positions=torch.from_numpy(positions).to(device),
             attention=AttentionStep(
@@ -169,8 +174,7 @@ class InputBatch:
         self._num_tokens[target] = tokens
         self._num_computed[target] = self._num_computed[source]
         self._num_blocks[target] = self._num_blocks[source]
-        request = self._requests[source]
-        assert request is not None, "a free row was moved"
+        request = self._request(source)
         self._requests[target], self._requests[source] = request, None
         self._outputs[target] = self._outputs[source]
         self._row_of[request.request_id] = request.row = target

@@ -10,6 +10,7 @@ from hardpoint.plugins import (
     AttentionBackend,
     EngineCoreRequest,
     ForwardBatch,
+    HardpointError,
     LogitsRequest,
     Model,
     ModelRunnerOutput,
@@ -137,10 +138,14 @@ class ModelRunner:
             params=source.params,
             stop_token_ids=source.stop_token_ids,
             child_index=source.child_index,
-            arguments=self._arguments(source),
         )
+        fault: RequestFault | None = None
+        try:
+            request.arguments = self._arguments(source)
+        except HardpointError as cause:  # a hook may have changed them since they were checked
+            fault = RequestFault(str(cause))
         self._batch.add(request, outputs, new.block_ids, new.num_computed_tokens)
-        fault = self._sampling.pipeline.start(request)
+        fault = fault or self._sampling.pipeline.start(request)
         if fault is not None:
             request.arguments = {}  # nothing runs for it until it is told and removed
             self._broken[request.request_id] = fault

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ import torch
 from hardpoint.plugins import (
     AttentionBackend,
     AttentionContext,
+    Component,
     EngineConfig,
     LogitsContext,
     Model,
@@ -64,7 +66,7 @@ class LocalWorker:
         """Build nothing yet; `load_model` does."""
         self._spec: WorkerSpec | None = spec
         self._runner: ModelRunner | None = None
-        self._components: list[AttentionBackend | Model | Sampler] = []
+        self._components: list[Component] = []
 
     def load_model(self) -> WorkerInfo:
         """Build the model and read its weights.
@@ -88,7 +90,8 @@ class LocalWorker:
         shapes = model.weight_shapes()
         with torch.inference_mode():
             model.load_weights(_checked(spec.loader.weights(shapes), shapes, spec))
-        self._components = [model, attention, stage.sampler]
+        processors = [each.processor for each in stage.pipeline.stages]
+        self._components = [*processors, stage.sampler, attention, model]
         self._runner = ModelRunner(
             model,
             attention,
@@ -122,11 +125,12 @@ class LocalWorker:
 
     def close(self) -> None:
         """Release model and cache."""
-        for component in self._components:
-            component.close()
-        self._components = []
+        components, self._components = self._components, []
         self._runner = None
         self._spec = None
+        with contextlib.ExitStack() as stack:  # each is closed, whatever another one raises
+            for component in components:
+                stack.callback(component.close)
 
     @property
     def runner(self) -> ModelRunner:

@@ -21,7 +21,7 @@ BROKEN = [
     (broken.NoContract, ANY, {"contract": "add `contract = 1` to its class body"}),
     (broken.PreparesNothing, ANY, {"contract": "prepare returned NoneType"}),
     (broken.PrepareCrashes, ANY, {"contract": "prepare raised ZeroDivisionError: float"}),
-    (broken.RefusesAll, ANY, {"contract": "prepare refused whatever `arguments` gave"}),
+    (broken.RefusesAll, ANY, {"contract": "`arguments` gave, lately because 'by: not today'"}),
     (broken.NoPickle, st.just({}), {"contract": "do not survive pickle"}),
     (broken.FailsToBuild, ANY, {"contract": "the constructor, .*raised KeyError: 'weights'"}),
     (broken.CachesByCount, ANY, {

@@ -1,0 +1,243 @@
+"""The kit's own tools: comparing states, telling syncs, making logits and histories."""
+
+from __future__ import annotations
+
+from collections import Counter as Counts
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import broken
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from hardpoint.plugins import Move, SamplingParams
+from hardpoint.testing import logits_histories
+from hardpoint.testing.host_sync import META, HostSyncError, Unknown, no_values
+from hardpoint.testing.logits_desk import Desk, difference, make_logits
+from hardpoint.testing.logits_subject import Refused, Subject
+from hardpoint.testing.snapshots import snapshot, weigh
+
+
+class Slotted:
+    __slots__ = ("__secret", "open")
+
+    def __init__(self, secret):
+        self.__secret = secret
+        self.open = 1
+
+
+@dataclass
+class Plain:
+    value: object
+
+
+class Pair(NamedTuple):
+    one: object
+    two: object
+
+
+class TestSnapshot:
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda n: n,
+            lambda n: [1, {n: "x"}],
+            lambda n: {3, n + 10},
+            lambda n: deque([n]),
+            lambda n: Counts({n: 2}),
+            lambda n: torch.tensor([0.0, n]),
+            lambda n: np.arange(3) + n,
+            lambda n: Slotted(n),
+            lambda n: Plain({"a": [Plain(n)]}),
+            lambda n: Pair(0, n),
+            lambda n: SamplingParams(seed=n),
+            lambda n: np.random.default_rng(n),
+        ],
+    )
+    def test_equal_contents_and_only_they_are_equal(self, make):
+        assert snapshot(make(1)) == snapshot(make(1))
+        assert snapshot(make(1)) != snapshot(make(2))
+
+    def test_it_does_not_change_with_the_original(self):
+        state = Plain([torch.zeros(2)])
+        before = snapshot(state)
+        state.value[0] += 1
+        assert snapshot(state) != before
+
+    def test_it_ends_for_what_holds_itself(self):
+        loop = [1]
+        loop.append(loop)
+        assert snapshot(loop) == snapshot(loop)
+
+    def test_types_and_shapes_count(self):
+        assert snapshot(1) != snapshot(1.0)
+        assert snapshot(torch.zeros(2, 3)) != snapshot(torch.zeros(3, 2))
+
+
+class TestWeigh:
+    @pytest.mark.parametrize(
+        "make",
+        [lambda n: list(range(n)), lambda n: {i: i for i in range(n)}, lambda n: np.zeros(n),
+         lambda n: Plain({"t": torch.zeros(n)}), lambda n: [[i] for i in range(n)]],
+    )  # fmt: skip
+    def test_more_weighs_more(self, make):
+        assert weigh(make(1000)) - weigh(make(500)) >= 500
+
+    def test_what_is_shared_weighs_once(self):
+        part = list(range(1000))
+        assert weigh([part, part]) < 1100
+
+
+LOGITS = torch.empty(3, 7, device=META)
+
+
+class TestNoValues:
+    @pytest.mark.parametrize(
+        ("asks", "words"),
+        [
+            (lambda x: x.max().item(), r"\.item\(\)"),
+            (lambda x: float(x[0, 0]), r"float\(\)"),
+            (lambda x: 1 if x[0, 0] > 0 else 2, r"`if`"),
+            (lambda x: x.tolist(), r"\.tolist\(\)"),
+            (lambda x: x.cpu(), r"\.cpu\(\)"),
+            (lambda x: x.numpy(), r"numpy\(\)"),
+            (lambda x: (x > 0).nonzero(), r"nonzero\(\)"),
+            (lambda x: x[x > 0], "mask of booleans"),
+            (lambda x: torch.unique(x), r"unique\(\)"),
+            (lambda x: torch.equal(x, x), r"torch\.equal"),
+            (lambda x: x + torch.zeros(3, 7), "mixes a tensor on the host"),
+        ],
+    )
+    def test_who_asks_for_values_is_named(self, asks, words):
+        with pytest.raises(HostSyncError, match=words), no_values():
+            asks(LOGITS)
+
+    @pytest.mark.parametrize(
+        "works",
+        [
+            lambda x: x.softmax(-1).amax(-1, keepdim=True),
+            lambda x: x.masked_fill(x < x.topk(2).values[:, 1:], -torch.inf),
+            lambda x: x.sort(descending=True).values.cumsum(-1),
+            lambda x: torch.where(x > 0, x, 0.0) + torch.tensor([1.0], device=META),
+            lambda x: x.scatter_add(1, torch.tensor([[1]]).to(META), x),
+        ],
+    )
+    def test_what_needs_none_runs(self, works):
+        with no_values():
+            works(LOGITS)
+
+    def test_any_other_error_is_no_verdict(self):
+        with pytest.raises(Unknown, match="ZeroDivisionError"), no_values():
+            1 / 0  # noqa: B018
+
+
+def subject(cls=broken.Bias):
+    return Subject(cls, "bias", {}, 131, (2, 5))
+
+
+class TestHistories:
+    def test_they_hold_all_that_happens_to_a_batch(self, monkeypatch):
+        """Counted over a few searches, so that a change to the drawing cannot empty them."""
+        seen = Counts()
+
+        class Watcher(broken.BatchBias):
+            contract = 1
+
+            def update_state(self, update):
+                if update is None:
+                    seen["nothing"] += 1
+                    return
+                seen["removed"] += len(update.removed)
+                seen["added"] += len(update.added)
+                seen["one-way"] += sum(m.direction is Move.UNIDIRECTIONAL for m in update.moved)
+                seen["back with outputs"] += sum(
+                    len(a.output_token_ids) > len(a.prompt_token_ids) + 8 for a in update.added
+                )
+                seen["full"] += update.batch_size == 8
+                seen["empty"] += update.batch_size == 0
+
+        watched = subject(Watcher)
+        monkeypatch.setattr(logits_histories, "alone", lambda *_: None)
+        monkeypatch.setattr(logits_histories, "difference", lambda *_: None)
+        arguments = st.builds(broken.Bias.Arguments, by=st.floats(-5, 5))
+
+        @seed(1)
+        @settings(
+            max_examples=100, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+        )
+        @given(
+            cases=st.lists(watched.cases(arguments), min_size=1, max_size=4),
+            history=logits_histories.steps(),
+        )
+        def run(cases, history):
+            seen["bystanders"] += any(not case.uses for case in cases)
+            seen["greedy"] += any(case.params.greedy for case in cases)
+            seen["paused"] += any(step.pausing for step in history)
+            logits_histories.check_history(watched, cases, history)
+
+        run()
+        floor = {
+            "one-way": 50,
+            "removed": 50,
+            "added": 500,
+            "nothing": 100,
+            "full": 20,
+            "empty": 20,
+        }
+        floor |= {"bystanders": 20, "greedy": 20, "paused": 20, "back with outputs": 5}
+        assert {what: n for what, n in floor.items() if seen[what] < n} == {}, seen
+
+
+class TestLogits:
+    def test_equal_seeds_give_equal_logits(self):
+        assert torch.equal(make_logits(3, 2, 50), make_logits(3, 2, 50))
+        assert not torch.equal(make_logits(3, 2, 50), make_logits(4, 2, 50))
+
+    def test_each_kind_is_what_it_says(self):
+        made = {
+            kind: make_logits(1, 4, 100, kind)
+            for kind in ("plain", "ties", "masked", "flat", "huge", "survivor")
+        }
+        assert len(made["ties"].unique()) <= 9
+        assert len(made["flat"].unique()) == 1
+        assert made["huge"].abs().amax() > 1e20
+        assert made["huge"].isfinite().all()
+        assert ((made["survivor"] > -torch.inf).sum(-1) == 1).all()
+        left = (made["masked"] > -torch.inf).sum(-1)
+        assert ((left > 40) & (left < 90)).all()
+
+    def test_a_difference_says_where(self):
+        row = torch.zeros(5)
+        assert difference(row, row.clone()) is None
+        other = row.clone()
+        other[3] = 2
+        assert difference(other, row) == (
+            "1 of 5 logits differ, the first at token 3: 2 instead of 0"
+        )
+        assert "mere rounding" in difference(row + 1e-7, row)
+        nan = torch.full((5,), torch.nan)
+        assert difference(nan, nan.clone()) is None
+
+
+class TestSubject:
+    def test_a_refused_request_is_no_violation(self):
+        with pytest.raises(Refused, match="by: not today"):
+            subject(broken.RefusesAll).case({"by": 1.0}, SamplingParams())
+
+    def test_a_request_that_gives_nothing_does_not_use_it(self):
+        assert not subject().case(None, SamplingParams()).uses
+
+    def test_what_takes_no_arguments_is_for_everybody(self):
+        assert subject(broken.DropsTies).case(None, SamplingParams()).uses
+
+    def test_swaps_change_rows_and_nothing_else(self):
+        mine = subject()
+        cases = [mine.case({"by": float(by)}, SamplingParams()) for by in (1, 2, 3)]
+        desk = Desk(mine, cases)
+        desk.swap(0, 2)
+        assert [request.row for request in desk.requests] == [2, 1, 0]
+        assert desk.process(torch.zeros(3, 131))[:, 0].tolist() == [1, 2, 3]

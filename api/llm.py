@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -90,6 +91,7 @@ class LLM:
     def _open(self, config: EngineConfig, origins: Origins, progress: bool | None) -> None:
         self._progress = progress
         self._requests = 0
+        self._inboxes: dict[str, collections.deque[RequestOutput]] = {}
         with ProgressDisplay(progress) as display:
             self._engine: LLMEngine = build_engine(config, origins, progress=display.report)
 
@@ -151,16 +153,15 @@ class LLM:
         params = params or SamplingParams()
         if params.output_kind is RequestOutputKind.CUMULATIVE:
             params = _with_kind(params, RequestOutputKind.DELTA)
-        ids = self._add([(prompt, params, 0)])
+        (request_id,) = self._add([(prompt, params, 0)])
         try:
             finished = False
             while not finished:
-                for output in self._engine.step():
-                    if output.request_id in ids:
-                        yield output
-                        finished = finished or output.finished
+                output = self._next([request_id])
+                yield output
+                finished = output.finished
         finally:
-            self._engine.abort_requests(ids)
+            self._drop([request_id])
 
     def stream_chat(
         self, messages: Messages, params: SamplingParams | None = None
@@ -217,10 +218,30 @@ class LLM:
                 self._requests += 1
                 self._engine.add_request(request_id, prompt, params, priority=priority)
                 ids.append(request_id)
+                self._inboxes[request_id] = collections.deque()
         except BaseException:
-            self._engine.abort_requests(ids)
+            self._drop(ids)
             raise
         return ids
+
+    def _next(self, ids: Sequence[str]) -> RequestOutput:
+        """Return the next output of some requests, stepping the engine until there is one.
+
+        Calls may be open side by side (a `generate` inside a loop over `stream`), so each output
+        goes to the inbox of its own request.
+        """
+        while True:
+            for request_id in ids:
+                if inbox := self._inboxes[request_id]:
+                    return inbox.popleft()
+            for output in self._engine.step():
+                self._inboxes[output.request_id].append(output)
+
+    def _drop(self, ids: Sequence[str]) -> None:
+        """Forget requests; abort what is left of them."""
+        self._engine.abort_requests(ids)
+        for request_id in ids:
+            self._inboxes.pop(request_id, None)
 
     def _run(self, ids: list[str]) -> list[RequestOutput]:
         """Step until all are finished; return them in the order of `ids`."""
@@ -229,14 +250,14 @@ class LLM:
         try:
             with ProgressDisplay(self._progress) as display:
                 while len(results) < len(ids):
-                    for output in self._engine.step():
-                        results[output.request_id] = output
-                        tokens += sum(len(each.token_ids) for each in output.outputs)
+                    output = self._next(ids)
+                    results[output.request_id] = output
+                    tokens += sum(len(each.token_ids) for each in output.outputs)
                     speed = tokens / (time.perf_counter() - began)
                     note = f"{speed:.0f} tokens/s" if tokens else ""
                     display.report("Generating", len(results), len(ids), note)
         finally:
-            self._engine.abort_requests(ids)
+            self._drop(ids)
         return [results[request_id] for request_id in ids]
 
     def _templated(self, messages: Messages) -> Prompt:

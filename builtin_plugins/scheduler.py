@@ -89,7 +89,7 @@ class DefaultScheduler(Scheduler):
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
-                self._finish(request, reason)
+                self._finish(request)
                 outputs.append(EngineCoreOutput(request_id=request_id, finish_reason=reason))
         return outputs
 
@@ -160,7 +160,7 @@ class DefaultScheduler(Scheduler):
     ) -> EngineCoreOutput | None:
         request_id = request.request_id
         if fault := result.faults.get(request_id):
-            self._finish(request, FinishReason.ERROR)
+            self._finish(request)
             return EngineCoreOutput(
                 request_id=request_id,
                 finish_reason=FinishReason.ERROR,
@@ -173,7 +173,7 @@ class DefaultScheduler(Scheduler):
             request.output_token_ids.append(token)
             accepted.append(token)
             if self._stops(request, token, output):
-                self._finish(request, output.finish_reason or FinishReason.STOP)
+                self._finish(request)
                 break
         if logprobs := result.logprobs.get(request_id):
             output.logprobs = logprobs[: len(accepted)]
@@ -203,13 +203,12 @@ class DefaultScheduler(Scheduler):
             output.finish_reason = FinishReason.LENGTH
         return output.finished
 
-    def _finish(self, request: Request, reason: FinishReason) -> None:
+    def _finish(self, request: Request) -> None:
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
         self._waiting.forget(request, waiting=request.status is not RequestStatus.RUNNING)
         self._cache.free(request)
         request.status = RequestStatus.FINISHED
-        request.finish_reason = reason
         del self._requests[request.request_id]
         self._untold.add(request.request_id)
 

@@ -68,8 +68,10 @@ def size_cache(config: EngineConfig, max_model_len: int, info: WorkerInfo) -> in
         limit = f"{_SHARE:.0%} of the {info.available_bytes} bytes that are available"
     if fitting < per_request:
         needed = per_request * info.bytes_per_block
+        path = "max_model_len" if cache.memory_bytes is None else "kv_cache.memory_bytes"
+        fits = f"a max_model_len of {fitting * cache.block_size} would fit"
         raise ConfigError(
-            f"max_model_len: one request of {max_model_len} tokens needs {needed} bytes of KV "
-            f"cache, more than {limit}; a max_model_len of {fitting * cache.block_size} would fit"
+            f"{path}: one request of {max_model_len} tokens needs {needed} bytes of KV cache, more "
+            f"than {limit}; {fits if fitting else 'not even one block fits'}"
         )
     return fitting

@@ -31,6 +31,7 @@ Reference = Annotated[
         description="An entry-point name, or an FQCN `package.module:Class`.",
     ),
 ]
+Name = Annotated[str, Meta(min_length=1, description="The name of a component that is on.")]
 Count = Annotated[int, Meta(ge=1)]
 
 
@@ -127,7 +128,7 @@ class ReasoningConfig(Strict):
         parser: name of a reasoning parser; None is a model that does not.
     """
 
-    parser: Reference | None = None
+    parser: Name | None = None
 
 
 class TokenizerConfig(Strict):
@@ -148,7 +149,7 @@ class LoadConfig(Strict):
         use: name of a loader; "auto" asks each loader whether it knows the files.
     """
 
-    use: Reference = "auto"
+    use: Name = "auto"
 
 
 class EngineConfig(Strict):

@@ -19,7 +19,7 @@ from .sampling import Sampler
 from .scheduling import Scheduler, SchedulingPolicy
 from .tokenizing import Tokenizer
 
-__all__ = ["KINDS", "PLANNED", "FaultScope", "Kind", "Number", "Process", "kind_named"]
+__all__ = ["KINDS", "PLANNED", "FaultScope", "Kind", "Number", "Process"]
 
 
 class Number(Enum):
@@ -201,8 +201,3 @@ PLANNED: dict[str, str] = {
 }
 """Kinds of the design that this version does not have, with the configuration table that will
 choose them; naming either is refused by name."""
-
-
-def kind_named(name: str) -> Kind:
-    """Return a kind of the table; raises KeyError for any other name."""
-    return KINDS[name]

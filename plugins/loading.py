@@ -14,7 +14,8 @@ from .component import Component
 from .errors import PluginContractError, PluginLoadError, PluginNotFoundError
 from .hooks import PROJECT
 from .kinds import KINDS, Kind
-from .logits import LogitsPlugin
+from .logits import LogitsPlugin, Phase, Reads
+from .params import SamplingParams
 
 __all__ = ["Source", "check_component", "import_object", "kind_of", "snake_case"]
 
@@ -120,9 +121,32 @@ def _check_class(target: Any, kind: Kind, source: Source) -> None:
     if missing := sorted(getattr(target, "__abstractmethods__", ())):
         raise PluginContractError(f"{source}: it lacks {', '.join(missing)}")
     _check_types(target, source)
-    if issubclass(target, LogitsPlugin) and not hasattr(target, "phase"):
+    if issubclass(target, LogitsPlugin):
+        _check_logits_plugin(target, source)
+
+
+def _check_logits_plugin(target: type[LogitsPlugin], source: Source) -> None:
+    """Check what a logits processor states of itself; a slip here would go unnoticed later."""
+    if not isinstance(getattr(target, "phase", None), Phase):
         raise PluginContractError(
             f"{source}: it states no phase; add `phase = Phase.TRUNCATE` (or another) to the class"
+        )
+    if not isinstance(target.reads, Reads):
+        raise PluginContractError(f"{source}: its reads must be one of hardpoint.plugins.Reads")
+    for attribute in ("before", "after", "params_fields"):
+        names = getattr(target, attribute)
+        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+            raise PluginContractError(
+                f"{source}: its {attribute} must be a tuple of names, got {names!r}"
+            )
+    for field in target.params_fields:
+        if field not in SamplingParams.__struct_fields__:
+            raise PluginContractError(
+                f"{source}: its params_fields name {field!r}, which SamplingParams does not have"
+            )
+    if target.advance is not LogitsPlugin.advance and target.start is LogitsPlugin.start:
+        raise PluginContractError(
+            f"{source}: it has advance but no start, so there is no state to carry on; add start"
         )
 
 

@@ -12,7 +12,13 @@ from .adapting import configured, load_component
 from .component import Component, Context
 from .config import EngineConfig, Origins
 from .discovery import Found, discover, installed_version
-from .errors import ConfigError, HardpointError, PluginLoadError, PluginNotFoundError
+from .errors import (
+    ConfigError,
+    HardpointError,
+    PluginContractError,
+    PluginLoadError,
+    PluginNotFoundError,
+)
 from .hook_set import HookSet
 from .kinds import KINDS, Number
 from .logits import LogitsPlugin
@@ -88,6 +94,10 @@ class PluginSet:
             self._targets[key] = configured(target, options)
         return self._targets[key]
 
+    def loaded(self, entry: PluginEntry) -> Any:
+        """Return an entry's class if it is imported already, else None."""
+        return self._targets.get((entry.kind, entry.name))
+
     def options(self, entry: PluginEntry) -> Any:
         """Return an entry's checked options."""
         return typed.convert(entry.options, self.target(entry).Options, path=f"plugin.{entry.name}")
@@ -101,13 +111,18 @@ class PluginSet:
         cls: type[Component] = self.target(entry)
         context = context_type(name=entry.name, options=self.options(entry), **fields)
         try:
-            return cls(context)
+            component = cls(context)
         except HardpointError:
             raise
         except Exception as cause:
             raise PluginLoadError(
                 f"{entry.source}: its constructor failed: {type(cause).__name__}: {cause}"
             ) from cause
+        if getattr(component, "context", None) is not context:
+            raise PluginContractError(
+                f"{entry.source}: its __init__ must call super().__init__(context)"
+            )
+        return component
 
     def hooks(self) -> HookSet:
         """Return a new set of the enabled hooks, each one verified."""

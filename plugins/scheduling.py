@@ -53,7 +53,6 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_prompt_logprobs: int = 0
-    finish_reason: FinishReason | None = None
 
     @property
     def request_id(self) -> str:

@@ -110,6 +110,12 @@ class Selection:
         if keys:
             choices = ", ".join(f'"{kind}/{key}"' for kind, key in keys)
             raise ConfigError(f"{path}: {name!r} could be any of {choices} (from {origin})")
+        for kind in KINDS.values():
+            if kind.chosen_by and any(f.kind == kind.name and f.name == name for f in self._found):
+                raise ConfigError(
+                    f"{path}: {name!r} is of kind {kind.name}, of which there is one; choose it "
+                    f"with {kind.chosen_by} (from {origin})"
+                )
         known = [key[1] for key in self._on]
         raise PluginNotFoundError(
             f"{path}: no component {name!r} is on{suggest(name, known)} (from {origin})"

@@ -48,18 +48,26 @@ def convert(
     """Convert `value` (plain data or an instance) to `type_`, checking every constraint.
 
     Constructing a msgspec Struct checks nothing, so instances are converted too. Numbers must
-    be finite.
+    be finite, and whole ones fit a tensor.
 
     Raises:
         `error`, with a message such as `plugin_args.dry.base: expected a number > 1, got 0.5`.
     """
-    plain = msgspec.to_builtins(value, str_keys=False)
-    for where, number in _non_finite(plain, path):
-        raise error(f"{where}: expected a finite number, got {number}")
     try:
-        return msgspec.convert(plain, type_)
+        plain = msgspec.to_builtins(value, str_keys=False, enc_hook=_scalar)
+    except TypeError as cause:
+        raise error(f"{join_path(path) or 'value'}: expected plain data: {cause}") from None
+    for where, number in _numbers(plain, path):
+        if isinstance(number, float) and not math.isfinite(number):
+            raise error(f"{where}: expected a finite number, got {number}")
+    try:
+        converted = msgspec.convert(plain, type_)
     except msgspec.ValidationError as cause:
         raise error(_explain(str(cause), plain, type_, path)) from None
+    for where, number in _numbers(plain, path):
+        if not -(2**63) <= number < 2**63 and isinstance(number, int):
+            raise error(f"{where}: expected a whole number of at most 64 bits, got {number}")
+    return converted
 
 
 def json_schema(type_: type[msgspec.Struct]) -> dict[str, Any]:
@@ -94,15 +102,23 @@ def join_path(*parts: str) -> str:
     return joined
 
 
-def _non_finite(value: Any, path: str) -> Iterator[tuple[str, float]]:
-    if isinstance(value, float) and not math.isfinite(value):
+def _scalar(value: Any) -> Any:
+    """Return a number of numpy or torch as Python's own."""
+    if callable(item := getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:
+        return item()
+    raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} is none")
+
+
+def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
+    """Yield every number with its path."""
+    if isinstance(value, int | float):
         yield path, value
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _non_finite(item, join_path(path, str(key)))
+            yield from _numbers(item, join_path(path, str(key)))
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            yield from _non_finite(item, f"{path}[{index}]")
+            yield from _numbers(item, f"{path}[{index}]")
 
 
 _WORDS = {

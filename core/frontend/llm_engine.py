@@ -24,6 +24,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.hook_set import HookSet
 
+from ..blame import blamed
 from ..client import EngineCoreClient
 from .input_processor import InputProcessor, Prompt
 from .output_processor import OutputProcessor
@@ -123,12 +124,17 @@ class LLMEngine:
             for child in children:
                 self._output.add_request(child, text, parent)
                 self._client.add_request(child)
-        except BaseException:
+        except BaseException as error:
             self.abort_requests([request_id])
+            if isinstance(error, Exception):
+                named = blamed(error, self.parts.plugins)
+                raise named from (error if named is not error else error.__cause__)
             raise
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests by the ids they were added under; unknown ones are ignored."""
+        if self._closed:  # closing ended them all
+            return
         ids = list(request_ids)
         live = self._output.unfinished_of(ids)
         self._output.drop(live)
@@ -148,8 +154,12 @@ class LLMEngine:
         self._check_open()
         try:
             outputs = self._client.get_output()
-        except BaseException as error:
-            self._end(error)
+        except Exception as error:
+            self._end()
+            named = blamed(error, self.parts.plugins)
+            raise named from (error if named is not error else error.__cause__)
+        except BaseException:
+            self.abort_requests(list(self._external_ids))
             raise
         processed = self._output.process(outputs.outputs)
         for fault in processed.faults:
@@ -162,12 +172,11 @@ class LLMEngine:
                 self._finished(output)
         return processed.request_outputs
 
-    def _end(self, error: BaseException) -> None:
-        """Abort what is live; close unless it was an interrupt. Never hides the error."""
+    def _end(self) -> None:
+        """Abort what is live and close, after an error that nothing contains."""
         try:
             self.abort_requests(list(self._external_ids))
-            if isinstance(error, Exception):
-                self.close()
+            self.close()
         except Exception:
             _log.exception("closing the engine after an error failed as well")
 

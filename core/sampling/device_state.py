@@ -6,7 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from hardpoint.plugins import BatchUpdate, LogitsRequest, Move, TensorSpec
+from hardpoint.plugins import (
+    BatchUpdate,
+    LogitsRequest,
+    Move,
+    PluginContractError,
+    TensorSpec,
+)
 from hardpoint.plugins.logits import LogitsPlugin
 
 __all__ = ["DeviceState"]
@@ -78,5 +84,10 @@ class DeviceState:
         return torch.tensor([request.row for request in requests], device=self._device)
 
     def _empty(self, spec: TensorSpec, rows: int) -> torch.Tensor:
-        dtype: torch.dtype = getattr(torch, spec.dtype)
+        dtype = getattr(torch, spec.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise PluginContractError(
+                f"logits processor {self._processor.name!r}: its device_state names the dtype "
+                f"{spec.dtype!r}, which torch does not have"
+            )
         return torch.full((rows, *spec.shape), spec.fill, dtype=dtype, device=self._device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -61,12 +61,19 @@ class LogitsPipeline:
                 return stage.fault("start", cause)
         return None
 
-    def update(self, update: BatchUpdate | None) -> None:
-        """Tell batch-level processors what changed; to be done each step, before the model."""
+    def update(
+        self, update: BatchUpdate | None, whole: Callable[[], BatchUpdate] | None = None
+    ) -> None:
+        """Tell batch-level processors what changed; to be done each step, before the model.
+
+        Args:
+            update: what changed since the last step.
+            whole: gives the batch as it is now, as if all of it had just been added.
+        """
         if update is not None:
             self._batch_size = update.batch_size
         for stage in self._whole_batch:
-            stage.update(update)
+            stage.update(update, whole)
 
     def advance(
         self, requests: Sequence[LogitsRequest], tokens: Sequence[int], device_ids: torch.Tensor
@@ -152,6 +159,8 @@ class LogitsPipeline:
         requests: list[LogitsRequest],
         isolated: dict[str, Exception | None],
         faults: Faults,
+        *,
+        checking: bool = False,
     ) -> torch.Tensor:
         """Run the processors.
 
@@ -161,6 +170,8 @@ class LogitsPipeline:
             isolated: processors to run row by row, because running them together failed or did
                 damage; with what they raised then.
             faults: takes the requests for which an isolated processor fails. Their rows are left.
+            checking: look at the rows after each batch-level processor: a row that it spoils is its
+                fault, for all others have been tried alone and were cleared.
 
         Raises:
             StageFault: a processor that is not isolated failed; `logits` may be damaged.
@@ -172,6 +183,8 @@ class LogitsPipeline:
                 self._run_apart(share, logits, isolated[share.stage.name], faults)
             else:
                 logits = share.run(logits, self._batch_size)
+                if checking and isinstance(share.stage.processor, BatchLogitsProcessor):
+                    _blame_batch_level(share, logits, faults)
         return logits
 
     def culprit(self, logits: torch.Tensor, request: LogitsRequest) -> RequestFault | None:
@@ -200,18 +213,6 @@ class LogitsPipeline:
             if not row_is_sound(row[0]):
                 return stage.fault(stage.what, _damage(row[0], ran))
             ran.append(stage.name)
-        return None
-
-    def batch_level_culprit(self, request: LogitsRequest) -> RequestFault | None:
-        """Return the fault of the last batch-level processor that a request uses, if any.
-
-        To be asked only when every other processor was cleared.
-        """
-        for stage in reversed(self.stages):
-            if isinstance(stage.processor, BatchLogitsProcessor) and (
-                stage.name in request.arguments
-            ):
-                return stage.fault("apply", "it left NaN, infinity or no token to choose")
         return None
 
     def suspects(self, request: LogitsRequest) -> list[str]:
@@ -298,6 +299,12 @@ class LogitsPipeline:
                 faults |= self._advance_device(stage, [request], device_ids[place : place + 1])
             return faults
         return {}
+
+
+def _blame_batch_level(share: Share, logits: torch.Tensor, faults: Faults) -> None:
+    for row, request in zip(share.batch_rows, share.rows.requests, strict=True):
+        if request.request_id not in faults and not row_is_sound(logits[row]):
+            faults[request.request_id] = share.stage.fault("apply", _damage(logits[row], ()))
 
 
 def _damage(row: torch.Tensor, ran: Sequence[str]) -> str:

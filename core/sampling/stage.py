@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hardpoint.plugins import LogitsRequest, RequestFault, Sampler, SamplingRows, TokenLogprobs
+from hardpoint.plugins import (
+    LogitsRequest,
+    PluginFaultError,
+    RequestFault,
+    Sampler,
+    SamplingRows,
+    TokenLogprobs,
+)
 
 from .logprobs import gather_logprobs
 from .pipeline import Faults, LogitsPipeline
@@ -74,20 +81,24 @@ class SamplingStage:
         raw = logits[asking] if asking and not self._processed_logprobs else None  # a copy
         isolated: dict[str, Exception | None] = {}
         faults: Faults = {}
+        checking = False
         while True:
             try:
-                processed = self.pipeline.apply(logits, requests, isolated, faults)
+                processed = self.pipeline.apply(
+                    logits, requests, isolated, faults, checking=checking
+                )
             except StageFault as fault:
                 isolated[fault.stage.name] = fault.cause
                 logits = recompute()
                 continue
-            chosen = self.sampler.sample(processed, self._rows(requests))
+            chosen = self._chosen(processed, requests)
             tokens, unsound = _to_host(chosen, processed)
             spoilt = [row for row in unsound if requests[row].request_id not in faults]
             if not spoilt:
                 break
             logits = recompute()
-            self._blame(logits, requests, spoilt, isolated, faults)
+            self._blame(logits, requests, spoilt, isolated, faults, last=checking)
+            checking = True
         result = Sampled(tokens, chosen, faults=faults)
         if asking:
             source = processed[asking] if raw is None else raw
@@ -103,21 +114,37 @@ class SamplingStage:
         spoilt: Sequence[int],
         isolated: dict[str, Exception | None],
         faults: Faults,
+        *,
+        last: bool,
     ) -> None:
-        """Name the guilty of each spoilt row; isolate whatever may have touched others' rows."""
-        tried = set(isolated)
+        """Name who spoils each row by itself; isolate whatever may have touched others' rows.
+
+        With `last`, everybody was isolated and checked already.
+        """
         for row in spoilt:
             request = requests[row]
-            suspects = self.pipeline.suspects(request)
             fault = self.pipeline.culprit(logits[row], request)
-            if fault is None and tried.issuperset(suspects):
-                fault = self.pipeline.batch_level_culprit(request) or RequestFault(
-                    "the sampler chose a token that the logits do not allow"
+            if fault is None and last:
+                fault = RequestFault(
+                    f"sampler {self.sampler.name!r} chose a token that the logits do not allow, "
+                    f"or the plugins spoil them together, though none does alone"
                 )
             if fault is not None:
                 faults[request.request_id] = fault
-            for name in suspects:
+            for name in self.pipeline.suspects(request):
                 isolated.setdefault(name, None)
+
+    def _chosen(self, logits: torch.Tensor, requests: Sequence[LogitsRequest]) -> torch.Tensor:
+        """Let the sampler choose, and check what it returns."""
+        chosen = self.sampler.sample(logits, self._rows(requests))
+        wanted = (torch.int64, (len(requests),))
+        got = (getattr(chosen, "dtype", None), tuple(getattr(chosen, "shape", ())))
+        if got != wanted:
+            raise PluginFaultError(
+                f"sampler {self.sampler.name!r}: expected token ids int64 [{len(requests)}], got "
+                f"{type(chosen).__name__} {got[0]} {list(got[1])}"
+            )
+        return chosen
 
     def _rows(self, requests: Sequence[LogitsRequest]) -> SamplingRows:
         if requests != self._requests:

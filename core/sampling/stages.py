@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +49,8 @@ class Stage:
 
     Attributes:
         ends_engine: a fault ends the engine instead of the requests that use the plugin.
+        rebuild: builds the processor afresh when its books of the batch are lost; without it, it
+            stays broken.
         broken: why it cannot run any more, if its books of the batch are lost.
     """
 
@@ -57,6 +59,7 @@ class Stage:
     device: torch.device
     max_rows: int
     ends_engine: bool = False
+    rebuild: Callable[[], LogitsPlugin] | None = None
     meter: PluginMeter = field(default_factory=PluginMeter)
     broken: Exception | None = None
 
@@ -102,16 +105,30 @@ class Stage:
         """The name of the method that changes logits."""
         return "edits" if isinstance(self.processor, SparseLogitsProcessor) else "apply"
 
-    def update(self, update: BatchUpdate | None) -> None:
-        """Hand a batch-level processor the changes of the batch; keep device state in place."""
+    def update(
+        self, update: BatchUpdate | None, whole: Callable[[], BatchUpdate] | None = None
+    ) -> None:
+        """Hand a batch-level processor the changes of the batch; keep device state in place.
+
+        One that failed has lost its books; its users have ended since. It starts again with
+        the `whole` batch as it is now.
+        """
         if update is not None and self.device_state:
             self.device_state.move(update)
-        if isinstance(self.processor, BatchLogitsProcessor) and self.broken is None:
-            try:
-                with self.measured():
-                    self.processor.update_state(update)
-            except Exception as cause:
-                self.broken = cause
+        if not isinstance(self.processor, BatchLogitsProcessor):
+            return
+        try:
+            with self.measured():
+                if self.broken is not None:
+                    if self.rebuild is None or whole is None:
+                        return
+                    self.processor.close()
+                    self.processor, update = self.rebuild(), whole()
+                assert isinstance(self.processor, BatchLogitsProcessor)  # rebuilt of the same class
+                self.processor.update_state(update)
+                self.broken = None
+        except Exception as cause:
+            self.broken = cause
 
     def share(self, requests: Sequence[LogitsRequest], version: int) -> Share | None:
         """Return this stage's part of a step, or None if no row uses it."""

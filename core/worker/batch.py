@@ -83,8 +83,7 @@ class InputBatch:
         self._num_blocks[row] = 0
         self._blocks[row] = 0
         self.extend_blocks(request.request_id, block_ids)
-        params = msgspec.structs.replace(request.params, plugin_args=dict(request.arguments))
-        self._updates.add(Added(row, params, request.prompt_token_ids, output_token_ids))
+        self._updates.add(self._added(row))
 
     def extend_blocks(self, request_id: str, block_ids: Sequence[int]) -> None:
         """Append blocks to a request's table."""
@@ -118,6 +117,16 @@ class InputBatch:
         request = self._requests[row]
         assert request is not None, f"row {row} is free"
         return request
+
+    def whole(self) -> BatchUpdate:
+        """Return the settled batch as if all of it had just been added."""
+        rows = range(len(self._requests))
+        return BatchUpdate(len(rows), added=tuple(self._added(row) for row in rows))
+
+    def _added(self, row: int) -> Added:
+        request = self._request(row)
+        params = msgspec.structs.replace(request.params, plugin_args=dict(request.arguments))
+        return Added(row, params, request.prompt_token_ids, self._outputs[row])
 
     def _trim(self) -> None:
         """Drop free rows at the end."""

@@ -127,7 +127,7 @@ class ModelRunner:
             self._batch.extend_blocks(cached.request_id, cached.new_block_ids)
         for new in plan.new_requests:
             self._add(new)
-        self._sampling.pipeline.update(self._batch.settle())
+        self._sampling.pipeline.update(self._batch.settle(), self._batch.whole)
 
     def _add(self, new: NewRequest) -> None:
         source, outputs = new.source, list(new.output_token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -158,22 +159,26 @@ class LocalWorker:
 
     def _sampling(self, spec: WorkerSpec) -> SamplingStage:
         vocab_size = spec.model_config.vocab_size
-        stages = [
-            Stage(
-                spec.plugins.create(
-                    entry,
-                    LogitsContext,
-                    device=spec.device,
-                    vocab_size=vocab_size,
-                    max_num_seqs=spec.config.scheduler.max_num_seqs,
-                ),
-                entry.source,
-                spec.device,
-                spec.config.scheduler.max_num_seqs,
-                ends_engine=spec.config.plugins.on_error.get(entry.name) == "engine",
+        stages = []
+        for entry in spec.plugins.entries("logits_processors"):
+            build = functools.partial(
+                spec.plugins.create,
+                entry,
+                LogitsContext,
+                device=spec.device,
+                vocab_size=vocab_size,
+                max_num_seqs=spec.config.scheduler.max_num_seqs,
             )
-            for entry in spec.plugins.entries("logits_processors")
-        ]
+            stages.append(
+                Stage(
+                    build(),
+                    entry.source,
+                    spec.device,
+                    spec.config.scheduler.max_num_seqs,
+                    ends_engine=spec.config.plugins.on_error.get(entry.name) == "engine",
+                    rebuild=build,
+                )
+            )
         sampler: Sampler = spec.plugins.create(
             spec.plugins.one("samplers"), SamplerContext, device=spec.device, vocab_size=vocab_size
         )

@@ -381,7 +381,7 @@ def test_on_error_engine_ends_the_engine_and_says_who(scripted):
 def test_a_faulty_sampler_ends_the_engine(scripted):
     engine = scripted_engine(scripted, {"sampler": {"use": f"{HERE}:NanSampler"}})
     engine.add_request("r", "x", SamplingParams())
-    with pytest.raises(RuntimeError, match="broken sampler"):
+    with pytest.raises(PluginFaultError, match=r"plugin 'nan_sampler'.*RuntimeError: broken samp"):
         engine.step()
     with pytest.raises(EngineClosedError):
         engine.step()
@@ -479,4 +479,100 @@ def test_a_wish_that_raises_refuses_the_request_and_names_the_plugin(scripted, m
     monkeypatch.setattr(Dense, "uses", classmethod(uses))
     with pytest.raises(RequestError, match=r"plugin 'dense'.*its uses failed: LookupError: cannot"):
         engine.add_request("r", "x", SamplingParams())
+    engine.close()
+
+
+class Indifferent(BatchLogitsProcessor):
+    """A batch-level processor that every request uses and that does nothing."""
+
+    contract = 1
+    phase = Phase.FORCE
+
+    def update_state(self, update):
+        pass
+
+    def apply(self, logits):
+        return logits
+
+
+class NoneSampler(Sampler):
+    contract = 1
+
+    def sample(self, logits, rows):
+        return None
+
+
+class BadPolicy(plugins.SchedulingPolicy):
+    contract = 1
+
+    def key(self, request):
+        return 1 / request.priority
+
+
+def test_of_several_batch_level_processors_the_guilty_is_named(scripted, without):
+    engine = engine_with(scripted, "Dense", "Sparse", "Whole", "Indifferent")
+    finals = run_all(engine, jobs(guilty={6}, name="whole", how="nan"))
+    assert "plugin 'whole'" in finals["r6"].outputs[0].error
+    assert "its apply failed: it made logits NaN" in finals["r6"].outputs[0].error
+    assert engine.plugin_meters()["indifferent"].faults == 0
+    for request_id, expected in without.items():
+        if request_id != "r6":
+            assert [summary(finals[request_id])] == expected
+    engine.close()
+
+
+def test_lost_books_are_opened_again(scripted, without):
+    """A batch-level processor whose update_state failed serves the next requests."""
+    engine = engine_with(scripted, "Whole", plugins={"quarantine_after": 0})
+    work = jobs(count=8, guilty={2}, using={5}, name="whole", how="update")
+    finals = run_all(engine, work[:3])
+    assert "its update_state failed: RuntimeError: broken books" in finals["r2"].outputs[0].error
+    results = run(engine, jobs(count=8, guilty={1, 4}, name="whole", how="bias"), per_step=1)
+    assert results["r1"][0][0][1] == results["r4"][0][0][1] == [70] * 12
+    assert results["r3"] == without["r3"]
+    engine.close()
+
+
+def test_bystanders_with_different_arguments_keep_their_own(scripted):
+    """A step that is run again row by row must not mix up what processors remember of rows."""
+    engine = engine_with(scripted, "Dense")
+
+    def work(how):
+        for index in range(6):
+            params = SamplingParams(
+                temperature=0.0,
+                max_tokens=6,
+                ignore_eos=True,
+                logit_bias={70 + index: 100.0},
+                top_k=index + 1,
+                allowed_token_ids=[70 + index, 80 + index],
+                bad_words=["a"],
+                plugin_args={"dense": {"how": how if index == 2 else ""}},
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            yield (f"r{index}", [index + 1], params)
+
+    for how in ("nan", "raise", "spill"):
+        finals = run_all(engine, list(work(how)))
+        assert finals["r2"].outputs[0].finish_reason == "error"
+        for index in (0, 1, 3, 4, 5):
+            assert finals[f"r{index}"].outputs[0].token_ids == [70 + index] * 6
+    engine.close()
+
+
+def test_a_sampler_that_returns_something_else_is_named(scripted):
+    engine = scripted_engine(scripted, {"sampler": {"use": f"{HERE}:NoneSampler"}})
+    engine.add_request("r", "x", SamplingParams())
+    with pytest.raises(PluginFaultError, match=r"sampler 'none_sampler': expected token ids int64"):
+        engine.step()
+
+
+def test_a_policy_that_raises_refuses_the_request_and_leaves_nothing(scripted):
+    engine = scripted_engine(scripted, {"scheduler": {"policy": f"{HERE}:BadPolicy"}})
+    with pytest.raises(PluginFaultError, match=r"plugin 'bad_policy'.*ZeroDivisionError"):
+        engine.add_request("r", "x", SamplingParams(), priority=0)
+    assert not engine.has_unfinished_requests()
+    engine.add_request("r", "x", SamplingParams(max_tokens=2), priority=1)
+    while engine.has_unfinished_requests():
+        engine.step()
     engine.close()

@@ -69,6 +69,6 @@ def test_too_small_a_cache_names_the_length_that_fits():
     with pytest.raises(ConfigError) as error:
         size_cache(config(memory_bytes=1_000), 512, WorkerInfo(100, 10**9))
     assert str(error.value) == (
-        "max_model_len: one request of 512 tokens needs 3200 bytes of KV cache, more than "
+        "kv_cache.memory_bytes: one request of 512 tokens needs 3200 bytes of KV cache, more than "
         "kv_cache.memory_bytes = 1000; a max_model_len of 160 would fit"
     )

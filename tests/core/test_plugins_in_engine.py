@@ -186,7 +186,7 @@ def test_options_are_checked_with_their_origin(scripted):
     ("extra", "error", "words"),
     [
         ({"max_model_len": 1000}, ConfigError, "max_model_len: expected at most 512, what the"),
-        ({"kv_cache": {"memory_bytes": 100}}, ConfigError, "a max_model_len of 0 would fit"),
+        ({"kv_cache": {"memory_bytes": 100}}, ConfigError, "not even one block fits"),
         ({"model": "no/such-model-here"}, ModelError, "the Hugging Face hub did not give it"),
         ({"model": "smollm3"}, ModelError, "found no model 'smollm3'"),
         ({"load": {"use": "pickle"}}, PluginError, "loaders: no component 'pickle' is on"),

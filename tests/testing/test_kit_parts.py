@@ -241,3 +241,24 @@ class TestSubject:
         desk.swap(0, 2)
         assert [request.row for request in desk.requests] == [2, 1, 0]
         assert desk.process(torch.zeros(3, 131))[:, 0].tolist() == [1, 2, 3]
+
+
+class CachesByVersion(broken.Bias):
+    """Right: rebuilds its column when the rows change."""
+
+    contract = 1
+    cached = (None, None)
+
+    def apply(self, logits, rows):
+        if self.cached[0] != rows.version:
+            self.cached = (rows.version, rows.tensor("by"))
+        logits[:, :1] += self.cached[1]
+        return logits
+
+
+def test_rows_made_apart_after_a_fault_are_each_their_own():
+    mine = subject(CachesByVersion)
+    cases = [mine.case({"by": float(by)}, SamplingParams()) for by in (1, 2, 3)]
+    desk = Desk(mine, cases)
+    assert desk.process_apart(torch.zeros(3, 131))[:, 0].tolist() == [1, 2, 3]
+    assert desk.process(torch.zeros(3, 131))[:, 0].tolist() == [1, 2, 3]

@@ -1,0 +1,133 @@
+"""LLM: what an embedding program sees."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+
+from hardpoint import LLM, EngineClosedError, RequestError, RequestOutputKind, SamplingParams
+from hardpoint.testing import scripted_config
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+
+
+@pytest.fixture(scope="module")
+def llm(scripted):
+    with LLM(config=scripted_config(scripted)) as llm:
+        yield llm
+
+
+def text(output) -> str:
+    return output.outputs[0].text
+
+
+def test_results_come_in_the_order_asked(llm):
+    prompts = ["say abc", "emoji", "long", "say abc"]
+    params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (20, 9, 30, 3)]
+    outputs = llm.generate(prompts, params)
+    assert [text(o) for o in outputs] == [" abc abc abc", "go 😀 on"[:6], "0123456789" * 3, " ab"]
+    assert [o.prompt for o in outputs] == prompts
+    assert [o.finished for o in outputs] == [True] * 4
+
+
+def test_one_prompt_may_stand_alone(llm):
+    for prompt in ("say abc", {"prompt": "say abc"}, llm.tokenizer.encode("say abc")):
+        (output,) = llm.generate(prompt, GREEDY)
+        assert text(output) == " abc abc abc"
+
+
+def test_nothing_asked_nothing_done(llm):
+    assert llm.generate([]) == []
+
+
+def test_one_of_each_per_prompt(llm):
+    with pytest.raises(RequestError, match="sampling_params: expected one or 2, one per prompt, g"):
+        llm.generate(["a", "b"], [GREEDY])
+    with pytest.raises(RequestError, match="sampling_params: expected one or 2, one per prompt, g"):
+        llm.generate(["a", "b"], [])
+    with pytest.raises(RequestError, match="priority: expected one or 1, one per prompt, got 2"):
+        llm.generate("a", GREEDY, priority=[1, 2])
+    with pytest.raises(RequestError, match="prompts: expected a prompt or a list, got int"):
+        llm.generate(3)
+
+
+def test_a_refused_prompt_leaves_none_of_them_behind(llm):
+    with pytest.raises(RequestError, match="empty prompt"):
+        llm.generate(["say abc", "", "long"], GREEDY)
+    assert not llm._engine.has_unfinished_requests()
+    assert text(llm.generate("say abc", GREEDY)[0]) == " abc abc abc"
+
+
+def test_streams_and_calls_side_by_side(llm):
+    """Outputs go to the call that asked, however calls interleave."""
+    first, second = llm.stream("say abc", GREEDY), llm.stream("emoji", GREEDY)
+    texts = ["", ""]
+    inside = []
+    for step in range(40):
+        for index, stream in enumerate((first, second)):
+            for output in [next(stream, None)]:
+                texts[index] += text(output) if output else ""
+        if step == 2:
+            inside = llm.generate(["say abc", "emoji"], GREEDY)
+    assert texts == [" abc abc abc", "go 😀 on"]
+    assert [text(output) for output in inside] == texts
+    assert llm._inboxes == {}
+
+
+def test_leaving_a_stream_early_aborts_it(llm):
+    for _ in llm.stream("long", GREEDY):
+        break
+    assert not llm._engine.has_unfinished_requests()
+    assert llm._inboxes == {}
+
+
+def test_streamed_kinds(llm):
+    final = SamplingParams(temperature=0.0, max_tokens=20, output_kind=RequestOutputKind.FINAL_ONLY)
+    (only,) = llm.stream("say abc", final)
+    assert text(only) == " abc abc abc"
+
+
+def test_chat(llm):
+    messages = [{"role": "user", "content": "hi"}]
+    assert text(llm.chat(messages, GREEDY)[0]) == "hello"
+    assert [text(o) for o in llm.chat([messages, messages], GREEDY)] == ["hello", "hello"]
+    assert "".join(text(o) for o in llm.stream_chat(messages, GREEDY)) == "hello"
+
+
+def test_numbers_of_numpy_are_numbers(llm):
+    params = SamplingParams(temperature=np.float32(0.0), max_tokens=np.int64(4))
+    assert text(llm.generate("say abc", params)[0]) == " abc"
+    with pytest.raises(RequestError, match="expected plain data: a builtins.object is none"):
+        llm.generate("x", SamplingParams(plugin_args={"min_p": object()}))
+
+
+def test_whole_numbers_fit_a_tensor(llm):
+    with pytest.raises(RequestError, match="top_k: expected a whole number <= 2147483647, got"):
+        llm.generate("x", SamplingParams(top_k=2**63))
+
+
+def test_min_tokens_must_fit_what_is_left(llm):
+    with pytest.raises(RequestError, match="min_tokens: expected at most 12, the room that the"):
+        llm.generate([[1] * 500], SamplingParams(min_tokens=50, max_tokens=None))
+
+
+def test_closing_lets_go_of_everything(scripted):
+    llm = LLM(config=scripted_config(scripted))
+    llm.generate("say abc", GREEDY)
+    core = llm._engine.parts.client._core
+    held = [weakref.ref(core), weakref.ref(core._executor._worker.runner._model)]
+    del core
+    llm.close()
+    llm.close()
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]
+    with pytest.raises(EngineClosedError):
+        llm.generate("x")
+
+
+def test_two_at_once(scripted):
+    with LLM(config=scripted_config(scripted)) as one, LLM(config=scripted_config(scripted)) as two:
+        assert text(one.generate("say abc", GREEDY)[0]) == text(two.generate("say abc", GREEDY)[0])

@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hardpoint.core.sampling.pipeline import LogitsPipeline
-from hardpoint.core.sampling.stages import Stage
+from hardpoint.core.sampling.processor_stage import Stage
 from hardpoint.plugins import (
     Added,
     BatchUpdate,

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import torch
 
+from hardpoint.core.sampling.processor_stage import Stage
 from hardpoint.core.sampling.rows import ProcessorRows
-from hardpoint.core.sampling.stages import Stage
 from hardpoint.plugins import (
     KINDS,
     BatchLogitsProcessor,

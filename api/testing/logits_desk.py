@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 from hardpoint.core.sampling.pipeline import LogitsPipeline
-from hardpoint.core.sampling.stages import Stage, StageFault
+from hardpoint.core.sampling.processor_stage import Stage, StageFault
 from hardpoint.plugins import Added, BatchUpdate, LogitsRequest, Move, Moved, RequestFault
 
 from .logits_subject import Case, Subject

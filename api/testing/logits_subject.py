@@ -11,7 +11,7 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from hardpoint.core.sampling.stages import Stage
+from hardpoint.core.sampling.processor_stage import Stage
 from hardpoint.plugins import (
     BatchLogitsProcessor,
     HardpointError,

@@ -8,6 +8,7 @@ import torch
 
 from hardpoint import plugins
 from hardpoint.plugins import (
+    LogitsContext,
     LogitsProcessor,
     LogitsRequest,
     Phase,
@@ -15,7 +16,7 @@ from hardpoint.plugins import (
     RequestError,
     Rows,
 )
-from hardpoint.plugins.adapters.rowwise import Seat, form_of, run_seat
+from hardpoint.plugins.adapters.rowwise import Answers, Seat, form_of
 
 __all__ = ["RequestCallables"]
 
@@ -32,6 +33,11 @@ class RequestCallables(LogitsProcessor):
 
     class Arguments(plugins.Arguments):
         """None: the callables stay in the request's parameters."""
+
+    def __init__(self, context: LogitsContext) -> None:
+        """Start with no answers."""
+        super().__init__(context)
+        self._answers = Answers()
 
     @classmethod
     def prepare(cls, arguments: Any, context: PrepareContext) -> Any:
@@ -64,5 +70,5 @@ class RequestCallables(LogitsProcessor):
         """Return the logits, edited row by row."""
         for row, request, seats in zip(logits, rows.requests, rows.states(), strict=True):
             for seat in seats:
-                run_seat(seat, request, row)
+                self._answers.run(seat, request, row)
         return logits

@@ -15,8 +15,8 @@ from hardpoint.plugins import (
     RequestFault,
 )
 
+from .processor_stage import Share, Stage, StageFault, row_is_sound
 from .rows import ProcessorRows
-from .stages import Share, Stage, StageFault, row_is_sound
 
 __all__ = ["LogitsPipeline"]
 

@@ -24,7 +24,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.logits import LogitsPlugin
 
 from ..sampling.logprobs import gather_logprobs
-from ..sampling.stage import SamplingStage
+from ..sampling.sampling_stage import SamplingStage
 from .batch import InputBatch, StepInput
 
 __all__ = ["ModelRunner"]

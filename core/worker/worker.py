@@ -32,8 +32,8 @@ from hardpoint.plugins import (
 )
 
 from ..sampling.pipeline import LogitsPipeline
-from ..sampling.stage import SamplingStage
-from ..sampling.stages import Stage
+from ..sampling.processor_stage import Stage
+from ..sampling.sampling_stage import SamplingStage
 from .batch import InputBatch
 from .model_runner import ModelRunner
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, PluginContractError
-from ..logits import LogitsProcessor, LogitsRequest, Phase, Rows
+from ..logits import LogitsContext, LogitsProcessor, LogitsRequest, Phase, Rows
 from ..typed import Arguments as BaseArguments
 from .form import (
     Adapter,
@@ -26,13 +27,13 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "Answers",
     "PerRequestFactory",
     "Seat",
     "TransformersProcessor",
     "adapt_factory",
     "form_of",
     "is_transformers_form",
-    "run_seat",
 ]
 
 
@@ -53,17 +54,47 @@ class Seat:
 
     Attributes:
         call: None leaves the request's rows as they are.
-        done: number of output tokens, row before and row after the last call.
     """
 
     prompt: list[int]
     call: Callable[..., Any] | None = None
     form: Form = Form.TRANSFORMERS
-    done: tuple[int, torch.Tensor, torch.Tensor] | None = None
+
+
+class Answers:
+    """The last answer of each seat's callable.
+
+    A step may be run a second time, to find whose fault something was; objects that count their
+    calls must not notice. So each is called once per position and its answer kept for that.
+    """
+
+    def __init__(self) -> None:
+        """Start with none; those of seats that are gone go too."""
+        self._last: weakref.WeakKeyDictionary[Seat, tuple[int, torch.Tensor, torch.Tensor]]
+        self._last = weakref.WeakKeyDictionary()
+
+    def run(self, seat: Seat, request: LogitsRequest, row: torch.Tensor) -> None:
+        """Change a row [vocab] in place, as the seat's callable wants it."""
+        position = len(request.output_token_ids)
+        last = self._last.get(seat)
+        if last is not None and last[0] == position and last[1].equal(row):
+            row.copy_(last[2])
+            return
+        before = row.clone()
+        outputs = request.output_token_ids
+        result = _called(seat, outputs if isinstance(outputs, list) else list(outputs), row)
+        if result.data_ptr() != row.data_ptr():
+            row.copy_(result.view(-1))
+        self._last[seat] = (position, before, row.clone())
 
 
 class Rowwise(Adapter, LogitsProcessor):
     """Calls something foreign row by row."""
+
+    def __init__(self, context: LogitsContext) -> None:
+        """Start with no answers."""
+        super().__init__(context)
+        self._answers = Answers()
 
     @abstractmethod
     def start(self, request: LogitsRequest) -> Seat:
@@ -81,7 +112,7 @@ class Rowwise(Adapter, LogitsProcessor):
         """Return the logits [rows, vocab], edited in the rows that have a callable."""
         for row, request, seat in zip(logits, rows.requests, rows.states(), strict=True):
             if seat.call is not None:
-                run_seat(seat, request, row)
+                self._answers.run(seat, request, row)
         return logits
 
 
@@ -215,24 +246,6 @@ def form_of(call: Any) -> Form:
     if len(names) not in forms:
         raise TypeError(f"{wanted}, got {signature_text(call)}")
     return forms[len(names)]
-
-
-def run_seat(seat: Seat, request: LogitsRequest, row: torch.Tensor) -> None:
-    """Change a row [vocab] in place.
-
-    A step may be run a second time, to find whose fault something was; objects that count their
-    calls must not notice. So each is called once per position and its answer kept for that.
-    """
-    position = len(request.output_token_ids)
-    if seat.done is not None and seat.done[0] == position and seat.done[1].equal(row):
-        row.copy_(seat.done[2])
-        return
-    before = row.clone()
-    outputs = request.output_token_ids
-    result = _called(seat, outputs if isinstance(outputs, list) else list(outputs), row)
-    if result.data_ptr() != row.data_ptr():
-        row.copy_(result.view(-1))
-    seat.done = (position, before, row.clone())
 
 
 def _called(seat: Seat, outputs: list[int], row: torch.Tensor) -> torch.Tensor:

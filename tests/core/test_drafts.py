@@ -22,8 +22,8 @@ from hardpoint.builtin_plugins.logits import (
 from hardpoint.builtin_plugins.sampler import DefaultSampler
 from hardpoint.core.sampling.drafts import accepted, with_drafts
 from hardpoint.core.sampling.pipeline import LogitsPipeline
-from hardpoint.core.sampling.stage import SamplingStage
-from hardpoint.core.sampling.stages import Stage
+from hardpoint.core.sampling.processor_stage import Stage
+from hardpoint.core.sampling.sampling_stage import SamplingStage
 from hardpoint.plugins import (
     Added,
     BatchLogitsProcessor,

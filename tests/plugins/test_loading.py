@@ -9,6 +9,7 @@ from fake_plugins import component
 
 from hardpoint.plugins import Arguments as PluginArguments
 from hardpoint.plugins import (
+    Context,
     EngineClosedError,
     LogitsProcessor,
     Phase,
@@ -227,3 +228,38 @@ class TestCreate:
 )
 def test_names_from_classes(name, expected):
     assert snake_case(name) == expected
+
+
+class TestSlips:
+    """Slips in what a logits processor states, which would go unnoticed later."""
+
+    @pytest.mark.parametrize(
+        ("stated", "words"),
+        [
+            ({"phase": "bias"}, "it states no phase; add"),
+            ({"phase": 7}, "it states no phase; add"),
+            ({"before": "top_k"}, "its before must be a tuple of names, got 'top_k'"),
+            ({"after": (1,)}, "its after must be a tuple of names, got"),
+            ({"reads": "logits"}, "its reads must be one of hardpoint.plugins.Reads"),
+            (
+                {"params_fields": ("nope",)},
+                "its params_fields name 'nope', which SamplingParams does not have",
+            ),
+            (
+                {"advance": lambda self, state, token: state},
+                "it has advance but no start, so there is no state to carry on; add start",
+            ),
+        ],
+    )
+    def test_is_refused(self, installed, stated, words):
+        value = installed.offer("logits_processors/slip", component(LogitsProcessor, **stated))
+        with pytest.raises(PluginContractError) as error:
+            installed.resolve(plugins={"enable": [value]})
+        assert words in str(error.value)
+
+    def test_a_constructor_that_forgets_its_base(self, installed):
+        forgets = component(LogitsProcessor, __init__=lambda self, context: None)
+        value = installed.offer("logits_processors/slip", forgets)
+        plugins = installed.resolve(plugins={"enable": [value]})
+        with pytest.raises(PluginContractError, match=r"must call super\(\).__init__\(context\)"):
+            plugins.create(plugins.get("logits_processors", "slip"), Context)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 
-import pytest
 from hypothesis import strategies as st
 
 from hardpoint.builtin_plugins.logits.bias import LogitBias
@@ -108,10 +107,6 @@ class TestRequestCallables(LogitsProcessorSuite):
         max_tokens=st.none(),
         logits_processors=st.sampled_from([[repeat_less], [prefer_even, repeat_less]]),
     )
-
-    @pytest.mark.xfail(strict=True, reason="it keeps results: a callable runs once per token")
-    def test_pure(self):
-        super().test_pure()
 
 
 def test_every_builtin_has_its_class_here():

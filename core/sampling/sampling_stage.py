@@ -18,7 +18,7 @@ from hardpoint.plugins import (
 
 from .logprobs import gather_logprobs
 from .pipeline import Faults, LogitsPipeline
-from .stages import StageFault
+from .processor_stage import StageFault
 
 __all__ = ["Sampled", "SamplingStage", "mixed_seed"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 
-import broken
+import broken_processors as broken
 import pytest
 from hypothesis import strategies as st
 
@@ -141,7 +141,7 @@ def test_a_broken_processor_fails_its_rule(cls, given, fails):
             continue
         message = outcome(suite, f"test_{test}")
         assert message is not None, f"{test} let it pass"
-        assert message.startswith(f"broken.{cls.__name__} breaks a rule.\n  rule: ")
+        assert message.startswith(f"broken_processors.{cls.__name__} breaks a rule.\n  rule: ")
         assert re.search(words, message), message
         assert "\n  do: " in message
 

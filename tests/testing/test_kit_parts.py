@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import broken
+import broken_processors as broken
 import numpy as np
 import pytest
 import torch

@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import entry_points
 
 import pytest
-from broken import Bias, MixesRows
+from broken_processors import Bias, MixesRows
 from hypothesis import strategies as st
 
 from hardpoint.testing import LogitsProcessorSuite, searching

@@ -93,6 +93,8 @@ class Terminal:
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
             os.chdir(folder)
+            # A shell starts what runs in the background with interrupts ignored, for all below it.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.execv(PROGRAM[0], [*PROGRAM, *arguments])
         self.seen = ""
 

@@ -103,19 +103,24 @@ def build_engine(
             clock=clock,
         )
     )
-    info = {
-        "model": config.model,
-        "dtype": str(spec.dtype).removeprefix("torch."),
-        "max_model_len": max_model_len,
-        "num_blocks": num_blocks,
-        "load_seconds": time.perf_counter() - began,
-    }
+    _start_hooks(
+        engine,
+        model=config.model,
+        dtype=str(spec.dtype).removeprefix("torch."),
+        max_model_len=max_model_len,
+        num_blocks=num_blocks,
+        load_seconds=time.perf_counter() - began,
+    )
+    return engine
+
+
+def _start_hooks(engine: LLMEngine, **info: object) -> None:
+    """Tell the hooks that the engine is ready; close it if one of them fails."""
     try:
-        hooks.call("engine_started", info=info)
+        engine.parts.hooks.call("engine_started", info=info)
     except BaseException:
         engine.close()
         raise
-    return engine
 
 
 def _build_core(

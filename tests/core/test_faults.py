@@ -6,6 +6,7 @@ import math
 
 import pytest
 from driving import run, summary
+from faulty_plugins import Dense
 
 from hardpoint import (
     ConfigError,
@@ -13,178 +14,16 @@ from hardpoint import (
     RequestError,
     RequestOutputKind,
     SamplingParams,
-    plugins,
 )
 from hardpoint.plugins import (
-    BatchLogitsProcessor,
     Edits,
-    LogitsProcessor,
     Op,
-    Phase,
     PluginFaultError,
-    Sampler,
-    SparseLogitsProcessor,
-    TensorSpec,
 )
 from hardpoint.testing import scripted_engine
 
-HERE = "test_faults"
+HERE = "faulty_plugins"
 NAN, INF = math.nan, math.inf
-
-
-class Dense(LogitsProcessor):
-    """Adds nothing, or fails as its argument says; damages what it was given first."""
-
-    contract = 1
-    phase = Phase.PENALTY
-
-    class Arguments(plugins.Arguments):
-        how: str = ""
-
-    @classmethod
-    def prepare(cls, arguments, context):
-        if arguments.how == "refuse":
-            raise ValueError("not this one")
-        if arguments.how == "prepare":
-            raise KeyError("prepare")
-        return arguments
-
-    def start(self, request):
-        if request.arguments["dense"].how == "start":
-            raise RuntimeError("broken start")
-        return 0
-
-    def advance(self, state, token):
-        if state is None:
-            raise RuntimeError("broken advance")
-        return state + 1
-
-    def apply(self, logits, rows):
-        for row, arguments in enumerate(rows.arguments()):
-            how = arguments.how
-            if how == "raise":
-                logits.fill_(NAN)  # damages its co-users' rows before it raises
-                raise RuntimeError("broken apply")
-            if how == "spill":
-                logits.fill_(NAN)  # its co-users' rows too
-            if how in ("nan", "inf", "nothing"):
-                logits[row] = {"nan": NAN, "inf": INF, "nothing": -INF}[how]
-            if how == "one nan":
-                logits[row, 5] = NAN
-            if how == "none":
-                return None
-            if how == "rows":
-                return logits[:0]
-            if how == "columns":
-                return logits[:, :-1]
-            if how == "dtype":
-                return logits.double()
-            if how == "device":
-                return logits.to("meta")
-        return logits
-
-
-class Sparse(SparseLogitsProcessor):
-    contract = 1
-    phase = Phase.BIAS
-
-    class Arguments(plugins.Arguments):
-        how: str = ""
-
-    def start(self, request):
-        return request.arguments["sparse"].how
-
-    def advance(self, state, token):
-        if state == "advance":
-            raise RuntimeError("broken advance")
-        return state
-
-    def edits(self, rows):
-        how = "".join(arguments.how for arguments in rows.arguments())
-        if "raise" in how:
-            raise RuntimeError("broken edits")
-        return {
-            "type": [1, 2],
-            "vocabulary": Edits([0], [10_000], [1.0]),
-            "negative": Edits([0], [-1], [1.0]),
-            "rows": Edits([len(rows)], [0], [1.0]),
-            "lengths": Edits([0], [0, 1], [1.0]),
-            "values": Edits([0], [0], []),
-            "infinite": Edits([0], [0], [INF]),
-        }.get(how)
-
-
-class Whole(BatchLogitsProcessor):
-    """Used by those who ask; fails as its option says."""
-
-    contract = 1
-    phase = Phase.BIAS
-
-    class Arguments(plugins.Arguments):
-        how: str = ""
-
-    def __init__(self, context):
-        super().__init__(context)
-        self.books = plugins.RowMap(
-            lambda added: (
-                added.params.plugin_args["whole"].how
-                if "whole" in added.params.plugin_args
-                else None
-            )
-        )
-
-    @classmethod
-    def uses(cls, params):
-        return False
-
-    def update_state(self, update):
-        self.books.apply(update)
-        if any(self.books[row] == "update" for row in self.books):
-            raise RuntimeError("broken books")
-
-    def apply(self, logits):
-        for row in self.books:
-            if self.books[row] == "raise":
-                raise RuntimeError("broken apply")
-            if self.books[row] == "nan":
-                logits[row] = NAN
-            if self.books[row] == "bias":
-                logits[row, 70] += 100
-        return logits
-
-
-class OnDevice(LogitsProcessor):
-    """Counts tokens on the device; a token may come at most `most` times."""
-
-    contract = 1
-    phase = Phase.MASK
-    reads = plugins.Reads.DEVICE_IDS
-
-    class Arguments(plugins.Arguments):
-        most: int
-        fail: bool = False
-
-    def device_state(self):
-        return {"counts": TensorSpec((self.context.vocab_size,), "int32")}
-
-    def start_row(self, request, tensors):
-        for token in request.output_token_ids:
-            tensors["counts"][token] += 1
-
-    def advance_rows(self, rows, tokens, tensors):
-        if any(arguments.fail for arguments in rows.arguments()):
-            raise RuntimeError("broken rows")
-        tensors["counts"][range(len(tokens)), tokens] += 1
-
-    def apply(self, logits, rows):
-        return logits.masked_fill(rows.state_tensor("counts") >= rows.tensor("most"), -INF)
-
-
-class NanSampler(Sampler):
-    contract = 1
-
-    def sample(self, logits, rows):
-        raise RuntimeError("broken sampler")
 
 
 def engine_with(scripted, *names, **extra):
@@ -480,33 +319,6 @@ def test_a_wish_that_raises_refuses_the_request_and_names_the_plugin(scripted, m
     with pytest.raises(RequestError, match=r"plugin 'dense'.*its uses failed: LookupError: cannot"):
         engine.add_request("r", "x", SamplingParams())
     engine.close()
-
-
-class Indifferent(BatchLogitsProcessor):
-    """A batch-level processor that every request uses and that does nothing."""
-
-    contract = 1
-    phase = Phase.FORCE
-
-    def update_state(self, update):
-        pass
-
-    def apply(self, logits):
-        return logits
-
-
-class NoneSampler(Sampler):
-    contract = 1
-
-    def sample(self, logits, rows):
-        return None
-
-
-class BadPolicy(plugins.SchedulingPolicy):
-    contract = 1
-
-    def key(self, request):
-        return 1 / request.priority
 
 
 def test_of_several_batch_level_processors_the_guilty_is_named(scripted, without):

@@ -16,6 +16,7 @@ from hardpoint.plugins import (
     ExecutorContext,
     ModelConfig,
     ModelError,
+    ModelFiles,
     Origins,
     PluginNotFoundError,
     PluginSet,
@@ -73,10 +74,7 @@ def build_engine(
     _check_architecture(model_config, plugins)
     max_model_len = _max_model_len(config, model_config, origins)
     config = msgspec.structs.replace(config, max_model_len=max_model_len)
-    tokenizer_files = find_files(config.tokenizer.path) if config.tokenizer.path else files
-    tokenizer: Tokenizer = plugins.create(
-        plugins.one("tokenizers"), TokenizerContext, files=tokenizer_files
-    )
+    tokenizer = _tokenizer(config, plugins, files)
     reasoning = _reasoning(config, plugins, tokenizer)
     spec = WorkerSpec(
         config=config,
@@ -164,6 +162,13 @@ def _announce(plugins: PluginSet) -> None:
     for entry, cls in plugins.logits_processors():
         if cls.uses(SamplingParams()):
             _log.info("requests use it without asking: %s", entry.source)
+
+
+def _tokenizer(config: EngineConfig, plugins: PluginSet, model_files: ModelFiles) -> Tokenizer:
+    path = config.tokenizer.path
+    files = find_files(path) if path else model_files
+    tokenizer: Tokenizer = plugins.create(plugins.one("tokenizers"), TokenizerContext, files=files)
+    return tokenizer
 
 
 def _reasoning(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -37,3 +38,14 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "user: hi\nassistant: ": "hello",
         },
     )
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory, and an environment without configuration."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name in list(os.environ):
+        if name.startswith("HARDPOINT__"):
+            monkeypatch.delenv(name)
+    return tmp_path / "here"

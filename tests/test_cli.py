@@ -13,15 +13,7 @@ from hardpoint.builtin_plugins import commands as builtin_commands
 from hardpoint.cli import main
 from hardpoint.plugins import Command
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    for name in list(os.environ):
-        if name.startswith("HARDPOINT__"):
-            monkeypatch.delenv(name)
-    return tmp_path / "here"
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 @pytest.fixture

@@ -3,9 +3,7 @@
 import argparse
 import io
 import json
-import os
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -23,15 +21,7 @@ from hardpoint.plugins import (
     resolve_plugins,
 )
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    for name in list(os.environ):
-        if name.startswith("HARDPOINT__"):
-            monkeypatch.delenv(name)
-    return tmp_path / "here"
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 class FakeGenerator:

@@ -1,7 +1,6 @@
 """`hardpoint plugins`: what is on, why, and all about one."""
 
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -12,15 +11,7 @@ from strangers import open_site
 from hardpoint.cli import main
 from hardpoint.plugins import KINDS
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    for name in list(os.environ):
-        if name.startswith("HARDPOINT__"):
-            monkeypatch.delenv(name)
-    return tmp_path / "here"
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ __all__ = [
     "EngineConfig",
     "ExecutorConfig",
     "KVCacheConfig",
+    "KVEventsConfig",
     "LoadConfig",
     "Origins",
     "PluginUse",
@@ -54,8 +55,9 @@ class PluginsConfig(Strict):
         enable: components to switch on.
         disable: names of built-in defaults to switch off.
         replace: a name that is on to the component that takes its place.
-        on_error: by plugin name, what a fault of it ends: "request", the requests that use it, or
-            "engine".
+        on_error: by plugin name, what a fault of it ends: "request", the requests that use it,
+            "step", nothing but its say in that decision, or "engine". A plugin has the scope of
+            its kind, or "engine".
         quarantine_after: so many distinct requests that a third-party plugin ended, and requests
             that use it are refused; 0 never does.
         foreign_groups: entry-point groups of other engines to look into for logits processors,
@@ -65,7 +67,7 @@ class PluginsConfig(Strict):
     enable: list[Reference | PluginUse] = []
     disable: list[str] = []
     replace: dict[str, Reference] = {}
-    on_error: dict[str, Literal["request", "engine"]] = {}
+    on_error: dict[str, Literal["request", "step", "engine"]] = {}
     quarantine_after: Annotated[int, Meta(ge=0)] = 3
     foreign_groups: list[Literal["vllm.logits_processors"]] = []
 
@@ -76,25 +78,56 @@ class SchedulerConfig(Strict):
     Attributes:
         max_num_seqs: most requests that run at once.
         max_num_batched_tokens: most tokens of one step.
+        chunked_prefill: compute a prompt over several steps where the budget asks for it.
+        long_prefill_token_threshold: most tokens of one prompt in a step; 0 is no limit.
+        max_waiting: most requests that wait; further ones are refused as "overloaded". None is
+            no limit.
     """
 
     use: Reference = "default"
     policy: Reference = "fcfs"
     max_num_seqs: Count = 64
     max_num_batched_tokens: Count = 2048
+    chunked_prefill: bool = True
+    long_prefill_token_threshold: Annotated[int, Meta(ge=0)] = 0
+    max_waiting: Count | None = None
 
 
 class KVCacheConfig(Strict):
     """The paged KV cache.
 
     Attributes:
-        block_size: tokens of a block.
-        memory_bytes: size of the cache; None is what `max_num_seqs` requests of full length
-            need, at most 40 % of the memory that is available.
+        block_size: tokens of a block; a power of two.
+        num_blocks: size of the cache in blocks; None is what `memory_bytes` says.
+        memory_bytes: size of the cache in bytes; None is what `max_num_seqs` requests of full
+            length need, at most `memory_fraction`.
+        memory_fraction: most of the available memory that the cache may take, where neither of
+            the above is given; None is 0.4 on a CPU and 0.9 on a GPU.
+        prefix_caching: keep what was computed, for requests that begin alike.
+        hash_algorithm: what cached blocks are found by.
+        eviction: what chooses the cached content that goes when a block is needed.
+        watermark: share of the blocks that must stay free when a request is admitted beside
+            others, so that running ones can grow.
     """
 
     block_size: Count = 16
+    num_blocks: Count | None = None
     memory_bytes: Count | None = None
+    memory_fraction: Annotated[float, Meta(gt=0, le=1)] | None = None
+    prefix_caching: bool = True
+    hash_algorithm: Literal["sha256", "blake2b"] = "sha256"
+    eviction: Reference = "lru"
+    watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01
+
+
+class KVEventsConfig(Strict):
+    """Who is told what the KV cache holds.
+
+    Attributes:
+        publishers: components that take the events; none by default.
+    """
+
+    publishers: list[Reference] = []
 
 
 class ExecutorConfig(Strict):
@@ -160,7 +193,8 @@ class EngineConfig(Strict):
         dtype: of weights, hidden states and KV cache; "auto" is the checkpoint's own, or
             bfloat16 where that is unknown.
         device: "auto" is cuda where there is one, else cpu.
-        max_model_len: longest prompt plus output; None is what the model was made for.
+        max_model_len: longest prompt plus output; None is what the model was made for, "auto" is
+            what fits into the KV cache, at most what the model was made for.
         seed: of everything that a request does not seed itself; None draws one.
         plugin: options of one plugin, by its name.
     """
@@ -168,11 +202,12 @@ class EngineConfig(Strict):
     model: Annotated[str, Meta(min_length=1)] = "smollm2"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    max_model_len: Count | None = None
+    max_model_len: Count | Literal["auto"] | None = None
     seed: Annotated[int, Meta(ge=0)] | None = None
     plugins: PluginsConfig = PluginsConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     kv_cache: KVCacheConfig = KVCacheConfig()
+    kv_events: KVEventsConfig = KVEventsConfig()
     executor: ExecutorConfig = ExecutorConfig()
     sampler: SamplerConfig = SamplerConfig()
     attention: AttentionConfig = AttentionConfig()

@@ -10,6 +10,7 @@ HardpointError
 │   └── PluginFaultError        it failed while running
 ├── ModelError              a model cannot be found, read or supported
 ├── RequestError            a request is wrong; nothing else is disturbed
+│   └── OverloadedError         it is right, but too many wait already; try again later
 └── EngineClosedError       the engine was closed before the call
 """
 
@@ -20,6 +21,7 @@ __all__ = [
     "EngineClosedError",
     "HardpointError",
     "ModelError",
+    "OverloadedError",
     "PluginConflictError",
     "PluginContractError",
     "PluginError",
@@ -68,6 +70,10 @@ class ModelError(HardpointError):
 
 class RequestError(HardpointError, ValueError):
     """A request is wrong; the message names the field, its value and what would be right."""
+
+
+class OverloadedError(RequestError):
+    """The request is right, but too many wait already; try again later."""
 
 
 class EngineClosedError(HardpointError):

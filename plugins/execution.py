@@ -22,6 +22,7 @@ __all__ = [
     "ModelRunnerOutput",
     "PluginMeter",
     "RequestFault",
+    "StepFault",
     "Worker",
     "WorkerInfo",
 ]
@@ -55,22 +56,41 @@ class PluginMeter(msgspec.Struct, array_like=True):
     faults: int = 0
 
 
+class StepFault(msgspec.Struct, array_like=True, frozen=True):
+    """Decisions that a plugin did not take, so that the built-in default did.
+
+    Attributes:
+        count: so far.
+        message: the last one in words, beginning with who is to blame.
+    """
+
+    count: int
+    message: str
+
+
 @dataclass(slots=True)
 class ModelRunnerOutput:
     """What a step produced.
 
     Attributes:
-        sampled_token_ids: per request that reached its last known token, what was sampled.
+        sampled_token_ids: per request that reached its last known token, what was sampled:
+            accepted drafts, then one token more.
         logprobs: per request that asked for them, one entry per sampled token.
         prompt_logprobs: per request that asked for them, those of the prompt positions of this
             step; None stands for the first position.
         faults: requests that must end with an error; nothing was sampled for them.
+        kv_loaded: requests whose keys and values came from elsewhere and are all there now.
+        kv_saved: ended requests whose blocks the KV connector needs no more.
+        invalid_block_ids: blocks that could not be loaded; what they should hold is computed.
     """
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
     faults: dict[str, RequestFault] = field(default_factory=dict)
+    kv_loaded: frozenset[str] = frozenset()
+    kv_saved: frozenset[str] = frozenset()
+    invalid_block_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

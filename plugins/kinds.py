@@ -7,6 +7,7 @@ from enum import Enum
 
 from .component import Component
 from .execution import Executor
+from .kv_cache import EvictionPolicy, KVEventPublisher
 from .logits import (
     BatchLogitsProcessor,
     LogitsPlugin,
@@ -16,7 +17,8 @@ from .logits import (
 from .modeling import AttentionBackend, Model, WeightLoader
 from .reasoning import ReasoningParser
 from .sampling import Sampler
-from .scheduling import Scheduler, SchedulingPolicy
+from .scheduling import Scheduler
+from .scheduling_policy import SchedulingPolicy
 from .tokenizing import Tokenizer
 
 __all__ = ["KINDS", "PLANNED", "FaultScope", "Kind", "Number", "Process"]
@@ -61,7 +63,8 @@ class Kind:
         interface: what a component derives from; None for hooks, which pluggy checks.
         forms: the interface's own abstract forms, if an author derives from one of several.
         contract: current version; the engine accepts it and the one before.
-        chosen_by: the configuration path that names the component, for Number.ONE.
+        chosen_by: the configuration path that names the component, or the list of them for
+            Number.MANY; None where `plugins.enable` does.
     """
 
     name: str
@@ -122,9 +125,27 @@ KINDS: dict[str, Kind] = {
             interface=SchedulingPolicy,
             number=Number.ONE,
             lives_in=(Process.ENGINE,),
-            fault_scope=FaultScope.ENGINE,
+            fault_scope=FaultScope.STEP,
             chosen_by="scheduler.policy",
             summary="Order waiting requests and choose whom to preempt.",
+        ),
+        Kind(
+            name="eviction_policies",
+            interface=EvictionPolicy,
+            number=Number.ONE,
+            lives_in=(Process.ENGINE,),
+            fault_scope=FaultScope.STEP,
+            chosen_by="kv_cache.eviction",
+            summary="Choose the cached content that goes when a block is needed.",
+        ),
+        Kind(
+            name="kv_event_publishers",
+            interface=KVEventPublisher,
+            number=Number.MANY,
+            lives_in=(Process.ENGINE,),
+            fault_scope=FaultScope.STEP,
+            chosen_by="kv_events.publishers",
+            summary="Tell others what the KV cache holds.",
         ),
         Kind(
             name="executors",
@@ -189,9 +210,7 @@ KINDS: dict[str, Kind] = {
 }
 
 PLANNED: dict[str, str] = {
-    "eviction_policies": "eviction",
     "kv_connectors": "kv_connector",
-    "kv_event_publishers": "kv_events",
     "quantizations": "quantization",
     "speculators": "speculator",
     "grammars": "grammar",

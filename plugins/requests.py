@@ -13,11 +13,15 @@ from .params import SamplingParams
 
 __all__ = [
     "CompletionOutput",
+    "EngineCoreEvent",
+    "EngineCoreEventType",
     "EngineCoreOutput",
     "EngineCoreOutputs",
     "EngineCoreRequest",
     "FinishReason",
+    "LoRARequest",
     "Logprob",
+    "MultiModalFeature",
     "RequestOutput",
     "TokenLogprobs",
 ]
@@ -31,9 +35,36 @@ class FinishReason(IntEnum):
     ABORT = 2
     ERROR = 3
     REPETITION = 4
+    TIMEOUT = 5
 
     def __str__(self) -> str:
         return self.name.lower()
+
+
+class LoRARequest(msgspec.Struct, array_like=True, frozen=True):
+    """The adapter that a request runs with.
+
+    Attributes:
+        name: tells adapters apart; part of the prefix cache's keys.
+        id: 1 or more; small numbers that workers know adapters by.
+    """
+
+    name: str
+    id: int
+
+
+class MultiModalFeature(msgspec.Struct, array_like=True, frozen=True):
+    """One image, sound or video of a prompt, which an encoder turns into embeddings.
+
+    Attributes:
+        identifier: a hash of the content; equal content is encoded once.
+        offset: prompt position of its first placeholder token.
+        length: placeholder tokens that it covers, which is also what encoding it costs.
+    """
+
+    identifier: str
+    offset: int
+    length: int
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, kw_only=True):
@@ -49,6 +80,13 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, kw_
         arrival_time: seconds on the engine's clock.
         priority: smaller is more important.
         child_index: which of the `n` completions this is.
+        client_index: which frontend sent it; its outputs go back there.
+        tags: free words about it, such as {"tenant": "acme"}; for policies and sinks.
+        timeout: seconds from `arrival_time` after which it ends unfinished; None is never.
+        cache_salt: requests with different salts never share cached blocks.
+        lora: its adapter.
+        features: images and the like, by offset.
+        kv_transfer_params: for the KV connector alone.
     """
 
     request_id: str
@@ -59,6 +97,13 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, kw_
     arrival_time: float = 0.0
     priority: int = 0
     child_index: int = 0
+    client_index: int = 0
+    tags: dict[str, str] = {}
+    timeout: float | None = None
+    cache_salt: str | None = None
+    lora: LoRARequest | None = None
+    features: list[MultiModalFeature] = []
+    kv_transfer_params: dict[str, Any] | None = None
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -80,6 +125,25 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     rank: int
 
 
+class EngineCoreEventType(IntEnum):
+    """What happened to a request in the scheduler."""
+
+    QUEUED = 1
+    SCHEDULED = 2
+    PREEMPTED = 3
+
+
+class EngineCoreEvent(msgspec.Struct, array_like=True, frozen=True):
+    """Something that happened to a request.
+
+    Attributes:
+        timestamp: seconds on the engine's clock; comparable within one engine only.
+    """
+
+    type: EngineCoreEventType
+    timestamp: float
+
+
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, kw_only=True):
     """What one step added to one request.
 
@@ -90,6 +154,10 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, kw_o
             first position of a prompt has None.
         error: with FinishReason.ERROR, what failed and who is to blame.
         faulty_plugin: with FinishReason.ERROR, the name of the plugin to blame, if one is.
+        events: what happened since the last output; only where statistics are on.
+        num_cached_tokens: with the request's first output, prompt tokens that needed no
+            computing.
+        kv_transfer_params: with the last output, what the KV connector has to say.
     """
 
     request_id: str
@@ -100,6 +168,9 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, kw_o
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str | None = None
     faulty_plugin: str | None = None
+    events: list[EngineCoreEvent] = []
+    num_cached_tokens: int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     @property
     def finished(self) -> bool:
@@ -108,10 +179,16 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, kw_o
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, kw_only=True):
-    """What one step has for one client."""
+    """What one step has for one client.
+
+    Attributes:
+        timestamp: seconds on the engine's clock.
+        finished_requests: ids that ended since the last step; None where nobody asked for them.
+    """
 
     outputs: list[EngineCoreOutput] = []
     timestamp: float = msgspec.field(default_factory=time.monotonic)
+    finished_requests: set[str] | None = None
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -138,7 +215,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
         token_ids: output tokens; the stop token, if any, is the last.
         cumulative_logprob: sum over the whole output so far; None unless logprobs were asked for.
         logprobs: per output position, token id to Logprob.
-        finish_reason: "stop", "length", "abort", "error" or "repetition"; None while running.
+        finish_reason: "stop", "length", "abort", "error", "repetition" or "timeout"; None while
+            running.
         stop_reason: the stop string or stop token id that ended it, if one did.
         error: with "error", what failed and who is to blame.
     """

@@ -1,88 +1,32 @@
-"""Schedulers and their policies: which request gets how many tokens in a step."""
+"""Schedulers: which request gets how many tokens in a step."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
+import msgspec
+
+from .collaborators import EncoderCache, Grammars, KVConnectorScheduler
 from .component import Component, Context
 from .execution import ModelRunnerOutput
-from .params import SamplingParams
-from .requests import EngineCoreOutput, EngineCoreRequest, FinishReason
+from .kv_cache import BlockIds, KVCacheManager, PrefixCacheStats
+from .live_request import Request
+from .requests import EngineCoreOutputs, EngineCoreRequest, FinishReason
+from .scheduling_policy import SchedulingPolicy
+from .step_record import StepRecord, WaitReason
 
 __all__ = [
-    "CachedRequest",
-    "KVCacheManager",
+    "CachedRequests",
     "NewRequest",
-    "PolicyContext",
-    "Request",
-    "RequestStatus",
     "Scheduler",
     "SchedulerContext",
     "SchedulerLimits",
     "SchedulerOutput",
-    "SchedulingPolicy",
+    "SchedulerStats",
 ]
-
-
-class RequestStatus(Enum):
-    """Where a live request stands."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    PREEMPTED = "preempted"
-    FINISHED = "finished"
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """A live request, as the scheduler and its policy see it.
-
-    Attributes:
-        source: the request as it came in.
-        num_computed_tokens: leading tokens whose keys and values are in the cache, or will be
-            when the step that was planned last has run.
-        num_prompt_logprobs: prompt positions whose log-probabilities were delivered.
-    """
-
-    source: EngineCoreRequest
-    status: RequestStatus = RequestStatus.WAITING
-    output_token_ids: list[int] = field(default_factory=list)
-    num_computed_tokens: int = 0
-    num_prompt_logprobs: int = 0
-
-    @property
-    def request_id(self) -> str:
-        """Unique among live requests."""
-        return self.source.request_id
-
-    @property
-    def params(self) -> SamplingParams:
-        """What was asked for."""
-        return self.source.params
-
-    @property
-    def priority(self) -> int:
-        """Smaller is more important."""
-        return self.source.priority
-
-    @property
-    def arrival_time(self) -> float:
-        """Seconds on the engine's clock."""
-        return self.source.arrival_time
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Length of the prompt."""
-        return len(self.source.prompt_token_ids)
-
-    @property
-    def num_tokens(self) -> int:
-        """Length of prompt and output together."""
-        return len(self.source.prompt_token_ids) + len(self.output_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,21 +35,31 @@ class NewRequest:
 
     Attributes:
         output_token_ids: outputs so far; empty unless it was preempted.
-        block_ids: its whole block table.
+        block_ids: its whole block table, one list per group.
+        num_computed_tokens: leading tokens whose keys and values are in those blocks.
+        resumed: whether it was preempted before.
     """
 
     source: EngineCoreRequest
     output_token_ids: Sequence[int]
-    block_ids: Sequence[int]
+    block_ids: BlockIds
     num_computed_tokens: int
+    resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class CachedRequest:
-    """A request that the worker has in its batch: only what is new."""
+class CachedRequests:
+    """The requests of a step that the worker has in its batch: only what is new.
 
-    request_id: str
-    new_block_ids: Sequence[int]
+    Attributes:
+        request_ids: in the scheduler's order.
+        num_computed_tokens: one per request id, before this step.
+        new_block_ids: by request id, blocks to append per group; few requests need some.
+    """
+
+    request_ids: Sequence[str] = ()
+    num_computed_tokens: Sequence[int] = ()
+    new_block_ids: Mapping[str, BlockIds] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,123 +67,162 @@ class SchedulerOutput:
     """The plan of one step.
 
     Attributes:
+        step: serial number of the plan, from 1.
         new_requests: in full, also those that come back after preemption.
         cached_requests: as differences.
         num_scheduled_tokens: per request id, at least 1.
         total_num_scheduled_tokens: their sum.
+        draft_token_ids: per request id, drafts to verify; part of its scheduled tokens.
+        encoder_inputs: per request id, indices of the features to encode in this step.
+        freed_encoder_inputs: identifiers whose embeddings the worker may forget; told once.
+        num_common_prefix_blocks: per group, leading blocks that all running requests share.
+        structured_request_ids: request id to its place among the scheduled ones, of those that a
+            grammar constrains.
         preempted_request_ids: leave the batch and may come back.
         finished_request_ids: ended since the last plan; each is told once.
+        kv_connector_metadata: what the KV connector's scheduler half tells its worker half.
     """
 
+    step: int = 0
     new_requests: Sequence[NewRequest] = ()
-    cached_requests: Sequence[CachedRequest] = ()
+    cached_requests: CachedRequests = CachedRequests()
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     total_num_scheduled_tokens: int = 0
+    draft_token_ids: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    encoder_inputs: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    freed_encoder_inputs: Sequence[str] = ()
+    num_common_prefix_blocks: Sequence[int] = ()
+    structured_request_ids: Mapping[str, int] = field(default_factory=dict)
     preempted_request_ids: frozenset[str] = frozenset()
     finished_request_ids: frozenset[str] = frozenset()
+    kv_connector_metadata: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerLimits:
-    """What no step may exceed."""
+    """What no step may exceed, and how steps are made.
+
+    Attributes:
+        max_num_seqs: most requests that run at once.
+        max_num_batched_tokens: most tokens of one step.
+        max_model_len: longest prompt plus output.
+        chunked_prefill: whether a prompt may be computed over several steps.
+        long_prefill_token_threshold: most tokens that one request gets in a step; 0 is no limit.
+        max_waiting: most requests that wait; one more is refused. None is no limit.
+        num_draft_tokens: most drafts of a request in a step.
+        num_lookahead_tokens: blocks are had for so many tokens beyond those of the step.
+        max_loras: most adapters in one step; 0 is no limit.
+        max_encoder_tokens: most tokens that encoders work on in one step.
+        asynchronous: whether a step may be planned before the results of the last one are in.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-
-
-class KVCacheManager(Protocol):
-    """Hands out cache blocks."""
-
-    block_size: int
-    num_blocks: int
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that nobody holds."""
-
-    def allocate(self, request: Request, num_new_tokens: int) -> list[int] | None:
-        """Extend a request's blocks to hold `num_new_tokens` more than are computed.
-
-        Returns:
-            The ids of the new blocks, or None if there are not enough; then nothing changed.
-        """
-
-    def free(self, request: Request) -> None:
-        """Give back all of a request's blocks."""
-
-    def block_ids(self, request: Request) -> list[int]:
-        """Return a request's blocks in order."""
-
-
-class PolicyContext(Context):
-    """What a scheduling policy is built with."""
-
-
-class SchedulingPolicy(Component):
-    """Decides who goes first and who gives way. An error that it raises ends the engine."""
-
-    context: PolicyContext
-
-    @abstractmethod
-    def key(self, request: Request) -> Any:
-        """Return what orders waiting requests, smallest first.
-
-        Read when a request enters the queue: once when it comes, and at each preemption.
-
-        Keys of one policy compare with each other; equal keys keep their order of arrival. A
-        preempted request re-enters ahead of waiting ones with an equal key.
-        """
-
-    def victim(self, running: Sequence[Request]) -> Request:
-        """Return the request to preempt when blocks run out.
-
-        Args:
-            running: in order of admission, never empty.
-        """
-        return running[-1]
+    chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    max_waiting: int | None = None
+    num_draft_tokens: int = 0
+    num_lookahead_tokens: int = 0
+    max_loras: int = 0
+    max_encoder_tokens: int = 0
+    asynchronous: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerContext(Context):
-    """What a scheduler is built with.
+    """What a scheduler is built with: everything that it may know of the outside.
 
     Attributes:
-        policy: the configured scheduling policy.
+        policy: the configured scheduling policy. Its faults are caught: whatever the plugin does,
+            these calls return something of the right type.
         clock: seconds; the only time a scheduler may read.
+        policy_fault: to be told in words when a decision of the policy could not be followed.
+        connector: loads and stores KV blocks elsewhere.
+        encoder_cache: of models that see or hear.
+        grammars: of structured output.
+        record: takes what each step decided. None: nobody listens, so make no record.
+        log_stats: whether outputs carry events.
+        report_finished: whether `EngineCoreOutputs.finished_requests` is to be filled in.
     """
 
     limits: SchedulerLimits
     kv_cache: KVCacheManager
     policy: SchedulingPolicy
     clock: Callable[[], float]
+    policy_fault: Callable[[str], None] = lambda _words: None
+    connector: KVConnectorScheduler | None = None
+    encoder_cache: EncoderCache | None = None
+    grammars: Grammars | None = None
+    record: Callable[[StepRecord], None] | None = None
+    log_stats: bool = False
+    report_finished: bool = False
+
+
+class SchedulerStats(msgspec.Struct, array_like=True, kw_only=True):
+    """How a scheduler stands now, with totals since the start.
+
+    Attributes:
+        num_waiting: requests that do not run, for whatever reason.
+        kv_cache_usage: share of the blocks that requests hold, from 0 to 1.
+        num_preemptions: so far.
+        num_drafts, num_accepted_drafts: draft tokens verified and accepted so far.
+    """
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    prefix_cache: PrefixCacheStats
+    num_preemptions: int = 0
+    num_drafts: int = 0
+    num_accepted_drafts: int = 0
 
 
 class Scheduler(Component):
-    """Hands out each step's token budget. Knows no phases: tokens computed and tokens wanted."""
+    """Hands out each step's token budget. Knows no phases: tokens computed and tokens wanted.
+
+    The engine calls it from one thread. Each plan of `schedule` comes back once, in the order in
+    which they were made, to `update` or to `plan_lost`. Under `limits.asynchronous` further plans
+    may be made in between.
+    """
 
     context: SchedulerContext
 
     @abstractmethod
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Take a new request; its id is not among the live ones."""
+        """Take a new request; its id is not among the live ones.
+
+        Raises:
+            RequestError: it could never run; nothing else is disturbed.
+            OverloadedError: too many wait.
+        """
 
     @abstractmethod
     def schedule(self) -> SchedulerOutput:
         """Return the plan of the next step; it may be empty."""
 
     @abstractmethod
-    def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Take the outcome of a plan; return what is new of each request."""
+    def update(
+        self, plan: SchedulerOutput, result: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Take the outcome of a plan; return what is new, by client index."""
+
+    @abstractmethod
+    def plan_lost(self, plan: SchedulerOutput) -> None:
+        """Take it that a plan may not have been carried out: an error or interrupt came between.
+
+        What it told of finished requests is told again; requests that were in it, or in a later
+        plan, are computed anew.
+        """
 
     @abstractmethod
     def finish_requests(
-        self, request_ids: Iterable[str], reason: FinishReason
-    ) -> list[EngineCoreOutput]:
-        """End live requests from outside; unknown ids are ignored.
+        self, request_ids: Iterable[str] | None, reason: FinishReason
+    ) -> dict[int, EngineCoreOutputs]:
+        """End live requests from outside; unknown ids are ignored, None is all of them.
 
         Returns:
-            The last output of each request that was live.
+            The last output of each request that was live, by client index.
         """
 
     @abstractmethod
@@ -239,3 +232,41 @@ class Scheduler(Component):
     @abstractmethod
     def has_requests(self) -> bool:
         """Whether a step has anything to do: live requests, or finished ones to tell workers."""
+
+    @abstractmethod
+    def stats(self) -> SchedulerStats:
+        """Return how it stands."""
+
+    def live_request(self, request_id: str) -> Request | None:  # noqa: ARG002
+        """Return a live request, for reading; None if there is none of that id."""
+        raise self._lacks("shows no live requests")
+
+    def why_waiting(self, request_id: str) -> WaitReason | None:  # noqa: ARG002
+        """Return why a live request got no tokens in the last step; None if it got some.
+
+        Raises:
+            RequestError: no live request has that id.
+        """
+        raise self._lacks("does not say why a request waits")
+
+    def update_drafts(self, draft_token_ids: Mapping[str, Sequence[int]]) -> None:  # noqa: ARG002
+        """Take drafts for the next step, by request id; ids that are not live are skipped."""
+        raise self._lacks("takes no drafts")
+
+    def set_policy(self, policy: SchedulingPolicy) -> None:  # noqa: ARG002
+        """Put another policy in the place of `context.policy`, between two steps.
+
+        No request is lost; those that wait are put in the new order.
+        """
+        raise self._lacks("cannot change its policy while it runs")
+
+    def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:  # noqa: ARG002
+        """Forget cached content.
+
+        Args:
+            recompute_running: also preempt what runs, for example after the weights changed.
+        """
+        raise self._lacks("has no prefix cache to reset")
+
+    def _lacks(self, words: str) -> NotImplementedError:
+        return NotImplementedError(f"the scheduler {self.name!r} {words}")

@@ -55,7 +55,7 @@ class Selection:
             ConfigError: naming the reference and where it came from.
         """
         for found in self._found:
-            if found.builtin and KINDS[found.kind].number is not Number.ONE:
+            if found.builtin and KINDS[found.kind].chosen_by is None:
                 self._add(self._chosen(found, ""))
         self._disable()
         self._replace()
@@ -63,15 +63,18 @@ class Selection:
             self._enable(wanted, f"plugins.enable[{index}]")
         for kind in KINDS.values():
             if kind.chosen_by is not None:
-                self._add(self.one(kind, kind.chosen_by))
+                for chosen in self.chosen(kind, kind.chosen_by):
+                    self._add(chosen)
         return list(self._on.values())
 
-    def one(self, kind: Kind, path: str) -> Chosen:
-        """Return the component that the configuration names at `path`."""
-        reference: Any = self._config
+    def chosen(self, kind: Kind, path: str) -> list[Chosen]:
+        """Return the components that the configuration names at `path`."""
+        named: Any = self._config
         for step in path.split("."):
-            reference = getattr(reference, step)
-        return self._resolve(reference, path, kind)
+            named = getattr(named, step)
+        if isinstance(named, str):
+            return [self._resolve(named, path, kind)]
+        return [self._resolve(each, f"{path}[{index}]", kind) for index, each in enumerate(named)]
 
     def _enable(self, wanted: str | PluginUse, path: str) -> None:
         use, name = (wanted, None) if isinstance(wanted, str) else (wanted.use, wanted.name)
@@ -83,9 +86,10 @@ class Selection:
         chosen = self._resolve(use, path, None)
         if name is not None:
             chosen = replace(chosen, source=replace(chosen.source, name=name))
-        if chosen.kind.number is Number.ONE:
+        if chosen.kind.chosen_by is not None:
+            few = ", of which there is one" if chosen.kind.number is Number.ONE else ""
             raise ConfigError(
-                f"{path}: {use!r} is of kind {chosen.kind.name}, of which there is one; choose it "
+                f"{path}: {use!r} is of kind {chosen.kind.name}{few}; choose it "
                 f"with {chosen.kind.chosen_by} (from {self._origins.of(path)})"
             )
         self._add(chosen)

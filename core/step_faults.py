@@ -1,0 +1,48 @@
+"""Faults of plugins whose decisions the built-in default can take: counted, told, survived."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+
+from hardpoint.plugins import PluginFaultError, StepFault
+from hardpoint.plugins.loading import Source
+
+__all__ = ["FaultReporter", "StepFaults"]
+
+_log = logging.getLogger("hardpoint")
+
+FaultReporter = Callable[[str, BaseException | None], None]
+"""Called with words such as "victim() returned None" and the cause, if there is one."""
+
+
+class StepFaults:
+    """Books of the decisions that plugins of scope *step* did not take."""
+
+    def __init__(self, ends_engine: Collection[str] = ()) -> None:
+        """`ends_engine` names the plugins whose faults end the engine (`plugins.on_error`)."""
+        self._ends_engine = frozenset(ends_engine)
+        self._faults: dict[str, StepFault] = {}
+
+    def reporter(self, source: Source) -> FaultReporter:
+        """Return what notes the faults of one plugin.
+
+        The reporter raises PluginFaultError if the plugin's faults end the engine.
+        """
+
+        def report(words: str, cause: BaseException | None = None) -> None:
+            if cause is not None:
+                words = f"{words}: {type(cause).__name__}: {cause}"
+            message = f"{source}: {words}"
+            if source.name in self._ends_engine:
+                raise PluginFaultError(message) from cause
+            before = self._faults.get(source.name)
+            self._faults[source.name] = StepFault(before.count + 1 if before else 1, message)
+            if before is None:  # a policy that is broken is so in every step: health counts on
+                _log.warning("%s; the built-in default decides instead", message, exc_info=cause)
+
+        return report
+
+    def report(self) -> dict[str, StepFault]:
+        """Return the faults so far by plugin name."""
+        return dict(self._faults)

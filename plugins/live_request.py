@@ -1,0 +1,122 @@
+"""A live request, as schedulers, policies and the KV cache see it."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from .params import SamplingParams
+from .requests import EngineCoreEvent, EngineCoreRequest
+
+__all__ = ["Request", "RequestStatus"]
+
+
+class RequestStatus(Enum):
+    """Where a live request stands."""
+
+    WAITING = "waiting"
+    WAITING_FOR_GRAMMAR = "waiting for its grammar"
+    WAITING_FOR_REMOTE_KV = "waiting for remote KV"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class Request:
+    """A live request. A scheduler writes to it; everybody else reads.
+
+    Attributes:
+        source: the request as it came in.
+        request_id: unique among live requests.
+        arrival_time: seconds on the engine's clock.
+        priority: smaller is more important.
+        order: rises with each request that a scheduler takes.
+        output_token_ids: what was generated; extended by `append` alone.
+        num_prompt_tokens: length of the prompt.
+        num_tokens: length of prompt and output together.
+        num_computed_tokens: leading tokens whose keys and values are in the cache, or will be when
+            the steps that were planned have run.
+        num_output_placeholders: tokens that planned steps will sample and that are not known yet.
+        draft_token_ids: guesses of what follows, to be verified by the next step.
+        num_cached_tokens: tokens that needed no computing when it first ran; -1 before.
+        num_prompt_logprobs: prompt positions whose log-probabilities were delivered.
+        num_preemptions: how often it lost its blocks.
+        num_overtaken: steps in which another one was admitted before it while it was set aside.
+        events: what happened and was not delivered yet.
+    """
+
+    __slots__ = (
+        "arrival_time",
+        "draft_token_ids",
+        "events",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_output_placeholders",
+        "num_overtaken",
+        "num_preemptions",
+        "num_prompt_logprobs",
+        "num_prompt_tokens",
+        "num_tokens",
+        "order",
+        "output_token_ids",
+        "priority",
+        "request_id",
+        "source",
+        "status",
+    )
+
+    def __init__(self, source: EngineCoreRequest, order: int = 0) -> None:
+        """Begin with nothing computed."""
+        self.source = source
+        self.request_id = source.request_id
+        self.arrival_time = source.arrival_time
+        self.priority = source.priority
+        self.order = order
+        self.status = RequestStatus.WAITING
+        self.output_token_ids: list[int] = []
+        self.num_prompt_tokens = len(source.prompt_token_ids)
+        self.num_tokens = self.num_prompt_tokens
+        self.num_computed_tokens = 0
+        self.num_output_placeholders = 0
+        self.draft_token_ids: list[int] = []
+        self.num_cached_tokens = -1
+        self.num_prompt_logprobs = 0
+        self.num_preemptions = 0
+        self.num_overtaken = 0
+        self.events: list[EngineCoreEvent] = []
+
+    @property
+    def params(self) -> SamplingParams:
+        """What was asked for."""
+        return self.source.params
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """Free words about it, such as {"tenant": "acme"}."""
+        return self.source.tags
+
+    @property
+    def deadline(self) -> float | None:
+        """Seconds on the engine's clock at which it ends unfinished; None is never."""
+        timeout = self.source.timeout
+        return None if timeout is None else self.arrival_time + timeout
+
+    def append(self, token: int) -> None:
+        """Add a generated token."""
+        self.output_token_ids.append(token)
+        self.num_tokens += 1
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Return known tokens from position `start` up to `end`, prompt and output alike."""
+        prompt = self.source.prompt_token_ids
+        split = self.num_prompt_tokens
+        if end <= split:
+            return prompt[start:end]
+        outputs = self.output_token_ids[max(start - split, 0) : end - split]
+        return prompt[start:] + outputs if start < split else outputs
+
+    def __repr__(self) -> str:
+        """Return what helps in a failing test."""
+        return (
+            f"<Request {self.request_id!r} {self.status.value}: "
+            f"{self.num_computed_tokens} of {self.num_tokens} tokens computed>"
+        )

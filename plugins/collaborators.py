@@ -63,6 +63,9 @@ class EncoderCache(Protocol):
     def allocate(self, request: Request, index: int) -> None:
         """Reserve room for a feature; the request holds it."""
 
+    def cancel(self, request: Request, index: int) -> None:
+        """Undo `allocate`: nobody will encode it in this step. Whoever held it holds it no more."""
+
     def free_input(self, request: Request, index: int) -> None:
         """Note that a request needs a feature no more."""
 

@@ -137,6 +137,8 @@ class SchedulerContext(Context):
         policy: the configured scheduling policy. Its faults are caught: whatever the plugin does,
             these calls return something of the right type.
         clock: seconds; the only time a scheduler may read.
+        watermark: share of the blocks that must stay free when a request is admitted beside
+            others, so that running ones can grow.
         policy_fault: to be told in words when a decision of the policy could not be followed.
         connector: loads and stores KV blocks elsewhere.
         encoder_cache: of models that see or hear.
@@ -150,6 +152,7 @@ class SchedulerContext(Context):
     kv_cache: KVCacheManager
     policy: SchedulingPolicy
     clock: Callable[[], float]
+    watermark: float = 0.0
     policy_fault: Callable[[str], None] = lambda _words: None
     connector: KVConnectorScheduler | None = None
     encoder_cache: EncoderCache | None = None

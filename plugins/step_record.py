@@ -82,6 +82,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     finished: Sequence[str]
     timed_out: Sequence[str]
     waiting: Mapping[str, WaitReason]
+    admission_stopped: WaitReason | None
     num_running: int
     num_waiting: int
     num_free_blocks: int

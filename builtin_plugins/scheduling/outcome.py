@@ -1,0 +1,125 @@
+"""What a step's results do to its requests."""
+
+from __future__ import annotations
+
+from hardpoint.plugins import (
+    EngineCoreOutput,
+    FinishReason,
+    ModelRunnerOutput,
+    RequestFault,
+    RequestStatus,
+)
+
+from .books import Books
+from .encoder import free_features
+from .live import LiveRequest
+from .step import PlannedStep
+
+__all__ = ["DraftCounts", "take_results"]
+
+
+class DraftCounts:
+    """Totals of speculation.
+
+    Attributes:
+        verified: drafts that steps looked at.
+        accepted: drafts that turned out right.
+    """
+
+    def __init__(self) -> None:
+        """Start at zero."""
+        self.verified = 0
+        self.accepted = 0
+
+
+def take_results(
+    books: Books, planned: PlannedStep, result: ModelRunnerOutput, drafts: DraftCounts
+) -> list[tuple[int, EngineCoreOutput]]:
+    """Append what was sampled, end the requests that are done; return (client, output) pairs."""
+    plan = planned.plan
+    asynchronous = books.limits.asynchronous
+    sampled = result.sampled_token_ids
+    rare = bool(result.faults or result.logprobs or result.prompt_logprobs)
+    outputs: list[tuple[int, EngineCoreOutput]] = []
+    for place, request in enumerate(planned.requests):
+        if request.status is not RequestStatus.RUNNING:
+            continue  # ended or preempted while the model ran
+        if asynchronous and request.num_preemptions != planned.preemptions[place]:
+            continue  # preempted and back again: what was sampled for it is sampled anew
+        request_id = request.request_id
+        if rare and (fault := result.faults.get(request_id)):
+            outputs.append((request.client_index, _failed(books, request, fault)))
+            continue
+        if request.features:
+            free_features(books, request)
+        tokens = sampled.get(request_id)
+        output: EngineCoreOutput | None = None
+        if tokens:
+            if plan.draft_token_ids and request_id in plan.draft_token_ids:
+                _settle_drafts(request, len(plan.draft_token_ids[request_id]), tokens, drafts)
+            if asynchronous:
+                request.num_output_placeholders -= len(tokens)
+            output = _take_tokens(books, request, tokens)
+        if rare:
+            output = _with_logprobs(request, plan.num_scheduled_tokens[request_id], result, output)
+        if output is not None:
+            outputs.append((request.client_index, output))
+    return outputs
+
+
+def _take_tokens(books: Books, request: LiveRequest, tokens: list[int]) -> EngineCoreOutput:
+    """Append sampled tokens up to the one that ends the request, if one does."""
+    output = EngineCoreOutput(request_id=request.request_id, new_token_ids=tokens)
+    if not request.told_cached:
+        request.told_cached = True
+        output.num_cached_tokens = max(request.num_cached_tokens, 0)
+    if request.events:
+        output.events, request.events = request.events, []
+    for count, token in enumerate(tokens, 1):
+        request.append(token)
+        reason = request.ends_with(token)
+        if reason is not None:
+            output.finish_reason = reason
+            if reason is FinishReason.STOP:
+                output.stop_reason = request.stop_reason(token)
+            if count < len(tokens):
+                output.new_token_ids = tokens[:count]
+            books.finish(request, output)
+            break
+    return output
+
+
+def _settle_drafts(
+    request: LiveRequest, verified: int, tokens: list[int], drafts: DraftCounts
+) -> None:
+    """Take back the positions of rejected drafts: they were counted as computed."""
+    accepted = len(tokens) - 1
+    request.num_computed_tokens -= verified - accepted
+    drafts.verified += verified
+    drafts.accepted += accepted
+
+
+def _with_logprobs(
+    request: LiveRequest,
+    tokens: int,
+    result: ModelRunnerOutput,
+    output: EngineCoreOutput | None,
+) -> EngineCoreOutput | None:
+    """Add log-probabilities to a request's output; make one if only those of its prompt came."""
+    if output is not None and (logprobs := result.logprobs.get(request.request_id)):
+        output.logprobs = logprobs[: len(output.new_token_ids)]
+    if prompt_logprobs := result.prompt_logprobs.get(request.request_id):
+        computed_before = request.num_computed_tokens - tokens
+        first = computed_before + 1 if computed_before else 0
+        fresh = prompt_logprobs[max(request.num_prompt_logprobs - first, 0) :]
+        request.num_prompt_logprobs += len(fresh)
+        if fresh:
+            output = output or EngineCoreOutput(request_id=request.request_id)
+            output.prompt_logprobs = fresh
+    return output
+
+
+def _failed(books: Books, request: LiveRequest, fault: RequestFault) -> EngineCoreOutput:
+    output = books.last_output(request, FinishReason.ERROR, fault.message)
+    output.faulty_plugin = fault.plugin
+    return output

@@ -1,0 +1,160 @@
+"""Room for the embeddings of images and the like, counted in tokens."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hardpoint.plugins import Request
+
+__all__ = ["EncoderCacheManager", "encoder_budget"]
+
+
+def encoder_budget(max_num_batched_tokens: int, longest_feature: int) -> int:
+    """Return how many tokens a step may encode, which is also what the cache has room for.
+
+    A feature is encoded whole, so the longest one always fits.
+
+    Args:
+        max_num_batched_tokens: most tokens of a step.
+        longest_feature: tokens of the longest feature that the model takes; 0 is a model that
+            takes none, and gets 0.
+    """
+    return max(max_num_batched_tokens, longest_feature) if longest_feature else 0
+
+
+@dataclass(slots=True)
+class _Entry:
+    """An embedding; its holders are request ids with the index of a feature."""
+
+    length: int
+    holders: set[tuple[str, int]] = field(default_factory=set)
+
+
+class EncoderCacheManager:
+    """Books of the embeddings that workers keep, one per feature identifier.
+
+    What nobody holds stays, and goes when room is needed, what was let go first goes first. Only
+    what was let go in the step that allocated it is gone at once: its plan was withdrawn, so no
+    worker encodes it.
+
+    Attributes:
+        num_tokens: how much there is room for.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        """Begin empty, with room for `num_tokens` tokens; 0 is a model that encodes nothing."""
+        self.num_tokens = num_tokens
+        self._entries: dict[str, _Entry] = {}
+        self._idle: OrderedDict[str, None] = OrderedDict()  # held by nobody, let go first in front
+        self._held_tokens = 0
+        self._idle_tokens = 0
+        self._promised_tokens = 0
+        self._held_by: dict[str, set[int]] = {}
+        self._freed: dict[str, None] = {}
+        self._new: dict[str, bool] = {}  # of this step, with whether workers have an old one
+
+    @property
+    def num_free_tokens(self) -> int:
+        """Room that nobody holds, cached embeddings included."""
+        return self.num_tokens - self._held_tokens
+
+    def holds(self, request: Request, index: int) -> bool:
+        """Whether a feature is there; if so, the request holds it from now on.
+
+        A cached one is not there if what `can_allocate` promised needs its room.
+        """
+        feature = request.source.features[index]
+        entry = self._entries.get(feature.identifier)
+        if entry is None:
+            return False
+        if not entry.holders and self.num_free_tokens - entry.length < self._promised_tokens:
+            return False
+        self._hold(entry, request, index)
+        return True
+
+    def can_allocate(self, request: Request, index: int, reserved: int) -> bool:
+        """Whether a feature finds room beside `reserved` tokens that are promised already.
+
+        A promise binds until `take_freed` ends the step. Nothing is dropped yet.
+        """
+        feature = request.source.features[index]
+        entry = self._entries.get(feature.identifier)
+        needed = 0 if entry is not None and entry.holders else feature.length
+        fits = reserved + needed <= self.num_free_tokens
+        self._promised_tokens = reserved + needed * fits
+        return fits
+
+    def allocate(self, request: Request, index: int) -> None:
+        """Reserve room for a feature; the request holds it. Drops cached ones where it must.
+
+        Raises:
+            ValueError: there is no room; `can_allocate` would have said so.
+        """
+        feature = request.source.features[index]
+        entry = self._entries.get(feature.identifier)
+        if entry is None:
+            self._make_room(feature.identifier, feature.length)
+            entry = self._entries[feature.identifier] = _Entry(feature.length)
+            self._idle[feature.identifier] = None
+            self._idle_tokens += feature.length
+            self._new[feature.identifier] = feature.identifier in self._freed
+            self._freed.pop(feature.identifier, None)
+        self._promised_tokens = max(0, self._promised_tokens - feature.length)
+        self._hold(entry, request, index)
+
+    def free_input(self, request: Request, index: int) -> None:
+        """Note that a request needs a feature no more."""
+        indices = self._held_by.get(request.request_id, set())
+        if index not in indices:
+            return
+        indices.remove(index)
+        if not indices:
+            del self._held_by[request.request_id]
+        identifier = request.source.features[index].identifier
+        entry = self._entries[identifier]
+        entry.holders.remove((request.request_id, index))
+        if not entry.holders:
+            self._let_go(identifier, entry)
+
+    def free(self, request: Request) -> None:
+        """Note that a request needs no feature any more."""
+        for index in sorted(self._held_by.get(request.request_id, ())):
+            self.free_input(request, index)
+
+    def take_freed(self) -> Sequence[str]:
+        """Return the identifiers that were dropped since the last call; ends the step."""
+        self._promised_tokens = 0
+        self._new.clear()
+        freed, self._freed = list(self._freed), {}
+        return freed
+
+    def _hold(self, entry: _Entry, request: Request, index: int) -> None:
+        if not entry.holders:
+            self._idle.pop(request.source.features[index].identifier)
+            self._idle_tokens -= entry.length
+            self._held_tokens += entry.length
+        entry.holders.add((request.request_id, index))
+        self._held_by.setdefault(request.request_id, set()).add(index)
+
+    def _let_go(self, identifier: str, entry: _Entry) -> None:
+        self._held_tokens -= entry.length
+        if identifier not in self._new:
+            self._idle[identifier] = None
+            self._idle_tokens += entry.length
+            return
+        del self._entries[identifier]
+        if self._new.pop(identifier):
+            self._freed[identifier] = None
+
+    def _make_room(self, identifier: str, length: int) -> None:
+        if length > self.num_free_tokens:
+            raise ValueError(
+                f"no room for {identifier!r} in the encoder cache: it needs {length} tokens, "
+                f"and of {self.num_tokens} only {self.num_free_tokens} are not held"
+            )
+        while self._held_tokens + self._idle_tokens + length > self.num_tokens:
+            dropped, _ = self._idle.popitem(last=False)
+            self._idle_tokens -= self._entries.pop(dropped).length
+            self._freed[dropped] = None

@@ -1,0 +1,9 @@
+"""The paged KV cache: a pool of blocks, who holds which, and what can be found again."""
+
+from .block_hashes import BlockHashes
+from .block_pool import BlockPool
+from .eviction import Eviction
+from .manager import BlockManager
+from .sizing import size_cache
+
+__all__ = ["BlockHashes", "BlockManager", "BlockPool", "Eviction", "size_cache"]

@@ -1,0 +1,103 @@
+"""Hashes that name the content of full blocks."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from hardpoint.plugins import Request
+
+__all__ = ["NO_PARENT", "BlockHashes"]
+
+NO_PARENT = bytes(32)
+"""Stands where a first block has no parent."""
+
+_ALGORITHMS: dict[str, Callable[[], Any]] = {
+    "sha256": hashlib.sha256,
+    "blake2b": lambda: hashlib.blake2b(digest_size=32),
+}
+
+
+class BlockHashes:
+    """The hashes of each request's full blocks, computed once and extended as it grows.
+
+    A block's hash is H(parent + tokens + extra): the hash of the block before it (32 zero bytes at
+    the beginning), its token ids as little-endian int32, and, where there is any, what else its
+    keys and values depend on, as msgpack: the adapter's name, the cache salt (first block only,
+    the others inherit it), and the features that it overlaps with their offsets in the block.
+    """
+
+    def __init__(self, block_size: int, algorithm: str = "sha256") -> None:
+        """`algorithm` is "sha256" or "blake2b"; digests have 32 bytes.
+
+        Raises:
+            ValueError: there is no such algorithm.
+        """
+        if algorithm not in _ALGORITHMS:
+            known = ", ".join(_ALGORITHMS)
+            raise ValueError(f"hash_algorithm: expected one of {known}, got {algorithm!r}")
+        self.block_size = block_size
+        # Copying a fresh hash object costs half of what making one does.
+        self._fresh = _ALGORITHMS[algorithm]()
+        self._by_request: dict[str, list[bytes]] = {}
+
+    def of(self, request: Request, num_blocks: int) -> list[bytes]:
+        """Return the hashes of at least the first `num_blocks` blocks of a request.
+
+        Args:
+            num_blocks: at most the number of blocks that its known tokens fill.
+        """
+        hashes = self._by_request.get(request.request_id)
+        if hashes is None:
+            hashes = self._by_request[request.request_id] = []
+        if len(hashes) < num_blocks:
+            self._extend(request, hashes)
+        return hashes
+
+    def drop(self, request: Request) -> None:
+        """Forget a request."""
+        self._by_request.pop(request.request_id, None)
+
+    def __len__(self) -> int:
+        """Return the number of requests that have hashes."""
+        return len(self._by_request)
+
+    def _extend(self, request: Request, hashes: list[bytes]) -> None:
+        """Append the hashes of all blocks that are full by now."""
+        first, end = len(hashes), request.num_tokens // self.block_size
+        tokens = request.token_ids(first * self.block_size, end * self.block_size)
+        data = struct.pack(f"<{len(tokens)}i", *tokens)
+        extras = _extras(request, first, end, self.block_size)
+        parent = hashes[-1] if hashes else NO_PARENT
+        fresh, width = self._fresh, 4 * self.block_size
+        for index, start in enumerate(range(0, len(data), width), first):
+            state = fresh.copy()
+            state.update(parent + data[start : start + width])
+            if extras and index in extras:
+                state.update(extras[index])
+            parent = state.digest()
+            hashes.append(parent)
+
+
+def _extras(request: Request, first: int, end: int, block_size: int) -> dict[int, bytes]:
+    """Return what else tells blocks `first` up to `end` apart, for those that have something."""
+    source = request.source
+    if source.lora is None and source.cache_salt is None and not source.features:
+        return {}
+    lora = None if source.lora is None else source.lora.name
+    features: dict[int, list[tuple[str, int]]] = {}
+    for feature in source.features:
+        last = (feature.offset + feature.length - 1) // block_size
+        for index in range(max(first, feature.offset // block_size), min(end, last + 1)):
+            part = (feature.identifier, feature.offset - index * block_size)
+            features.setdefault(index, []).append(part)
+    extras = {}
+    for index in range(first, end):
+        salt = source.cache_salt if index == 0 else None
+        if lora is not None or salt is not None or index in features:
+            extras[index] = msgspec.msgpack.encode((lora, salt, features.get(index, [])))
+    return extras

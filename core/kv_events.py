@@ -1,0 +1,63 @@
+"""What happened to the KV cache in a step, told to every publisher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hardpoint.plugins import KVEvent, KVEventBatch, KVEventPublisher, PluginFaultError
+
+from .step_faults import FaultReporter
+
+__all__ = ["KVEventFanout"]
+
+
+class KVEventFanout:
+    """Hands the events of each step to all publishers; none can come between another and them."""
+
+    def __init__(
+        self,
+        publishers: Sequence[tuple[KVEventPublisher, FaultReporter]],
+        wall_clock: Callable[[], float],
+        data_parallel_rank: int = 0,
+    ) -> None:
+        """Keep the publishers, each with what its faults are told to.
+
+        Args:
+            publishers: in the order in which they are told.
+            wall_clock: seconds since 1970.
+            data_parallel_rank: of the engine.
+        """
+        self._publishers = tuple(publishers)
+        self._wall_clock = wall_clock
+        self._rank = data_parallel_rank
+
+    def publish(self, events: Sequence[KVEvent]) -> None:
+        """Publish the events of a step, if there are any.
+
+        Raises:
+            PluginFaultError: a publisher whose faults end the engine failed; all were told.
+        """
+        if events and self._publishers:
+            batch = KVEventBatch(self._wall_clock(), list(events), self._rank)
+            self._with_each(lambda publisher: publisher.publish(batch), "publish() failed")
+
+    def close(self) -> None:
+        """Close all publishers.
+
+        Raises:
+            PluginFaultError: a publisher whose faults end the engine failed; all were closed.
+        """
+        self._with_each(lambda publisher: publisher.close(), "close() failed")
+
+    def _with_each(self, call: Callable[[KVEventPublisher], None], words: str) -> None:
+        fatal: PluginFaultError | None = None
+        for publisher, report in self._publishers:
+            try:
+                call(publisher)
+            except Exception as cause:
+                try:
+                    report(words, cause)
+                except PluginFaultError as error:
+                    fatal = fatal or error
+        if fatal is not None:
+            raise fatal

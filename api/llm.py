@@ -13,7 +13,7 @@ import msgspec
 
 from hardpoint.core.build import build_engine
 from hardpoint.core.config import config_from
-from hardpoint.core.frontend.input_processor import Prompt
+from hardpoint.core.frontend.input_processor import NO_EXTRAS, Prompt, RequestExtras
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.plugin_health import Health
 from hardpoint.plugins import (
@@ -25,6 +25,7 @@ from hardpoint.plugins import (
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
+    SchedulerStats,
     Tokenizer,
 )
 
@@ -101,6 +102,9 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
+        timeout: float | Sequence[float | None] | None = None,
+        tags: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
+        cache_salt: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, all in one running batch.
 
@@ -108,20 +112,27 @@ class LLM:
             prompts: one prompt or a list. A prompt is text, token ids, `{"prompt": text}` or
                 `{"prompt_token_ids": ids}`.
             sampling_params: one for all, or one per prompt; never changed.
-            priority: one for all, or one per prompt; smaller is more important.
+            priority: smaller is more important. This and the following: one for all, or one
+                per prompt.
+            timeout: seconds after which a prompt ends with finish reason "timeout" and what it
+                has so far; None is never.
+            tags: free words for policies and sinks, such as {"tenant": "acme"}.
+            cache_salt: prompts with different salts never share cached beginnings.
 
         Returns:
             One output per prompt, in the order asked.
 
         Raises:
             RequestError: a prompt or its parameters are wrong; then none of them runs.
+            OverloadedError: more would wait than `scheduler.max_waiting`; then none of them runs.
         """
         listed = _as_list(prompts)
         given = SamplingParams() if sampling_params is None else sampling_params
         params = _one_each(given, len(listed), "sampling_params")
-        priorities = _one_each(priority, len(listed), "priority")
         final = [_with_kind(p, RequestOutputKind.FINAL_ONLY) for p in params]
-        ids = self._add(zip(listed, final, priorities, strict=True))
+        said = {"priority": priority, "timeout": timeout, "tags": tags, "cache_salt": cache_salt}
+        extras = _extras(said, len(listed))
+        ids = self._add(zip(listed, final, extras, strict=True))
         return self._run(ids)
 
     def chat(
@@ -153,7 +164,7 @@ class LLM:
         params = params or SamplingParams()
         if params.output_kind is RequestOutputKind.CUMULATIVE:
             params = _with_kind(params, RequestOutputKind.DELTA)
-        (request_id,) = self._add([(prompt, params, 0)])
+        (request_id,) = self._add([(prompt, params, NO_EXTRAS)])
         try:
             finished = False
             while not finished:
@@ -184,8 +195,32 @@ class LLM:
         """The model's tokenizer."""
         return self._engine.parts.tokenizer
 
+    def set_policy(self, use: str, options: Mapping[str, Any] | None = None) -> None:
+        """Put another scheduling policy in the place of the one there is; no request is lost.
+
+        Args:
+            use: entry-point name or FQCN.
+            options: the policy's own.
+
+        Raises:
+            ConfigError, PluginError: the policy cannot be had; the old one stays.
+        """
+        self._engine.set_policy(use, options)
+
+    def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
+        """Forget what is kept for prompts that begin alike.
+
+        Args:
+            recompute_running: also compute anew what runs, for example after weights changed.
+        """
+        self._engine.reset_prefix_cache(recompute_running=recompute_running)
+
+    def scheduler_stats(self) -> SchedulerStats:
+        """Return how many requests run and wait, and what the KV cache holds and found."""
+        return self._engine.scheduler_stats()
+
     def health(self) -> Health:
-        """Return which plugins ended requests, and which are quarantined."""
+        """Return which plugins failed, what that ended, and which are quarantined."""
         return self._engine.health()
 
     def plugin_meters(self) -> dict[str, PluginMeter]:
@@ -213,10 +248,10 @@ class LLM:
         """Add requests; if one is refused, none runs."""
         ids: list[str] = []
         try:
-            for prompt, params, priority in requests:
+            for prompt, params, extras in requests:
                 request_id = str(self._requests)
                 self._requests += 1
-                self._engine.add_request(request_id, prompt, params, priority=priority)
+                self._engine.add_request(request_id, prompt, params, extras)
                 ids.append(request_id)
                 self._inboxes[request_id] = collections.deque()
         except BaseException:
@@ -276,8 +311,17 @@ def _as_list(prompts: Any) -> list[Any]:
     return list(prompts)
 
 
+def _extras(said: Mapping[str, Any], count: int) -> list[RequestExtras]:
+    """Return what each prompt says beside its parameters; what is None is left at its default."""
+    columns = {name: _one_each(value, count, name) for name, value in said.items()}
+    return [
+        RequestExtras(**{name: v[i] for name, v in columns.items() if v[i] is not None})
+        for i in range(count)
+    ]
+
+
 def _one_each(value: Any, count: int, what: str) -> list[Any]:
-    if isinstance(value, Sequence):
+    if isinstance(value, Sequence) and not isinstance(value, str):
         if len(value) != count:
             raise RequestError(f"{what}: expected one or {count}, one per prompt, got {len(value)}")
         return list(value)

@@ -97,6 +97,7 @@ class Stream:
             self._ring()
             self._thread.join()
             self._ringer.close()
+            self._bell.close()
 
     def _ring(self) -> None:
         try:
@@ -118,7 +119,6 @@ class Stream:
         finally:
             sockets = [self._live] if self._replay is None else [self._live, self._replay]
             release(self._context, *sockets)
-            self._bell.close()
 
     def _wait(self) -> None:
         """Sleep until there is something to do."""

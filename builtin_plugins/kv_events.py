@@ -136,7 +136,8 @@ class ZmqPublisher(KVEventPublisher):
         try:
             bound.bind(endpoint)
         except zmq.ZMQError as cause:
-            raise ConfigError(f"{path}: cannot bind {endpoint!r}: {cause.strerror}") from cause
+            words = zmq.strerror(cause.errno or 0)
+            raise ConfigError(f"{path}: cannot bind {endpoint!r}: {words}") from cause
         return bound
 
 

@@ -12,34 +12,26 @@ import torch
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
-    Executor,
-    ExecutorContext,
     ModelConfig,
     ModelError,
     ModelFiles,
     Origins,
     PluginNotFoundError,
     PluginSet,
-    PolicyContext,
     Progress,
     ReasoningContext,
     ReasoningParser,
     SamplingParams,
-    Scheduler,
-    SchedulerContext,
-    SchedulerLimits,
-    SchedulingPolicy,
     Tokenizer,
     TokenizerContext,
     resolve_plugins,
 )
 
+from .build_core import build_core, limits_of
 from .client import InprocClient
-from .engine import EngineCore
 from .frontend.llm_engine import EngineParts, LLMEngine
-from .kv_cache import BlockManager, size_cache
 from .model_source import find_files, open_loader
-from .worker.worker import LocalWorker, WorkerSpec
+from .worker.worker import WorkerSpec
 
 __all__ = ["build_engine", "no_progress"]
 
@@ -73,7 +65,7 @@ def build_engine(
     model_config = loader.config()
     _check_architecture(model_config, plugins)
     max_model_len = _max_model_len(config, model_config, origins)
-    config = msgspec.structs.replace(config, max_model_len=max_model_len)
+    _check_limits(config, max_model_len, origins)
     tokenizer = _tokenizer(config, plugins, files)
     reasoning = _reasoning(config, plugins, tokenizer)
     spec = WorkerSpec(
@@ -86,18 +78,23 @@ def build_engine(
         max_model_len=max_model_len,
         progress=progress,
     )
-    policy: SchedulingPolicy = plugins.create(plugins.one("scheduling_policies"), PolicyContext)
-    core, num_blocks = _build_core(spec, policy, origins, clock)
+    built = build_core(spec, hooks, origins, clock)
+    config = msgspec.structs.replace(
+        config,
+        max_model_len=built.size.max_model_len,
+        kv_cache=msgspec.structs.replace(config.kv_cache, num_blocks=built.size.num_blocks),
+    )
     engine = LLMEngine(
         EngineParts(
             config=config,
+            origins=origins,
             plugins=plugins,
             hooks=hooks,
             model_config=model_config,
             tokenizer=tokenizer,
             reasoning=reasoning,
-            client=InprocClient(core),
-            components=[c for c in (loader, tokenizer, reasoning, policy) if c is not None],
+            client=InprocClient(built.core),
+            components=[c for c in (loader, tokenizer, reasoning) if c is not None],
             clock=clock,
         )
     )
@@ -105,8 +102,8 @@ def build_engine(
         engine,
         model=config.model,
         dtype=str(spec.dtype).removeprefix("torch."),
-        max_model_len=max_model_len,
-        num_blocks=num_blocks,
+        max_model_len=built.size.max_model_len,
+        num_blocks=built.size.num_blocks,
         load_seconds=time.perf_counter() - began,
     )
     return engine
@@ -119,40 +116,6 @@ def _start_hooks(engine: LLMEngine, **info: object) -> None:
     except BaseException:
         engine.close()
         raise
-
-
-def _build_core(
-    spec: WorkerSpec, policy: SchedulingPolicy, origins: Origins, clock: Callable[[], float]
-) -> tuple[EngineCore, int]:
-    config, plugins = spec.config, spec.plugins
-    executor: Executor = plugins.create(
-        plugins.one("executors"),
-        ExecutorContext,
-        create_worker=lambda _rank: LocalWorker(spec),
-    )
-    try:
-        info = executor.start()
-        try:
-            num_blocks = size_cache(config, spec.max_model_len, info)
-        except ConfigError as error:
-            raise ConfigError(origins.locate(str(error))) from None
-        executor.initialize_cache(num_blocks)
-        scheduler: Scheduler = plugins.create(
-            plugins.one("schedulers"),
-            SchedulerContext,
-            limits=SchedulerLimits(
-                max_num_seqs=config.scheduler.max_num_seqs,
-                max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-                max_model_len=spec.max_model_len,
-            ),
-            kv_cache=BlockManager(num_blocks, config.kv_cache.block_size),
-            policy=policy,
-            clock=clock,
-        )
-    except BaseException:
-        executor.close()
-        raise
-    return EngineCore(scheduler, executor), num_blocks
 
 
 def _announce(plugins: PluginSet) -> None:
@@ -192,7 +155,7 @@ def _check_architecture(model_config: ModelConfig, plugins: PluginSet) -> None:
 
 def _max_model_len(config: EngineConfig, model_config: ModelConfig, origins: Origins) -> int:
     longest = model_config.max_position_embeddings
-    if config.max_model_len is None:
+    if config.max_model_len is None or config.max_model_len == "auto":
         return longest
     if config.max_model_len > longest:
         raise ConfigError(
@@ -200,6 +163,21 @@ def _max_model_len(config: EngineConfig, model_config: ModelConfig, origins: Ori
             f"got {config.max_model_len} (from {origins.of('max_model_len')})"
         )
     return config.max_model_len
+
+
+def _check_limits(config: EngineConfig, max_model_len: int, origins: Origins) -> None:
+    """Refuse limits that cannot work together, before anything is loaded."""
+    size = config.kv_cache.block_size
+    try:
+        if size & (size - 1):
+            lower = 1 << (size.bit_length() - 1)
+            raise ConfigError(
+                f"kv_cache.block_size: expected a power of two, {lower} or {2 * lower}, got {size}"
+            )
+        if config.max_model_len != "auto":
+            limits_of(config, max_model_len)
+    except ConfigError as error:
+        raise ConfigError(origins.locate(str(error))) from None
 
 
 def _dtype(config: EngineConfig, model_config: ModelConfig) -> torch.dtype:

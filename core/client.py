@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest, PluginMeter
+from hardpoint.plugins import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    PluginMeter,
+    PluginSet,
+    SchedulerStats,
+    StepFault,
+    WaitReason,
+)
 
 from .engine import EngineCore
 
@@ -23,6 +31,21 @@ class EngineCoreClient(Protocol):
 
     def get_output(self) -> EngineCoreOutputs:
         """Return the next batch of outputs; may be empty."""
+
+    def why_waiting(self, request_ids: Iterable[str]) -> Sequence[WaitReason | None]:
+        """Return per live request why it got no tokens in the last step; None if it got some."""
+
+    def set_policy(self, plugins: PluginSet) -> None:
+        """Take the scheduling policy of another generation of the plugin set, or none of it."""
+
+    def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
+        """Forget cached content; with `recompute_running`, compute anew what runs."""
+
+    def scheduler_stats(self) -> SchedulerStats:
+        """Return how the scheduler stands."""
+
+    def step_faults(self) -> dict[str, StepFault]:
+        """Return the decisions that plugins did not take, by plugin name."""
 
     def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return what each logits processor cost so far, by name."""
@@ -48,7 +71,27 @@ class InprocClient:
 
     def get_output(self) -> EngineCoreOutputs:
         """Run one step."""
-        return self._core.step()
+        return self._core.step().get(0) or EngineCoreOutputs()
+
+    def why_waiting(self, request_ids: Iterable[str]) -> Sequence[WaitReason | None]:
+        """Return per live request why it got no tokens in the last step; None if it got some."""
+        return self._core.why_waiting(request_ids)
+
+    def set_policy(self, plugins: PluginSet) -> None:
+        """Take the scheduling policy of another generation of the plugin set, or none of it."""
+        self._core.set_policy(plugins)
+
+    def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
+        """Forget cached content; with `recompute_running`, compute anew what runs."""
+        self._core.reset_prefix_cache(recompute_running=recompute_running)
+
+    def scheduler_stats(self) -> SchedulerStats:
+        """Return how the scheduler stands."""
+        return self._core.scheduler_stats()
+
+    def step_faults(self) -> dict[str, StepFault]:
+        """Return the decisions that plugins did not take, by plugin name."""
+        return self._core.step_faults()
 
     def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return what each logits processor cost so far, by name."""

@@ -35,9 +35,8 @@ class _Entry:
 class EncoderCacheManager:
     """Books of the embeddings that workers keep, one per feature identifier.
 
-    What nobody holds stays, and goes when room is needed, what was let go first goes first. Only
-    what was let go in the step that allocated it is gone at once: its plan was withdrawn, so no
-    worker encodes it.
+    What nobody holds stays, and goes when room is needed; what was let go first goes first. Workers
+    drop what `take_freed` tells before they encode what the same plan asks for.
 
     Attributes:
         num_tokens: how much there is room for.
@@ -53,7 +52,6 @@ class EncoderCacheManager:
         self._promised_tokens = 0
         self._held_by: dict[str, set[int]] = {}
         self._freed: dict[str, None] = {}
-        self._new: dict[str, bool] = {}  # of this step, with whether workers have an old one
 
     @property
     def num_free_tokens(self) -> int:
@@ -99,24 +97,40 @@ class EncoderCacheManager:
             entry = self._entries[feature.identifier] = _Entry(feature.length)
             self._idle[feature.identifier] = None
             self._idle_tokens += feature.length
-            self._new[feature.identifier] = feature.identifier in self._freed
-            self._freed.pop(feature.identifier, None)
+            self._freed.pop(feature.identifier, None)  # workers replace what they have
         self._promised_tokens = max(0, self._promised_tokens - feature.length)
         self._hold(entry, request, index)
 
+    def cancel(self, request: Request, index: int) -> None:
+        """Undo `allocate`: nobody will encode it in this step. Whoever held it holds it no more.
+
+        It is told as dropped, for workers may have one, of this plan or of an earlier one.
+        """
+        identifier = request.source.features[index].identifier
+        entry = self._entries.pop(identifier, None)
+        if entry is None:
+            return
+        if not entry.holders:
+            del self._idle[identifier]
+            self._idle_tokens -= entry.length
+        else:
+            self._held_tokens -= entry.length
+        for request_id, held in entry.holders:
+            self._forget(request_id, held)
+        self._freed[identifier] = None
+
     def free_input(self, request: Request, index: int) -> None:
         """Note that a request needs a feature no more."""
-        indices = self._held_by.get(request.request_id, set())
-        if index not in indices:
+        if index not in self._held_by.get(request.request_id, ()):
             return
-        indices.remove(index)
-        if not indices:
-            del self._held_by[request.request_id]
+        self._forget(request.request_id, index)
         identifier = request.source.features[index].identifier
         entry = self._entries[identifier]
         entry.holders.remove((request.request_id, index))
         if not entry.holders:
-            self._let_go(identifier, entry)
+            self._idle[identifier] = None
+            self._idle_tokens += entry.length
+            self._held_tokens -= entry.length
 
     def free(self, request: Request) -> None:
         """Note that a request needs no feature any more."""
@@ -126,7 +140,6 @@ class EncoderCacheManager:
     def take_freed(self) -> Sequence[str]:
         """Return the identifiers that were dropped since the last call; ends the step."""
         self._promised_tokens = 0
-        self._new.clear()
         freed, self._freed = list(self._freed), {}
         return freed
 
@@ -138,15 +151,11 @@ class EncoderCacheManager:
         entry.holders.add((request.request_id, index))
         self._held_by.setdefault(request.request_id, set()).add(index)
 
-    def _let_go(self, identifier: str, entry: _Entry) -> None:
-        self._held_tokens -= entry.length
-        if identifier not in self._new:
-            self._idle[identifier] = None
-            self._idle_tokens += entry.length
-            return
-        del self._entries[identifier]
-        if self._new.pop(identifier):
-            self._freed[identifier] = None
+    def _forget(self, request_id: str, index: int) -> None:
+        indices = self._held_by[request_id]
+        indices.remove(index)
+        if not indices:
+            del self._held_by[request_id]
 
     def _make_room(self, identifier: str, length: int) -> None:
         if length > self.num_free_tokens:

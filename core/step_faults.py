@@ -36,12 +36,16 @@ class StepFaults:
             message = f"{source}: {words}"
             if source.name in self._ends_engine:
                 raise PluginFaultError(message) from cause
-            before = self._faults.get(source.name)
-            self._faults[source.name] = StepFault(before.count + 1 if before else 1, message)
-            if before is None:  # a policy that is broken is so in every step: health counts on
-                _log.warning("%s; the built-in default decides instead", message, exc_info=cause)
+            self.note(source.name, message, cause)
 
         return report
+
+    def note(self, name: str, message: str, cause: BaseException | None = None) -> None:
+        """Count a fault under a name; the first one of a name is logged."""
+        before = self._faults.get(name)
+        self._faults[name] = StepFault(before.count + 1 if before else 1, message)
+        if before is None:  # what is broken is so in every step: health counts on
+            _log.warning("%s; the engine goes on without it", message, exc_info=cause)
 
     def report(self) -> dict[str, StepFault]:
         """Return the faults so far by plugin name."""

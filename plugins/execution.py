@@ -99,11 +99,14 @@ class WorkerInfo:
 
     Attributes:
         bytes_per_block: of the KV cache, all layers together.
-        available_bytes: memory that the KV cache may take.
+        available_bytes: memory that is left beside the weights and what a step needs, as far as
+            that was measured.
+        cache_share: share of it that the KV cache takes, unless the configuration says.
     """
 
     bytes_per_block: int
     available_bytes: int
+    cache_share: float = 0.4
 
 
 class Worker(Protocol):
@@ -120,6 +123,9 @@ class Worker(Protocol):
 
     def sample_tokens(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Finish a step that waits."""
+
+    def set_max_model_len(self, max_model_len: int) -> None:
+        """Take it that the KV cache holds no longer requests; called before `initialize_cache`."""
 
     def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return what each logits processor cost so far, by name."""

@@ -16,6 +16,7 @@ from .requests import EngineCoreRequest, RequestOutput
 
 if TYPE_CHECKING:
     from .commands import Command
+    from .step_record import StepRecord
 
 __all__ = ["PROJECT", "HookSpecs", "hookimpl", "hookspec"]
 
@@ -39,6 +40,14 @@ class HookSpecs:
     @hookspec
     def engine_closing(self) -> None:
         """[frontend] The engine is about to close; requests still running are aborted."""
+
+    @hookspec
+    def step_planned(self, record: StepRecord) -> None:
+        """[engine] A step was planned and is about to run.
+
+        Runs in every step, before the model: be quick. An error here ends nothing; it is counted
+        in `LLM.health()`. Without an implementation no record is made.
+        """
 
     @hookspec
     def request_received(self, request: EngineCoreRequest) -> None:

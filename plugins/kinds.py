@@ -83,6 +83,11 @@ class Kind:
         return f"hardpoint.{self.name}"
 
     @property
+    def scope_can_be_raised(self) -> bool:
+        """Whether `plugins.on_error` may let faults of its components end the engine."""
+        return self.name == "logits_processors" or self.fault_scope is FaultScope.STEP
+
+    @property
     def interface_names(self) -> list[str]:
         """Names of the classes that an author may derive from."""
         if self.interface is None:

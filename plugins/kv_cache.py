@@ -84,7 +84,10 @@ class KVCacheManager(Protocol):
 
     block_size: int
     num_blocks: int
-    groups: Sequence[KVCacheGroup]
+
+    @property
+    def groups(self) -> Sequence[KVCacheGroup]:
+        """The layers, by what they see."""
 
     @property
     def num_free_blocks(self) -> int:

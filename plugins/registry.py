@@ -131,6 +131,23 @@ class PluginSet:
             hooks.add(self.target(entry), entry.source)
         return hooks
 
+    def changed(self, config: EngineConfig, origins: Origins, kind: str) -> PluginSet:
+        """Return the next generation: the same, but for a kind of which there is one.
+
+        Args:
+            config: names the component that takes the place.
+            origins: where the configuration came from.
+            kind: the only one that is looked at.
+        """
+        entry = (fresh := resolve_plugins(config, origins, self.found)).one(kind)
+        manifest = msgspec.structs.replace(
+            self.manifest,
+            entries=(*(e for e in self.manifest.entries if e.kind != kind), entry),
+            generation=self.manifest.generation + 1,
+        )
+        targets = {**self._targets, (kind, entry.name): fresh.target(entry)}
+        return PluginSet(manifest, self.found, targets)
+
     def logits_processors(self) -> list[tuple[PluginEntry, type[LogitsPlugin]]]:
         """Return the logits processors in the order in which they run."""
         return [(entry, self.target(entry)) for entry in self.entries("logits_processors")]
@@ -177,14 +194,20 @@ def resolve_plugins(
 
 
 def _check_on_error(config: EngineConfig, origins: Origins, chosen: Sequence[Chosen]) -> None:
-    """Refuse names that are no logits processor: the wish would be ignored."""
-    known = sorted(c.name for c in chosen if c.kind.name == "logits_processors")
-    for name in config.plugins.on_error:
-        if name not in known:
-            path = f"plugins.on_error.{name}"
+    """Refuse scopes that a plugin cannot have: the wish would be ignored."""
+    scopes = {c.name: c.kind.fault_scope for c in chosen if c.kind.scope_can_be_raised}
+    for name, scope in config.plugins.on_error.items():
+        path = f"plugins.on_error.{name}"
+        origin = origins.of(path)
+        if name not in scopes:
             raise ConfigError(
-                f"{path}: no logits processor {name!r} is on{typed.suggest(name, known)} "
-                f"(from {origins.of(path)})"
+                f"{path}: no plugin {name!r} is on whose faults end less than the engine"
+                f"{typed.suggest(name, sorted(scopes))} (from {origin})"
+            )
+        if scope not in (scopes[name].value, "engine"):
+            raise ConfigError(
+                f'{path}: expected "{scopes[name].value}" or "engine", got "{scope}" '
+                f"(from {origin})"
             )
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 from .collaborators import EncoderCache, Grammars, KVConnectorScheduler
 from .component import Component, Context
+from .errors import ConfigError
 from .execution import ModelRunnerOutput
 from .kv_cache import BlockIds, KVCacheManager, PrefixCacheStats
 from .live_request import Request
@@ -102,6 +103,8 @@ class SchedulerOutput:
 class SchedulerLimits:
     """What no step may exceed, and how steps are made.
 
+    Raises ConfigError for limits that cannot work together.
+
     Attributes:
         max_num_seqs: most requests that run at once.
         max_num_batched_tokens: most tokens of one step.
@@ -127,6 +130,27 @@ class SchedulerLimits:
     max_loras: int = 0
     max_encoder_tokens: int = 0
     asynchronous: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse limits that cannot work together."""
+        if self.asynchronous and self.num_draft_tokens:
+            raise ConfigError(
+                "scheduler.asynchronous: steps cannot be planned ahead together with a speculator, "
+                "which has to see the results first"
+            )
+        if self.chunked_prefill:
+            return
+        if self.max_num_batched_tokens < self.max_model_len:
+            raise ConfigError(
+                "scheduler.max_num_batched_tokens: expected at least max_model_len "
+                f"({self.max_model_len}) without scheduler.chunked_prefill, got "
+                f"{self.max_num_batched_tokens}"
+            )
+        if self.long_prefill_token_threshold:
+            raise ConfigError(
+                f"scheduler.long_prefill_token_threshold: expected 0 without "
+                f"scheduler.chunked_prefill, got {self.long_prefill_token_threshold}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,13 +90,14 @@ class Fair(SchedulingPolicy):
     def added(self, request: Request) -> None:
         """Open an account."""
         charged = self._imported.pop(request.request_id, None)
+        handed_over = charged is not None
         if charged is None:  # what another policy let it compute is not for this one to charge
             known = request.num_tokens - 1 if request.output_token_ids else 0
             charged = max(known, request.num_computed_tokens)
         account = _Account(self._counters.begin(self.group(request)), charged)
         self._accounts[request.request_id] = account
         if request.status is not RequestStatus.RUNNING:
-            self._wait(account)
+            self._wait(account, lift=not handed_over)
 
     def scheduled(self, request: Request, tokens: int) -> None:
         """Charge the tenant for what was never computed before."""
@@ -142,9 +143,9 @@ class Fair(SchedulingPolicy):
         outputs = max(end - prompt + 1, 0)
         return self.options.input_cost * min(end, prompt) + self.options.output_cost * outputs
 
-    def _wait(self, account: _Account) -> None:
+    def _wait(self, account: _Account, *, lift: bool = True) -> None:
         account.waiting = True
-        self._counters.wait(account.tenant)
+        self._counters.wait(account.tenant, lift=lift)
 
     def _run(self, account: _Account) -> None:
         account.waiting = False

@@ -68,10 +68,11 @@ class VirtualCounters:
         client.live += 1
         return client
 
-    def wait(self, client: Client) -> None:
-        """Note that a request of a client begins to wait."""
+    def wait(self, client: Client, *, lift: bool = True) -> None:
+        """Note that a request of a client begins to wait; without `lift`, that it still does."""
         if not client.waiting:
-            client.counter = max(client.counter, self.level())
+            if lift:
+                client.counter = max(client.counter, self.level())
             self._num_backlogged += 1
             self._list(client)
         client.waiting += 1

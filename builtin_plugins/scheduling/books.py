@@ -126,6 +126,12 @@ class Books:
             request.note(EngineCoreEventType.PREEMPTED, now)
         self.waiting.push(request)
 
+    def discard_from(self, request: LiveRequest, num_tokens: int) -> None:
+        """Let nobody find what a request's blocks hold from position `num_tokens` on."""
+        first = num_tokens // self.cache.block_size
+        tables = self.cache.block_ids(request)
+        self.cache.discard(block for table in tables for block in table[first:])
+
     def rewind(self, request: LiveRequest) -> None:
         """Take everything from a request that it would have to compute anew."""
         self.cache.free(request)

@@ -63,7 +63,7 @@ class DefaultScheduler(Scheduler):
         """Start empty.
 
         Raises:
-            ConfigError: limits that cannot work together.
+            ConfigError: the cache holds nothing, or a connector cannot move its groups.
         """
         super().__init__(context)
         _check(context)
@@ -150,7 +150,7 @@ class DefaultScheduler(Scheduler):
                 encoder_of(books).cancel(request, index)
             running = request.status is RequestStatus.RUNNING
             if running and request.num_preemptions == planned.preemptions[place]:
-                books.cache.rewind(request, computed[request.request_id])
+                books.discard_from(request, computed[request.request_id])
                 books.preempt(request, self.context.clock())
 
     def finish_requests(
@@ -280,8 +280,8 @@ class DefaultScheduler(Scheduler):
 
 
 def _check(context: SchedulerContext) -> None:
-    """Refuse limits that cannot work together."""
-    limits, cache = context.limits, context.kv_cache
+    """Refuse what cannot work together."""
+    cache = context.kv_cache
     if cache.num_usable_blocks < 1:
         raise ConfigError(
             f"kv_cache.num_blocks: expected at least one block that requests can hold, got "
@@ -290,22 +290,4 @@ def _check(context: SchedulerContext) -> None:
     if context.connector is not None and len(cache.groups) > 1:
         raise ConfigError(
             f"kv_connector: it moves one KV cache group, the model has {len(cache.groups)}"
-        )
-    if limits.asynchronous and limits.num_draft_tokens:
-        raise ConfigError(
-            "scheduler.asynchronous: steps cannot be planned ahead together with a speculator, "
-            "which has to see the results first"
-        )
-    if limits.chunked_prefill:
-        return
-    if limits.max_num_batched_tokens < limits.max_model_len:
-        raise ConfigError(
-            f"scheduler.max_num_batched_tokens: expected at least max_model_len "
-            f"({limits.max_model_len}) without scheduler.chunked_prefill, got "
-            f"{limits.max_num_batched_tokens}"
-        )
-    if limits.long_prefill_token_threshold:
-        raise ConfigError(
-            "scheduler.long_prefill_token_threshold: it splits prompts, which "
-            "scheduler.chunked_prefill = false forbids"
         )

@@ -96,7 +96,7 @@ def _recompute_invalid(books: Books, invalid: frozenset[int], now: float) -> Non
             continue
         request.no_loading = True
         valid = min(places) * books.cache.block_size
-        books.cache.rewind(request, valid)
+        books.discard_from(request, valid)
         if request.status is RequestStatus.RUNNING:
             books.preempt(request, now)
         elif request.status is RequestStatus.WAITING_FOR_REMOTE_KV:

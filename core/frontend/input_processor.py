@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from hardpoint.plugins import (
     EngineCoreRequest,
@@ -19,10 +20,30 @@ from hardpoint.plugins import (
 
 from .plugin_arguments import PluginArguments
 
-__all__ = ["InputProcessor", "Prompt"]
+__all__ = ["NO_EXTRAS", "InputProcessor", "Prompt", "RequestExtras"]
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
+
+
+class RequestExtras(typed.Strict):
+    """What a request may say beside prompt and sampling parameters.
+
+    Attributes:
+        priority: smaller is more important.
+        timeout: seconds from now after which it ends with finish reason "timeout", whether it
+            runs or waits; None is never.
+        tags: free words about it, such as {"tenant": "acme"}; for policies and sinks.
+        cache_salt: requests with different salts never share cached prompts.
+    """
+
+    priority: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] = 0
+    timeout: Annotated[float, Meta(gt=0)] | None = None
+    tags: dict[str, str] = {}
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+
+
+NO_EXTRAS = RequestExtras()
 
 
 class InputProcessor:
@@ -50,8 +71,8 @@ class InputProcessor:
         request_id: str,
         prompt: Prompt,
         params: SamplingParams,
+        extras: RequestExtras = NO_EXTRAS,
         *,
-        priority: int = 0,
         arrival_time: float = 0.0,
     ) -> tuple[EngineCoreRequest, str | None]:
         """Return the request and the prompt's text, if it was given as text.
@@ -64,7 +85,7 @@ class InputProcessor:
                 f"sampling_params: expected SamplingParams, got {type(params).__name__}"
             )
         params = self._checked(params)
-        priority = typed.convert(priority, int, path="priority", error=RequestError)
+        extras = typed.convert(extras, RequestExtras, path="", error=RequestError)
         text, token_ids = self._tokens(prompt)
         params = self._completed(params, len(token_ids))
         eos = [] if params.ignore_eos else self._eos_token_ids
@@ -73,8 +94,11 @@ class InputProcessor:
             prompt_token_ids=token_ids,
             params=params,
             eos_token_ids=list(eos),
-            priority=priority,
             arrival_time=arrival_time,
+            priority=extras.priority,
+            timeout=extras.timeout,
+            tags=extras.tags,
+            cache_salt=extras.cache_salt,
         )
         request.plugin_args = self._arguments.resolve(request)
         # The arguments travel resolved; the originals would only travel twice.

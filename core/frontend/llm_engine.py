@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hardpoint.plugins import (
     Component,
     EngineClosedError,
     EngineConfig,
     EngineCoreRequest,
+    Manifest,
     ModelConfig,
+    Origins,
     PluginFaultError,
     PluginMeter,
     PluginSet,
@@ -20,13 +24,17 @@ from hardpoint.plugins import (
     RequestError,
     RequestOutput,
     SamplingParams,
+    SchedulerStats,
+    StepFault,
     Tokenizer,
+    WaitReason,
 )
 from hardpoint.plugins.hook_set import HookSet
 
 from ..blame import blamed
+from ..change_policy import change_policy
 from ..client import EngineCoreClient
-from .input_processor import InputProcessor, Prompt
+from .input_processor import NO_EXTRAS, InputProcessor, Prompt, RequestExtras
 from .output_processor import OutputProcessor
 from .parent_request import ParentRequest
 from .plugin_arguments import PluginArguments
@@ -42,12 +50,13 @@ class EngineParts:
     """What an open engine is made of.
 
     Attributes:
-        config: with `max_model_len` filled in.
+        config: with `max_model_len` and `kv_cache.num_blocks` filled in.
         components: closed with the engine, last one first.
         clock: seconds; gives requests their arrival times.
     """
 
     config: EngineConfig
+    origins: Origins
     plugins: PluginSet
     hooks: HookSet
     model_config: ModelConfig
@@ -64,7 +73,7 @@ class LLMEngine:
     def __init__(self, parts: EngineParts) -> None:
         """Take over the parts; `close` closes them."""
         config = parts.config
-        assert config.max_model_len is not None
+        assert isinstance(config.max_model_len, int)
         self.parts = parts
         self._client = parts.client
         self._hooks = parts.hooks
@@ -86,6 +95,7 @@ class LLMEngine:
         )
         self._output = OutputProcessor(parts.tokenizer)
         self._external_ids: set[str] = set()
+        self._fallbacks: dict[str, StepFault] = {}
         self._closed = False
 
     def add_request(
@@ -93,13 +103,13 @@ class LLMEngine:
         request_id: str,
         prompt: Prompt,
         params: SamplingParams,
-        *,
-        priority: int = 0,
+        extras: RequestExtras = NO_EXTRAS,
     ) -> None:
         """Check a request and queue it.
 
         Raises:
             RequestError: it is wrong; nothing else is disturbed.
+            OverloadedError: as many requests wait as may.
             EngineClosedError: the engine was closed.
         """
         self._check_open()
@@ -108,7 +118,7 @@ class LLMEngine:
         if request_id in self._external_ids:
             raise RequestError(f"request_id: {request_id!r} is the id of a live request")
         request, text = self._input.process(
-            request_id, prompt, params, priority=priority, arrival_time=self._clock()
+            request_id, prompt, params, extras, arrival_time=self._clock()
         )
         parent = ParentRequest(request_id, request.params.n)
         children = parent.children(request)
@@ -180,9 +190,62 @@ class LLMEngine:
         except Exception:
             _log.exception("closing the engine after an error failed as well")
 
+    def why_waiting(self, request_id: str) -> dict[int, WaitReason | None]:
+        """Return why the completions of a request got no tokens in the last step, by index.
+
+        None stands for those that got some; completions that ended are left out.
+
+        Raises:
+            RequestError: no live request has that id.
+        """
+        self._check_open()
+        live = self._output.children_of(request_id)
+        if not live:
+            raise RequestError(f"request_id: {request_id!r} is not a live request")
+        return dict(zip(live.values(), self._client.why_waiting(live), strict=True))
+
+    def set_policy(self, use: str, options: Mapping[str, Any] | None = None) -> Manifest:
+        """Put another scheduling policy in the place of the one there is, between two steps.
+
+        No request is lost. If anything is wrong, everything stays as it was.
+
+        Args:
+            use: entry-point name or FQCN.
+            options: the policy's own.
+
+        Returns:
+            The new generation of the manifest.
+
+        Raises:
+            ConfigError, PluginError: the policy cannot be had.
+        """
+        self._check_open()
+        config, plugins = change_policy(
+            self.parts.config, self.parts.origins, self.parts.plugins, use, options or {}
+        )
+        self._client.set_policy(plugins)
+        self.parts = dataclasses.replace(self.parts, config=config, plugins=plugins)
+        return plugins.manifest
+
+    def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
+        """Forget what the KV cache keeps for requests that begin alike.
+
+        Args:
+            recompute_running: also compute anew what runs, for example after weights changed.
+        """
+        self._check_open()
+        self._client.reset_prefix_cache(recompute_running=recompute_running)
+
+    def scheduler_stats(self) -> SchedulerStats:
+        """Return how the scheduler stands."""
+        self._check_open()
+        return self._client.scheduler_stats()
+
     def health(self) -> Health:
-        """Return which plugins ended requests, and which are quarantined."""
-        return self._health.report()
+        """Return which plugins failed, what that ended, and which are quarantined."""
+        if not self._closed:
+            self._fallbacks = self._client.step_faults()
+        return self._health.report(self._fallbacks)
 
     def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return what each logits processor cost so far, by name."""

@@ -65,6 +65,14 @@ class OutputProcessor:
         wanted = set(external_ids)
         return [i for i, state in self._states.items() if state.parent.request_id in wanted]
 
+    def children_of(self, external_id: str) -> dict[str, int]:
+        """Return the registered ids that belong to a user's id, with their completions' indices."""
+        return {
+            request_id: state.index
+            for request_id, state in self._states.items()
+            if state.parent.request_id == external_id
+        }
+
     def drop(self, request_ids: Iterable[str]) -> None:
         """Forget requests; they give no more outputs."""
         for request_id in request_ids:
@@ -118,6 +126,11 @@ class _RequestState:
         self._sent_prompt = 0
         self._sent_tokens = 0
         self._sent_chars = 0
+
+    @property
+    def index(self) -> int:
+        """Which of the `n` completions this is."""
+        return self._request.child_index
 
     def update(self, output: EngineCoreOutput) -> None:
         """Take one engine output."""

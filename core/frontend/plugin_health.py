@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from hardpoint.plugins import PluginSet, RequestError
+from hardpoint.plugins import PluginSet, RequestError, StepFault
 from hardpoint.plugins.discovery import DISTRIBUTION
 
 __all__ = ["Health", "PluginHealth"]
@@ -16,10 +16,12 @@ class Health(msgspec.Struct, frozen=True):
     Attributes:
         faults: by plugin name, how many distinct requests it ended.
         quarantined: by plugin name, its last fault; requests that use it are refused.
+        fallbacks: by plugin name, the decisions that the built-in default took in its place.
     """
 
     faults: dict[str, int]
     quarantined: dict[str, str]
+    fallbacks: dict[str, StepFault] = {}
 
     @property
     def ok(self) -> bool:
@@ -61,11 +63,12 @@ class PluginHealth:
                 f"{len(self._ended[plugin])} requests; the last: {self._last[plugin]}"
             )
 
-    def report(self) -> Health:
-        """Return what is known."""
+    def report(self, fallbacks: dict[str, StepFault]) -> Health:
+        """Return what is known, with what the engine tells of its own plugins."""
         return Health(
             faults={plugin: len(ended) for plugin, ended in self._ended.items()},
             quarantined={p: self._last[p] for p in self._ended if self._quarantined(p)},
+            fallbacks=fallbacks,
         )
 
     def _quarantined(self, plugin: str) -> bool:

@@ -4,6 +4,6 @@ from .block_hashes import BlockHashes
 from .block_pool import BlockPool
 from .eviction import Eviction
 from .manager import BlockManager
-from .sizing import size_cache
+from .sizing import CacheSize, size_cache
 
-__all__ = ["BlockHashes", "BlockManager", "BlockPool", "Eviction", "size_cache"]
+__all__ = ["BlockHashes", "BlockManager", "BlockPool", "CacheSize", "Eviction", "size_cache"]

@@ -2,36 +2,63 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from hardpoint.plugins import ConfigError, EngineConfig, WorkerInfo
 
-__all__ = ["size_cache"]
-
-_SHARE = 0.4  # of available memory, where the configuration gives no size
+__all__ = ["CacheSize", "size_cache"]
 
 
-def size_cache(config: EngineConfig, max_model_len: int, info: WorkerInfo) -> int:
-    """Return the number of blocks to allocate.
+@dataclass(frozen=True)
+class CacheSize:
+    """What was found to fit.
+
+    Attributes:
+        max_model_len: smaller than wished only if the configuration says "auto".
+    """
+
+    num_blocks: int
+    max_model_len: int
+
+
+def size_cache(config: EngineConfig, max_model_len: int, info: WorkerInfo) -> CacheSize:
+    """Return the number of blocks to allocate, and the context that fits.
 
     Raises:
         ConfigError: one request of full length would not fit; names the length that would.
     """
+    block_size = config.kv_cache.block_size
+    per_request = -(-max_model_len // block_size)
+    fitting, path, limit = _room(config, per_request, info)
+    if fitting >= per_request:
+        return CacheSize(fitting, max_model_len)
+    if config.max_model_len == "auto" and fitting > 0:
+        return CacheSize(fitting, fitting * block_size)
+    fits = f"a max_model_len of {fitting * block_size} would fit"
+    needed = f"{per_request} blocks ({per_request * info.bytes_per_block} bytes) of KV cache"
+    raise ConfigError(
+        f"{path}: one request of {max_model_len} tokens needs {needed}, more than {limit}; "
+        f"{fits if fitting else 'not even one block fits'}"
+    )
+
+
+def _room(config: EngineConfig, per_request: int, info: WorkerInfo) -> tuple[int, str, str]:
+    """Return how many blocks there may be, the path that says so, and the limit in words."""
     cache = config.kv_cache
-    per_request = -(-max_model_len // cache.block_size)
+    if cache.num_blocks is not None:
+        path = "kv_cache.num_blocks"
+        return cache.num_blocks, path, f"{path} = {cache.num_blocks}"
     if cache.memory_bytes is not None:
+        path = "kv_cache.memory_bytes"
         fitting = cache.memory_bytes // info.bytes_per_block
-        limit = f"kv_cache.memory_bytes = {cache.memory_bytes}"
-    else:
-        available = int(info.available_bytes * _SHARE)
-        fitting = min(
-            available // info.bytes_per_block, per_request * config.scheduler.max_num_seqs
-        )
-        limit = f"{_SHARE:.0%} of the {info.available_bytes} bytes that are available"
-    if fitting < per_request:
-        needed = per_request * info.bytes_per_block
-        path = "max_model_len" if cache.memory_bytes is None else "kv_cache.memory_bytes"
-        fits = f"a max_model_len of {fitting * cache.block_size} would fit"
-        raise ConfigError(
-            f"{path}: one request of {max_model_len} tokens needs {needed} bytes of KV cache, more "
-            f"than {limit}; {fits if fitting else 'not even one block fits'}"
-        )
-    return fitting
+        return fitting, path, f"{path} = {cache.memory_bytes}"
+    share = cache.memory_fraction or info.cache_share
+    fitting = min(
+        int(info.available_bytes * share) // info.bytes_per_block,
+        per_request * config.scheduler.max_num_seqs,
+    )
+    return (
+        fitting,
+        "max_model_len" if cache.memory_fraction is None else "kv_cache.memory_fraction",
+        f"{share:.0%} of the {info.available_bytes} bytes that are available",
+    )

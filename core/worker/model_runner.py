@@ -40,7 +40,6 @@ class ModelRunner:
         model: Model,
         attention: AttentionBackend,
         sampling: SamplingStage,
-        batch: InputBatch,
         processors: dict[str, type[LogitsPlugin]],
         device: torch.device,
     ) -> None:
@@ -48,7 +47,7 @@ class ModelRunner:
         self._model = model
         self._attention = attention
         self._sampling = sampling
-        self._batch = batch
+        self._allocated: InputBatch | None = None
         self._argument_types = {name: cls.Arguments for name, cls in processors.items()}
         self._device = device
         self._specs = model.kv_specs()
@@ -56,9 +55,15 @@ class ModelRunner:
         self._pending: tuple[StepInput, torch.Tensor] | None = None
         self._broken: dict[str, RequestFault] = {}  # could not start; still to be told
 
-    def allocate(self, num_blocks: int) -> None:
-        """Allocate the KV cache of every layer."""
+    def allocate(self, num_blocks: int, batch: InputBatch) -> None:
+        """Allocate the KV cache of every layer, and take the batch that its blocks are for."""
         self._caches = [self._attention.allocate(spec, num_blocks) for spec in self._specs]
+        self._allocated = batch
+
+    @property
+    def _batch(self) -> InputBatch:
+        assert self._allocated is not None, "allocate() comes first"
+        return self._allocated
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -123,8 +128,8 @@ class ModelRunner:
         """Bring the batch up to date with the plan."""
         for request_id in plan.finished_request_ids | plan.preempted_request_ids:
             self._batch.remove(request_id)
-        for cached in plan.cached_requests:
-            self._batch.extend_blocks(cached.request_id, cached.new_block_ids)
+        for request_id, (block_ids,) in plan.cached_requests.new_block_ids.items():
+            self._batch.extend_blocks(request_id, block_ids)
         for new in plan.new_requests:
             self._add(new)
         self._sampling.pipeline.update(self._batch.settle(), self._batch.whole)
@@ -144,7 +149,8 @@ class ModelRunner:
             request.arguments = self._arguments(source)
         except HardpointError as cause:  # a hook may have changed them since they were checked
             fault = RequestFault(str(cause))
-        self._batch.add(request, outputs, new.block_ids, new.num_computed_tokens)
+        (block_ids,) = new.block_ids
+        self._batch.add(request, outputs, block_ids, new.num_computed_tokens)
         fault = fault or self._sampling.pipeline.start(request)
         if fault is not None:
             request.arguments = {}  # nothing runs for it until it is told and removed

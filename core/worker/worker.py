@@ -15,6 +15,7 @@ from hardpoint.plugins import (
     AttentionContext,
     Component,
     EngineConfig,
+    ForwardBatch,
     LogitsContext,
     Model,
     ModelConfig,
@@ -68,6 +69,7 @@ class LocalWorker:
         self._spec: WorkerSpec | None = spec
         self._runner: ModelRunner | None = None
         self._components: list[Component] = []
+        self._max_model_len = spec.max_model_len
 
     def load_model(self) -> WorkerInfo:
         """Build the model and read its weights.
@@ -97,20 +99,24 @@ class LocalWorker:
             model,
             attention,
             stage,
-            InputBatch(
-                spec.config.scheduler.max_num_seqs,
-                spec.max_model_len,
-                spec.config.kv_cache.block_size,
-            ),
             {entry.name: cls for entry, cls in spec.plugins.logits_processors()},
             spec.device,
         )
         per_block = sum(attention.bytes_per_block(kv) for kv in model.kv_specs())
-        return WorkerInfo(per_block, _available_bytes(spec.device))
+        return _measured(model, spec, per_block)
+
+    def set_max_model_len(self, max_model_len: int) -> None:
+        """Take it that the KV cache holds no longer requests."""
+        self._max_model_len = max_model_len
 
     def initialize_cache(self, num_blocks: int) -> None:
-        """Allocate the KV cache."""
-        self.runner.allocate(num_blocks)
+        """Allocate the KV cache, and the batch that goes with it."""
+        assert self._spec is not None
+        config = self._spec.config
+        batch = InputBatch(
+            config.scheduler.max_num_seqs, self._max_model_len, config.kv_cache.block_size
+        )
+        self.runner.allocate(num_blocks, batch)
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run a step; None means that sampling waits for `sample_tokens`."""
@@ -212,7 +218,24 @@ def _checked(
         raise ModelError(f"model: {spec.config.model!r} lacks {len(missing)} weights: {names}")
 
 
-def _available_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+def _measured(model: Model, spec: WorkerSpec, bytes_per_block: int) -> WorkerInfo:
+    """Return what memory there is for the KV cache.
+
+    A GPU's memory is measured with a trial step of the largest size, so that nearly all of the rest
+    can be had. A CPU's memory is everybody's: the cache takes a smaller share of it instead.
+    """
+    if spec.device.type != "cuda":
+        return WorkerInfo(bytes_per_block, int(psutil.virtual_memory().available))
+    before = torch.cuda.memory_allocated(spec.device)
+    torch.cuda.reset_peak_memory_stats(spec.device)
+    tokens = min(spec.config.scheduler.max_num_batched_tokens, spec.max_model_len)
+    ids = torch.zeros(tokens, dtype=torch.int64, device=spec.device)
+    positions = torch.arange(tokens, device=spec.device)
+    with torch.inference_mode():
+        hidden = model.forward(ForwardBatch(ids, positions, lambda _layer, q, _k, _v: q))
+        model.compute_logits(hidden[: spec.config.scheduler.max_num_seqs]).float()
+    peak = torch.cuda.max_memory_allocated(spec.device) - before
+    del hidden
+    torch.cuda.empty_cache()
+    free = int(torch.cuda.mem_get_info(spec.device)[0])
+    return WorkerInfo(bytes_per_block, max(free - peak, 0), cache_share=0.9)

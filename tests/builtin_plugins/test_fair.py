@@ -34,9 +34,10 @@ class TestCharges:
 
     def test_a_tenant_of_weight_two_pays_half(self):
         fair = build(Fair, weights={"gold": 2.0})
-        for tenant in ("gold", "iron"):
-            it = request(tenant, prompt=8, tenant=tenant)
+        both = [request(tenant, prompt=8, tenant=tenant) for tenant in ("gold", "iron")]
+        for it in both:
             fair.added(it)
+        for it in both:
             fair.scheduled(it, 6)
         assert (fair.group_key("gold", 0.0), fair.group_key("iron", 0.0)) == (3, 6)
 
@@ -78,7 +79,7 @@ class TestCharges:
     def test_a_tenant_pays_for_what_it_got_whatever_happens_on_the_way(self, data):
         """Chunks, cached prefixes, preemptions and aborts; alone a tenant is never lifted."""
         fair = build(Fair, weights={"a": 2.0}, input_cost=1, output_cost=2)
-        loop = Loop(fair, budget=data.draw(st.integers(1, 30)), capacity=CAPACITY)
+        loop = loop_of(fair, data.draw(st.integers(1, 30)))
         loop.add(Job("a", 1, 200))  # stays, so that the books do
         for _ in range(data.draw(st.integers(1, 25))):
             for _ in range(data.draw(st.integers(0, 2))):
@@ -112,16 +113,22 @@ def bound(costs, weights):
     return 2 * max(costs[0] * LONGEST, costs[1] * CAPACITY) / smallest
 
 
-def backlogged(policy, sizes, *, budget, steps=150, tenants="ab"):
-    """Run a loop in which each tenant always has two requests waiting."""
-    loop = Loop(policy, budget=budget, capacity=CAPACITY)
-    draws = {tenant: itertools.cycle(sizes[tenant]) for tenant in tenants}
+def backlogged(loop, sizes, steps):
+    """Run a loop for some steps in which both tenants always have requests waiting."""
+    draws = {tenant: itertools.cycle(of) for tenant, of in sizes.items()}
+    begin = None
     for _ in range(steps):
-        for tenant in tenants:
-            while loop.num_waiting(tenant) < 2:
+        for tenant in sizes:
+            while loop.num_waiting(tenant) <= CAPACITY // 2:  # a step cannot admit so many
                 loop.add(Job(tenant, *next(draws[tenant])))
+        begin = begin or len(loop.service.history)
         loop.step()
+    assert all(set(sizes) <= waiting for waiting, _ in loop.service.history[begin:])
     return loop.service
+
+
+def loop_of(policy, budget=64):
+    return Loop(policy, budget=budget, capacity=CAPACITY)
 
 
 sizes = st.lists(
@@ -132,11 +139,11 @@ weights = st.sampled_from([{}, {"a": 2.0}, {"a": 4.0, "b": 0.5}, {"b": 10.0}])
 
 
 class TestBound:
-    @settings(deadline=None, max_examples=60)
+    @settings(deadline=None, max_examples=1500)
     @given(sizes, sizes, costs, weights, st.integers(1, 2 * CAPACITY))
     def test_two_backlogged_tenants_stay_within_it(self, one, other, costs, weights, budget):
         fair = build(Fair, input_cost=costs[0], output_cost=costs[1], weights=weights)
-        service = backlogged(fair, {"a": one, "b": other}, budget=budget)
+        service = backlogged(loop_of(fair, budget), {"a": one, "b": other}, 120)
         assert spread(service, "ab", costs, weights) <= bound(costs, weights) + 1e-6
 
     @settings(deadline=None, max_examples=40)
@@ -144,7 +151,7 @@ class TestBound:
     def test_tenants_that_come_and_go_stay_within_it(self, data, costs, weights):
         """Every pair of three, over every interval in which both wait: idling earns nothing."""
         fair = build(Fair, input_cost=costs[0], output_cost=costs[1], weights=weights)
-        loop = Loop(fair, budget=data.draw(st.integers(5, 2 * CAPACITY)), capacity=CAPACITY)
+        loop = loop_of(fair, data.draw(st.integers(5, 2 * CAPACITY)))
         bursts = st.lists(
             st.tuples(st.sampled_from("abc"), st.integers(0, 8), st.integers(0, 12), sizes),
             min_size=1,
@@ -163,31 +170,24 @@ class TestBound:
     def test_fcfs_does_not_keep_it(self):
         """So the test above can fail."""
         jobs = {"a": [(40, 60)], "b": [(1, 1)]}
-        service = backlogged(build(FirstComeFirstServed), jobs, budget=64)
+        service = backlogged(loop_of(build(FirstComeFirstServed)), jobs, 1500)
         assert spread(service, "ab", (1, 2), {}) > bound((1, 2), {})
 
     def test_weights_divide_the_service(self):
         fair = build(Fair, weights={"a": 3.0})
         jobs = {"a": [(10, 10)], "b": [(10, 10)]}
-        service = backlogged(fair, jobs, budget=64, steps=600)
+        service = backlogged(loop_of(fair), jobs, 600)
         shares = [service.of(tenant, 1, 2) for tenant in "ab"]
         assert shares[0] / shares[1] == pytest.approx(3, rel=0.05)
 
     def test_a_tenant_that_was_away_gets_no_credit(self):
         fair = build(Fair)
-        loop = Loop(fair, budget=40, capacity=CAPACITY)
+        loop = loop_of(fair)
         loop.add(Job("b", 5, 5))
-        for _ in range(300):  # b has left, a has the engine for itself
-            while loop.num_waiting("a") < 2:
-                loop.add(Job("a", 10, 10))
-            loop.step()
+        backlogged(loop, {"a": [(10, 10)]}, 300)  # b leaves, a has the engine for itself
         before = {tenant: loop.service.of(tenant, 1, 2) for tenant in "ab"}
         assert before["a"] > 10 * bound((1, 2), {})
-        for _ in range(100):
-            for tenant in "ab":
-                while loop.num_waiting(tenant) < 2:
-                    loop.add(Job(tenant, 10, 10))
-            loop.step()
+        backlogged(loop, {"a": [(10, 10)], "b": [(10, 10)]}, 200)
         gained = [loop.service.of(tenant, 1, 2) - before[tenant] for tenant in "ab"]
         assert abs(gained[0] - gained[1]) <= bound((1, 2), {})
         assert min(gained) > bound((1, 2), {})
@@ -222,7 +222,9 @@ class TestCounters:
     def test_agree_with_those_that_forget_nobody(self, data):
         counters, naive = VirtualCounters({}), NaiveCounters()
         waiting, running, level = [], [], -math.inf
-        actions = st.sampled_from(["come", "come", "run", "run", "charge", "preempt", "end", "abort"])
+        actions = st.sampled_from(
+            ["come", "come", "run", "run", "charge", "preempt", "end", "abort"]
+        )
         for _ in range(data.draw(st.integers(1, 60))):
             action = data.draw(actions)
             if action == "come":
@@ -268,7 +270,9 @@ class TestCounters:
             kept = max(kept, len(counters), len(counters._heap))
         assert kept <= 1
 
-    def test_tenants_that_were_served_beyond_the_others_are_kept_until_they_are_caught_up_with(self):
+    def test_tenants_that_were_served_beyond_the_others_are_kept_until_they_are_caught_up_with(
+        self,
+    ):
         counters = VirtualCounters({})
         steady = counters.begin("steady")
         counters.wait(steady)
@@ -321,6 +325,7 @@ class TestQueues:
         running = [request(name, prompt=50, tenant=t) for name, t in tenants.items()]
         for it in running:
             fair.added(it)
+        for it in running:
             fair.scheduled(it, 20 if it.tags["tenant"] == "big" else 5)
         assert fair.victim(running, LOAD) is running[2]
         assert fair.victim([running[1], running[3]], LOAD) is running[3]

@@ -154,35 +154,34 @@ def test_a_feature_that_comes_back_in_the_same_step_is_not_told_as_dropped():
     a, b = request("a", "cat"), request("b", "elk")
     past(cache, a)
     put(cache, b)  # drops "cat"
-    cache.free(b)  # and is withdrawn
+    cache.cancel(b, 0)
     put(cache, a)  # encodes "cat" anew
-    assert cache.take_freed() == []
+    assert cache.take_freed() == ["elk"]
     assert cache.holds(a, 0)
 
 
-def test_what_is_withdrawn_in_its_own_step_is_not_there_later():
+def test_what_is_cancelled_is_not_there_and_nobody_holds_it():
     cache = EncoderCacheManager(10)
     a, b = request("a", "cat"), request("b", "cat")
     put(cache, a)
     put(cache, b)
-    cache.free(a)
-    assert cache.holds(request("c", "cat"), 0)  # for b is still in the step
-    cache.free(b)
-    cache.free(request("c", "cat"))
-    assert not cache.holds(b, 0)  # no worker encoded it
-    assert cache.take_freed() == []
+    cache.cancel(a, 0)
+    assert not cache.holds(b, 0)
     assert cache.num_free_tokens == 10
-
-
-def test_a_dropped_feature_that_came_back_and_was_withdrawn_is_told_as_dropped():
-    cache = EncoderCacheManager(10)
-    a, b = request("a", "cat"), request("b", "elk")
-    past(cache, a)
-    put(cache, b)  # drops "cat"
-    cache.free(b)
-    put(cache, a)
     cache.free(a)
-    assert cache.take_freed() == ["cat"]  # workers have the old one
+    cache.free(b)
+    cache.cancel(b, 0)  # both had it in their plan
+    assert cache.take_freed() == ["cat"]  # workers may have got as far as encoding it
+
+
+def test_what_is_cancelled_when_nobody_holds_it_any_more_gives_its_room_back():
+    cache = EncoderCacheManager(10)
+    a = request("a", "elk")
+    past(cache, a)
+    cache.cancel(a, 0)
+    put(cache, request("b", "dog", "cat"))
+    assert cache.num_free_tokens == 0
+    assert cache.take_freed() == ["elk"]
 
 
 def test_a_feature_larger_than_the_cache_never_fits():
@@ -212,7 +211,7 @@ class Naive:
         self.held = []  # (owner, index, name)
         self.cached = []  # names that nobody holds, let go first in front
         self.dropped = []
-        self.new = []  # allocated in this step, so not encoded yet
+        self.encoded = []
 
     def names(self):
         return {name for _, _, name in self.held}
@@ -230,25 +229,24 @@ class Naive:
         if name not in self.names() and name not in self.cached:
             while self.free_room() - sum(map(LENGTHS.get, self.cached)) < LENGTHS[name]:
                 self.dropped.append(self.cached.pop(0))
-            self.new.append(name)
+            if name in self.dropped:
+                self.dropped.remove(name)
+            self.encoded.append(name)
         self.hold(owner, index, name)
 
     def free(self, owner, indices):
         for entry in sorted(entry for entry in self.held if entry[0] == owner):
             if entry[1] in indices:
                 self.held.remove(entry)
-                if entry[2] in self.names():
-                    continue
-                if entry[2] in self.new:
-                    self.new.remove(entry[2])
-                else:
+                if entry[2] not in self.names():
                     self.cached.append(entry[2])
 
-    def end_step(self):
-        """Return what is told as dropped: what is gone for good."""
-        told = sorted(set(self.dropped) - set(self.new))
-        self.dropped, self.new = [], []
-        return told
+    def cancel(self, name):
+        if name in self.names() or name in self.cached:
+            self.held = [entry for entry in self.held if entry[2] != name]
+            self.cached = [other for other in self.cached if other != name]
+            self.dropped.append(name)
+            self.encoded = [other for other in self.encoded if other != name]
 
 
 def plan(cache, naive, owner, limit):
@@ -273,7 +271,7 @@ def plan(cache, naive, owner, limit):
 
 steps = st.lists(
     st.tuples(
-        st.sampled_from(["admit", "refuse", "free", "free_input"]),
+        st.sampled_from(["admit", "refuse", "withdraw", "lose", "free", "free_input"]),
         st.integers(0, 3),  # which request
         st.integers(0, 4),  # how many of its features, or which one
         st.booleans(),  # whether the step ends here
@@ -288,26 +286,35 @@ contents = st.lists(st.lists(st.sampled_from(sorted(LENGTHS)), max_size=4), min_
 def test_it_agrees_with_plain_lists_and_workers_have_what_is_held(room, contents, steps):
     cache, naive, worker = EncoderCacheManager(room), Naive(room), set()
     requests = [request(f"r{at}", *names) for at, names in enumerate(contents)]
+
+    def end_step():
+        told, encoded = cache.take_freed(), set(naive.encoded)
+        assert told == naive.dropped
+        worker.difference_update(told)
+        worker.update(encoded)
+        naive.dropped, naive.encoded = [], []
+        assert worker == naive.names() | set(naive.cached)
+        assert sum(LENGTHS[name] for name in worker) <= room
+
     for action, which, number, step_ends in steps:
         owner = requests[which]
-        if action == "free":
-            cache.free(owner)
-            naive.free(owner.request_id, range(5))
-        elif action == "free_input":
-            cache.free_input(owner, number)
-            naive.free(owner.request_id, [number])
-        else:
-            for index in plan(cache, naive, owner, number):
-                if action == "admit":
-                    naive.allocate(owner.request_id, index, owner.source.features[index].identifier)
-                    cache.allocate(owner, index)  # what was promised is there
-        if action == "refuse":  # a promise binds as long as the step
-            step_ends = True
+        if action in ("free", "free_input"):
+            end_step()
+            indices = range(5) if action == "free" else [number]
+            cache.free(owner) if action == "free" else cache.free_input(owner, number)
+            naive.free(owner.request_id, indices)
+            continue
+        chosen = plan(cache, naive, owner, number)
+        if action != "refuse":
+            for index in chosen:
+                naive.allocate(owner.request_id, index, owner.source.features[index].identifier)
+                cache.allocate(owner, index)  # what was promised is there
+        if action == "lose":
+            end_step()  # told, but perhaps not carried out
+        if action in ("withdraw", "lose"):
+            for index in chosen:
+                cache.cancel(owner, index)
+                naive.cancel(owner.source.features[index].identifier)
         assert cache.num_free_tokens == naive.free_room() >= 0
-        if step_ends:
-            encoded, dropped = set(naive.new), naive.end_step()
-            assert sorted(cache.take_freed()) == dropped
-            assert worker >= set(dropped)
-            worker = (worker - set(dropped)) | encoded
-            assert worker == naive.names() | set(naive.cached)
-            assert sum(LENGTHS[name] for name in worker) <= room
+        if step_ends or action == "refuse":  # a promise binds as long as the step
+            end_step()

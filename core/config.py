@@ -225,7 +225,11 @@ def _wants_text(info: types.Type | None) -> bool:
     if isinstance(info, types.Metadata):
         return _wants_text(info.type)
     if isinstance(info, types.UnionType):
-        return any(_wants_text(option) for option in info.types)
+        number = types.IntType | types.FloatType
+        options = [o.type if isinstance(o, types.Metadata) else o for o in info.types]
+        return any(_wants_text(o) for o in options) and not any(
+            isinstance(o, number) for o in options
+        )
     return isinstance(info, types.StrType | types.LiteralType)
 
 

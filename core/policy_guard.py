@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from hardpoint.plugins import Load, Request, SchedulingPolicy
@@ -12,24 +11,12 @@ from .step_faults import FaultReporter
 
 __all__ = ["GuardedPolicy"]
 
-_OPTIONAL = (
-    "group",
-    "group_key",
-    "admit",
-    "victim",
-    "added",
-    "scheduled",
-    "preempted",
-    "finished",
-)
-
 
 class GuardedPolicy(SchedulingPolicy):
     """Calls a policy, and decides as fcfs does where that fails or returns nonsense.
 
-    Methods that the policy does not override are not guarded: they are those of
-    `SchedulingPolicy`, so a scheduler can tell that they have nothing to say and need no call.
-    Only `Exception` is caught.
+    Methods that the policy does not override are those of `SchedulingPolicy` here too, so a
+    scheduler can see that they have nothing to say and need no call. Only `Exception` is caught.
 
     Attributes:
         wrapped: the policy itself.
@@ -41,15 +28,23 @@ class GuardedPolicy(SchedulingPolicy):
         """`report` is told of each fault."""
         super().__init__(policy.context)
         self.wrapped = policy
-        self.name = policy.name
-        self.options = policy.options
-        vars(self)["state_format"] = policy.state_format  # that of this very policy
         self._report = report
+        self._of_request = _Judge("key() of request", report)
+        self._of_group = _Judge("group_key() of group", report)
         self._stood_in_for_group = False
-        for name in _OPTIONAL:
+        vars(self)["state_format"] = policy.state_format
+        guards = {
+            "group": self._group,
+            "group_key": self._group_key,
+            "admit": self._admit,
+            "victim": self._victim,
+        }
+        for name in ("added", "scheduled", "preempted", "finished"):
+            guards[name] = self._noting(name)
+        for name, guard in guards.items():
             own = getattr(getattr(policy, name), "__func__", None)
             if own is not getattr(SchedulingPolicy, name):
-                setattr(self, name, getattr(self, f"_{name}"))
+                setattr(self, name, guard)
 
     def key(self, request: Request) -> Any:
         """Return the policy's key in a wrapper that compares with every other one."""
@@ -58,8 +53,8 @@ class GuardedPolicy(SchedulingPolicy):
             value = self.wrapped.key(request)
         except Exception as cause:
             self._report(f"key() of request {who!r} failed", cause)
-            return _Key(None, who, arrival, None)
-        return self._ordering("key", "request", value, who, arrival)
+            return _Key(None, who, arrival)
+        return self._ordering(self._of_request, value, who, arrival)
 
     def export_state(self) -> Any:
         """Return the policy's books; its errors are the caller's to handle."""
@@ -74,45 +69,39 @@ class GuardedPolicy(SchedulingPolicy):
         self.wrapped.close()
 
     def _group(self, request: Request) -> Hashable:
+        words = f"group() of request {request.request_id!r}"
         try:
             group = self.wrapped.group(request)
         except Exception as cause:
-            self._report(f"group() of request {request.request_id!r} failed", cause)
+            self._report(f"{words} failed", cause)
         else:
-            if _is_hashable(group):
+            if _is_group(group):
                 return group
-            self._report(
-                f"group() of request {request.request_id!r} returned {_show(group)}, "
-                f"expected something hashable that equals itself",
-                None,
-            )
+            expected = "expected something hashable that is equal to itself"
+            self._report(f"{words} returned {_show(group)}, {expected}", None)
         self._stood_in_for_group = True
         return None
 
     def _group_key(self, group: Hashable, now: float) -> Any:
-        if group is None and self._stood_in_for_group:  # the policy may not know this group
-            return _Key(None, group, 0.0, None)
+        if group is None and self._stood_in_for_group:  # the policy may not know this one
+            return _Key(None, group, 0.0)
         try:
             value = self.wrapped.group_key(group, now)
         except Exception as cause:
             self._report(f"group_key() of group {_show(group)} failed", cause)
-            return _Key(None, group, 0.0, None)
-        return self._ordering("group_key", "group", value, group, 0.0)
+            return _Key(None, group, 0.0)
+        return self._ordering(self._of_group, value, group, 0.0)
 
     def _admit(self, request: Request, load: Load) -> str | None:
-        who = request.request_id
+        words = f"admit() of request {request.request_id!r}"
         try:
             reason = self.wrapped.admit(request, load)
         except Exception as cause:
-            self._report(f"admit() of request {who!r} failed", cause)
+            self._report(f"{words} failed", cause)
             return None
         if reason is None or (isinstance(reason, str) and reason):
             return reason
-        self._report(
-            f"admit() of request {who!r} returned {_show(reason)}, expected None or a reason "
-            f"in words",
-            None,
-        )
+        self._report(f"{words} returned {_show(reason)}, expected None or a reason in words", None)
         return None
 
     def _victim(self, running: Sequence[Request], load: Load) -> Request:
@@ -127,57 +116,104 @@ class GuardedPolicy(SchedulingPolicy):
             self._report(f"victim() returned {_show(victim)}, which is not running", None)
         return running[-1]
 
-    def _added(self, request: Request) -> None:
-        try:
-            self.wrapped.added(request)
-        except Exception as cause:
-            self._report(f"added() of request {request.request_id!r} failed", cause)
+    def _noting(self, name: str) -> Callable[..., Any]:
+        """Return a guard of a method that is told of something and returns nothing."""
+        method = getattr(self.wrapped, name)
 
-    def _scheduled(self, request: Request, tokens: int) -> None:
-        try:
-            self.wrapped.scheduled(request, tokens)
-        except Exception as cause:
-            self._report(f"scheduled() of request {request.request_id!r} failed", cause)
+        def note(request: Request, *more: int) -> None:
+            try:
+                method(request, *more)
+            except Exception as cause:
+                self._report(f"{name}() of request {request.request_id!r} failed", cause)
 
-    def _preempted(self, request: Request) -> None:
-        try:
-            self.wrapped.preempted(request)
-        except Exception as cause:
-            self._report(f"preempted() of request {request.request_id!r} failed", cause)
+        return note
 
-    def _finished(self, request: Request) -> None:
-        try:
-            self.wrapped.finished(request)
-        except Exception as cause:
-            self._report(f"finished() of request {request.request_id!r} failed", cause)
-
-    def _ordering(
-        self, method: str, what: str, value: Any, who: Hashable, arrival: float
-    ) -> _Key:
-        """Wrap what a method returned, after a look at whether it has an order at all."""
-        try:
-            wrong = None if _has_order(value) else "is not equal to itself"
-        except Exception as cause:
-            wrong = f"has no order ({type(cause).__name__}: {_text(cause)})"
-        if wrong is None:
-            return _Key(value, who, arrival, _Complaint(method, what, self._report))
-        self._report(f"{method}() of {what} {_show(who)} returned {_show(value)}, which {wrong}", None)
-        return _Key(None, who, arrival, None)
+    def _ordering(self, judge: _Judge, value: Any, who: Hashable, arrival: float) -> _Key:
+        return _Key(value, who, arrival, judge if judge.accepts(value, who) else None)
 
 
-class _Complaint:
-    """Tells that two keys do not compare; one for all keys of a method."""
+class _Judge:
+    """Says what is wrong with the keys of one method."""
 
-    __slots__ = ("_method", "_report", "_what")
-
-    def __init__(self, method: str, what: str, report: FaultReporter) -> None:
-        self._method = method
-        self._what = what
+    def __init__(self, words: str, report: FaultReporter) -> None:
+        self._words = words
         self._report = report
 
-    def __call__(self, one: _Key, other: _Key, cause: Exception) -> None:
-        self._report(
-            f"{self._method}() of {self._what}s {_show(one.who)} and {_show(other.who)} "
-            f"do not compare",
-            cause,
-        )
+    def accepts(self, value: Any, who: Hashable) -> bool:
+        """Whether a value has an order at all; tells if not."""
+        cause: Exception | None = None
+        wrong = "is not equal to itself"
+        try:
+            bool(value < value)
+            if _equals_itself(value):
+                return True
+        except Exception as error:
+            wrong, cause = "has no order", error
+        self._report(f"{self._words} {_show(who)} returned {_show(value)}, which {wrong}", cause)
+        return False
+
+    def blame(self, one: _Key, other: _Key, cause: Exception) -> None:
+        """Tell that two keys do not compare."""
+        names = f"{_show(one.who)} and {_show(other.who)}"
+        self._report(f"{self._words}s {names} do not compare", cause)
+
+
+class _Key:
+    """What a policy ordered something by, comparable with others whatever that is.
+
+    Where the policy's values are of no use, the arrival decides: of requests, when they came; of
+    groups it is always 0, so these are equal.
+    """
+
+    __slots__ = ("arrival", "judge", "told", "value", "who")
+
+    def __init__(
+        self, value: Any, who: Hashable, arrival: float, judge: _Judge | None = None
+    ) -> None:
+        """Without `judge` there is no use in `value`."""
+        self.value = value
+        self.who = who
+        self.arrival = arrival
+        self.judge = judge
+        self.told = False
+
+    def __lt__(self, other: _Key) -> bool:
+        if self.judge is not None and other.judge is not None:
+            try:
+                return bool(self.value < other.value)
+            except Exception as cause:
+                if not (self.told and other.told):  # once is enough
+                    self.told = other.told = True
+                    self.judge.blame(self, other, cause)
+        return self.arrival < other.arrival
+
+    def __eq__(self, other: object) -> bool:
+        # By order alone, so that a value which only has `<` can be equal to another one.
+        return isinstance(other, _Key) and not (self < other or other < self)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _equals_itself(value: Any) -> bool:
+    """Whether a value is equal to itself; NaN is not, nor is what contains it."""
+    if isinstance(value, tuple | list):  # these take identical members for equal
+        return all(map(_equals_itself, value))
+    return bool(value == value)
+
+
+def _is_group(value: Any) -> bool:
+    """Whether a value can tell groups apart."""
+    try:
+        hash(value)
+        return _equals_itself(value)
+    except Exception:
+        return False
+
+
+def _show(value: Any) -> str:
+    """Return what a message says of a value that may be anything."""
+    try:
+        text = repr(value)
+    except Exception:
+        return f"a {type(value).__name__} without a repr"
+    return text if len(text) <= 100 else f"{text[:97]}..."

@@ -34,4 +34,6 @@ def parse_value(text: str) -> Any:
         document = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    return document["value"] if len(document) == 1 else text
+    value = document["value"]
+    too_long = isinstance(value, int) and not -(2**63) <= value < 2**63  # no TOML integer is
+    return value if len(document) == 1 and not too_long else text

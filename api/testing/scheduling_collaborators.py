@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +73,7 @@ class ScriptedConnector:
         """Know nothing of any request."""
         self.last: Work | None = None
         self.allocated: set[str] = set()
+        self._told: set[str] = set()
         self._scripts: dict[str, Transfer] = {}
         self._asked: dict[str, int] = {}
         self._offers: dict[str, tuple[int, int]] = {}
@@ -112,6 +113,18 @@ class ScriptedConnector:
             transfer = self._scripts[request_id]
             end = start + num_external_tokens
             self._work.loads.append(Load(request, start, end, tables, transfer))
+
+    def check_admitted(self, request_ids: Iterable[str]) -> None:
+        """Check that it was told of the blocks of requests which run from now on."""
+        self._told |= self.allocated
+        self.allocated = set()
+        for request_id in request_ids:
+            if request_id not in self._told:
+                raise TRANSFER.broken(
+                    f"{request_id!r} runs, but update_state_after_alloc was not told of its blocks",
+                    "call it after every allocation for a request that is admitted",
+                )
+            self._told.discard(request_id)
 
     def build_connector_meta(self, plan: SchedulerOutput) -> Any:  # noqa: ARG002
         """Return the work of this step."""

@@ -48,6 +48,7 @@ class Life:
         tokens: those that were delivered.
         excuses: ends other than the expected one that are right by now.
         told: whether a plan told the worker of its end.
+        reported: whether `finished_requests` told its client of it.
         ran: whether a plan had it.
         cached: tokens that its first plan said are computed.
     """
@@ -60,6 +61,7 @@ class Life:
     error: str | None = None
     excuses: set[FinishReason] = field(default_factory=set)
     told: bool = False
+    reported: bool = False
     ran: bool = False
     cached: int | None = None
     num_cached_tokens: int | None = None
@@ -77,9 +79,14 @@ class Life:
         """Whether its last output was delivered."""
         return self.finish_reason is not None
 
-    def take(self, output: EngineCoreOutput) -> None:
+    def take(self, output: EngineCoreOutput, client_index: int) -> None:
         """Take an output, and check that it is right."""
         who = repr(self.request_id)
+        if client_index != self.source.client_index:
+            raise OUTPUTS.broken(
+                f"an output of {who}, which client {self.source.client_index} sent, goes to client "
+                f"{client_index}"
+            )
         if self.ended:
             raise FINISHED.broken(f"{who} has ended, and gets another output: {short(output)}")
         self._take_tokens(output)
@@ -166,8 +173,12 @@ class Life:
             raise OUTPUTS.broken(f"{who} ended by {reason!s} with error {output.error!r}")
         self.finish_reason, self.error = reason, output.error
 
-    def check_events(self) -> None:
+    def check_events(self, wanted: bool) -> None:
         """Its events tell a life: queued, then scheduled, then perhaps preempted and so on."""
+        if not wanted:
+            if self.events:
+                raise OUTPUTS.broken(f"{self.request_id!r} has events, but log_stats is off")
+            return
         kinds = [event.type for event in self.events]
         queued, scheduled = EngineCoreEventType.QUEUED, EngineCoreEventType.SCHEDULED
         preempted = EngineCoreEventType.PREEMPTED

@@ -105,16 +105,9 @@ class Memory:
             raise CONTENT.broken(f"{where} {_difference(slot, content)}")
         return 0
 
-    def holds(self, table: Sequence[int], content: Content) -> bool:
-        """Whether a token's keys and values are there."""
-        block, offset = divmod(content.position, self.block_size)
-        slot = self._slots.get((table[block], offset))
-        return slot is not None and slot.content == content
-
-    def forget(self, block_ids: Sequence[int]) -> None:
-        """Take it that these blocks hold nothing."""
-        gone = set(block_ids)
-        self._slots = {key: slot for key, slot in self._slots.items() if key[0] not in gone}
+    def clear(self) -> None:
+        """Take it that nothing is worth anything."""
+        self._slots.clear()
 
 
 def _difference(slot: _Slot, wanted: Content) -> str:

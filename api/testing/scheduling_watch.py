@@ -28,15 +28,15 @@ class Ledger:
         live: requests that came and did not end, by id.
         tokens: by id, what `scheduled` told since `begin_step`.
         first: the first answer that was wrong; later ones may follow from it.
-        calls: how often each method was called.
+        methods: those that the policy overrides.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, methods: frozenset[str]) -> None:
         """Begin with nothing."""
+        self.methods = methods
         self.live: dict[str, Request] = {}
         self.tokens: dict[str, int] = {}
         self.first: BrokenRule | None = None
-        self.calls: dict[str, int] = {}
 
     def begin_step(self) -> None:
         """Forget what the last step scheduled."""
@@ -84,12 +84,12 @@ def watched(policy: SchedulingPolicy) -> tuple[SchedulingPolicy, Ledger]:
     It overrides what `policy` overrides and nothing else, so that a scheduler which leaves out
     calls that nobody waits for goes the same way.
     """
-    ledger = Ledger()
+    own = frozenset(name for name in (*_ASKED, *_TOLD) if _overrides(policy, name))
+    ledger = Ledger(own)
     methods: dict[str, Any] = {"contract": 1, "state_format": policy.state_format}
     methods["__init__"] = lambda _self, _context: None
-    for name in ("key", "group", "group_key", "admit", "victim", *_TOLD):
-        if _overrides(policy, name) or name in ("key", "added", "finished"):
-            methods[name] = _method(policy, name, ledger)
+    for name in own | {"added", "finished"}:
+        methods[name] = _method(policy, name, ledger)
     for name in ("export_state", "import_state"):
         methods[name] = _passed_on(getattr(policy, name))
     watch = type(f"Watched{type(policy).__name__}", (SchedulingPolicy,), methods)(policy.context)
@@ -108,7 +108,6 @@ def _passed_on(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _method(policy: SchedulingPolicy, name: str, ledger: Ledger) -> Callable[..., Any]:
     def call(_self: SchedulingPolicy, *given: Any) -> Any:
-        ledger.calls[name] = ledger.calls.get(name, 0) + 1
         if name in _TOLD:
             getattr(ledger, name)(*given)
         try:

@@ -79,6 +79,7 @@ class ScriptedWorker:
         faults: by request id, so many output tokens after which it fails.
         verified: drafts that were looked at.
         accepted: drafts that were right.
+        doubtful: ids of which nobody knows whether the batch should have them: a plan was lost.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class ScriptedWorker:
         self.accepted = 0
         self._windows = windows
         self._next_token = next_token
-        self._doubtful: set[str] = set()
+        self.doubtful: set[str] = set()
         self._lost = False
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -106,8 +107,7 @@ class ScriptedWorker:
         self._extend(plan)
         for new in plan.new_requests:
             self._add(new)
-        if set(self.rows) < set(plan.num_scheduled_tokens):
-            strange = sorted(set(plan.num_scheduled_tokens) - set(self.rows))
+        if strange := sorted(set(plan.num_scheduled_tokens) - set(self.rows)):
             raise BATCH.broken(f"{strange} are scheduled, but the worker does not have them")
         result = ModelRunnerOutput()
         self.transfers.begin(plan, result)
@@ -126,8 +126,8 @@ class ScriptedWorker:
     def lose(self, plan: SchedulerOutput) -> None:
         """Take it that nobody knows whether a plan was carried out."""
         self._lost = True
-        self._doubtful |= set(plan.num_scheduled_tokens) | plan.preempted_request_ids
-        self._doubtful |= plan.finished_request_ids
+        self.doubtful |= set(plan.num_scheduled_tokens) | plan.preempted_request_ids
+        self.doubtful |= plan.finished_request_ids
 
     def _remove(self, plan: SchedulerOutput) -> None:
         for identifier in plan.freed_encoder_inputs:
@@ -136,12 +136,11 @@ class ScriptedWorker:
             self.embeddings.discard(identifier)
         for request_id in plan.finished_request_ids:
             self.rows.pop(request_id, None)
-            self._doubtful.discard(request_id)
+            self.doubtful.discard(request_id)
         for request_id in plan.preempted_request_ids:
-            if request_id in plan.finished_request_ids:
-                raise BATCH.broken(f"{request_id!r} is told to be preempted and to have ended")
             gone = self.rows.pop(request_id, None)
-            if gone is None and request_id not in self._doubtful:
+            known = gone is not None or request_id in plan.finished_request_ids
+            if not known and request_id not in self.doubtful:
                 raise BATCH.broken(f"{request_id!r} is preempted, but the worker has it not")
 
     def _extend(self, plan: SchedulerOutput) -> None:
@@ -150,7 +149,7 @@ class ScriptedWorker:
             cached.request_ids, cached.num_computed_tokens, strict=True
         ):
             row = self.rows.get(request_id)
-            if row is None or request_id in self._doubtful:
+            if row is None or request_id in self.doubtful:
                 why = "was in a plan that was lost" if row else "the worker has it not"
                 raise BATCH.broken(
                     f"{request_id!r} comes as a cached request, but {why}",
@@ -172,11 +171,11 @@ class ScriptedWorker:
 
     def _add(self, new: NewRequest) -> None:
         request_id = new.source.request_id
-        if request_id in self.rows and request_id not in self._doubtful:
+        if request_id in self.rows and request_id not in self.doubtful:
             raise BATCH.broken(
                 f"{request_id!r} comes as a new request, but the worker has it already"
             )
-        self._doubtful.discard(request_id)
+        self.doubtful.discard(request_id)
         if len(new.block_ids) != len(self._windows):
             raise PLAN.broken(
                 f"{request_id!r} comes with {len(new.block_ids)} block tables, there are "
@@ -232,29 +231,32 @@ class ScriptedWorker:
                         "encoded"
                     )
 
-    def _first_seen(self, group: int, position: int) -> int:
+    def first_seen(self, group: int, position: int) -> int:
         """Return the first position that a token at `position` sees."""
         window = self._windows[group]
         return 0 if window is None else max(0, position - window + 1)
 
     def _check_ownership(self, span: _Span) -> None:
-        """Nobody writes into a block that somebody else reads, or that a connector needs."""
-        size = self.memory.block_size
-        for group, table in enumerate(span.row.tables):
+        """Nobody writes where others write too, or into what a connector needs.
+
+        Others may have a block that is written in this step as part of their computed prefix;
+        whether it holds what they need is seen when they read it.
+        """
+        size, row = self.memory.block_size, span.row
+        for group, table in enumerate(row.tables):
             written = set(table[span.start // size : -(-span.end // size)])
             for other in self.rows.values():
                 for g, theirs in enumerate(other.tables):
-                    if other is span.row and g == group:
+                    if other is row and g == group:
                         continue
-                    seen = theirs[self._first_seen(g, other.computed) // size :]
-                    if shared := written.intersection(seen):
+                    if shared := written.intersection(theirs[other.computed // size :]):
                         raise POOL.broken(
-                            f"{span.row.request_id!r} writes positions {span.start} to {span.end} "
-                            f"into block {min(shared)}, which {other.request_id!r} holds too"
+                            f"{row.request_id!r} writes positions {span.start} to {span.end} "
+                            f"into block {min(shared)}, into which {other.request_id!r} writes too"
                         )
             if (busy := self.transfers.user_of(written)) is not None:
                 raise TRANSFER.broken(
-                    f"{span.row.request_id!r} writes into block {busy[0]}, but the KV connector "
+                    f"{row.request_id!r} writes into block {busy[0]}, but the KV connector "
                     f"still needs it for {busy[1]!r}",
                     "keep a request's blocks until kv_loaded or kv_saved names it",
                 )
@@ -268,7 +270,7 @@ class ScriptedWorker:
         row = span.row
         bad: dict[int, int] = {}
         for group, table in enumerate(row.tables):
-            for content in span.contents[group][self._first_seen(group, span.start) :]:
+            for content in span.contents[group][self.first_seen(group, span.start) :]:
                 if since := self.memory.read(table, content, row.request_id):
                     bad[content.position] = since
         if not bad:

@@ -97,7 +97,7 @@ class Fair(SchedulingPolicy):
         account = _Account(self._counters.begin(self.group(request)), charged)
         self._accounts[request.request_id] = account
         if request.status is not RequestStatus.RUNNING:
-            self._wait(account, lift=not handed_over)
+            self._wait(account, lift=True)
 
     def scheduled(self, request: Request, tokens: int) -> None:
         """Charge the tenant for what was never computed before."""
@@ -139,9 +139,10 @@ class Fair(SchedulingPolicy):
 
     def _cost(self, request: Request, end: int) -> float:
         """Return the cost of the leading `end` positions: the prompt's last one gives an output."""
+        options: Fair.Options = self.options
         prompt = request.num_prompt_tokens
         outputs = max(end - prompt + 1, 0)
-        return self.options.input_cost * min(end, prompt) + self.options.output_cost * outputs
+        return options.input_cost * min(end, prompt) + options.output_cost * outputs
 
     def _wait(self, account: _Account, *, lift: bool = True) -> None:
         account.waiting = True

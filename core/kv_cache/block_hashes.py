@@ -45,7 +45,7 @@ class BlockHashes:
         self.block_size = block_size
         # Copying a fresh hash object costs half of what making one does.
         self._fresh = _ALGORITHMS[algorithm]()
-        self._by_request: dict[str, list[bytes]] = {}
+        self._by_request: dict[Request, list[bytes]] = {}
 
     def of(self, request: Request, num_blocks: int) -> list[bytes]:
         """Return the hashes of at least the first `num_blocks` blocks of a request.
@@ -53,16 +53,16 @@ class BlockHashes:
         Args:
             num_blocks: at most the number of blocks that its known tokens fill.
         """
-        hashes = self._by_request.get(request.request_id)
+        hashes = self._by_request.get(request)
         if hashes is None:
-            hashes = self._by_request[request.request_id] = []
+            hashes = self._by_request[request] = []
         if len(hashes) < num_blocks:
             self._extend(request, hashes)
         return hashes
 
     def drop(self, request: Request) -> None:
         """Forget a request."""
-        self._by_request.pop(request.request_id, None)
+        self._by_request.pop(request, None)
 
     def __len__(self) -> int:
         """Return the number of requests that have hashes."""

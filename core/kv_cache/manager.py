@@ -94,8 +94,9 @@ class BlockManager:
             events=self._events,
         )
         self._hashes = BlockHashes(block_size, hash_algorithm)
-        self._held: dict[str, _Held] = {}
-        self._delayed: set[str] = set()
+        # By request, not by its id: one that ended may keep blocks while the id is used again.
+        self._held: dict[Request, _Held] = {}
+        self._delayed: set[Request] = set()
         self._stats = PrefixCacheStats()
 
     @property
@@ -150,9 +151,9 @@ class BlockManager:
         Raises:
             ValueError: it holds some already.
         """
-        name, pool, size = request.request_id, self._pool, self.block_size
-        if name in self._held:
-            raise ValueError(f"request {name!r} holds blocks already")
+        pool, size = self._pool, self.block_size
+        if request in self._held:
+            raise ValueError(f"request {request.request_id!r} holds blocks already")
         end = prefix.num_tokens + num_external_tokens + num_new_tokens
         num_cached = prefix.num_tokens // size
         missing = -(-(end + num_lookahead_tokens) // size) - num_cached
@@ -164,13 +165,13 @@ class BlockManager:
             return False
         pool.take(found)
         tables = [list(table) for table in prefix.block_ids] or [[] for _ in self.groups]
-        held = self._held[name] = _Held(tables)
+        held = self._held[request] = _Held(tables)
         self._append(held, missing)
         for group, window in self._windows:
             held.unseen[group] = min(num_cached, first_seen(prefix.num_tokens, window) // size)
         held.num_stored = num_cached
         if delay_caching:
-            self._delayed.add(name)
+            self._delayed.add(request)
         elif self._caching:
             held.next_store = 0
             self._store(request, held, end)
@@ -180,7 +181,7 @@ class BlockManager:
         self, request: Request, num_new_tokens: int, num_lookahead_tokens: int = 0
     ) -> BlockIds | None:
         """Extend a request's blocks to hold `num_new_tokens` more than are computed."""
-        held = self._held[request.request_id]
+        held = self._held[request]
         end = request.num_computed_tokens + num_new_tokens
         if end < held.next_store and end + num_lookahead_tokens <= held.capacity:
             return ()
@@ -191,11 +192,10 @@ class BlockManager:
 
     def cache_arrived(self, request: Request, num_tokens: int) -> None:
         """Note that the first `num_tokens` of a request admitted with `delay_caching` are there."""
-        name = request.request_id
-        if name in self._delayed:
-            self._delayed.remove(name)
+        if request in self._delayed:
+            self._delayed.remove(request)
             if self._caching:
-                held = self._held[name]
+                held = self._held[request]
                 held.next_store = 0
                 self._store(request, held, num_tokens)
 
@@ -206,7 +206,7 @@ class BlockManager:
             ValueError: a window has moved on, so that blocks which the token at this position
                 sees were given back; the request must be freed and admitted anew.
         """
-        held, size = self._held[request.request_id], self.block_size
+        held, size = self._held[request], self.block_size
         for group, window in self._windows:
             if held.unseen[group] > first_seen(num_tokens, window) // size:
                 raise ValueError(
@@ -230,22 +230,21 @@ class BlockManager:
 
         Its hashes are kept until it is freed with status FINISHED: it may be preempted only.
         """
-        name = request.request_id
-        held = self._held.pop(name, None)
+        held = self._held.pop(request, None)
         if held is not None:
-            self._delayed.discard(name)
+            self._delayed.discard(request)
             self._pool.release(self._last_first(held))
         if request.status is RequestStatus.FINISHED:
             self._hashes.drop(request)
 
     def block_ids(self, request: Request) -> BlockIds:
         """Return a request's blocks in order, one list per group; empty if it holds none."""
-        held = self._held.get(request.request_id)
+        held = self._held.get(request)
         return [] if held is None else [list(table) for table in held.tables]
 
     def num_common_prefix_blocks(self, running: Sequence[Request]) -> list[int]:
         """Return per group how many leading blocks all running requests share."""
-        holders = [self._held.get(request.request_id) for request in running]
+        holders = [self._held.get(request) for request in running]
         if not holders or None in holders:
             return [0] * len(self.groups)
         are_all = len(holders) == len(self._held)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hardpoint import EngineClosedError, RequestError, SamplingParams
+from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.testing import scripted_engine
 
 NAN = float("nan")
@@ -132,7 +133,7 @@ def test_request_ids(engine):
 
 def test_priority(engine):
     with pytest.raises(RequestError, match="priority: expected a whole number, got 'high'"):
-        engine.add_request("bad", "x", SamplingParams(), priority="high")
+        engine.add_request("bad", "x", SamplingParams(), RequestExtras(priority="high"))
 
 
 def test_the_callers_params_are_never_changed(engine):

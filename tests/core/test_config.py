@@ -132,6 +132,11 @@ def test_a_value_may_contain_equals_signs_and_line_breaks():
     assert load(["model=1\nseed = 5"])[0] == EngineConfig(model="1\nseed = 5")
 
 
+def test_a_number_or_a_word():
+    assert load(["max_model_len=4096"])[0].max_model_len == 4096
+    assert load(["max_model_len=auto"])[0].max_model_len == "auto"
+
+
 @given(st.text(min_size=1))
 def test_no_text_can_break_out_of_a_value(text):
     config, _ = load_config(settings=[f"plugin.x.value={text}"], environ={})
@@ -147,7 +152,14 @@ def test_no_text_can_break_out_of_a_value(text):
             "scheduler.max_num_seqs: expected a whole number >= 1, got 'x'",
         ),
         ("scheduler.max_num_seqs=0", "scheduler.max_num_seqs: expected a whole number >= 1, got 0"),
-        ("max_model_len=1.5", "max_model_len: expected a whole number >= 1, or none, got 1.5"),
+        (
+            "max_model_len=1.5",
+            'max_model_len: expected a whole number >= 1 or "auto", or none, got 1.5',
+        ),
+        (
+            "max_model_len=most",
+            "max_model_len: expected a whole number >= 1 or \"auto\", or none, got 'most'",
+        ),
         (
             "dtype=int3",
             'dtype: expected "auto" or "bfloat16" or "float16" or "float32", got \'int3\'',

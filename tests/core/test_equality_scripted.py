@@ -8,14 +8,19 @@ import pytest
 from driving import Job, alone, run
 
 from hardpoint import RequestOutputKind, SamplingParams
+from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.testing import ScriptedClock, history_hash, scripted_engine
 
 FINAL = {"output_kind": RequestOutputKind.FINAL_ONLY}
 
 
 def varied_jobs(count: int = 40) -> list[Job]:
-    """Requests of many lengths that use every feature of SamplingParams in some mixture."""
+    """Requests of many lengths that use every feature of SamplingParams in some mixture.
+
+    Every third prompt begins like the others of its kind.
+    """
     rng = random.Random(7)
+    shared = [rng.randrange(256) for _ in range(24)]
     features = [
         {"temperature": 0.0},
         {"temperature": 0.0, "min_tokens": 8, "repetition_penalty": 1.3},
@@ -31,6 +36,8 @@ def varied_jobs(count: int = 40) -> list[Job]:
     jobs: list[Job] = []
     for index in range(count):
         prompt = [rng.randrange(256) for _ in range(rng.randint(1, 60))]
+        if index % 3 == 0:
+            prompt = shared + prompt[:30]
         params = SamplingParams(
             max_tokens=rng.randint(8, 40), **features[index % len(features)], **FINAL
         )
@@ -45,28 +52,50 @@ def expected(scripted):
     engine.close()
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        pytest.param({}, id="defaults"),
-        pytest.param({"scheduler": {"max_num_batched_tokens": 16}}, id="chunks-of-16"),
-        pytest.param({"scheduler": {"max_num_seqs": 3}}, id="three-at-once"),
-        pytest.param({"kv_cache": {"block_size": 4}}, id="blocks-of-4"),
-        pytest.param(
-            {
-                "max_model_len": 128,
-                "kv_cache": {"block_size": 8, "memory_bytes": 8 * 8 * 20},
-                "scheduler": {"max_num_batched_tokens": 48},
-            },
-            id="preempting",
-        ),
-        pytest.param({"scheduler": {"policy": "priority"}}, id="priority"),
-    ],
-)
+SMALL_POOL = {"kv_cache": {"block_size": 8, "num_blocks": 20}, "max_model_len": 128}
+
+STACKS = {
+    "defaults": {},
+    "chunks-of-16": {"scheduler": {"max_num_batched_tokens": 16}},
+    "chunks-of-64": {"scheduler": {"max_num_batched_tokens": 64}},
+    "whole-prompts": {"scheduler": {"chunked_prefill": False, "max_num_batched_tokens": 512}},
+    "long-prefill-threshold": {"scheduler": {"long_prefill_token_threshold": 7}},
+    "three-at-once": {"scheduler": {"max_num_seqs": 3}},
+    "blocks-of-4": {"kv_cache": {"block_size": 4}},
+    "blocks-of-32": {"kv_cache": {"block_size": 32}},
+    "no-prefix-cache": {"kv_cache": {"prefix_caching": False}},
+    "preempting": {**SMALL_POOL, "scheduler": {"max_num_batched_tokens": 48}},
+    "preempting-without-cache": {
+        "max_model_len": 128,
+        "kv_cache": {"block_size": 8, "num_blocks": 20, "prefix_caching": False},
+    },
+    "priority": {**SMALL_POOL, "scheduler": {"policy": "priority"}},
+    "fair": {**SMALL_POOL, "scheduler": {"policy": "fair"}},
+    "shortest-first": {**SMALL_POOL, "scheduler": {"policy": "shortest_first"}},
+}
+
+
+@pytest.mark.parametrize("extra", STACKS.values(), ids=STACKS)
 @pytest.mark.parametrize("per_step", [None, 2])
 def test_batched_equals_alone(scripted, expected, extra, per_step):
     engine = scripted_engine(scripted, extra)
     assert run(engine, varied_jobs(), per_step) == expected
+    engine.close()
+
+
+def test_prompts_that_begin_alike_share_blocks_and_tokens_stay(scripted, expected):
+    """The second round finds the prompts of the first; a third, salted, finds nothing but its own n."""
+    engine = scripted_engine(scripted, {"kv_cache": {"block_size": 4}})
+    run(engine, varied_jobs())
+    first = engine.scheduler_stats().prefix_cache
+    assert run(engine, varied_jobs(), 3) == expected
+    second = engine.scheduler_stats().prefix_cache
+    assert second.hit_tokens - first.hit_tokens > 0.7 * (second.queried_tokens / 2)
+    for request_id, prompt, params in varied_jobs():
+        engine.add_request(request_id, prompt, params, RequestExtras(cache_salt=request_id))
+    engine.step()
+    own = sum(len(prompt) // 4 * 4 * 2 for _, prompt, params in varied_jobs() if params.n == 3)
+    assert engine.scheduler_stats().prefix_cache.hit_tokens - second.hit_tokens <= own
     engine.close()
 
 
@@ -131,7 +160,7 @@ def test_fcfs_and_priority_order_admission(scripted):
         params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, **FINAL)
         for request_id, priority in (("low", 5), ("high", -5)):
             clock.advance(1.0)
-            engine.add_request(request_id, "x", params, priority=priority)
+            engine.add_request(request_id, "x", params, RequestExtras(priority=priority))
         finished = []
         while engine.has_unfinished_requests():
             finished += [output.request_id for output in engine.step()]

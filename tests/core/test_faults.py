@@ -306,7 +306,7 @@ def test_edits_keep_only_and_set():
 
 
 def test_on_error_for_a_plugin_that_is_not_on(scripted):
-    with pytest.raises(ConfigError, match=r"plugins.on_error.dens: no logits processor 'dens' is"):
+    with pytest.raises(ConfigError, match=r"plugins.on_error.dens: no plugin 'dens' is on whose"):
         engine_with(scripted, "Dense", plugins={"on_error": {"dens": "engine"}})
 
 
@@ -377,14 +377,3 @@ def test_a_sampler_that_returns_something_else_is_named(scripted):
     engine.add_request("r", "x", SamplingParams())
     with pytest.raises(PluginFaultError, match=r"sampler 'none_sampler': expected token ids int64"):
         engine.step()
-
-
-def test_a_policy_that_raises_refuses_the_request_and_leaves_nothing(scripted):
-    engine = scripted_engine(scripted, {"scheduler": {"policy": f"{HERE}:BadPolicy"}})
-    with pytest.raises(PluginFaultError, match=r"plugin 'bad_policy'.*ZeroDivisionError"):
-        engine.add_request("r", "x", SamplingParams(), priority=0)
-    assert not engine.has_unfinished_requests()
-    engine.add_request("r", "x", SamplingParams(max_tokens=2), priority=1)
-    while engine.has_unfinished_requests():
-        engine.step()
-    engine.close()

@@ -1,74 +1,467 @@
-"""The block manager against a naive one, and the sizing of the cache."""
+"""The KV cache manager, case by case; `test_kv_cache_model.py` tries them in any order."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from kv_cache_model import finish, make_request, replay, run
 
-from hardpoint import ConfigError, EngineConfig, SamplingParams
-from hardpoint.core.kv_cache import BlockManager, size_cache
-from hardpoint.plugins import EngineCoreRequest, Request, WorkerInfo
-from hardpoint.plugins.config import KVCacheConfig, SchedulerConfig
-
-
-def request(name: str) -> Request:
-    return Request(
-        EngineCoreRequest(request_id=name, prompt_token_ids=[1], params=SamplingParams())
-    )
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    num_blocks=st.integers(1, 12),
-    block_size=st.sampled_from([1, 2, 16]),
-    moves=st.lists(
-        st.tuples(st.sampled_from("abcd"), st.integers(1, 40), st.booleans()), max_size=40
-    ),
+from hardpoint.builtin_plugins.eviction import LeastRecentlyUsed
+from hardpoint.core.kv_cache import BlockManager
+from hardpoint.plugins import EvictionContext, EvictionPolicy, RequestStatus
+from hardpoint.plugins.kv_cache import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CachedPrefix,
+    KVCacheGroup,
 )
-def test_no_block_is_held_twice_or_lost(num_blocks, block_size, moves):
-    manager = BlockManager(num_blocks, block_size)
-    live = {name: request(name) for name in "abcd"}
-    held: dict[str, list[int]] = {name: [] for name in live}
-    for name, tokens, leave in moves:
-        if leave:
-            manager.free(live[name])
-            held[name], live[name].num_computed_tokens = [], 0
-            continue
-        wanted = -(-(live[name].num_computed_tokens + tokens) // block_size) - len(held[name])
-        free = num_blocks - sum(map(len, held.values()))
-        new = manager.allocate(live[name], tokens)
-        if wanted > free:
-            assert new is None
-        else:
-            assert new is not None
-            assert len(new) == max(wanted, 0)
-            held[name] += new
-            live[name].num_computed_tokens += tokens
-        assert manager.block_ids(live[name]) == held[name]
-        every = [block for blocks in held.values() for block in blocks]
-        assert len(every) == len(set(every))
-        assert manager.num_free_blocks == num_blocks - len(every)
+
+TOKENS = list(range(10))
+WINDOW = [KVCacheGroup(None), KVCacheGroup(4)]
 
 
-def config(**fields) -> EngineConfig:
-    return EngineConfig(kv_cache=KVCacheConfig(**fields), scheduler=SchedulerConfig(max_num_seqs=4))
+def lru() -> LeastRecentlyUsed:
+    return LeastRecentlyUsed(EvictionContext(name="lru", options=None))
 
 
-def test_size_by_bytes():
-    info = WorkerInfo(bytes_per_block=100, available_bytes=10**9)
-    assert size_cache(config(memory_bytes=1_050), 128, info) == 10
+def hit(manager: BlockManager, tokens, **keys) -> int:
+    return manager.lookup(make_request("probe", tokens, **keys)).num_tokens
 
 
-def test_size_by_need_and_by_memory():
-    assert size_cache(config(), 160, WorkerInfo(100, 10**9)) == 40  # 4 requests of 10 blocks
-    assert size_cache(config(), 160, WorkerInfo(100, 5_000)) == 20  # 40 % of 5000 bytes
+def filled(tokens=TOKENS, num_blocks=20, block_size=2, **options) -> BlockManager:
+    """Return a manager that one finished request left its content in."""
+    manager = BlockManager(num_blocks, block_size, **options)
+    request = make_request("first", tokens)
+    assert run(manager, request)
+    finish(manager, request)
+    return manager
 
 
-def test_too_small_a_cache_names_the_length_that_fits():
-    with pytest.raises(ConfigError) as error:
-        size_cache(config(memory_bytes=1_000), 512, WorkerInfo(100, 10**9))
-    assert str(error.value) == (
-        "kv_cache.memory_bytes: one request of 512 tokens needs 3200 bytes of KV cache, more than "
-        "kv_cache.memory_bytes = 1000; a max_model_len of 160 would fit"
+@pytest.mark.parametrize(
+    ("tokens", "found"),
+    [
+        (TOKENS, 8),  # all five blocks are there, but one token must be left to compute
+        ([*TOKENS, 10], 10),
+        ([*TOKENS[:9], 99], 8),
+        ([*TOKENS[:7], 99, 8, 9], 6),
+        ([99, *TOKENS[1:]], 0),
+        (TOKENS[:3], 2),
+        (TOKENS[:2], 0),
+        (TOKENS[:1], 0),
+    ],
+)
+def test_lookup(tokens, found):
+    prefix = filled().lookup(make_request("second", tokens))
+    assert prefix.num_tokens == found
+    assert prefix.block_ids == ([list(range(found // 2))] if found else ())
+
+
+def test_lookup_counts():
+    manager = filled()
+    assert manager.lookup(make_request("a", [*TOKENS, 10])).num_tokens == 10
+    manager.lookup(make_request("b", TOKENS, prompt_logprobs=0))
+    stats = manager.stats()
+    assert (stats.requests, stats.queried_tokens, stats.hit_tokens) == (2, 21, 10)
+    manager.lookup(make_request("c", [7]))
+    assert (stats.requests, manager.stats().requests) == (2, 3)
+
+
+def test_prompt_logprobs_find_nothing_but_are_found():
+    manager = BlockManager(20, 2)
+    assert run(manager, make_request("a", TOKENS, prompt_logprobs=0))
+    assert hit(manager, TOKENS, prompt_logprobs=0) == 0
+    assert hit(manager, TOKENS) == 8
+
+
+def test_without_prefix_caching():
+    manager = filled(prefix_caching=False, events=True)
+    assert hit(manager, TOKENS) == 0
+    assert (manager.stats().requests, manager.take_events()) == (0, [])
+    assert len(manager.pool.empty) == manager.num_free_blocks == 20
+
+
+@pytest.mark.parametrize(
+    "keys", [{"salt": "s"}, {"lora": "l"}, {"features": [("image", 0, 3)]}, {"salt": ""}]
+)
+def test_what_depends_on_more_than_tokens_is_not_shared(keys):
+    manager = filled()
+    assert hit(manager, TOKENS, **keys) == 0
+    keyed = make_request("keyed", TOKENS, **keys)
+    assert run(manager, keyed)
+    assert hit(manager, TOKENS, **keys) == 8
+    assert not set(manager.block_ids(keyed)[0]) & set(range(5))
+
+
+def test_requests_of_one_step_share():
+    manager = BlockManager(20, 2)
+    requests = [make_request(f"r{i}", TOKENS) for i in range(4)]
+    assert all(run(manager, request) for request in requests)
+    tables = [manager.block_ids(request)[0] for request in requests]
+    assert [table[:4] for table in tables] == [[0, 1, 2, 3]] * 4
+    assert len({table[4] for table in tables}) == 4
+    assert manager.num_common_prefix_blocks(requests) == [4]
+    assert manager.num_free_blocks == 20 - 8
+
+
+def test_a_chunk_is_found_up_to_its_last_full_block():
+    manager = BlockManager(20, 4)
+    request = make_request("a", TOKENS)
+    assert run(manager, request, chunk=7)
+    assert hit(manager, TOKENS) == 4
+    assert manager.extend(request, 1) == ()
+    assert hit(manager, TOKENS) == 8
+
+
+def test_admit_counts_what_it_takes_out_of_the_candidates():
+    manager = filled(num_blocks=6)  # five hold content, one is empty
+    other = make_request("other", [50, 51, 52])
+    assert run(manager, other)  # takes the empty block, and the tail of the content
+    long = make_request("long", [*TOKENS[:8], 60, 61, 62])
+    prefix = manager.lookup(long)
+    assert (prefix.num_tokens, manager.num_free_blocks) == (8, 4)
+    assert not manager.admit(long, prefix, 1)
+    assert (manager.block_ids(long), manager.num_free_blocks) == ([], 4)
+    finish(manager, other)
+    assert not manager.admit(long, prefix, 1, num_reserved_blocks=2)
+    assert manager.admit(long, prefix, 1, num_reserved_blocks=1)
+    assert manager.block_ids(long)[0][:4] == [0, 1, 2, 3]
+    assert manager.num_free_blocks == 1
+
+
+def test_lookahead_and_external_tokens_have_blocks():
+    manager = BlockManager(20, 2)
+    request = make_request("a", TOKENS)
+    assert manager.admit(request, CachedPrefix(), 3, num_external_tokens=4, num_lookahead_tokens=2)
+    assert len(manager.block_ids(request)[0]) == 5
+    assert hit(manager, TOKENS) == 6  # of seven tokens; lookahead holds nothing yet
+
+
+def test_admitting_twice():
+    manager = BlockManager(20, 2)
+    request = make_request("a", TOKENS)
+    assert run(manager, request)
+    with pytest.raises(ValueError, match="^request 'a' holds blocks already$"):
+        manager.admit(request, CachedPrefix(), 1)
+
+
+def test_an_id_is_used_again_while_its_blocks_are_kept():
+    """As where a connector still saves the blocks of a request that ended."""
+    manager = BlockManager(20, 2)
+    old, new = make_request("same", TOKENS), make_request("same", [7] * 6)
+    assert run(manager, old)
+    assert run(manager, new)
+    assert manager.block_ids(old) == [[0, 1, 2, 3, 4]]
+    assert manager.block_ids(new) == [[5, 6, 7]]
+    finish(manager, old)
+    assert manager.block_ids(new) == [[5, 6, 7]]
+
+
+def test_extend():
+    manager = BlockManager(4, 4)
+    request = make_request("a", TOKENS)
+    assert run(manager, request)
+    assert manager.extend(request, 2) == ()
+    assert manager.extend(request, 2, 1) == [[3]]
+    assert manager.extend(request, 2, 4) == ()
+    assert manager.extend(request, 7) is None
+    assert manager.block_ids(request) == [[0, 1, 2, 3]]
+
+
+def test_generated_tokens_are_found_and_drafts_are_not():
+    manager = BlockManager(20, 2)
+    request = make_request("a", [1, 2, 3])
+    assert run(manager, request)
+    request.append(4)
+    assert manager.extend(request, 4) == [[2, 3]]  # one token and three drafts
+    assert hit(manager, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 4
+    for token in (5, 6):  # one draft was accepted
+        request.append(token)
+    request.num_computed_tokens = 5
+    assert manager.extend(request, 1) == ()
+    assert hit(manager, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 6
+
+
+def test_tokens_that_are_not_known_yet_are_cached_when_they_are():
+    """As in asynchronous scheduling, where the plan runs ahead of the sampled tokens."""
+    manager = BlockManager(20, 2)
+    request = make_request("a", [1, 2, 3])
+    assert run(manager, request)
+    assert manager.extend(request, 1) == ()
+    request.num_computed_tokens = 4
+    assert hit(manager, [1, 2, 3, 4, 5]) == 2
+    request.append(4)
+    assert manager.extend(request, 1) == [[2]]
+    assert hit(manager, [1, 2, 3, 4, 5]) == 4
+
+
+def test_delayed_caching():
+    manager = BlockManager(20, 2)
+    request = make_request("a", TOKENS)
+    assert manager.admit(request, CachedPrefix(), 0, num_external_tokens=9, delay_caching=True)
+    assert hit(manager, TOKENS) == 0
+    request.num_computed_tokens = 5  # four of the tokens did not come
+    manager.cache_arrived(request, 5)
+    assert hit(manager, TOKENS) == 4
+    assert manager.extend(request, 4) == ()
+    assert hit(manager, TOKENS) == 8
+    manager.cache_arrived(request, 10)  # it has nothing to wait for any more
+    assert hit(manager, [*TOKENS, 10]) == 8
+
+
+def test_freed_while_its_data_was_on_the_way():
+    manager = BlockManager(20, 2)
+    request = make_request("a", TOKENS)
+    assert manager.admit(request, CachedPrefix(), 0, num_external_tokens=8, delay_caching=True)
+    manager.free(request)
+    manager.cache_arrived(request, 8)
+    assert (hit(manager, TOKENS), len(manager.pool.empty)) == (0, 20)
+    assert run(manager, request)
+    assert hit(manager, TOKENS) == 8
+
+
+def test_tail_is_evicted_first():
+    manager = filled(num_blocks=6, eviction=lru())
+    assert run(manager, make_request("b", [50, 51, 52, 53, 54]))  # the empty one, and two more
+    assert hit(manager, [*TOKENS, 10]) == 6
+
+
+def test_least_recently_used_goes():
+    manager = BlockManager(6, 2, eviction=lru())
+    for name in "abc":
+        request = make_request(name, [ord(name)] * 4)
+        assert run(manager, request)
+        finish(manager, request)
+    assert hit(manager, [*b"aaaaa"]) == 4
+    again = make_request("again", [*b"aaaaa"])
+    assert run(manager, again)  # found, and its fifth token took the tail of b
+    finish(manager, again)
+    assert [hit(manager, [ord(name)] * 5) for name in "abc"] == [4, 2, 4]
+    assert run(manager, make_request("d", [9] * 4))
+    assert [hit(manager, [ord(name)] * 5) for name in "abc"] == [4, 0, 4]
+
+
+def test_faulty_eviction_policy_changes_nothing_but_what_is_evicted():
+    class Broken(EvictionPolicy):
+        contract = 1
+
+        def released(self, blocks):
+            pass
+
+        def taken(self, block_ids):
+            pass
+
+        def evict(self, count):
+            return [17] * count
+
+    faults = []
+    policy = Broken(EvictionContext(name="broken", options=None))
+    manager = filled(num_blocks=6, eviction=policy, fault=lambda *words: faults.append(words))
+    assert run(manager, make_request("b", [50, 51, 52, 53, 54]))
+    assert faults == [("evict(2) returned 17, which is no candidate", None)]
+    assert hit(manager, [*TOKENS, 10]) == 6
+
+
+def test_hashes_live_until_a_request_is_finished():
+    manager = BlockManager(20, 2)
+    request = make_request("a", TOKENS)
+    assert run(manager, request)
+    request.status = RequestStatus.PREEMPTED
+    manager.free(request)
+    assert len(manager._hashes) == 1
+    assert run(manager, request)
+    assert manager.stats().hit_tokens == 8
+    finish(manager, request)
+    manager.free(request)
+    assert len(manager._hashes) == 0
+    assert manager.num_free_blocks == 20
+
+
+def test_rewind():
+    manager = BlockManager(20, 2)
+    request = make_request("a", TOKENS)
+    assert run(manager, request)
+    before = manager.block_ids(request)
+    manager.rewind(request, 5)
+    assert manager.block_ids(request) == before
+    assert hit(manager, TOKENS) == 4
+    request.num_computed_tokens = 5
+    assert manager.extend(request, 2) == ()
+    assert hit(manager, TOKENS) == 6
+    request.num_computed_tokens = 7
+    assert manager.extend(request, 3) == ()
+    assert hit(manager, [*TOKENS, 10]) == 10
+
+
+def test_discard():
+    manager = filled()
+    holder = make_request("holder", TOKENS)
+    assert run(manager, holder)
+    manager.discard([1, 4, 13])
+    assert hit(manager, [*TOKENS, 10]) == 2
+    assert manager.block_ids(holder)[0][:4] == [0, 1, 2, 3]
+    finish(manager, holder)
+    assert sorted(manager.pool.candidates) == [0, 2, 3]
+    assert manager.num_free_blocks == 20
+
+
+def test_reset_while_a_request_runs():
+    manager = filled()
+    request = make_request("a", [*TOKENS, 10, 11])
+    assert run(manager, request, chunk=1)
+    manager.reset()
+    assert hit(manager, [*TOKENS, 10]) == 0
+    assert len(manager.block_ids(request)[0]) == 6
+    assert manager.extend(request, 1) == ()
+    assert manager.num_free_blocks == len(manager.pool.empty) == 14
+    assert hit(manager, [*TOKENS, 10, 11, 12]) == 0  # it stores nothing more
+    manager.free(request)
+    assert run(manager, request)
+    assert hit(manager, [*TOKENS, 10, 11, 12]) == 12
+
+
+def test_window_bounds_what_is_held():
+    manager = BlockManager(9, 2, groups=[KVCacheGroup(4)])
+    assert manager.num_usable_blocks == manager.num_free_blocks == 8
+    request = make_request("a", [1])
+    assert run(manager, request)
+    for token in range(200):
+        request.append(token)
+        assert manager.extend(request, 1) is not None
+        request.num_computed_tokens += 1
+        assert 8 - manager.num_free_blocks <= 3
+    (table,) = manager.block_ids(request)
+    assert len(table) == 101
+    assert table[:98] == [0] * 98
+    assert 0 not in table[99:]
+
+
+def test_window_hit_needs_only_what_is_seen():
+    manager = BlockManager(20, 2, groups=[KVCacheGroup(4)])
+    request = make_request("a", TOKENS)
+    assert run(manager, request)
+    finish(manager, request)
+    blocks = [manager.pool.index[0][key] for key in manager._hashes.of(request, 5)]
+    manager.discard(blocks[:2])
+    prefix = manager.lookup(make_request("b", TOKENS))
+    assert (prefix.num_tokens, prefix.block_ids) == (8, [[0, 0, *blocks[2:4]]])
+    manager.discard(blocks[3:4])
+    assert hit(manager, [*TOKENS, 10]) == 0
+
+
+def test_groups_agree_on_the_longest_prefix():
+    manager = BlockManager(20, 2, groups=WINDOW)
+    request = make_request("a", TOKENS)
+    assert run(manager, request)
+    full, windowed = manager.block_ids(request)
+    finish(manager, request)
+    manager.discard(windowed[4:])
+    prefix = manager.lookup(make_request("b", [*TOKENS, 10]))
+    assert prefix.num_tokens == 8
+    assert prefix.block_ids == [full[:4], [0, 0, *windowed[2:4]]]
+    manager.discard(full[3:4])
+    assert hit(manager, TOKENS) == 6
+    assert manager.blocks_needed(9) == 10
+
+
+def test_rewind_behind_a_window():
+    manager = BlockManager(40, 2, groups=[KVCacheGroup(4)])
+    request = make_request("a", list(range(30)))
+    assert run(manager, request, chunk=20)
+    assert manager.extend(request, 10) is not None
+    request.num_computed_tokens = 30
+    manager.rewind(request, 20)
+    words = (
+        "^request 'a' cannot go back to token 18: of what it sees through a window of 4 tokens, "
+        "the blocks before token 16 were given back$"
     )
+    with pytest.raises(ValueError, match=words):
+        manager.rewind(request, 18)
+
+
+def test_drafts_in_flight_do_not_move_the_window():
+    """The plan counts drafts as computed; were they rejected, the window would go back."""
+    manager = BlockManager(40, 1, groups=[KVCacheGroup(2)])
+    request = make_request("a", [1, 2, 3])
+    assert run(manager, request)
+    request.num_computed_tokens = 3 + 4
+    assert manager.extend(request, 4) is not None
+    assert manager.block_ids(request)[0][:3] == [0, 2, 3]
+
+
+def test_common_prefix():
+    manager = BlockManager(30, 2, groups=WINDOW)
+    shared = (8, 6, 2)
+    requests = [make_request(f"r{n}", [*TOKENS[:n], 90 + n, 91, 92]) for n in shared]
+    assert all(run(manager, request) for request in requests)
+    assert manager.num_common_prefix_blocks([]) == [0, 0]
+    assert manager.num_common_prefix_blocks(requests[:1]) == [6, 6]
+    assert manager.num_common_prefix_blocks(requests[:2]) == [3, 0]
+    assert manager.num_common_prefix_blocks(requests[::2]) == [1, 1]
+    assert manager.num_common_prefix_blocks(requests) == [1, 0]
+    assert manager.num_common_prefix_blocks([requests[0], make_request("new", TOKENS)]) == [0, 0]
+
+
+def test_events():
+    manager = BlockManager(6, 2, events=True, eviction=lru())
+    first = make_request("a", [1, 2, 3, 4, 5], lora="adapter")
+    assert run(manager, first, chunk=3)
+    assert manager.extend(first, 2) == [[2]]
+    hashes = list(manager._hashes.of(first, 2))
+    stored = BlockStored([hashes[0]], None, [1, 2], 2, "adapter", 0)
+    assert manager.take_events() == [
+        stored,
+        BlockStored([hashes[1]], hashes[0], [3, 4], 2, "adapter", 0),
+    ]
+    finish(manager, first)
+    assert manager.take_events() == []
+    assert run(manager, make_request("b", TOKENS))
+    removed, second = manager.take_events()
+    assert removed == BlockRemoved([hashes[1]])
+    assert (second.parent_hash, second.token_ids, len(second.block_hashes)) == (None, TOKENS, 5)
+    manager.discard([0])
+    manager.reset()
+    assert manager.take_events() == [BlockRemoved([hashes[0]]), AllBlocksCleared()]
+
+
+def test_events_of_several_groups():
+    manager = BlockManager(20, 2, groups=WINDOW, events=True)
+    request = make_request("a", TOKENS)
+    assert run(manager, request)
+    hashes = [set(), set()]
+    for event in manager.take_events():
+        replay(event, hashes)
+    assert hashes == [set(index) for index in manager.pool.index]
+    assert len(hashes[0]) == len(hashes[1]) == 5
+    manager.discard(manager.block_ids(request)[1][:1])
+    (event,) = manager.take_events()
+    assert (event.group, len(event.block_hashes)) == (1, 1)
+
+
+def test_events_of_blocks_with_a_gap():
+    """What another request has stored meanwhile is not told again."""
+    manager = BlockManager(20, 2, events=True)
+    delayed = make_request("delayed", TOKENS)
+    assert manager.admit(delayed, CachedPrefix(), 0, num_external_tokens=10, delay_caching=True)
+    other = make_request("other", TOKENS[:6])
+    assert run(manager, other)
+    manager.discard(manager.block_ids(other)[0][:1])
+    manager.take_events()
+    manager.cache_arrived(delayed, 10)
+    keys = manager._hashes.of(delayed, 5)
+    assert manager.take_events() == [
+        BlockStored([keys[0]], None, [0, 1], 2),
+        BlockStored(keys[3:], keys[2], [6, 7, 8, 9], 2),
+    ]
+
+
+def test_pool_of_one_block():
+    manager = BlockManager(1, 4, eviction=lru())
+    for name in "ab":
+        request = make_request(name, [ord(name)] * 4)
+        assert run(manager, request)
+        request.append(7)
+        assert manager.extend(request, 1) is None
+        assert not run(manager, make_request("other", [5]))
+        finish(manager, request)
+    assert hit(manager, [*b"bbbbb"]) == 4
+    assert hit(manager, [*b"aaaaa"]) == 0

@@ -150,11 +150,12 @@ class Cache(RuleBasedStateMachine):
             return
         assert new == () or [len(table) for table in new] == [wanted] * len(before)
         after = [list(table) for table in manager.block_ids(request)]
+        kept = [u[: len(t)] for t, u in zip(before, after, strict=True)]
         gone = [
-            b
-            for t, u in zip(before, after, strict=True)
-            for b, c in zip(t, u, strict=False)
-            if b != c
+            old
+            for t, u in zip(before, kept, strict=True)
+            for old, block in zip(t, u, strict=True)
+            if old != block
         ]
         assert set(gone) <= set(passed)
         assert wanted <= 0 or gone == passed

@@ -1,0 +1,139 @@
+"""How a scheduler is set up for a rig, and finding the built-in plugins that go with it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hardpoint.core.kv_cache import BlockManager
+from hardpoint.plugins import (
+    EngineConfig,
+    EvictionPolicy,
+    KVCacheGroup,
+    KVCacheManager,
+    PluginSet,
+    PolicyContext,
+    Scheduler,
+    SchedulerLimits,
+    SchedulingPolicy,
+    resolve_plugins,
+    typed,
+)
+
+__all__ = ["RigSettings", "builtin_policy", "builtin_scheduler", "make_policy"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RigSettings:
+    """What a SchedulerRig is built with; the limits are those of SchedulerLimits.
+
+    Attributes:
+        blocks: of the KV cache.
+        block_size: tokens of a block.
+        windows: one entry per KV cache group.
+        kv_cache: makes the KV cache manager; None makes the engine's own.
+        max_model_len: None is the longest that the cache has room for.
+        policy: one, a class of one, or the name of an installed one.
+        options: the scheduler's, as an operator writes them.
+        connector, grammars: whether there is a ScriptedConnector, and ScriptedGrammars.
+        encoder_cache_tokens: room for embeddings; 0 is no encoder cache.
+        vocab_size: of the scripted reply.
+    """
+
+    blocks: int = 16
+    block_size: int = 4
+    windows: tuple[int | None, ...] = (None,)
+    prefix_caching: bool = True
+    eviction: EvictionPolicy | None = None
+    kv_cache: Callable[[RigSettings], KVCacheManager] | None = None
+    watermark: float = 0.0
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 16
+    max_model_len: int | None = None
+    chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    max_waiting: int | None = None
+    num_draft_tokens: int = 0
+    num_lookahead_tokens: int = 0
+    max_loras: int = 0
+    max_encoder_tokens: int = 0
+    asynchronous: bool = False
+    policy: SchedulingPolicy | type[SchedulingPolicy] | str = "fcfs"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    connector: bool = False
+    grammars: bool = False
+    encoder_cache_tokens: int = 0
+    log_stats: bool = False
+    report_finished: bool = False
+    vocab_size: int = 29
+
+    def manager(self) -> KVCacheManager:
+        """Return a new KV cache manager."""
+        if self.kv_cache is not None:
+            return self.kv_cache(self)
+        return BlockManager(
+            self.blocks,
+            self.block_size,
+            groups=tuple(KVCacheGroup(window=window) for window in self.windows),
+            prefix_caching=self.prefix_caching,
+            eviction=self.eviction,
+        )
+
+    def limits(self, kv_cache: KVCacheManager) -> SchedulerLimits:
+        """Return what no step may exceed."""
+        longest = kv_cache.num_usable_blocks // len(self.windows) * self.block_size
+        return SchedulerLimits(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len or max(longest - self.num_lookahead_tokens, 2),
+            chunked_prefill=self.chunked_prefill,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            max_waiting=self.max_waiting,
+            num_draft_tokens=self.num_draft_tokens,
+            num_lookahead_tokens=self.num_lookahead_tokens,
+            max_loras=self.max_loras,
+            max_encoder_tokens=self.max_encoder_tokens,
+            asynchronous=self.asynchronous,
+        )
+
+
+def make_policy(
+    policy: SchedulingPolicy | type[SchedulingPolicy] | str, options: Mapping[str, Any] | None = None
+) -> SchedulingPolicy:
+    """Return a policy, given one, its class or its name.
+
+    Raises:
+        ConfigError: the options are not what its class takes.
+        PluginError: there is none of that name.
+    """
+    if isinstance(policy, SchedulingPolicy):
+        return policy
+    if isinstance(policy, str):
+        return builtin_policy(policy, options)
+    name = policy.__name__
+    checked = typed.convert(dict(options or {}), policy.Options, path=f"plugin.{name}")
+    return policy(PolicyContext(name=name, options=checked))
+
+
+def builtin_policy(name: str, options: Mapping[str, Any] | None = None) -> SchedulingPolicy:
+    """Return a new policy by its entry-point name."""
+    plugins = _plugins("default", name)
+    entry = plugins.one("scheduling_policies")
+    cls: type[SchedulingPolicy] = plugins.target(entry)
+    checked = typed.convert(dict(options or {}), cls.Options, path=f"plugin.{name}")
+    return cls(PolicyContext(name=name, options=checked))
+
+
+def builtin_scheduler(name: str = "default") -> type[Scheduler]:
+    """Return a scheduler's class by its entry-point name."""
+    plugins = _plugins(name, "fcfs")
+    cls: type[Scheduler] = plugins.target(plugins.one("schedulers"))
+    return cls
+
+
+@functools.cache
+def _plugins(scheduler: str, policy: str) -> PluginSet:
+    tree = {"scheduler": {"use": scheduler, "policy": policy}}
+    return resolve_plugins(typed.convert(tree, EngineConfig, path=""))

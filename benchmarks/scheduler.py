@@ -1,0 +1,507 @@
+"""What scheduling costs, in microseconds, beside vLLM's own Scheduler class where it is installed.
+
+    python benchmarks/scheduler.py                          # the whole table
+    python benchmarks/scheduler.py --sizes 32 256 --no-waiting --steps 50 --json result.json
+
+No model runs. A step is `schedule`, then `update` with a token for everybody; both are timed, what
+comes between is not. All requests decode, with prompts of 64 to 79 tokens, so that in each step
+one in sixteen needs a block and fills one. Prefix caching is on, statistics are off.
+
+* decodes: a step of so many running requests, then the same with 100 000 requests that wait
+  behind them, since `max_num_seqs` are running.
+* record: how much longer a step takes when somebody listens to the step record.
+* prefix: a prompt that is in the cache as a whole. "hashes" is making the request and the hashes of
+  its blocks, "look-up" is finding the blocks by them.
+* memory: what the cache remembers of a block whose content can be found, nobody holding it.
+
+Engines take turns step by step, in one process. Shown are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import itertools
+import json
+import logging
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.table import Table
+
+from hardpoint.core.kv_cache import BlockManager
+from hardpoint.plugins import (
+    CachedPrefix,
+    EngineConfig,
+    EngineCoreRequest,
+    ModelRunnerOutput,
+    PolicyContext,
+    Request,
+    RequestStatus,
+    SamplingParams,
+    SchedulerContext,
+    SchedulerLimits,
+    StepRecord,
+    resolve_plugins,
+)
+
+SIZES = (1, 32, 256, 1024, 4096)
+PROMPTS = ((4_096, 16), (32_768, 16), (4_096, 128), (32_768, 128))  # tokens, block size
+WAITING = 100_000
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 65_536
+VOCABULARY = 32_000
+SHORTEST, WAITING_PROMPT = 64, 8
+TOKEN = 5  # what everybody samples
+WARM_UP = 5
+MEMORY_BLOCKS = 20_000
+MICROSECONDS = 1e6
+
+
+def prompt(index: int, length: int) -> list[int]:
+    """Return a prompt that shares no block with another one."""
+    return random.Random(index).choices(range(VOCABULARY), k=length)
+
+
+def running_prompts(count: int) -> Iterator[tuple[str, list[int]]]:
+    """Yield ids and prompts; their lengths reach the ends of blocks in different steps."""
+    for index in range(count):
+        yield f"running-{index}", prompt(index, SHORTEST + index % BLOCK_SIZE)
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the microseconds that a call takes, and its result."""
+    time.perf_counter()  # so that the clock itself is in the cache
+    began = time.perf_counter()
+    result = call()
+    return (time.perf_counter() - began) * MICROSECONDS, result
+
+
+class Engine(Protocol):
+    """One engine's scheduler with running decodes."""
+
+    def step(self) -> tuple[float, float]:
+        """Run a step; return the microseconds of schedule and update."""
+
+    def add_waiting(self, count: int) -> None:
+        """Add requests that find no slot."""
+
+
+class Hardpoint:
+    """The default scheduler as an engine builds it."""
+
+    def __init__(self, running: int, num_blocks: int, listens: bool = False) -> None:
+        """Let `running` requests finish their prompts."""
+        plugins = resolve_plugins(EngineConfig())
+        self._records: list[StepRecord] = []
+        self._scheduler = plugins.create(
+            plugins.one("schedulers"),
+            SchedulerContext,
+            limits=SchedulerLimits(
+                max_num_seqs=running,
+                max_num_batched_tokens=MAX_MODEL_LEN,
+                max_model_len=MAX_MODEL_LEN,
+            ),
+            kv_cache=BlockManager(num_blocks, BLOCK_SIZE),
+            policy=plugins.create(plugins.one("scheduling_policies"), PolicyContext),
+            clock=time.monotonic,
+            record=self._records.append if listens else None,
+        )
+        for request_id, tokens in running_prompts(running):
+            self._scheduler.add_request(hardpoint_request(request_id, tokens))
+        decoding = 0
+        while decoding < running:
+            plan = self._scheduler.schedule()
+            sampled = {
+                request_id: [TOKEN]
+                for request_id in plan.num_scheduled_tokens
+                if self._scheduler.live_request(request_id).num_tokens
+                == self._scheduler.live_request(request_id).num_computed_tokens
+            }
+            decoding = len(sampled)
+            self._scheduler.update(plan, ModelRunnerOutput(sampled))
+
+    def step(self) -> tuple[float, float]:
+        """Run a step."""
+        self._records.clear()
+        scheduling, plan = timed(self._scheduler.schedule)
+        result = ModelRunnerOutput({request: [TOKEN] for request in plan.num_scheduled_tokens})
+        updating, _ = timed(lambda: self._scheduler.update(plan, result))
+        return scheduling, updating
+
+    def add_waiting(self, count: int) -> None:
+        """Add requests that find no slot."""
+        for index in range(count):
+            tokens = prompt(-1 - index, WAITING_PROMPT)
+            self._scheduler.add_request(hardpoint_request(f"waiting-{index}", tokens))
+
+
+def hardpoint_request(request_id: str, tokens: list[int]) -> EngineCoreRequest:
+    """Return a request that goes on for ever."""
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=tokens,
+        params=SamplingParams(max_tokens=MAX_MODEL_LEN, ignore_eos=True),
+    )
+
+
+class HardpointCache:
+    """The KV cache manager alone."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        """Start empty."""
+        self._cache = BlockManager(num_blocks, block_size)
+        self._numbers = itertools.count()
+
+    def fill(self, tokens: list[int]) -> None:
+        """Let a request with this prompt come and go."""
+        request = Request(self._source(tokens))
+        assert self._cache.admit(request, CachedPrefix(), len(tokens))
+        self._end(request)
+
+    def look_up(self, tokens: list[int]) -> tuple[float, float]:
+        """Return the microseconds of making a request with hashes, and of finding its blocks."""
+        source = self._source(tokens)
+
+        def make_and_look_up() -> Request:
+            request = Request(source)
+            self._cache.lookup(request)
+            return request
+
+        both, request = timed(make_and_look_up)
+        looking_up, prefix = timed(lambda: self._cache.lookup(request))
+        size = self._cache.block_size
+        assert prefix.num_tokens == (len(tokens) - 1) // size * size
+        self._end(request)
+        return both - looking_up, looking_up
+
+    def _source(self, tokens: list[int]) -> EngineCoreRequest:
+        return hardpoint_request(f"request-{next(self._numbers)}", tokens)
+
+    def _end(self, request: Request) -> None:
+        request.status = RequestStatus.FINISHED
+        self._cache.free(request)
+
+
+class Vllm:
+    """vLLM's scheduler with the same requests."""
+
+    def __init__(self, running: int, num_blocks: int) -> None:
+        """Let `running` requests finish their prompts."""
+        from vllm.v1.outputs import ModelRunnerOutput as VllmOutput
+
+        self._output = VllmOutput
+        self._request = vllm_requests(BLOCK_SIZE)
+        self._scheduler = vllm_scheduler(running, num_blocks, BLOCK_SIZE)
+        for request_id, tokens in running_prompts(running):
+            self._scheduler.add_request(self._request(request_id, tokens))
+        decoding = 0
+        while decoding < running:
+            plan = self._scheduler.schedule()
+            requests = self._scheduler.requests
+            done = [
+                requests[request_id].num_tokens <= requests[request_id].num_computed_tokens
+                for request_id in plan.num_scheduled_tokens
+            ]
+            decoding = sum(done)
+            self._update(plan, [[TOKEN] if last else [] for last in done])
+
+    def step(self) -> tuple[float, float]:
+        """Run a step."""
+        scheduling, plan = timed(self._scheduler.schedule)
+        return scheduling, self._update(plan, [[TOKEN] for _ in plan.num_scheduled_tokens])
+
+    def add_waiting(self, count: int) -> None:
+        """Add requests that find no slot."""
+        for index in range(count):
+            tokens = prompt(-1 - index, WAITING_PROMPT)
+            self._scheduler.add_request(self._request(f"waiting-{index}", tokens))
+
+    def _update(self, plan: Any, sampled: list[list[int]]) -> float:
+        ids = list(plan.num_scheduled_tokens)
+        result = self._output(
+            req_ids=ids,
+            req_id_to_index={request_id: place for place, request_id in enumerate(ids)},
+            sampled_token_ids=sampled,
+        )
+        return timed(lambda: self._scheduler.update_from_output(plan, result))[0]
+
+
+class VllmCache:
+    """vLLM's KV cache manager, as its scheduler builds it."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        """Start empty."""
+        self._request = vllm_requests(block_size)
+        self._block_size = block_size
+        self._cache = vllm_scheduler(1, num_blocks, block_size).kv_cache_manager
+
+    def fill(self, tokens: list[int]) -> None:
+        """Let a request with this prompt come and go."""
+        request = self._request("first", tokens)
+        assert self._cache.allocate_slots(request, len(tokens)) is not None
+        self._cache.free(request)
+
+    def look_up(self, tokens: list[int]) -> tuple[float, float]:
+        """Return the microseconds of making a request with hashes, and of finding its blocks."""
+        hashing, request = timed(lambda: self._request("second", tokens))
+        looking_up, found = timed(lambda: self._cache.get_computed_blocks(request))
+        assert found[1] == (len(tokens) - 1) // self._block_size * self._block_size
+        return hashing, looking_up
+
+
+def vllm_requests(block_size: int) -> Callable[[str, list[int]], Any]:
+    """Return what makes vLLM's requests, with sha256 hashes as it does by default."""
+    from vllm import SamplingParams as VllmParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request as VllmRequest
+
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(block_size, sha256)
+    params = VllmParams(max_tokens=MAX_MODEL_LEN, ignore_eos=True)
+    return lambda request_id, tokens: VllmRequest(
+        request_id, tokens, params, None, block_hasher=hasher
+    )
+
+
+def vllm_scheduler(max_num_seqs: int, num_blocks: int, block_size: int) -> Any:
+    """Return vLLM's scheduler for a small model with one group of attention layers."""
+    import torch
+    from vllm.config import CacheConfig, ModelConfig, VllmConfig
+    from vllm.config import SchedulerConfig as VllmLimits
+    from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_model_config(Path(folder))
+        config = VllmConfig(
+            model_config=ModelConfig(
+                model=folder,
+                skip_tokenizer_init=True,
+                dtype="float32",
+                max_model_len=MAX_MODEL_LEN,
+            ),
+            scheduler_config=VllmLimits(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=MAX_MODEL_LEN,
+                max_model_len=MAX_MODEL_LEN,
+                is_encoder_decoder=False,
+                async_scheduling=False,
+            ),
+            cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=True),
+        )
+    config.cache_config.num_gpu_blocks = num_blocks
+    attention = FullAttentionSpec(
+        block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
+    )
+    return VllmScheduler(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(
+            num_blocks=num_blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], attention)],
+        ),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=block_size,
+    )
+
+
+def write_model_config(folder: Path) -> None:
+    """Write what vLLM wants to know of a model before it schedules for it."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 2,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": MAX_MODEL_LEN,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def take_turns(engines: dict[str, Engine], steps: int) -> dict[str, list[tuple[float, float]]]:
+    """Return each engine's microseconds of schedule and update, step by step."""
+    gc.collect()
+    gc.freeze()  # as engines do once they are up: what lives long is not looked through again
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
+    order = list(engines)
+    for number in range(WARM_UP + steps):
+        random.shuffle(order)  # who comes after whom decides what is in the processor's caches
+        for name in order:
+            times = engines[name].step()
+            if number >= WARM_UP:
+                found[name].append(times)
+    gc.unfreeze()
+    return found
+
+
+def medians(times: list[tuple[float, float]]) -> dict[str, float]:
+    """Return the medians of schedule, update and both."""
+    return {
+        "schedule": statistics.median(schedule for schedule, _ in times),
+        "update": statistics.median(update for _, update in times),
+        "step": statistics.median(schedule + update for schedule, update in times),
+    }
+
+
+def record_share(plain: list[tuple[float, float]], recorded: list[tuple[float, float]]) -> float:
+    """Return how much longer a step takes with a record, as a share; of neighbouring steps."""
+    return statistics.median(
+        sum(longer) / sum(shorter) - 1 for longer, shorter in zip(recorded, plain, strict=True)
+    )
+
+
+def measure_decodes(
+    sizes: list[int], steps: int, waiting: int, with_vllm: bool
+) -> list[dict[str, Any]]:
+    """Measure steps of running decodes, without and with others that wait."""
+    results = []
+    for running in sizes:
+        rounds = (WARM_UP + steps) * (2 if waiting else 1)
+        blocks = running * ((SHORTEST + BLOCK_SIZE + rounds) // BLOCK_SIZE + 2) + 1
+        engines: dict[str, Engine] = {
+            "hardpoint": Hardpoint(running, blocks),
+            "recorded": Hardpoint(running, blocks, listens=True),
+        }
+        if with_vllm:
+            engines["vllm"] = Vllm(running, blocks)
+        for behind in (0, waiting) if waiting else (0,):
+            for engine in engines.values():
+                engine.add_waiting(behind)
+            times = take_turns(engines, steps)
+            share = record_share(times["hardpoint"], times.pop("recorded"))
+            result: dict[str, Any] = {"running": running, "waiting": behind, "record_share": share}
+            results.append(result | {name: medians(each) for name, each in times.items()})
+            print(f"{running} running, {behind} waiting: done", file=sys.stderr)
+    return results
+
+
+def measure_prefixes(rounds: int, with_vllm: bool) -> list[dict[str, Any]]:
+    """Measure look-ups of prompts that are in the cache as a whole."""
+    results = []
+    for length, block_size in PROMPTS:
+        tokens = prompt(0, length)
+        blocks = length // block_size + 2
+        caches: dict[str, Any] = {"hardpoint": HardpointCache(blocks, block_size)}
+        if with_vllm:
+            caches["vllm"] = VllmCache(blocks, block_size)
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in caches}
+        for cache in caches.values():
+            cache.fill(tokens)
+        for _ in range(rounds):
+            for name, cache in caches.items():
+                found[name].append(cache.look_up(tokens))
+        result: dict[str, Any] = {"tokens": length, "block_size": block_size}
+        for name, times in found.items():
+            hashing, looking_up = zip(*times, strict=True)
+            result[name] = {
+                "hashes": statistics.median(hashing),
+                "look_up": statistics.median(looking_up),
+            }
+        results.append(result)
+    return results
+
+
+def measure_memory(with_vllm: bool) -> dict[str, float]:
+    """Return the bytes that a cached block takes, by engine, its place in the pool included."""
+    makers: dict[str, Callable[[int, int], Any]] = {"hardpoint": HardpointCache}
+    if with_vllm:
+        makers["vllm"] = VllmCache
+    result = {}
+    for name, make in makers.items():
+        make(2, BLOCK_SIZE)  # imports what it needs
+        gc.collect()
+        tracemalloc.start()
+        cache = make(MEMORY_BLOCKS + 1, BLOCK_SIZE)
+        cache.fill(prompt(0, MEMORY_BLOCKS // 2 * BLOCK_SIZE))
+        cache.fill(prompt(1, MEMORY_BLOCKS // 2 * BLOCK_SIZE))
+        gc.collect()
+        result[name] = tracemalloc.get_traced_memory()[0] / MEMORY_BLOCKS
+        tracemalloc.stop()
+    return result
+
+
+def ratio(result: dict[str, Any], key: str) -> str:
+    """Return how many times as long vLLM takes."""
+    return f"{result['vllm'][key] / result['hardpoint'][key]:.1f}x" if "vllm" in result else ""
+
+
+def show_decodes(results: list[dict[str, Any]], names: list[str]) -> None:
+    """Print the table of steps."""
+    table = Table(title="microseconds per step (vLLM takes so many times as long)")
+    table.add_column("decodes / waiting", justify="right")
+    for name in names:
+        for title in (f"{name} schedule", "update", "step"):
+            table.add_column(title, justify="right")
+    table.add_column("ratio", justify="right")
+    table.add_column("record", justify="right")
+    for result in results:
+        cells = [f"{result['running']} / {result['waiting']}"]
+        for name in names:
+            cells += [f"{value:,.0f}" for value in result[name].values()]
+        table.add_row(*cells, ratio(result, "step"), f"{result['record_share']:+.1%}")
+    Console(width=110).print(table)
+
+
+def show_prefixes(results: list[dict[str, Any]], names: list[str]) -> None:
+    """Print the table of look-ups."""
+    table = Table(title="prefix cache, full hit, microseconds")
+    table.add_column("tokens / block", justify="right")
+    for name in names:
+        table.add_column(f"{name} hashes", justify="right")
+        table.add_column("look-up", justify="right")
+    table.add_column("ratios", justify="right")
+    for result in results:
+        cells = [f"{result['tokens']} / {result['block_size']}"]
+        for name in names:
+            cells += [f"{value:,.1f}" for value in result[name].values()]
+        table.add_row(*cells, f"{ratio(result, 'hashes')} {ratio(result, 'look_up')}")
+    Console(width=110).print(table)
+
+
+def main() -> None:
+    """Parse arguments and run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--sizes", nargs="*", type=int, default=list(SIZES), help="decodes")
+    parser.add_argument("--steps", type=int, default=48, help="counted steps (default 48)")
+    parser.add_argument("--no-waiting", action="store_true", help="nobody waits behind")
+    parser.add_argument("--json", type=Path, help="also write the result here")
+    arguments = parser.parse_args()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    with_vllm = importlib.util.find_spec("vllm") is not None
+    logging.disable(logging.WARNING)
+    if not with_vllm:
+        print("vLLM is not installed: its scheduler is not measured", file=sys.stderr)
+    names = ["hardpoint", "vllm"] if with_vllm else ["hardpoint"]
+    waiting = 0 if arguments.no_waiting else WAITING
+    decodes = measure_decodes(arguments.sizes, arguments.steps, waiting, with_vllm)
+    prefixes = measure_prefixes(arguments.steps, with_vllm)
+    memory = measure_memory(with_vllm)
+    show_decodes(decodes, names)
+    show_prefixes(prefixes, names)
+    for name, size in memory.items():
+        print(f"{name}: {size:.0f} bytes per cached block of {BLOCK_SIZE} tokens")
+    if arguments.json:
+        about = {"steps": arguments.steps, "cpus": os.cpu_count()}
+        about |= {"decodes": decodes, "prefixes": prefixes, "bytes_per_cached_block": memory}
+        arguments.json.write_text(json.dumps(about, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -9,17 +9,19 @@ one in sixteen needs a block and fills one. Prefix caching is on, statistics are
 
 * decodes: a step of so many running requests, then the same with 100 000 requests that wait
   behind them, since `max_num_seqs` are running.
-* record: how much longer a step takes when somebody listens to the step record.
+* record: how much longer such a step takes when somebody listens to the step record.
 * prefix: a prompt that is in the cache as a whole. "hashes" is making the request and the hashes of
   its blocks, "look-up" is finding the blocks by them.
 * memory: what the cache remembers of a block whose content can be found, nobody holding it.
 
-Engines take turns step by step, in one process. Shown are medians.
+Engines take turns step by step, in one process. Shown are medians of processor time, which on an
+idle machine is the time on the wall; reading that clock adds about half a microsecond to each call.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import importlib.util
 import itertools
@@ -34,18 +36,20 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from hardpoint.core.kv_cache import BlockManager
+from hardpoint.core.policy_slot import PolicySlot
+from hardpoint.core.step_faults import StepFaults
 from hardpoint.plugins import (
     CachedPrefix,
     EngineConfig,
     EngineCoreRequest,
+    EvictionContext,
     ModelRunnerOutput,
-    PolicyContext,
     Request,
     RequestStatus,
     SamplingParams,
@@ -64,6 +68,7 @@ VOCABULARY = 32_000
 SHORTEST, WAITING_PROMPT = 64, 8
 TOKEN = 5  # what everybody samples
 WARM_UP = 5
+FEW = 2_000  # a step of few requests is taken more often, until it saw so many of them
 MEMORY_BLOCKS = 20_000
 MICROSECONDS = 1e6
 
@@ -80,30 +85,23 @@ def running_prompts(count: int) -> Iterator[tuple[str, list[int]]]:
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the microseconds that a call takes, and its result."""
-    time.perf_counter()  # so that the clock itself is in the cache
-    began = time.perf_counter()
+    """Return the microseconds of processor time that a call takes, and its result."""
+    time.thread_time()  # so that the clock itself is in the cache
+    began = time.thread_time()
     result = call()
-    return (time.perf_counter() - began) * MICROSECONDS, result
+    return (time.thread_time() - began) * MICROSECONDS, result
 
 
-class Engine(Protocol):
-    """One engine's scheduler with running decodes."""
-
-    def step(self) -> tuple[float, float]:
-        """Run a step; return the microseconds of schedule and update."""
-
-    def add_waiting(self, count: int) -> None:
-        """Add requests that find no slot."""
+Step = Callable[[], tuple[float, float]]
+"""Runs a step of decodes; returns the microseconds of schedule and update."""
 
 
 class Hardpoint:
     """The default scheduler as an engine builds it."""
 
-    def __init__(self, running: int, num_blocks: int, listens: bool = False) -> None:
+    def __init__(self, running: int, num_blocks: int) -> None:
         """Let `running` requests finish their prompts."""
         plugins = resolve_plugins(EngineConfig())
-        self._records: list[StepRecord] = []
         self._scheduler = plugins.create(
             plugins.one("schedulers"),
             SchedulerContext,
@@ -112,11 +110,17 @@ class Hardpoint:
                 max_num_batched_tokens=MAX_MODEL_LEN,
                 max_model_len=MAX_MODEL_LEN,
             ),
-            kv_cache=BlockManager(num_blocks, BLOCK_SIZE),
-            policy=plugins.create(plugins.one("scheduling_policies"), PolicyContext),
+            kv_cache=BlockManager(
+                num_blocks,
+                BLOCK_SIZE,
+                eviction=plugins.create(plugins.one("eviction_policies"), EvictionContext),
+            ),
+            policy=PolicySlot(plugins, StepFaults()).policy,
             clock=time.monotonic,
-            record=self._records.append if listens else None,
         )
+        context = self._scheduler.context
+        self._records: list[StepRecord] = []
+        self._contexts = context, dataclasses.replace(context, record=self._records.append)
         for request_id, tokens in running_prompts(running):
             self._scheduler.add_request(hardpoint_request(request_id, tokens))
         decoding = 0
@@ -133,7 +137,17 @@ class Hardpoint:
 
     def step(self) -> tuple[float, float]:
         """Run a step."""
-        self._records.clear()
+        return self._step()
+
+    def recorded_step(self) -> tuple[float, float]:
+        """Run a step of which somebody takes the record."""
+        plain, self._scheduler.context = self._contexts
+        times = self._step()
+        self._scheduler.context = plain
+        assert self._records.pop().num_running > 0
+        return times
+
+    def _step(self) -> tuple[float, float]:
         scheduling, plan = timed(self._scheduler.schedule)
         result = ModelRunnerOutput({request: [TOKEN] for request in plan.num_scheduled_tokens})
         updating, _ = timed(lambda: self._scheduler.update(plan, result))
@@ -334,8 +348,8 @@ def write_model_config(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def take_turns(engines: dict[str, Engine], steps: int) -> dict[str, list[tuple[float, float]]]:
-    """Return each engine's microseconds of schedule and update, step by step."""
+def take_turns(engines: dict[str, Step], steps: int) -> dict[str, list[tuple[float, float]]]:
+    """Return what each engine's steps took."""
     gc.collect()
     gc.freeze()  # as engines do once they are up: what lives long is not looked through again
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
@@ -343,7 +357,7 @@ def take_turns(engines: dict[str, Engine], steps: int) -> dict[str, list[tuple[f
     for number in range(WARM_UP + steps):
         random.shuffle(order)  # who comes after whom decides what is in the processor's caches
         for name in order:
-            times = engines[name].step()
+            times = engines[name]()
             if number >= WARM_UP:
                 found[name].append(times)
     gc.unfreeze()
@@ -359,11 +373,12 @@ def medians(times: list[tuple[float, float]]) -> dict[str, float]:
     }
 
 
-def record_share(plain: list[tuple[float, float]], recorded: list[tuple[float, float]]) -> float:
-    """Return how much longer a step takes with a record, as a share; of neighbouring steps."""
-    return statistics.median(
-        sum(longer) / sum(shorter) - 1 for longer, shorter in zip(recorded, plain, strict=True)
-    )
+def measure_record(engine: Hardpoint, steps: int) -> dict[str, float]:
+    """Return how much longer a step takes with a record, in microseconds and as a share."""
+    both: dict[str, Step] = {"plain": engine.step, "recorded": engine.recorded_step}
+    times = {name: medians(each)["step"] for name, each in take_turns(both, steps).items()}
+    more = times["recorded"] - times["plain"]
+    return {"microseconds": more, "share": more / times["plain"]}
 
 
 def measure_decodes(
@@ -372,20 +387,21 @@ def measure_decodes(
     """Measure steps of running decodes, without and with others that wait."""
     results = []
     for running in sizes:
-        rounds = (WARM_UP + steps) * (2 if waiting else 1)
+        counted = max(steps, FEW // running)
+        rounds = 4 * (WARM_UP + counted)
         blocks = running * ((SHORTEST + BLOCK_SIZE + rounds) // BLOCK_SIZE + 2) + 1
-        engines: dict[str, Engine] = {
-            "hardpoint": Hardpoint(running, blocks),
-            "recorded": Hardpoint(running, blocks, listens=True),
-        }
-        if with_vllm:
-            engines["vllm"] = Vllm(running, blocks)
+        ours = Hardpoint(running, blocks)
+        engines: dict[str, Step] = {"hardpoint": ours.step}
+        theirs = Vllm(running, blocks) if with_vllm else None
+        if theirs is not None:
+            engines["vllm"] = theirs.step
+        record = measure_record(ours, counted)
         for behind in (0, waiting) if waiting else (0,):
-            for engine in engines.values():
-                engine.add_waiting(behind)
-            times = take_turns(engines, steps)
-            share = record_share(times["hardpoint"], times.pop("recorded"))
-            result: dict[str, Any] = {"running": running, "waiting": behind, "record_share": share}
+            ours.add_waiting(behind)
+            if theirs is not None:
+                theirs.add_waiting(behind)
+            times = take_turns(engines, counted)
+            result: dict[str, Any] = {"running": running, "waiting": behind, "record": record}
             results.append(result | {name: medians(each) for name, each in times.items()})
             print(f"{running} running, {behind} waiting: done", file=sys.stderr)
     return results
@@ -454,8 +470,9 @@ def show_decodes(results: list[dict[str, Any]], names: list[str]) -> None:
         cells = [f"{result['running']} / {result['waiting']}"]
         for name in names:
             cells += [f"{value:,.0f}" for value in result[name].values()]
-        table.add_row(*cells, ratio(result, "step"), f"{result['record_share']:+.1%}")
-    Console(width=110).print(table)
+        record = f"{result['record']['microseconds']:+.1f} ({result['record']['share']:+.1%})"
+        table.add_row(*cells, ratio(result, "step"), record)
+    Console(width=120).print(table)
 
 
 def show_prefixes(results: list[dict[str, Any]], names: list[str]) -> None:
@@ -471,7 +488,7 @@ def show_prefixes(results: list[dict[str, Any]], names: list[str]) -> None:
         for name in names:
             cells += [f"{value:,.1f}" for value in result[name].values()]
         table.add_row(*cells, f"{ratio(result, 'hashes')} {ratio(result, 'look_up')}")
-    Console(width=110).print(table)
+    Console(width=120).print(table)
 
 
 def main() -> None:

@@ -36,10 +36,12 @@ class _Replay:
     Attributes:
         start: sequence number of its next batch.
         moved: when it last took something, in seconds of the monotonic clock.
+        stalled: whether it could take no more the last time.
     """
 
     start: int
     moved: float
+    stalled: bool = False
 
 
 class Stream:
@@ -109,8 +111,8 @@ class Stream:
         try:
             while not self._closing:
                 self._wait()
-                self._send_live()
                 self._read_requests()
+                self._send_live()  # a replay has all that was published before it was asked for
                 self._send_replays()
             self._send_live()
         except Exception as cause:
@@ -122,7 +124,9 @@ class Stream:
 
     def _wait(self) -> None:
         """Sleep until there is something to do."""
-        ready = dict(self._poller.poll(_RETRY_MS if self._replays else None))
+        stalled = all(replay.stalled for replay in self._replays.values())
+        patience = (_RETRY_MS if stalled else 0) if self._replays else None
+        ready = dict(self._poller.poll(patience))
         if self._bell.fileno() in ready:
             self._bell.recv(4096)
 
@@ -167,6 +171,7 @@ class Stream:
             try:
                 self._replay.send_multipart([identity, b"", *message], zmq.NOBLOCK)
             except zmq.Again:
+                replay.stalled = True
                 return time.monotonic() - replay.moved < _PATIENCE
             except zmq.ZMQError as cause:
                 if cause.errno != zmq.EHOSTUNREACH:
@@ -174,7 +179,7 @@ class Stream:
                 return False  # the client is gone
             if number is None:
                 return False
-            replay.start, replay.moved = number + 1, time.monotonic()
+            replay.start, replay.moved, replay.stalled = number + 1, time.monotonic(), False
         return True
 
     def _next_sent(self, start: int) -> int | None:

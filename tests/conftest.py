@@ -14,10 +14,20 @@ from hardpoint.testing import write_scripted_model
 @pytest.fixture(scope="session")
 def acme(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the wheel of examples/acme_sampling is installed."""
-    work = tmp_path_factory.mktemp("stranger")
+    return install_wheel("acme_sampling", tmp_path_factory.mktemp("stranger"))
+
+
+@pytest.fixture(scope="session")
+def acme_scheduling(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the wheel of examples/acme_scheduling is installed."""
+    return install_wheel("acme_scheduling", tmp_path_factory.mktemp("stranger"))
+
+
+def install_wheel(example: str, work: Path) -> Path:
+    """Build the wheel of an example package and install it as pip does; return the folder."""
     source = work / "source"
     ignored = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
-    shutil.copytree(ROOT / "examples" / "acme_sampling", source, ignore=ignored)
+    shutil.copytree(ROOT / "examples" / example, source, ignore=ignored)
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", str(source), cwd=work)
     (wheel,) = (source / "dist").glob("*.whl")
     target = work / "site"

@@ -22,6 +22,7 @@ SUBJECTS = ["the sea", "a clock", "Ada Lovelace", "prime numbers", "bread", "Mar
 SHAPES = [
     "{} is",
     "Write one sentence about {}.\n",
+    "Answer in one sentence, as a friendly teacher would to a curious child of ten.\n"
     "Q: What do people like about {}?\nA:",
     "def describe():\n    # {}\n    return",
 ]
@@ -74,14 +75,57 @@ def greedy(llm: LLM, per_step: int | None) -> dict[str, tuple[list[int], list[in
     return found
 
 
+@pytest.fixture(scope="module")
+def logits_of(reference):
+    """The reference's logits at every position of a text; most runs ask for the same texts."""
+    known = {}
+
+    def logits(tokens: list[int]) -> torch.Tensor:
+        if (key := tuple(tokens)) not in known:
+            with torch.inference_mode():
+                known[key] = reference(torch.tensor([tokens])).logits[0]
+        return known[key]
+
+    return logits
+
+
 @pytest.mark.parametrize(
     ("per_step", "name"), [(0, "alone"), (None, "in one batch"), (3, "joining and leaving")]
 )
-def test_fp32_tokens_are_those_of_transformers(reference, fp32, per_step, name):
+def test_fp32_tokens_are_those_of_transformers(logits_of, fp32, per_step, name):
+    compare(logits_of, greedy(fp32, per_step), name)
+
+
+SMALL_POOL = {"num_blocks": 12, "block_size": 16}
+STACKS = {
+    "chunks of 16": {"scheduler": {"max_num_batched_tokens": 16}},
+    "chunks of 64": {"scheduler": {"max_num_batched_tokens": 64}},
+    "whole prompts": {"scheduler": {"chunked_prefill": False}},
+    "blocks of 32": {"kv_cache": {"block_size": 32}},
+    "no prefix cache": {"kv_cache": {"prefix_caching": False}},
+    "preempting": {"kv_cache": SMALL_POOL},
+    "preempting, no prefix cache": {"kv_cache": {**SMALL_POOL, "prefix_caching": False}},
+    "preempting, priority": {"kv_cache": SMALL_POOL, "scheduler": {"policy": "priority"}},
+    "preempting, fair": {"kv_cache": SMALL_POOL, "scheduler": {"policy": "fair"}},
+}
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_fp32_tokens_do_not_depend_on_scheduling(logits_of, stack):
+    config = {"device": "cpu", **STACKS[stack]}
+    with LLM("smollm2", dtype="float32", max_model_len=96, config=config) as llm:
+        compare(logits_of, greedy(llm, None), stack)
+        stats = llm.scheduler_stats()
+    print(f"{stack}: {stats.num_preemptions} preemptions, {stats.prefix_cache.hit_tokens} hits")
+    assert (stats.num_preemptions > 10) == stack.startswith("preempting")
+    assert (stats.prefix_cache.hit_tokens > 100) == ("no prefix cache" not in stack)
+
+
+def compare(logits_of, found, name):
+    """Assert that every token is the reference's choice for the text before it."""
     ties = positions = 0
-    for prompt, (prompt_ids, tokens, logprobs) in greedy(fp32, per_step).items():
-        with torch.inference_mode():
-            logits = reference(torch.tensor([prompt_ids + tokens])).logits[0]
+    for prompt, (prompt_ids, tokens, logprobs) in found.items():
+        logits = logits_of(prompt_ids + tokens)
         for place, token in enumerate(tokens):
             row = logits[len(prompt_ids) - 1 + place]
             best = row.topk(2).values

@@ -75,8 +75,11 @@ def _check_parts(plan: SchedulerOutput) -> None:
             raise PLAN.broken(f"{name} has {sorted(strange)}, which get no tokens")
     if strange := set(plan.cached_requests.new_block_ids) - set(cached):
         raise PLAN.broken(f"new_block_ids has {sorted(strange)}, which are not cached requests")
-    if both := plan.preempted_request_ids & set(scheduled):
-        raise PLAN.broken(f"{sorted(both)} are preempted, and scheduled all the same")
+    if both := plan.preempted_request_ids & set(cached):
+        raise PLAN.broken(
+            f"{sorted(both)} are preempted, and scheduled as if they were not",
+            "withdraw a victim from the plan; one that comes back in the same step is a NewRequest",
+        )
 
 
 def _check_batch(plan: SchedulerOutput, lives: Mapping[str, Life]) -> None:

@@ -126,6 +126,12 @@ class ScriptedConnector:
                 )
             self._told.discard(request_id)
 
+    def concerns(self, request_id: str) -> bool:
+        """Whether the next plan carries work for a request."""
+        work = self._work
+        loading = any(load.request.request_id == request_id for load in work.loads)
+        return loading or any(save.request_id == request_id for save in work.saves)
+
     def build_connector_meta(self, plan: SchedulerOutput) -> Any:  # noqa: ARG002
         """Return the work of this step."""
         self.last, self._work = self._work, Work()

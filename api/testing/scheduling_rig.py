@@ -21,7 +21,6 @@ from hardpoint.plugins import (
     Scheduler,
     SchedulerContext,
     SchedulerOutput,
-    SchedulingPolicy,
     StepRecord,
     typed,
 )
@@ -31,7 +30,7 @@ from .scheduling_collaborators import ScriptedConnector, ScriptedGrammars
 from .scheduling_kv import WatchedKVCache
 from .scheduling_lives import Life, Script, expected_reply
 from .scheduling_rules import FINISHED, GRAMMAR, LIMITS, PLAN, PROGRESS, TRANSFER
-from .scheduling_settings import RigSettings, make_policy
+from .scheduling_settings import PolicySource, RigSettings, make_policy
 from .scheduling_standing import check_end, check_standing
 from .scheduling_watch import watched
 from .scheduling_worker import ScriptedWorker
@@ -260,7 +259,7 @@ class SchedulerRig:
             self.worker.memory.clear()
         check_standing(self)
 
-    def swap(self, policy: SchedulingPolicy | type[SchedulingPolicy] | str) -> None:
+    def swap(self, policy: PolicySource) -> None:
         """Put another policy in the place of the one there is, handing over its books."""
         new, ledger = watched(make_policy(policy))
         if new.state_format and new.state_format == self.policy.state_format:
@@ -280,11 +279,16 @@ class SchedulerRig:
         """
         most = self.bound if max_steps is None else max_steps
         taken = 0
-        while self.scheduler.has_requests() or self.in_flight or self.worker.transfers.busy:
+        while self.scheduler.has_requests() or self.worker.transfers.busy or self.in_flight:
+            if not (self.scheduler.has_requests() or self.worker.transfers.busy):
+                self.deliver()
+                continue
             if taken >= most:
                 raise PROGRESS.broken(
                     f"after {taken} steps {sorted(self.live)} have not ended, of which "
                     f"{sorted(self.worker.rows)} run"
+                    if self.live
+                    else f"nothing is live, but has_requests() is True after {taken} steps"
                 )
             self.step()
             taken += 1
@@ -308,6 +312,16 @@ class SchedulerRig:
     def live(self) -> dict[str, Life]:
         """Return the requests that did not end."""
         return {name: life for name, life in self.lives.items() if not life.ended}
+
+    def is_free(self, request_id: str) -> bool:
+        """Whether an id was used and may be used again.
+
+        It may not while a connector still works for it: results would be taken for the new one's.
+        """
+        life = self.lives.get(request_id)
+        busy = self.connector is not None and self.connector.concerns(request_id)
+        busy = busy or self.worker.transfers.concerns(request_id)
+        return life is not None and life.ended and not busy
 
     @property
     def outputs(self) -> dict[str, list[int]]:
@@ -336,7 +350,8 @@ class SchedulerRig:
             raise PLAN.broken(f"step {plan.step} follows step {self.plans[-1].step}")
         self.plans.append(plan)
         check_plan(plan, self.limits, live, self._proposed)
-        self._proposed = {}
+        for request_id in (*plan.num_scheduled_tokens, *plan.preempted_request_ids):
+            self._proposed.pop(request_id, None)
         self._tell_finished(plan)
         self._check_collaborators(plan)
         check_record(self.records[-1], plan, self.limits.max_num_batched_tokens)
@@ -435,7 +450,7 @@ class SchedulerRig:
             if life is not None and life.tokens and life.script.drafts:
                 drafts[request_id] = self._drafts(life)
         self.scheduler.update_drafts({**drafts, "nobody": [1]})
-        self._proposed = drafts
+        self._proposed |= drafts
 
     def _drafts(self, life: Life) -> list[int]:
         known = [*life.source.prompt_token_ids, *life.tokens]

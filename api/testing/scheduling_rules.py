@@ -12,6 +12,7 @@ __all__ = [
     "CONTENT",
     "CRASH",
     "ENCODER",
+    "EVICTION",
     "FINISHED",
     "GRAMMAR",
     "LIMITS",
@@ -123,6 +124,10 @@ ENCODER = Rule(
 TRANSFER = Rule(
     "KV transfer: what is loaded counts when it is there, and blocks stay until it is done",
     "follow ModelRunnerOutput.kv_loaded, kv_saved and invalid_block_ids",
+)
+EVICTION = Rule(
+    "eviction: evict returns as many different candidates as it is asked for",
+    "keep the candidates that released() told of, less those of taken() and evict()",
 )
 GRAMMAR = Rule(
     "grammars: nobody runs before its grammar is ready, and each place is told",

@@ -22,7 +22,12 @@ from hardpoint.plugins import (
     typed,
 )
 
-__all__ = ["RigSettings", "builtin_policy", "builtin_scheduler", "make_policy"]
+from .scheduling_rules import EVICTION
+
+__all__ = ["RigSettings", "PolicySource", "builtin_scheduler", "make_policy"]
+
+PolicySource = SchedulingPolicy | type[SchedulingPolicy] | Callable[[], SchedulingPolicy] | str
+"""A policy, its class, what makes one, or the name of an installed one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +40,8 @@ class RigSettings:
         windows: one entry per KV cache group.
         kv_cache: makes the KV cache manager; None makes the engine's own.
         max_model_len: None is the longest that the cache has room for.
-        policy: one, a class of one, or the name of an installed one.
+        eviction: makes the eviction policy; None is the order of release.
+        policy: one, a class of one, what makes one, or the name of an installed one.
         options: the scheduler's, as an operator writes them.
         connector, grammars: whether there is a ScriptedConnector, and ScriptedGrammars.
         encoder_cache_tokens: room for embeddings; 0 is no encoder cache.
@@ -46,7 +52,7 @@ class RigSettings:
     block_size: int = 4
     windows: tuple[int | None, ...] = (None,)
     prefix_caching: bool = True
-    eviction: EvictionPolicy | None = None
+    eviction: Callable[[], EvictionPolicy] | None = None
     kv_cache: Callable[[RigSettings], KVCacheManager] | None = None
     watermark: float = 0.0
     max_num_seqs: int = 4
@@ -60,7 +66,7 @@ class RigSettings:
     max_loras: int = 0
     max_encoder_tokens: int = 0
     asynchronous: bool = False
-    policy: SchedulingPolicy | type[SchedulingPolicy] | str = "fcfs"
+    policy: PolicySource = "fcfs"
     options: Mapping[str, Any] = field(default_factory=dict)
     connector: bool = False
     grammars: bool = False
@@ -78,7 +84,8 @@ class RigSettings:
             self.block_size,
             groups=tuple(KVCacheGroup(window=window) for window in self.windows),
             prefix_caching=self.prefix_caching,
-            eviction=self.eviction,
+            eviction=self.eviction() if self.eviction else None,
+            fault=_raise_fault,
         )
 
     def limits(self, kv_cache: KVCacheManager) -> SchedulerLimits:
@@ -99,31 +106,21 @@ class RigSettings:
         )
 
 
-def make_policy(
-    policy: SchedulingPolicy | type[SchedulingPolicy] | str, options: Mapping[str, Any] | None = None
-) -> SchedulingPolicy:
-    """Return a policy, given one, its class or its name.
+def make_policy(policy: PolicySource) -> SchedulingPolicy:
+    """Return a policy, given one, its class, what makes it, or its name.
 
     Raises:
-        ConfigError: the options are not what its class takes.
         PluginError: there is none of that name.
     """
     if isinstance(policy, SchedulingPolicy):
         return policy
     if isinstance(policy, str):
-        return builtin_policy(policy, options)
-    name = policy.__name__
-    checked = typed.convert(dict(options or {}), policy.Options, path=f"plugin.{name}")
-    return policy(PolicyContext(name=name, options=checked))
-
-
-def builtin_policy(name: str, options: Mapping[str, Any] | None = None) -> SchedulingPolicy:
-    """Return a new policy by its entry-point name."""
-    plugins = _plugins("default", name)
-    entry = plugins.one("scheduling_policies")
-    cls: type[SchedulingPolicy] = plugins.target(entry)
-    checked = typed.convert(dict(options or {}), cls.Options, path=f"plugin.{name}")
-    return cls(PolicyContext(name=name, options=checked))
+        plugins = _plugins("default", policy)
+        made: SchedulingPolicy = plugins.create(plugins.one("scheduling_policies"), PolicyContext)
+        return made
+    if isinstance(policy, type):
+        return policy(PolicyContext(name=policy.__name__, options=policy.Options()))
+    return policy()
 
 
 def builtin_scheduler(name: str = "default") -> type[Scheduler]:
@@ -131,6 +128,11 @@ def builtin_scheduler(name: str = "default") -> type[Scheduler]:
     plugins = _plugins(name, "fcfs")
     cls: type[Scheduler] = plugins.target(plugins.one("schedulers"))
     return cls
+
+
+def _raise_fault(words: str, cause: BaseException | None = None) -> None:
+    blame = f": {type(cause).__name__}: {cause}" if cause is not None else ""
+    raise EVICTION.broken(words + blame) from cause
 
 
 @functools.cache

@@ -31,6 +31,7 @@ class Row:
         computed: leading tokens whose keys and values the worker has.
         sound: leading tokens that were not guessed from what could not be loaded.
         doubtful_from: first position whose keys and values are bad; None if all are right.
+        failed: whether a fault was reported of it.
     """
 
     source: EngineCoreRequest
@@ -39,6 +40,7 @@ class Row:
     computed: int
     sound: int = 0
     doubtful_from: int | None = None
+    failed: bool = False
 
     @property
     def request_id(self) -> str:
@@ -112,7 +114,7 @@ class ScriptedWorker:
         result = ModelRunnerOutput()
         self.transfers.begin(plan, result)
         self._encode(plan)
-        spans = [self._span(plan, request_id) for request_id in plan.num_scheduled_tokens]
+        spans = [self._span(plan, name) for name in plan.num_scheduled_tokens if self._sound(name)]
         for span in spans:
             self._check_ownership(span)
             self._write(span, bad_since=0)
@@ -155,7 +157,8 @@ class ScriptedWorker:
                     f"{request_id!r} comes as a cached request, but {why}",
                     "send it in full, as a NewRequest",
                 )
-            self._rewind(row, computed)
+            if not row.failed:
+                self._rewind(row, computed)
             for group, blocks in enumerate(plan.cached_requests.new_block_ids.get(request_id, ())):
                 row.tables[group] += blocks
 
@@ -184,6 +187,10 @@ class ScriptedWorker:
         known = [*new.source.prompt_token_ids, *new.output_token_ids]
         tables = [list(table) for table in new.block_ids]
         self.rows[request_id] = Row(new.source, known, tables, new.num_computed_tokens)
+
+    def _sound(self, request_id: str) -> bool:
+        """Whether a row did not fail in a step whose result may be on its way yet."""
+        return not self.rows[request_id].failed
 
     def _span(self, plan: SchedulerOutput, request_id: str) -> _Span:
         row = self.rows[request_id]
@@ -289,6 +296,7 @@ class ScriptedWorker:
             return
         outputs = len(row.known) - len(row.source.prompt_token_ids)
         if request_id in self.faults and outputs >= self.faults[request_id]:
+            row.failed = True
             result.faults[request_id] = RequestFault("a scripted fault", plugin="scripted")
             return
         sampled: list[int] = []

@@ -97,7 +97,7 @@ class Fair(SchedulingPolicy):
         account = _Account(self._counters.begin(self.group(request)), charged)
         self._accounts[request.request_id] = account
         if request.status is not RequestStatus.RUNNING:
-            self._wait(account, lift=True)
+            self._wait(account, lift=not handed_over)
 
     def scheduled(self, request: Request, tokens: int) -> None:
         """Charge the tenant for what was never computed before."""

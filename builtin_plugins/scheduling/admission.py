@@ -44,6 +44,8 @@ class AdmissionOptions:
 class _Outcome(Enum):
     ADMITTED = "admitted"
     """It runs, or loads."""
+    ENDED = "ended"
+    """It can never run."""
     SET_ASIDE = "set aside"
     """Those behind it may go first."""
     STOP = "stop"
@@ -53,11 +55,11 @@ class _Outcome(Enum):
 def unblock(books: Books, step: Step) -> None:
     """Let requests into the queue whose grammar is ready; end those whose grammar is wrong."""
     grammars = books.context.grammars
-    if grammars is None:
-        return
     for request in list(books.blocked.values()):
-        if request.status is not RequestStatus.WAITING_FOR_GRAMMAR:
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
+            step.waiting[request.request_id] = reasons.waits_for_remote_kv(request.loading)
             continue
+        assert grammars is not None, "nobody waits for a grammar where there are none"
         try:
             if grammars.ready(request):
                 books.wait(request)
@@ -82,14 +84,16 @@ def admit_waiting(books: Books, step: Step, options: AdmissionOptions) -> None:
 
 def _admit_in_order(books: Books, step: Step, options: AdmissionOptions, walk: Walk) -> None:
     aside: list[LiveRequest] = []
+    overtaken = 0
     while (request := walk.head()) is not None:
         if _is_full(books, step):
             break
         outcome = _admit(books, request, step)
         if outcome is _Outcome.ADMITTED:
             walk.take()
-            for passed in aside:
-                passed.num_overtaken += 1
+            overtaken = len(aside)
+            continue
+        if outcome is _Outcome.ENDED:
             continue
         if outcome is _Outcome.STOP or _stops_others(request, step, options):
             step.stopped = step.waiting[request.request_id]
@@ -97,7 +101,10 @@ def _admit_in_order(books: Books, step: Step, options: AdmissionOptions, walk: W
         walk.skip()
         aside.append(request)
         if len(aside) >= options.max_set_aside:
+            step.stopped = reasons.behind(len(aside))
             break
+    for passed in aside[:overtaken]:
+        passed.num_overtaken += 1
 
 
 def _is_full(books: Books, step: Step) -> bool:
@@ -143,7 +150,7 @@ def _admit(books: Books, request: LiveRequest, step: Step, *, ask_policy: bool =
     if refusal is not None:
         step.waiting[request.request_id] = refusal
         return _Outcome.SET_ASIDE
-    if request.loaded:
+    if request.request_id in books.loaded:
         return _place(books, request, CachedPrefix(), 0, step)
     prefix = books.cache.lookup(request)
     external, beside = ask_connector(books, request, prefix)
@@ -218,17 +225,19 @@ def _take_blocks(
 ) -> bool:
     # A request with nothing computed gets no lookahead: it has no drafts to verify, and where its
     # blocks are filled elsewhere both sides must count alike.
-    lookahead = books.limits.num_lookahead_tokens
-    if request.loaded:
+    known = prefix.num_tokens + external
+    ahead = books.lookahead(max(known, request.num_computed_tokens) + tokens)
+    loaded = request.request_id in books.loaded
+    if loaded:
         if books.cache.num_free_blocks < _reserved(books):
             return False
-        blocks = books.cache.extend(request, tokens, lookahead)
+        blocks = books.cache.extend(request, tokens, ahead)
     elif books.cache.admit(
         request,
         prefix,
         tokens,
         num_external_tokens=external,
-        num_lookahead_tokens=lookahead if prefix.num_tokens + external else 0,
+        num_lookahead_tokens=ahead if known else 0,
         num_reserved_blocks=_reserved(books),
     ):
         blocks = ()
@@ -239,7 +248,7 @@ def _take_blocks(
     connector = books.context.connector
     if connector is not None:
         held = books.cache.block_ids(request)
-        connector.update_state_after_alloc(request, held, 0 if request.loaded else external)
+        connector.update_state_after_alloc(request, held, 0 if loaded else external)
     return True
 
 
@@ -252,12 +261,14 @@ def _reserved(books: Books) -> int:
 
 def _no_blocks(books: Books, request: LiveRequest, step: Step) -> _Outcome:
     """Note that blocks are lacking; where nothing runs, loaded requests behind give theirs up."""
-    needed = books.cache.blocks_needed(request.num_tokens)
+    needed = books.blocks_needed(request.num_tokens)
     reason = reasons.no_blocks(needed, books.cache.num_free_blocks, _reserved(books))
     step.waiting[request.request_id] = reason
     if not books.running:
-        holders = [r for r in books.waiting if r.loaded and r is not request]
-        for holder in holders[:1]:
+        if books.end_if_too_long(request):
+            del step.waiting[request.request_id]
+            return _Outcome.ENDED
+        for holder in [r for r in books.loaded.values() if r is not request][:1]:
             books.rewind(holder)
     return _Outcome.STOP
 
@@ -265,7 +276,7 @@ def _no_blocks(books: Books, request: LiveRequest, step: Step) -> _Outcome:
 def _start(books: Books, request: LiveRequest, computed: int, tokens: int, step: Step) -> None:
     """Put a request among the running ones, with its first tokens of this step."""
     request_id = request.request_id
-    resumed = request.status is RequestStatus.PREEMPTED
+    resumed = request.num_preemptions > 0  # its status says so no more if it loaded since
     request.num_computed_tokens = computed
     books.policy.scheduled(request, tokens)
     books.run(request, step)

@@ -32,6 +32,7 @@ class Books:
         running: by id, in order of admission.
         waiting: may run when their turn comes.
         blocked: wait for a grammar or for remote KV, by id.
+        loaded: those that wait and hold blocks which a connector filled, by id.
         lingering: ended requests whose blocks a connector still needs, by id.
         loras: adapters of running requests, by id, with the number of requests.
         ended: outputs of requests that ended while a step was planned.
@@ -53,6 +54,7 @@ class Books:
         self.running: dict[str, LiveRequest] = {}
         self.waiting = WaitingQueue(context.policy)
         self.blocked: dict[str, LiveRequest] = {}
+        self.loaded: dict[str, LiveRequest] = {}
         self.lingering: dict[str, LiveRequest] = {}
         self.loras: Counter[int] = Counter()
         self.ended: list[tuple[int, EngineCoreOutput]] = []
@@ -100,7 +102,7 @@ class Books:
     def run(self, request: LiveRequest, step: Step) -> None:
         """Let a request run that left the queue or is about to."""
         request.status = RequestStatus.RUNNING
-        request.loaded = False
+        self.loaded.pop(request.request_id, None)
         self.running[request.request_id] = request
         if request.lora is not None:
             self.loras[request.lora.id] += 1
@@ -140,7 +142,7 @@ class Books:
         request.num_computed_tokens = 0
         request.num_output_placeholders = 0
         request.draft_token_ids = []
-        request.loaded = False
+        self.loaded.pop(request.request_id, None)
 
     # Going
 
@@ -154,6 +156,7 @@ class Books:
             del self.blocked[request_id]
         else:
             self.waiting.remove(request)
+            self.loaded.pop(request_id, None)
         del self.requests[request_id]
         request.status = RequestStatus.FINISHED
         self._let_go_of_blocks(request, output, loading=loading)
@@ -184,6 +187,25 @@ class Books:
         """End a request while a step is planned; the next `update` tells."""
         self.ended.append((request.client_index, self.last_output(request, reason, error)))
 
+    def end_if_too_long(self, request: LiveRequest) -> bool:
+        """End a request that the whole cache cannot hold: it would be preempted for ever.
+
+        Returns:
+            Whether it was ended.
+        """
+        needed, usable = self.blocks_needed(request.num_tokens), self.cache.num_usable_blocks
+        if needed <= usable:
+            return False
+        ahead = self.lookahead(request.num_tokens)
+        self.end(
+            request,
+            FinishReason.ERROR,
+            f"the KV cache is too small: {request.num_tokens} tokens"
+            f"{f' and {ahead} of lookahead' if ahead else ''} need {needed} blocks of "
+            f"{self.cache.block_size} tokens, the cache has {usable}",
+        )
+        return True
+
     def by_client(
         self, outputs: list[tuple[int, EngineCoreOutput]], now: float
     ) -> dict[int, EngineCoreOutputs]:
@@ -213,6 +235,14 @@ class Books:
             num_free_blocks=self.cache.num_free_blocks,
             num_blocks=self.cache.num_usable_blocks,
         )
+
+    def lookahead(self, num_tokens: int) -> int:
+        """Return for how many tokens more than these blocks are had: none beyond the longest."""
+        return min(self.limits.num_lookahead_tokens, self.limits.max_model_len - num_tokens)
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        """Return how many blocks a request of so many tokens needs, lookahead included."""
+        return self.cache.blocks_needed(num_tokens + self.lookahead(num_tokens))
 
     def _stop_running(self, request: LiveRequest) -> None:
         del self.running[request.request_id]

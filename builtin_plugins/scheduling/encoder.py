@@ -25,6 +25,12 @@ def check_features(books: Books, request: LiveRequest) -> None:
                 f"features[{index}]: expected at most {most} encoder tokens, the budget of a "
                 f"step, got {feature.length}"
             )
+    lengths = {feature.identifier: feature.length for feature in request.features}
+    if not books.limits.chunked_prefill and (total := sum(lengths.values())) > most:
+        raise RequestError(
+            f"features: expected at most {most} encoder tokens together, the budget of a step, "
+            f"without scheduler.chunked_prefill, got {total}"
+        )
 
 
 def choose_features(
@@ -50,7 +56,7 @@ def choose_features(
             continue
         available = step.encoder_budget - reserved
         if feature.length > available or not cache.can_allocate(request, index, reserved):
-            tokens = max(feature.offset - start, 0)
+            tokens = max(feature.offset - start, 0) if books.limits.chunked_prefill else 0
             if tokens == 0:
                 reason = reasons.no_encoder(feature.length, available)
                 step.waiting[request.request_id] = reason

@@ -19,8 +19,9 @@ class LiveRequest(Request):
     """A request with its stop conditions at hand.
 
     Attributes:
-        loaded: whether it holds blocks that a connector filled, and did not run since.
-        no_loading: whether a load of it failed, so that it computes everything itself.
+        loading: tokens that a connector was last asked to load beside the steps.
+        load_step: the plan that told workers so.
+        no_loading: whether a load of it was in vain, so that it computes everything itself.
         told_cached: whether an output told how many tokens were cached.
         longest: prompt and output tokens at which it ends.
     """
@@ -31,7 +32,8 @@ class LiveRequest(Request):
         "_stops",
         "client_index",
         "features",
-        "loaded",
+        "load_step",
+        "loading",
         "longest",
         "lora",
         "no_loading",
@@ -45,7 +47,8 @@ class LiveRequest(Request):
         self.client_index = source.client_index
         self.features = source.features
         self.lora = source.lora
-        self.loaded = False
+        self.loading = 0
+        self.load_step = 0
         self.no_loading = False
         self.told_cached = False
         room = params.max_tokens if params.max_tokens is not None else max_model_len

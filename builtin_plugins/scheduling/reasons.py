@@ -14,6 +14,7 @@ __all__ = [
     "no_slot",
     "not_seen",
     "preempted",
+    "room_is_short",
     "waits_for_grammar",
     "waits_for_remote_kv",
     "waits_for_results",
@@ -49,6 +50,13 @@ def no_blocks(needed: int, available: int, reserved: int) -> WaitReason:
 def preempted(why: str) -> WaitReason:
     """It lost its blocks in this step."""
     return WaitReason(WaitingFor.BLOCKS, f"it was preempted: {why}")
+
+
+def room_is_short(why: str) -> WaitReason:
+    """Blocks are lacking for what runs, so nobody is admitted."""
+    return WaitReason(
+        WaitingFor.BLOCKS, f"nobody is admitted while what runs lacks KV blocks: {why}"
+    )
 
 
 def held_back(words: str) -> WaitReason:

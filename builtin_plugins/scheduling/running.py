@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hardpoint.plugins import BlockIds, FinishReason, RequestStatus
+from hardpoint.plugins import BlockIds, RequestStatus
 
 from . import reasons
 from .books import Books
@@ -18,7 +18,7 @@ def schedule_running(books: Books, step: Step) -> None:
 
     One that can get nothing is passed over; one that has to give way itself ends the pass.
     """
-    extend, lookahead = books.cache.extend, books.limits.num_lookahead_tokens
+    extend, looks_ahead = books.cache.extend, books.limits.num_lookahead_tokens > 0
     for request in tuple(books.running.values()):
         if step.budget <= 0:
             break
@@ -38,9 +38,10 @@ def schedule_running(books: Books, step: Step) -> None:
             )
             if tokens <= 0:
                 continue
-        blocks = extend(request, tokens, lookahead)
+        ahead = books.lookahead(request.num_computed_tokens + tokens) if looks_ahead else 0
+        blocks = extend(request, tokens, ahead)
         if blocks is None:
-            blocks = _make_room(books, request, tokens, step)
+            blocks = _make_room(books, request, (tokens, ahead), step)
             if blocks is None:
                 break
         request_id = request.request_id
@@ -72,19 +73,28 @@ def _tokens_wanted(books: Books, request: LiveRequest, step: Step) -> int:
     return tokens
 
 
-def _make_room(books: Books, request: LiveRequest, tokens: int, step: Step) -> BlockIds | None:
-    """Preempt until a request gets its blocks; None if it had to go itself."""
-    lookahead = books.limits.num_lookahead_tokens
+def _make_room(
+    books: Books, request: LiveRequest, tokens: tuple[int, int], step: Step
+) -> BlockIds | None:
+    """Preempt until a request gets blocks for tokens and lookahead; None if it gets none."""
     why = f"{request.request_id!r} needed KV blocks, {books.cache.num_free_blocks} were free"
-    while (blocks := books.cache.extend(request, tokens, lookahead)) is None:
+    step.stopped = reasons.room_is_short(why)
+    while (blocks := books.cache.extend(request, *tokens)) is None:
         victim = books.policy.victim(tuple(books.running.values()), books.load(step))
         assert isinstance(victim, LiveRequest), "the policy's guard returns one that runs"
-        alone = victim is request and len(books.running) == 1
-        _preempt(books, victim, why, step)
-        if alone:
-            _end_if_too_long(books, request)
-        if victim is request:
+        if victim is not request:
+            _preempt(books, victim, why, step)
+            continue
+        if request.num_output_placeholders:
+            # What is on its way would be lost, and if that happened in every step, it would never
+            # get on. So it keeps its blocks until everything is in.
+            reason = reasons.waits_for_results(request.num_output_placeholders)
+            step.waiting[request.request_id] = reason
             return None
+        _preempt(books, request, why, step)
+        if books.end_if_too_long(request):
+            del step.waiting[request.request_id]
+        return None
     return blocks
 
 
@@ -97,19 +107,6 @@ def _preempt(books: Books, victim: LiveRequest, why: str, step: Step) -> None:
     books.preempt(victim, step.now)
     step.preempted[victim.request_id] = why
     step.waiting[victim.request_id] = reasons.preempted(why)
-
-
-def _end_if_too_long(books: Books, request: LiveRequest) -> None:
-    """End a request that the whole cache cannot hold: it would be preempted for ever."""
-    needed = books.cache.blocks_needed(request.num_tokens)
-    usable = books.cache.num_usable_blocks
-    if needed > usable:
-        books.end(
-            request,
-            FinishReason.ERROR,
-            f"the KV cache is too small: {request.num_tokens} tokens need {needed} blocks of "
-            f"{books.cache.block_size} tokens, the cache has {usable}",
-        )
 
 
 def _take_drafts(request: LiveRequest, tokens: int, step: Step) -> None:

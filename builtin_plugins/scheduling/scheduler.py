@@ -29,10 +29,11 @@ from hardpoint.plugins import (
 from . import reasons
 from .admission import AdmissionOptions, admit_waiting, unblock
 from .books import Books
-from .encoder import check_features, encoder_of
+from .encoder import check_features
 from .live import LiveRequest
 from .outcome import DraftCounts, take_results
 from .planning import make_plan, make_record
+from .recovery import lose_plan
 from .running import schedule_running
 from .step import PlannedStep, Step
 from .transfer import take_transfers
@@ -93,6 +94,11 @@ class DefaultScheduler(Scheduler):
                 f"overloaded: {waiting} requests wait, which is the most that may "
                 "(scheduler.max_waiting); try again later"
             )
+        if request.request_id in books.lingering:
+            raise RequestError(
+                f"request_id: {request.request_id!r} ended, but its KV blocks are still being "
+                "moved; expected another id"
+            )
         live = LiveRequest(request, self._arrived, limits.max_model_len)
         self._check_fits(live)
         if live.features:
@@ -112,7 +118,7 @@ class DefaultScheduler(Scheduler):
         if books.keeps_accounts:
             for request_id, running in step.running.items():
                 books.policy.scheduled(running, step.tokens[request_id])
-        if not step.preempted:
+        if step.stopped is None:
             admit_waiting(books, step, self._options)
         plan = make_plan(books, step)
         self._advance(step, plan)
@@ -128,7 +134,7 @@ class DefaultScheduler(Scheduler):
         books, now = self._books, self.context.clock()
         planned = self._planned.pop(plan.step)
         if result.invalid_block_ids or result.kv_loaded or result.kv_saved:
-            take_transfers(books, result, now)
+            take_transfers(books, result, [planned, *self._planned.values()], now)
         outputs = take_results(books, planned, result, self._drafts)
         if books.ended:
             outputs = books.ended + outputs
@@ -137,21 +143,9 @@ class DefaultScheduler(Scheduler):
 
     def plan_lost(self, plan: SchedulerOutput) -> None:
         """Tell again what the plan told, and compute its requests anew."""
-        books = self._books
-        planned = self._planned.pop(plan.step)
-        books.untold |= plan.finished_request_ids
-        books.preempted |= plan.preempted_request_ids
-        books.unfreed += plan.freed_encoder_inputs
-        cached = plan.cached_requests
-        computed = dict(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
-        computed |= {n.source.request_id: n.num_computed_tokens for n in plan.new_requests}
-        for place, request in enumerate(planned.requests):
-            for index in plan.encoder_inputs.get(request.request_id, ()):
-                encoder_of(books).cancel(request, index)
-            running = request.status is RequestStatus.RUNNING
-            if running and request.num_preemptions == planned.preemptions[place]:
-                books.discard_from(request, computed[request.request_id])
-                books.preempt(request, self.context.clock())
+        lost = self._planned.pop(plan.step)
+        later = list(self._planned.values())
+        lose_plan(self._books, lost, later, self._steps, self.context.clock())
 
     def finish_requests(
         self, request_ids: Iterable[str] | None, reason: FinishReason
@@ -205,12 +199,11 @@ class DefaultScheduler(Scheduler):
             return reason
         if request.order >= self._seen or request_id in books.blocked:
             return reasons.not_seen()
-        if request_id in books.running:
-            return reasons.no_budget(request.num_tokens - request.num_computed_tokens, 0)
-        ahead = books.waiting.ahead_of(request)
-        if ahead or step.stopped is None:
-            return reasons.behind(ahead)
-        return step.stopped
+        if request_id in books.running and step.budget <= 0:
+            known = request.num_tokens + request.num_output_placeholders
+            return reasons.no_budget(known - request.num_computed_tokens, 0)
+        ahead = books.waiting.ahead_of(request) if request in books.waiting else 0
+        return reasons.behind(ahead) if ahead else step.stopped or reasons.not_seen()
 
     def update_drafts(self, draft_token_ids: Mapping[str, Sequence[int]]) -> None:
         """Take drafts for requests whose known tokens are all computed but the last."""
@@ -237,9 +230,11 @@ class DefaultScheduler(Scheduler):
         if recompute_running:
             for request in reversed(list(books.running.values())):
                 books.preempt(request, self.context.clock())
-            for request in books.waiting:
-                if request.loaded:
-                    books.rewind(request)
+            for request in list(books.loaded.values()):
+                books.rewind(request)
+            for request in books.blocked.values():
+                if request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
+                    request.no_loading = True  # what is on its way is of no use
 
     def _new_step(self) -> Step:
         self._steps += 1
@@ -271,7 +266,7 @@ class DefaultScheduler(Scheduler):
                 f"prompt: expected at most {limits.max_model_len - 1} tokens (max_model_len "
                 f"{limits.max_model_len} less one to generate), got {tokens}"
             )
-        needed = cache.blocks_needed(tokens + 1)
+        needed = self._books.blocks_needed(tokens + 1)
         if needed > cache.num_usable_blocks:
             raise RequestError(
                 f"prompt: its {tokens} tokens and one to generate need {needed} KV blocks of "

@@ -8,6 +8,7 @@ from hardpoint.plugins import (
     BlockIds,
     CachedRequests,
     NewRequest,
+    RequestStatus,
     SchedulerOutput,
     WaitReason,
 )
@@ -96,3 +97,15 @@ class PlannedStep:
     plan: SchedulerOutput
     requests: list[LiveRequest]
     preemptions: list[int]
+
+    def still_running(self) -> list[LiveRequest]:
+        """Return those that were neither ended nor preempted since it was planned."""
+        return [
+            request
+            for request, count in zip(self.requests, self.preemptions, strict=True)
+            if request.status is RequestStatus.RUNNING and request.num_preemptions == count
+        ]
+
+    def is_intact(self) -> bool:
+        """Whether that is all of them."""
+        return len(self.still_running()) == len(self.requests)

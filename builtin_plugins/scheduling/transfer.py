@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hardpoint.plugins import CachedPrefix, ModelRunnerOutput, RequestStatus
 
 from . import reasons
 from .books import Books
 from .live import LiveRequest
-from .step import Step
+from .recovery import forget_doubtful
+from .step import PlannedStep, Step
 
 __all__ = ["ask_connector", "begin_loading", "take_transfers"]
 
@@ -45,15 +48,23 @@ def begin_loading(
     assert connector is not None
     connector.update_state_after_alloc(request, books.cache.block_ids(request), external)
     request.num_computed_tokens = prefix.num_tokens + external
+    request.loading, request.load_step = external, step.number
     request.status = RequestStatus.WAITING_FOR_REMOTE_KV
     books.blocked[request.request_id] = request
     step.waiting[request.request_id] = reasons.waits_for_remote_kv(external)
     return True
 
 
-def take_transfers(books: Books, result: ModelRunnerOutput, now: float) -> None:
-    """Take what the connector's workers report: loads that failed or ended, saves that ended."""
+def take_transfers(
+    books: Books, result: ModelRunnerOutput, plans: Sequence[PlannedStep], now: float
+) -> None:
+    """Take what the connector's workers report: loads that failed or ended, saves that ended.
+
+    Args:
+        plans: the one of this result, and those made since.
+    """
     if result.invalid_block_ids:
+        forget_doubtful(books, plans)
         _recompute_invalid(books, result.invalid_block_ids, now)
     for request_id in result.kv_loaded:
         request = books.blocked.get(request_id)
@@ -71,9 +82,7 @@ def _take_loaded(books: Books, request: LiveRequest) -> None:
     if request.no_loading:
         books.rewind(request)  # what is valid is found again when it is admitted
     else:
-        request.loaded = True
-        if request.num_cached_tokens < 0:
-            request.num_cached_tokens = request.num_computed_tokens
+        books.loaded[request.request_id] = request
     books.wait(request)
 
 

@@ -12,11 +12,12 @@ from .live import LiveRequest
 
 __all__ = ["WaitingQueue", "Walk"]
 
-_Entry = tuple[Any, int, int, LiveRequest]  # key, order of arrival, serial of the entry, request
+# Key, whether it never ran, order of arrival, serial of the entry, request.
+_Entry = tuple[Any, bool, int, int, LiveRequest]
 
 
 class WaitingQueue:
-    """Waiting requests; equal keys in order of arrival.
+    """Waiting requests; of equal keys, preempted ones first, then in order of arrival.
 
     Leaving costs nothing: an entry whose serial is not the one on record is dead, and is dropped
     when it comes to the top.
@@ -44,7 +45,7 @@ class WaitingQueue:
         for heap in self._heaps.values():
             for entry in heap:
                 if self._alive(entry):
-                    yield entry[3]
+                    yield entry[4]
 
     def push(self, request: LiveRequest) -> None:
         """Let a request in; reads its key and its group."""
@@ -53,7 +54,8 @@ class WaitingQueue:
         self._serials[request.request_id] = self._pushed
         self._groups[request.request_id] = group
         heap = self._heaps.setdefault(group, [])
-        heapq.heappush(heap, (key, request.order, self._pushed, request))
+        fresh = request.num_preemptions == 0
+        heapq.heappush(heap, (key, fresh, request.order, self._pushed, request))
 
     def remove(self, request: LiveRequest) -> None:
         """Let a request out."""
@@ -67,7 +69,7 @@ class WaitingQueue:
         """Return how many stand before a request in its group. Looks at all of them."""
         heap = self._heaps[self._groups[request.request_id]]
         serial = self._serials[request.request_id]
-        mine = next(entry for entry in heap if entry[2] == serial)
+        mine = next(entry for entry in heap if entry[3] == serial)
         return sum(1 for entry in heap if entry < mine and self._alive(entry))
 
     def walk(self, now: float) -> Walk:
@@ -75,7 +77,7 @@ class WaitingQueue:
         return Walk(self, now)
 
     def _alive(self, entry: _Entry) -> bool:
-        return self._serials.get(entry[3].request_id) == entry[2]
+        return self._serials.get(entry[4].request_id) == entry[3]
 
     def _sweep(self) -> None:
         """Drop all dead entries."""
@@ -134,14 +136,14 @@ class Walk:
         """Return the request whose turn it is."""
         while self._ranking:
             if heap := self._queue.heap_of(self._ranking[0][3]):
-                return heap[0][3]
+                return heap[0][4]
             heapq.heappop(self._ranking)
         return None
 
     def take(self) -> None:
         """Let the head out of the queue; its group is ranked anew."""
         group = self._ranking[0][3]
-        request = self._queue.heap_of(group)[0][3]
+        request = self._queue.heap_of(group)[0][4]
         self._queue.remove(request)
         self._rerank(group)
 
@@ -164,4 +166,4 @@ class Walk:
         if heap := self._queue.heap_of(group):
             self._ranked += 1
             key = 0 if self._single else self._queue.policy.group_key(group, self._now)
-            heapq.heappush(self._ranking, (key, heap[0][1], self._ranked, group))
+            heapq.heappush(self._ranking, (key, heap[0][2], self._ranked, group))

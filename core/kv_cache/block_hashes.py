@@ -28,7 +28,7 @@ class BlockHashes:
     """The hashes of each request's full blocks, computed once and extended as it grows.
 
     A block's hash is H(parent + tokens + extra): the hash of the block before it (32 zero bytes at
-    the beginning), its token ids as little-endian int32, and, where there is any, what else its
+    the beginning), its token ids as little-endian uint32, and, where there is any, what else its
     keys and values depend on, as msgpack: the adapter's name, the cache salt (first block only,
     the others inherit it), and the features that it overlaps with their offsets in the block.
     """
@@ -78,7 +78,7 @@ class BlockHashes:
         chunk = max(1, _CHUNK // size) * size
         for position in range(first * size, end * size, chunk):
             tokens = request.token_ids(position, min(position + chunk, end * size))
-            data = struct.pack(f"<{len(tokens)}i", *tokens)
+            data = struct.pack(f"<{len(tokens)}I", *tokens)
             for start in range(0, len(data), width):
                 state = fresh.copy()
                 state.update(parent + data[start : start + width])

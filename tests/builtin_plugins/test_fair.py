@@ -80,7 +80,7 @@ class TestCharges:
         """Chunks, cached prefixes, preemptions and aborts; alone a tenant is never lifted."""
         fair = build(Fair, weights={"a": 2.0}, input_cost=1, output_cost=2)
         loop = loop_of(fair, data.draw(st.integers(1, 30)))
-        loop.add(Job("a", 1, 200))  # stays, so that the books do
+        loop.add(Job("a", 1, 60))  # stays, so that the books do
         for _ in range(data.draw(st.integers(1, 25))):
             for _ in range(data.draw(st.integers(0, 2))):
                 prompt = data.draw(st.integers(1, LONGEST))
@@ -91,7 +91,7 @@ class TestCharges:
             if len(loop.live) > 1 and data.draw(st.integers(0, 4)) == 0:
                 loop.abort(loop.live[-1])
             loop.step()
-            assert fair.group_key("a", 0.0) == loop.service.of("a", 1, 2) / 2
+            assert fair.group_key("a", 0.0) == loop.service.of("a", 1, 2) / 2 > 0
 
 
 def spread(service: Service, pair, costs, weights):
@@ -139,7 +139,7 @@ weights = st.sampled_from([{}, {"a": 2.0}, {"a": 4.0, "b": 0.5}, {"b": 10.0}])
 
 
 class TestBound:
-    @settings(deadline=None, max_examples=1500)
+    @settings(deadline=None, max_examples=60)
     @given(sizes, sizes, costs, weights, st.integers(1, 2 * CAPACITY))
     def test_two_backlogged_tenants_stay_within_it(self, one, other, costs, weights, budget):
         fair = build(Fair, input_cost=costs[0], output_cost=costs[1], weights=weights)

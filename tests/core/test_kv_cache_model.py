@@ -15,13 +15,15 @@ from hardpoint.plugins.kv_cache import KVCacheGroup
 
 GROUPS = [(None,), (3,), (1,), (None, 4), (5, None, 2)]
 pick = st.integers(0, 99)
+some_hold = precondition(lambda self: self.choose(0) is not None)
+some_wait = precondition(lambda self: self.choose(0, running=False) is not None)
 
 
 class Cache(RuleBasedStateMachine):
     """Moves that a scheduler may make, each done to the manager and to the model."""
 
     @initialize(
-        num_blocks=st.integers(2, 24),
+        num_blocks=st.integers(2, 30),
         block_size=st.sampled_from([1, 2, 4]),
         windows=st.sampled_from(GROUPS),
         plugin=st.booleans(),
@@ -49,15 +51,19 @@ class Cache(RuleBasedStateMachine):
         return ones[number % len(ones)] if ones else None
 
     @rule(
-        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14),
+        length=st.integers(1, 16),
+        other=st.sampled_from([None, None, 0, 2, 5]),
         salt=st.sampled_from([None, None, None, "s"]),
         lora=st.sampled_from([None, None, None, "l"]),
     )
-    def arrive(self, tokens, salt, lora):
+    def arrive(self, length, other, salt, lora):
+        """Most prompts are the same but for their length and one token."""
+        tokens = [int(i == other) for i in range(length)]
         name = f"r{self.names}"
         self.names += 1
         self.model.live[name] = Live(make_request(name, tokens, salt=salt, lora=lora))
 
+    @some_wait
     @rule(
         number=pick,
         chunk=st.integers(1, 9),
@@ -68,8 +74,6 @@ class Cache(RuleBasedStateMachine):
     )
     def admit(self, number, chunk, lookahead, reserved, external, delay):
         one = self.choose(number, running=False)
-        if one is None:
-            return
         request, manager, model = one.request, self.manager, self.model
         prefix = manager.lookup(request)
         length, tables = model.expected_prefix(request)
@@ -119,6 +123,7 @@ class Cache(RuleBasedStateMachine):
         one.request.num_computed_tokens = arrived
         self.manager.cache_arrived(one.request, arrived)
 
+    @some_hold
     @rule(
         number=pick,
         chunk=st.integers(1, 9),
@@ -129,8 +134,6 @@ class Cache(RuleBasedStateMachine):
     )
     def step(self, number, chunk, lookahead, drafts, accepted, token):
         one = self.choose(number)
-        if one is None:
-            return
         request, manager, model = one.request, self.manager, self.model
         computed = request.num_computed_tokens
         known = min(chunk, request.num_tokens - computed)
@@ -198,11 +201,10 @@ class Cache(RuleBasedStateMachine):
         )
         self.manager.free(one.request)
 
+    @some_hold
     @rule(number=pick, back=st.integers(0, 8))
     def rewind(self, number, back):
         one = self.choose(number)
-        if one is None:
-            return
         target = max(0, one.request.num_computed_tokens - back)
         lost = any(
             not block and (i + 1) * self.size > target - spec.window + 1
@@ -235,6 +237,7 @@ class Cache(RuleBasedStateMachine):
             one.stopped = one.tables is not None
             one.delayed = False
 
+    @some_hold
     @rule(numbers=st.lists(pick, max_size=4))
     def common_prefix(self, numbers):
         ones = {id(one): one for number in numbers if (one := self.choose(number))}
@@ -256,5 +259,5 @@ class Cache(RuleBasedStateMachine):
             self.model.check()
 
 
-Cache.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Cache.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 TestCache = Cache.TestCase

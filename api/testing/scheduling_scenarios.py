@@ -1,0 +1,297 @@
+"""What happens to a scheduler: drawn by hypothesis, played on a rig, told as code."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from hardpoint.plugins import (
+    LoRARequest,
+    MultiModalFeature,
+    RepetitionDetection,
+    RequestError,
+    Scheduler,
+)
+
+from .scheduling_collaborators import Compile, Transfer
+from .scheduling_features import FEATURES, Refusals
+from .scheduling_rig import SchedulerRig
+from .scheduling_rules import CRASH, REFUSAL
+from .violations import Violation
+
+__all__ = ["EVENTS", "Scenario", "play", "scenarios"]
+
+EVENTS = ("abort", "abort_between", "advance", "lose", "lose_unexecuted", "reset", "reset_all", "swap")
+"""What may happen beside arrivals and steps."""
+
+_IDS = "abcdefgh"
+_MOST_REQUESTS = 5
+_POLICIES = ("fcfs", "priority")
+
+Event = tuple[str, Any]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A setting, requests, and what happens.
+
+    Attributes:
+        settings: fields of RigSettings.
+        requests: arguments of `SchedulerRig.add`, without the id.
+        events: (name, argument) pairs; see `play`.
+    """
+
+    settings: Mapping[str, Any]
+    requests: tuple[Mapping[str, Any], ...]
+    events: tuple[Event, ...]
+
+    def code(self) -> str:
+        """Return it as lines of Python that play it."""
+        given = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
+        lines = [f"rig = SchedulerRig(scheduler, {given})"]
+        come = 0
+        for name, argument in (*self.events, *[("add", None)] * len(self.requests)):
+            if name == "add":
+                if come < len(self.requests):
+                    fields = ", ".join(f"{k}={v!r}" for k, v in self.requests[come].items())
+                    lines.append(f"rig.add({argument or _IDS[come]!r}, {fields})")
+                    come += 1
+            else:
+                lines.append(_LINES[name].format(argument))
+        return "\n".join([*lines, "rig.run()"])
+
+    def __repr__(self) -> str:
+        return self.code()
+
+
+def play(
+    scheduler: type[Scheduler], scenario: Scenario, options: Mapping[str, Any] | None = None
+) -> SchedulerRig:
+    """Let it all happen, then run until everything has ended; return the rig.
+
+    Raises:
+        Violation: a rule was broken.
+    """
+    try:
+        rig = SchedulerRig(scheduler, options=options or {}, **scenario.settings)
+        come = 0
+        for name, argument in scenario.events:
+            if name == "add":
+                come += 1
+                if come <= len(scenario.requests):
+                    _arrive(rig, _IDS[come - 1], scenario.requests[come - 1])
+            else:
+                _ACTIONS[name](rig, argument)
+        for place in range(min(come, len(scenario.requests)), len(scenario.requests)):
+            _arrive(rig, _IDS[place], scenario.requests[place])
+        rig.run()
+    except Violation:
+        raise
+    except Exception as cause:
+        place = traceback.extract_tb(cause.__traceback__)[-1]
+        raise CRASH.broken(
+            f"{type(cause).__name__}: {cause} (in {place.name}, line {place.lineno} of "
+            f"{place.filename.rpartition('/')[2]})"
+        ) from cause
+    return rig
+
+
+def _arrive(rig: SchedulerRig, name: str, fields: Mapping[str, Any]) -> None:
+    """Add a request; the ids of the first two are used again where they are free."""
+    again = next((n for n in _IDS[:2] if rig.is_free(n)), name) if fields.get("again") else name
+    given = {key: value for key, value in fields.items() if key != "again"}
+    try:
+        rig.add(again, **given)
+    except RequestError as refusal:
+        raise REFUSAL.broken(f"a request that can run is refused: {refusal}") from refusal
+
+
+def _abort_between(rig: SchedulerRig, argument: Any) -> None:
+    rig.start()
+    rig.abort(argument)
+    while len(rig.in_flight) > rig.settings.asynchronous:
+        rig.deliver()
+
+
+_ACTIONS: dict[str, Callable[[SchedulerRig, Any], Any]] = {
+    "step": lambda rig, _: rig.step(),
+    "abort": lambda rig, name: rig.abort(name),
+    "abort_between": _abort_between,
+    "advance": lambda rig, seconds: rig.clock.advance(seconds),
+    "lose": lambda rig, _: rig.lose(),
+    "lose_unexecuted": lambda rig, _: rig.lose(executed=False),
+    "reset": lambda rig, _: rig.reset(),
+    "reset_all": lambda rig, _: rig.reset(recompute_running=True),
+    "swap": lambda rig, name: rig.swap(name),
+}
+_LINES = {
+    "step": "rig.step()",
+    "abort": "rig.abort({!r})",
+    "abort_between": "rig.start(); rig.abort({!r}); rig.deliver()",
+    "advance": "rig.clock.advance({!r})",
+    "lose": "rig.lose()",
+    "lose_unexecuted": "rig.lose(executed=False)",
+    "reset": "rig.reset()",
+    "reset_all": "rig.reset(recompute_running=True)",
+    "swap": "rig.swap({!r})",
+}
+
+
+@st.composite
+def scenarios(
+    draw: st.DrawFn,
+    refusals: Refusals,
+    always: tuple[str, ...] = (),
+    sometimes: tuple[str, ...] = (),
+    events: tuple[str, ...] = (),
+    policies: tuple[Any, ...] = _POLICIES,
+    roomy: bool = False,
+) -> Scenario:
+    """Draw a scenario.
+
+    Args:
+        draw: hypothesis'.
+        refusals: what the scheduler cannot do, which is left out.
+        always, sometimes: features.
+        events: those of EVENTS that may happen.
+        policies: from which one is drawn.
+        roomy: whether there is always room for all.
+    """
+    drawn = [name for name in sometimes if draw(st.integers(0, 2)) == 0]
+    features = refusals.without([*always, *drawn])
+    settings = draw(_settings(features, roomy))
+    settings["policy"] = draw(st.sampled_from(policies))
+    longest = settings["max_model_len"]
+    request = _requests(features, longest)
+    requests = draw(st.lists(request, min_size=1, max_size=_MOST_REQUESTS))
+    happens = [event for event in events if not _needs(event) & set(refusals.single)]
+    event = st.one_of(
+        st.just(("step", None)),
+        st.just(("step", None)),
+        st.just(("add", None)),
+        *(_event(name, policies) for name in happens),
+    )
+    return Scenario(
+        settings, tuple(requests), tuple(draw(st.lists(event, max_size=12 if events else 6)))
+    )
+
+
+def _needs(event: str) -> set[str]:
+    return {"reset": {"resets"}, "reset_all": {"resets"}, "swap": {"swaps"}}.get(event, set())
+
+
+def _event(name: str, policies: tuple[Any, ...]) -> st.SearchStrategy[Event]:
+    if name in ("abort", "abort_between"):
+        return st.tuples(st.just(name), st.sampled_from(_IDS[:3]))
+    if name == "advance":
+        return st.tuples(st.just(name), st.sampled_from([1.0, 4.0]))
+    if name == "swap":
+        return st.tuples(st.just(name), st.sampled_from(policies))
+    return st.just((name, None))
+
+
+@st.composite
+def _settings(draw: st.DrawFn, features: set[str], roomy: bool) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for name in sorted(features):
+        settings |= FEATURES[name].settings
+    size = draw(st.sampled_from([1, 2, 4]))
+    longest = draw(st.integers(5, 20))
+    if "windows" in features:
+        settings["windows"] = draw(st.sampled_from([(None, 3), (5,), (2, None)]))
+    if "drafts" in features:
+        settings["num_draft_tokens"] = draw(st.integers(1, 3))
+    if "lookahead" in features:
+        settings["num_lookahead_tokens"] = draw(st.integers(1, 3))
+    ahead = settings.get("num_lookahead_tokens", 0) + settings.get("num_draft_tokens", 0)
+    windows = settings.get("windows", (None,))
+    fits = -(-(longest + ahead) // size) * len(windows)
+    spare = draw(st.integers(0, 2 * fits)) if not roomy else fits * _MOST_REQUESTS
+    settings |= {
+        "block_size": size,
+        "blocks": fits + spare + (windows != (None,)),
+        "max_model_len": longest,
+        "max_num_seqs": draw(st.integers(1, 4)),
+        "max_num_batched_tokens": draw(st.integers(1, 12)),
+    }
+    if "whole" in features:
+        settings["max_num_batched_tokens"] = longest + draw(st.integers(0, 6))
+    if "threshold" in features:
+        settings["long_prefill_token_threshold"] = draw(st.integers(1, 5))
+    if "loras" in features:
+        settings["max_loras"] = draw(st.integers(1, 2))
+    if "encoder" in features:
+        settings["max_encoder_tokens"] = draw(st.integers(3, 6))
+        settings["encoder_cache_tokens"] = draw(st.integers(3, 8))
+    return settings
+
+
+@st.composite
+def _requests(draw: st.DrawFn, features: set[str], longest: int) -> dict[str, Any]:
+    tail = draw(st.lists(st.integers(0, 2), min_size=1, max_size=4))
+    head = draw(st.integers(0, max(longest - 1 - len(tail), 0)))
+    prompt = ([7, 8, 9] * longest)[:head] + tail
+    request: dict[str, Any] = {
+        "prompt": prompt[: longest - 1],
+        "max_tokens": draw(st.integers(1, 8)),
+    }
+    for name, values in _ANY.items():
+        if draw(st.integers(0, 3)) == 0:
+            request[name] = draw(values)
+    for name in sorted(features & set(_FIELDS)):
+        if draw(st.booleans()):
+            request |= draw(_FIELDS[name])
+    if "encoder" in features and len(request["prompt"]) >= 3 and draw(st.booleans()):
+        request["features"] = draw(_features(len(request["prompt"])))
+    return request
+
+
+@st.composite
+def _features(draw: st.DrawFn, length: int) -> list[MultiModalFeature]:
+    """Draw features that do not overlap; equal identifiers are of equal length."""
+    found, at = [], 0
+    for identifier, size in draw(st.lists(st.sampled_from([("cat", 2), ("dog", 3)]), max_size=2)):
+        offset = at + draw(st.integers(0, 2))
+        if offset + size <= length:
+            found.append(MultiModalFeature(identifier, offset, size))
+            at = offset + size
+    return found
+
+
+_ANY: dict[str, st.SearchStrategy[Any]] = {
+    "priority": st.integers(-1, 1),
+    "tags": st.sampled_from([{"tenant": "acme"}, {"tenant": "zeta"}]),
+    "again": st.just(True),
+}
+_TRANSFERS = st.builds(
+    Transfer,
+    tokens=st.integers(0, 9),
+    steps=st.none() | st.integers(1, 3),
+    asks=st.sampled_from([0, 0, 1, 2]),
+    fails=st.none() | st.integers(0, 2),
+    keeps=st.sampled_from([0, 0, 1, 3]),
+)
+_FIELDS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
+    "transfers": st.fixed_dictionaries({"transfer": _TRANSFERS}),
+    "grammars": st.fixed_dictionaries(
+        {"compile": st.builds(Compile, asks=st.integers(0, 3), fails=st.booleans())}
+    ),
+    "loras": st.fixed_dictionaries(
+        {"lora": st.sampled_from([LoRARequest("poet", 1), LoRARequest("cook", 2)])}
+    ),
+    "drafts": st.fixed_dictionaries({"drafts": st.sampled_from(["wrong", "mixed", ""])}),
+    "timeouts": st.fixed_dictionaries({"timeout": st.sampled_from([0.5, 4.5])}),
+    "salts": st.fixed_dictionaries({"cache_salt": st.sampled_from(["s", "t"])}),
+    "logprobs": st.just({"logprobs": 1}),
+    "prompt_logprobs": st.just({"prompt_logprobs": 1}),
+    "repetition": st.just(
+        {"repetition_detection": RepetitionDetection(max_pattern=2, min_count=2)}
+    ),
+    "stops": st.just({"stop_token_ids": [*range(0, 29, 4)], "eos_token_ids": [*range(1, 29, 7)]}),
+    "clients": st.fixed_dictionaries({"client_index": st.integers(0, 1)}),
+    "faults": st.fixed_dictionaries({"fails_after": st.integers(0, 2)}),
+}

@@ -1,0 +1,6 @@
+"""Scheduling policies for Hardpoint."""
+
+from .cap import TenantCap
+from .deadline import EarliestDeadline
+
+__all__ = ["EarliestDeadline", "TenantCap"]

@@ -1,0 +1,16 @@
+"""The package's policies keep every rule of the engine: the conformance kit says so."""
+
+from acme_scheduling import EarliestDeadline, TenantCap
+
+from hardpoint.testing import SchedulingPolicySuite
+
+pytest_plugins = ["hardpoint.testing"]
+
+
+class TestEarliestDeadline(SchedulingPolicySuite):
+    policy = EarliestDeadline
+
+
+class TestTenantCap(SchedulingPolicySuite):
+    policy = TenantCap
+    options = {"max_running": 2}

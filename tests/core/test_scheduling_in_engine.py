@@ -1,0 +1,397 @@
+"""Scheduling as users of an engine meet it: timeouts, tags, overload, policies, reasons."""
+
+from __future__ import annotations
+
+import pytest
+from driving import run
+
+from hardpoint import (
+    ConfigError,
+    OverloadedError,
+    PluginError,
+    RequestError,
+    RequestOutputKind,
+    SamplingParams,
+)
+from hardpoint.core.frontend.input_processor import RequestExtras
+from hardpoint.plugins import PluginFaultError, SchedulingPolicy, WaitingFor, hookimpl
+from hardpoint.testing import ScriptedClock, scripted_engine
+
+HERE = "faulty_plugins"
+ENDLESS = SamplingParams(
+    temperature=0, max_tokens=60, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+)
+
+
+def finish(engine) -> list:
+    """Run to the end; return the last outputs in the order in which they came."""
+    finals = []
+    while engine.has_unfinished_requests():
+        finals += [output for output in engine.step() if output.finished]
+    return finals
+
+
+def order(engine) -> list[str]:
+    return [output.request_id for output in finish(engine)]
+
+
+class TestTimeouts:
+    def test_a_running_request_keeps_what_it_has(self, scripted):
+        clock = ScriptedClock()
+        engine = scripted_engine(scripted, clock=clock)
+        engine.add_request("late", [1] * 5, ENDLESS, RequestExtras(timeout=2.0))
+        engine.add_request("free", [1] * 5, ENDLESS)
+        for _ in range(3):
+            assert engine.step() == []
+        clock.advance(2.0)
+        (output,) = engine.step()
+        assert output.request_id == "late"
+        assert output.outputs[0].finish_reason == "timeout"
+        assert len(output.outputs[0].token_ids) == 3
+        (rest,) = finish(engine)
+        assert rest.outputs[0].token_ids[:3] == output.outputs[0].token_ids
+        engine.close()
+
+    def test_a_waiting_request_ends_without_a_token(self, scripted):
+        clock = ScriptedClock()
+        engine = scripted_engine(scripted, {"scheduler": {"max_num_seqs": 1}}, clock=clock)
+        engine.add_request("runs", [1] * 5, ENDLESS)
+        engine.add_request("waits", [1] * 5, ENDLESS, RequestExtras(timeout=1.5))
+        engine.step()
+        clock.advance(1.6)
+        (output,) = engine.step()
+        assert output.request_id == "waits"
+        assert output.outputs[0].finish_reason == "timeout"
+        assert output.outputs[0].token_ids == []
+        finish(engine)
+        assert engine.parts.client._core._scheduler.stats().kv_cache_usage == 0
+        engine.close()
+
+    @pytest.mark.parametrize("timeout", [0, -1, "soon", float("nan")])
+    def test_what_is_no_time_is_refused(self, scripted, timeout):
+        engine = scripted_engine(scripted)
+        with pytest.raises(RequestError, match="timeout: expected a (number > 0|finite)"):
+            engine.add_request("r", "x", ENDLESS, RequestExtras(timeout=timeout))
+        assert not engine.has_unfinished_requests()
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tags": {"tenant": 5}}, "tags.tenant: expected a string, got 5"),
+        ({"tags": "acme"}, "tags: expected a table, got 'acme'"),
+        ({"priority": 1.5}, "priority: expected a whole number, got 1.5"),
+        ({"cache_salt": ""}, "cache_salt: expected a string of length >= 1"),
+    ],
+)
+def test_wrong_extras_are_refused(scripted, fields, message):
+    engine = scripted_engine(scripted)
+    with pytest.raises(RequestError) as error:
+        engine.add_request("r", "x", ENDLESS, RequestExtras(**fields))
+    assert str(error.value).startswith(message)
+    engine.close()
+
+
+def test_a_full_queue_says_so_and_takes_requests_again(scripted):
+    engine = scripted_engine(scripted, {"scheduler": {"max_num_seqs": 1, "max_waiting": 2}})
+    engine.add_request("a", "x", ENDLESS)
+    engine.step()
+    engine.add_request("b", "x", ENDLESS)
+    engine.add_request("c", "x", ENDLESS)
+    with pytest.raises(OverloadedError) as error:
+        engine.add_request("d", "x", ENDLESS)
+    assert str(error.value) == (
+        "overloaded: 2 requests wait, which is the most that may (scheduler.max_waiting); "
+        "try again later"
+    )
+    many = SamplingParams(n=3, max_tokens=2)
+    with pytest.raises(OverloadedError):
+        engine.add_request("e", "x", many)
+    engine.abort_requests(["b", "c"])
+    with pytest.raises(OverloadedError):
+        engine.add_request("e", "x", many)  # the third completion is one too many: none runs
+    engine.add_request("d", "x", ENDLESS)
+    assert order(engine) == ["a", "d"]
+    engine.close()
+
+
+class TestReasons:
+    def test_why_a_request_waits(self, scripted):
+        engine = scripted_engine(scripted, {"scheduler": {"max_num_seqs": 1}})
+        for name in "abc":
+            engine.add_request(name, "x", ENDLESS)
+        assert engine.why_waiting("a")[0].waiting_for is WaitingFor.NEXT_STEP
+        engine.step()
+        assert engine.why_waiting("a") == {0: None}
+        slot = engine.why_waiting("b")[0]
+        assert slot.waiting_for is WaitingFor.SLOT
+        assert slot.message == "1 requests run, no more may"
+        behind = engine.why_waiting("c")[0]
+        assert (behind.waiting_for, behind.ahead) == (WaitingFor.BEHIND, 1)
+        assert behind.message == "1 requests stand before it"
+        engine.abort_requests(["b"])
+        with pytest.raises(RequestError, match="request_id: 'b' is not a live request"):
+            engine.why_waiting("b")
+        engine.close()
+
+    def test_blocks_and_their_numbers(self, scripted):
+        engine = scripted_engine(
+            scripted,
+            {"max_model_len": 128, "kv_cache": {"num_blocks": 8, "prefix_caching": False}},
+        )
+        engine.add_request("a", [1] * 65, ENDLESS)
+        engine.add_request("b", [1] * 65, ENDLESS)
+        engine.step()
+        reason = engine.why_waiting("b")[0]
+        assert reason.waiting_for is WaitingFor.BLOCKS
+        assert (reason.needed, reason.available) == (5, 2)
+        assert reason.message == (
+            "it needs up to 5 KV blocks, 3 are free, of which 1 are kept for running requests"
+        )
+        engine.close()
+
+
+class Watcher:
+    """Takes step records."""
+
+    contract = 1
+    records: list = []
+
+    @hookimpl
+    def step_planned(self, record):
+        self.records.append(record)
+        if record.step == 3:
+            raise ValueError("cannot watch")
+
+
+def test_step_records_reach_hooks_whose_faults_end_nothing(scripted):
+    Watcher.records = []
+    engine = scripted_engine(scripted, {"plugins": {"enable": [f"{__name__}:Watcher"]}})
+    results = run(engine, [("a", "say abc", ENDLESS), ("b", "emoji", ENDLESS)])
+    assert set(results) == {"a", "b"}
+    first = Watcher.records[0]
+    assert first.scheduled == {"a": 7, "b": 5}
+    assert (list(first.new), first.num_running, first.num_waiting) == (["a", "b"], 2, 0)
+    assert Watcher.records[-1].step > 50
+    fallback = engine.health().fallbacks["step_planned"]
+    assert fallback.count == 1
+    assert "plugin 'watcher'" in fallback.message
+    assert "ValueError: cannot watch" in fallback.message
+    assert engine.health().ok
+    engine.close()
+
+
+class TestPolicies:
+    def test_a_policy_that_raises_leaves_the_decision_to_fcfs(self, scripted, caplog):
+        engine = scripted_engine(
+            scripted, {"scheduler": {"policy": f"{HERE}:BadPolicy", "max_num_seqs": 1}}
+        )
+        for name in ("a", "b", "c"):
+            engine.add_request(name, "x", ENDLESS)
+        assert order(engine) == ["a", "b", "c"]
+        fallback = engine.health().fallbacks["bad_policy"]
+        assert fallback.count >= 3
+        assert "plugin 'bad_policy'" in fallback.message
+        assert "ZeroDivisionError: division by zero" in fallback.message
+        assert sum("bad_policy" in record.getMessage() for record in caplog.records) == 1
+        engine.close()
+
+    def test_on_error_engine_ends_the_engine(self, scripted):
+        engine = scripted_engine(
+            scripted,
+            {
+                "scheduler": {"policy": f"{HERE}:BadPolicy"},
+                "plugins": {"on_error": {"bad_policy": "engine"}},
+            },
+        )
+        with pytest.raises(PluginFaultError, match="plugin 'bad_policy'.*ZeroDivisionError"):
+            engine.add_request("a", "x", ENDLESS)
+        engine.close()
+
+    def test_a_scope_that_a_policy_cannot_have(self, scripted):
+        with pytest.raises(ConfigError) as error:
+            scripted_engine(scripted, {"plugins": {"on_error": {"fcfs": "request"}}})
+        assert str(error.value) == (
+            'plugins.on_error.fcfs: expected "step" or "engine", got "request" (from default)'
+        )
+
+    def test_the_engine_is_never_idle_for_a_policy(self, scripted):
+        engine = scripted_engine(scripted, {"scheduler": {"policy": f"{__name__}:Never"}})
+        for name in ("a", "b"):
+            engine.add_request(name, "x", ENDLESS)
+        engine.step()
+        reason = engine.why_waiting("b")[0]
+        assert reason.waiting_for is WaitingFor.POLICY
+        assert reason.message == "the scheduling policy holds it back: not today"
+        assert order(engine) == ["a", "b"]
+        fallback = engine.health().fallbacks["never"]
+        assert fallback.count == 2
+        assert "admit() held back every waiting request while nothing ran" in fallback.message
+        engine.close()
+
+
+class Never(SchedulingPolicy):
+    """Admits nobody."""
+
+    contract = 1
+
+    def key(self, request):
+        return request.arrival_time
+
+    def admit(self, request, load):
+        return "not today"
+
+
+class LastFirst(SchedulingPolicy):
+    """Latest arrival first; counts what it was told."""
+
+    contract = 1
+    state_format = "last-first"
+
+    class Options(SchedulingPolicy.Options):
+        sign: int = -1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.added_ids = []
+        self.inherited = None
+
+    def key(self, request):
+        return self.options.sign * request.arrival_time
+
+    def added(self, request):
+        self.added_ids.append(request.request_id)
+
+    def export_state(self):
+        return list(self.added_ids)
+
+    def import_state(self, state):
+        if self.options.sign == 0:
+            raise ValueError("no such books")
+        self.inherited = state
+
+
+class TestLiveSwap:
+    def engine(self, scripted):
+        engine = scripted_engine(scripted, {"scheduler": {"max_num_seqs": 1}})
+        for name in "abcd":
+            engine.add_request(name, "x", ENDLESS)
+        engine.step()
+        return engine
+
+    def test_those_who_wait_get_the_new_order_and_nobody_is_lost(self, scripted):
+        engine = self.engine(scripted)
+        expected = {o.request_id: o.outputs[0].token_ids for o in finish(self.engine(scripted))}
+        manifest = engine.set_policy(f"{__name__}:LastFirst")
+        assert manifest.generation == 2
+        assert engine.parts.plugins.manifest == manifest
+        assert engine.parts.config.scheduler.policy == f"{__name__}:LastFirst"
+        finals = finish(engine)
+        assert [o.request_id for o in finals] == ["a", "d", "c", "b"]
+        assert {o.request_id: o.outputs[0].token_ids for o in finals} == expected
+        engine.close()
+
+    def test_options_are_checked_and_books_are_handed_over(self, scripted):
+        engine = self.engine(scripted)
+        engine.set_policy(f"{__name__}:LastFirst")
+        with pytest.raises(
+            ConfigError, match=r"plugin.scheduling_policies/last_first.sgn: unknown"
+        ):
+            engine.set_policy(f"{__name__}:LastFirst", {"sgn": 1})
+        engine.set_policy(f"{__name__}:LastFirst", {"sign": 1})
+        policy = engine.parts.client._core._parts.policy.policy.wrapped
+        assert policy.inherited == ["a", "b", "c", "d"]
+        assert order(engine) == ["a", "b", "c", "d"]
+        engine.close()
+
+    @pytest.mark.parametrize(
+        ("use", "options", "error"),
+        [
+            ("fcsf", {}, PluginError),
+            ("uniproc", {}, PluginError),
+            ("fair", {"weights": {"a": -1}}, ConfigError),
+            (f"{__name__}:LastFirst", {"sign": 0}, ValueError),
+        ],
+    )
+    def test_a_swap_that_fails_changes_nothing(self, scripted, use, options, error):
+        engine = self.engine(scripted)
+        engine.set_policy(f"{__name__}:LastFirst")
+        before = engine.parts.plugins.manifest
+        with pytest.raises(error):
+            engine.set_policy(use, options)
+        assert engine.parts.plugins.manifest == before
+        assert order(engine) == ["a", "d", "c", "b"]
+        engine.close()
+
+    def test_every_built_in_policy_can_follow_every_other(self, scripted):
+        engine = self.engine(scripted)
+        names = ["fair", "priority", "shortest_first", "fcfs", "fair"]
+        for generation, name in enumerate(names, 2):
+            assert engine.set_policy(name).generation == generation
+            engine.step()
+        assert order(engine) == ["a", "b", "c", "d"]
+        assert engine.health().fallbacks == {}
+        engine.close()
+
+
+class TestPrefixCache:
+    def test_reset_while_requests_run(self, scripted):
+        engine = scripted_engine(scripted)
+        expected = run(engine, [("a", [7] * 50, ENDLESS)])["a"]
+        engine.add_request("b", [7] * 50, ENDLESS)
+        for _ in range(5):
+            engine.step()
+        engine.reset_prefix_cache()
+        hits = engine.scheduler_stats().prefix_cache.hit_tokens
+        assert hits == 48
+        assert run(engine, [("c", [7] * 50, ENDLESS)])["c"] == expected
+        assert engine.scheduler_stats().prefix_cache.hit_tokens == hits  # "b" stored nothing more
+        engine.close()
+
+    def test_reset_that_recomputes_what_runs(self, scripted):
+        engine = scripted_engine(scripted)
+        expected = run(engine, [("a", [7] * 50, ENDLESS)])["a"]
+        engine.add_request("b", [7] * 50, ENDLESS)
+        for _ in range(5):
+            engine.step()
+        engine.reset_prefix_cache(recompute_running=True)
+        assert engine.scheduler_stats().num_running == 0
+        finals = finish(engine)
+        assert finals[0].outputs[0].token_ids == expected[0][0][1]
+        assert engine.scheduler_stats().num_preemptions == 1
+        engine.close()
+
+    def test_prompt_logprobs_are_the_same_with_a_warm_cache(self, scripted):
+        engine = scripted_engine(scripted)
+        params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=1)
+        for name in ("cold", "warm"):
+            engine.add_request(name, [9] * 40, params)
+        outputs = {}
+        while engine.has_unfinished_requests():
+            outputs |= {o.request_id: o for o in engine.step()}
+        assert outputs["cold"].prompt_logprobs == outputs["warm"].prompt_logprobs
+        assert len(outputs["warm"].prompt_logprobs) == 40
+        engine.close()
+
+
+def test_an_interrupted_step_loses_nothing_that_follows(scripted):
+    """An error between plan and result: the batch is computed anew, finished ids are told again."""
+    engine = scripted_engine(scripted)
+    expected = run(engine, [("again", [3] * 40, ENDLESS)])
+    core = engine.parts.client._core
+    execute = core._executor.execute_model
+    engine.add_request("a", [3] * 40, ENDLESS)
+    engine.step()
+
+    def interrupted(plan):
+        raise KeyboardInterrupt
+
+    core._executor.execute_model = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    core._executor.execute_model = execute
+    assert not engine.has_unfinished_requests()
+    assert run(engine, [("again", [3] * 40, ENDLESS)]) == expected
+    assert engine.scheduler_stats().kv_cache_usage == 0
+    engine.close()

@@ -103,7 +103,7 @@ class KVCacheManager(Protocol):
     def lookup(self, request: Request) -> CachedPrefix:
         """Return what the cache has of a request, leaving at least one token to compute.
 
-        Counts in the statistics. Requests that want log-probabilities of their prompt find nothing.
+        Requests that want log-probabilities of their prompt find nothing.
         """
 
     def admit(
@@ -118,6 +118,8 @@ class KVCacheManager(Protocol):
         delay_caching: bool = False,
     ) -> bool:
         """Give a request that holds nothing its first blocks: `prefix`, then new ones.
+
+        The statistics count the lookup that it came of, if there were enough.
 
         Args:
             request: `num_computed_tokens` is not read.
@@ -173,8 +175,7 @@ class KVCacheManager(Protocol):
         """Return totals since the start."""
 
 
-@dataclass(frozen=True, slots=True)
-class CachedBlock:
+class CachedBlock(msgspec.Struct, frozen=True, gc=False):
     """A block whose content is cached, as an eviction policy sees it.
 
     Attributes:

@@ -103,19 +103,13 @@ class TestThroughTheContract:
         ]
         assert result["imported"] == []
 
-    @pytest.mark.parametrize(
-        ("named", "value"),
-        [
-            ("tenant_cap", "acme_scheduling.cap:TenantCap"),
-            ("acme_scheduling:TenantCap", "acme_scheduling:TenantCap"),
-        ],
-    )
-    def test_named_by_entry_point_or_fqcn(self, python, named, value):
+    @pytest.mark.parametrize("named", ["tenant_cap", "acme_scheduling.cap:TenantCap"])
+    def test_named_by_entry_point_or_fqcn(self, python, named):
         options = {"max_running": 2, "limits": {"gold": 3}}
         config = {"scheduler": {"policy": named}, "plugin": {"tenant_cap": options}}
         assert python(RESOLVE, config)["policy"] == [
             "tenant_cap",
-            value,
+            "acme_scheduling.cap:TenantCap",
             "acme-scheduling",
             "1.0.0",
             {"tag": "tenant", **options},

@@ -90,9 +90,7 @@ class EvictionPolicySuite(SchedulingSuiteBase):
         scheduler = builtin_scheduler()
 
         def check(scenario: Scenario) -> None:
-            eviction = {"eviction": self._make}
-            settings = {**scenario.settings, **eviction}
-            play(scheduler, Scenario(settings, scenario.requests, scenario.events))
+            play(scheduler, scenario, eviction=self._make)
 
         self._search(
             EVICTION.words,

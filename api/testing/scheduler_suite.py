@@ -28,10 +28,12 @@ class SchedulerSuite(SchedulingSuiteBase):
 
     Attributes:
         scheduler: the class under test.
+        asks_policy: False for one that asks no scheduling policy and tells it nothing.
     """
 
     kind = "schedulers"
     scheduler: ClassVar[type[Scheduler]]
+    asks_policy: ClassVar[bool] = True
 
     def _component(self) -> type[Component]:
         return self.scheduler
@@ -42,7 +44,7 @@ class SchedulerSuite(SchedulingSuiteBase):
             _RULE,
             lambda: self._refuse_replaced_tests(SchedulerSuite),
             self._check_contract,
-            lambda: SchedulerRig(self.scheduler, options=self.options).check(),
+            lambda: self._rig().check(),
         )
 
     def test_limits(self) -> None:
@@ -128,7 +130,7 @@ class SchedulerSuite(SchedulingSuiteBase):
             pytest.skip(f"refused: {words}")
 
         def check(scenario: Scenario) -> None:
-            play(self.scheduler, scenario, self.options)
+            play(self.scheduler, scenario, options=self.options, asks_policy=self.asks_policy)
 
         self._search(_RULE, examples, check, scenario=scenarios(refusals, **drawn))
 
@@ -136,6 +138,7 @@ class SchedulerSuite(SchedulingSuiteBase):
         return find_refusals(self.scheduler, self.options)
 
     def _rig(self, **settings: Any) -> SchedulerRig:
+        settings["asks_policy"] = self.asks_policy
         return SchedulerRig(self.scheduler, options=self.options, **settings)
 
     def _check_too_long(self) -> None:

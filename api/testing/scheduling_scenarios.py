@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from hypothesis import strategies as st
@@ -23,7 +24,7 @@ from .scheduling_rig import SchedulerRig
 from .scheduling_rules import CRASH, REFUSAL
 from .violations import Violation
 
-__all__ = ["EVENTS", "Scenario", "play", "scenarios"]
+__all__ = ["EVENTS", "Scenario", "crashes", "play", "scenarios"]
 
 EVENTS = ("abort", "abort_between", "advance", "lose", "lose_unexecuted", "reset", "reset_all", "swap")
 """What may happen beside arrivals and steps."""
@@ -43,23 +44,26 @@ class Scenario:
         settings: fields of RigSettings.
         requests: arguments of `SchedulerRig.add`, without the id.
         events: (name, argument) pairs; see `play`.
+        ids: of the requests, when it was played.
     """
 
     settings: Mapping[str, Any]
     requests: tuple[Mapping[str, Any], ...]
     events: tuple[Event, ...]
+    ids: list[str] = field(default_factory=list, compare=False)
 
     def code(self) -> str:
         """Return it as lines of Python that play it."""
         given = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
         lines = [f"rig = SchedulerRig(scheduler, {given})"]
-        come = 0
+        requests = [
+            f"{ident!r}, " + ", ".join(f"{k}={v!r}" for k, v in fields.items() if k != "again")
+            for ident, fields in zip([*self.ids, *_IDS[len(self.ids) :]], self.requests)
+        ]
         for name, argument in (*self.events, *[("add", None)] * len(self.requests)):
             if name == "add":
-                if come < len(self.requests):
-                    fields = ", ".join(f"{k}={v!r}" for k, v in self.requests[come].items())
-                    lines.append(f"rig.add({argument or _IDS[come]!r}, {fields})")
-                    come += 1
+                if requests:
+                    lines.append(f"rig.add({requests.pop(0)})")
             else:
                 lines.append(_LINES[name].format(argument))
         return "\n".join([*lines, "rig.run()"])
@@ -68,27 +72,38 @@ class Scenario:
         return self.code()
 
 
-def play(
-    scheduler: type[Scheduler], scenario: Scenario, options: Mapping[str, Any] | None = None
-) -> SchedulerRig:
+def play(scheduler: type[Scheduler], scenario: Scenario, **settings: Any) -> SchedulerRig:
     """Let it all happen, then run until everything has ended; return the rig.
+
+    Args:
+        scheduler: the class.
+        scenario: what happens.
+        **settings: further fields of RigSettings.
 
     Raises:
         Violation: a rule was broken.
     """
-    try:
-        rig = SchedulerRig(scheduler, options=options or {}, **scenario.settings)
-        come = 0
-        for name, argument in scenario.events:
-            if name == "add":
-                come += 1
-                if come <= len(scenario.requests):
-                    _arrive(rig, _IDS[come - 1], scenario.requests[come - 1])
-            else:
+    scenario.ids.clear()
+    with crashes():
+        rig = SchedulerRig(scheduler, **{**scenario.settings, **settings})
+        for name, argument in (*scenario.events, *[("add", None)] * len(scenario.requests)):
+            if name != "add":
                 _ACTIONS[name](rig, argument)
-        for place in range(min(come, len(scenario.requests)), len(scenario.requests)):
-            _arrive(rig, _IDS[place], scenario.requests[place])
+            elif len(scenario.ids) < len(scenario.requests):
+                _arrive(rig, scenario)
         rig.run()
+    return rig
+
+
+@contextmanager
+def crashes() -> Iterator[None]:
+    """Turn what nobody expected into the finding that it is.
+
+    Raises:
+        Violation: a rule was broken, or something was raised.
+    """
+    try:
+        yield
     except Violation:
         raise
     except Exception as cause:
@@ -97,15 +112,18 @@ def play(
             f"{type(cause).__name__}: {cause} (in {place.name}, line {place.lineno} of "
             f"{place.filename.rpartition('/')[2]})"
         ) from cause
-    return rig
 
 
-def _arrive(rig: SchedulerRig, name: str, fields: Mapping[str, Any]) -> None:
-    """Add a request; the ids of the first two are used again where they are free."""
-    again = next((n for n in _IDS[:2] if rig.is_free(n)), name) if fields.get("again") else name
+def _arrive(rig: SchedulerRig, scenario: Scenario) -> None:
+    """Add the next request; some take the id of one that has ended."""
+    fields = scenario.requests[len(scenario.ids)]
+    ident = _IDS[len(scenario.ids)]
+    if fields.get("again"):
+        ident = next((name for name in scenario.ids if rig.is_free(name)), ident)
     given = {key: value for key, value in fields.items() if key != "again"}
+    scenario.ids.append(ident)
     try:
-        rig.add(again, **given)
+        rig.add(ident, **given)
     except RequestError as refusal:
         raise REFUSAL.broken(f"a request that can run is refused: {refusal}") from refusal
 

@@ -42,6 +42,7 @@ class RigSettings:
         max_model_len: None is the longest that the cache has room for.
         eviction: makes the eviction policy; None is the order of release.
         policy: one, a class of one, what makes one, or the name of an installed one.
+        asks_policy: whether the scheduler asks one at all; if not, nobody checks what it tells it.
         options: the scheduler's, as an operator writes them.
         connector, grammars: whether there is a ScriptedConnector, and ScriptedGrammars.
         encoder_cache_tokens: room for embeddings; 0 is no encoder cache.
@@ -67,6 +68,7 @@ class RigSettings:
     max_encoder_tokens: int = 0
     asynchronous: bool = False
     policy: PolicySource = "fcfs"
+    asks_policy: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     connector: bool = False
     grammars: bool = False

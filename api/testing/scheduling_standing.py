@@ -30,14 +30,12 @@ def check_standing(rig: SchedulerRig, plan: SchedulerOutput | None = None) -> No
     """
     rig.kv_cache.check()
     _check_counts(rig)
-    _check_ledger(rig)
+    if rig.settings.asks_policy:
+        _check_ledger(rig)
     if plan is None:
         return
-    told = {*rig.ledger.tokens} - set(plan.num_scheduled_tokens) - plan.preempted_request_ids
-    if told:
-        raise POLICY.broken(f"scheduled() was told of {sorted(told)}, which the plan does not have")
-    if "scheduled" in rig.ledger.methods:
-        rig.ledger.check_scheduled(plan.num_scheduled_tokens)
+    if rig.settings.asks_policy:
+        _check_accounts(rig, plan)
     _check_tables(rig)
     _check_common_prefix(rig, plan)
     _check_reasons(rig, plan)
@@ -101,6 +99,15 @@ def _check_ledger(rig: SchedulerRig) -> None:
         raise POLICY.broken(
             f"by added() and finished() {sorted(known)} are live, but {sorted(live)} are"
         )
+
+
+def _check_accounts(rig: SchedulerRig, plan: SchedulerOutput) -> None:
+    """The policy was told of the plan's tokens, and of no others."""
+    told = {*rig.ledger.tokens} - set(plan.num_scheduled_tokens) - plan.preempted_request_ids
+    if told:
+        raise POLICY.broken(f"scheduled() was told of {sorted(told)}, which the plan does not have")
+    if "scheduled" in rig.ledger.methods:
+        rig.ledger.check_scheduled(plan.num_scheduled_tokens)
 
 
 def _check_tables(rig: SchedulerRig) -> None:

@@ -16,7 +16,7 @@ from hardpoint.plugins import KINDS, Component, Context, HardpointError, PluginC
 from hardpoint.plugins.loading import Source, check_component, snake_case
 
 from .scheduling_rules import BrokenRule
-from .scheduling_scenarios import Scenario
+from .scheduling_scenarios import Scenario, crashes
 from .searching import Search, describe
 from .seeds import replay_line
 from .violations import Violation, short
@@ -112,7 +112,8 @@ class SchedulingSuiteBase:
     def _once(self, rule: str, *checks: Callable[[], None]) -> None:
         for check in checks:
             try:
-                check()
+                with crashes():
+                    check()
             except Violation as violation:
                 self._fail(rule, violation)
 

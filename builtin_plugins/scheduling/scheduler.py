@@ -99,6 +99,11 @@ class DefaultScheduler(Scheduler):
                 f"request_id: {request.request_id!r} ended, but its KV blocks are still being "
                 "moved; expected another id"
             )
+        if request.request_id in books.lingering:
+            raise RequestError(
+                f"request_id: the blocks of an earlier request {request.request_id!r} are still "
+                "being loaded or saved"
+            )
         live = LiveRequest(request, self._arrived, limits.max_model_len)
         self._check_fits(live)
         if live.features:

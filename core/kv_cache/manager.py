@@ -123,16 +123,12 @@ class BlockManager:
 
     def lookup(self, request: Request) -> CachedPrefix:
         """Return what the cache has of a request, leaving at least one token to compute."""
-        if not self._caching or request.params.prompt_logprobs is not None:
+        if not self._looks_up(request):
             return _NOTHING
         size = self.block_size
         limit = (request.num_tokens - 1) // size
         hashes = self._hashes.of(request, limit)
         length, tables = longest_prefix(self.groups, self._pool.index, hashes, limit, size)
-        stats = self._stats
-        stats.requests += 1
-        stats.queried_tokens += request.num_tokens
-        stats.hit_tokens += length * size
         return CachedPrefix(length * size, tables) if length else _NOTHING
 
     def admit(
@@ -164,6 +160,10 @@ class BlockManager:
         if wanted > pool.num_free - num_reserved_blocks:
             return False
         pool.take(found)
+        if self._looks_up(request):
+            self._stats.requests += 1
+            self._stats.queried_tokens += request.num_tokens
+            self._stats.hit_tokens += prefix.num_tokens
         tables = [list(table) for table in prefix.block_ids] or [[] for _ in self.groups]
         held = self._held[request] = _Held(tables)
         self._append(held, missing)
@@ -272,6 +272,9 @@ class BlockManager:
         """Return totals since the start."""
         stats = self._stats
         return PrefixCacheStats(stats.requests, stats.queried_tokens, stats.hit_tokens)
+
+    def _looks_up(self, request: Request) -> bool:
+        return self._caching and request.params.prompt_logprobs is None
 
     def _grow(self, request: Request, held: _Held, num_tokens: int) -> BlockIds | None:
         """Make room for so many tokens, giving back what windows have passed."""

@@ -15,6 +15,7 @@ from hardpoint.plugins import (
     OverloadedError,
     PluginNotFoundError,
     RequestError,
+    SchedulerContext,
     SchedulerLimits,
     resolve_plugins,
 )
@@ -23,18 +24,31 @@ from hardpoint.plugins.typed import convert
 # Construction and limits
 
 
+def chosen(**scheduler):
+    config = convert({"scheduler": scheduler}, EngineConfig, path="")
+    plugins = resolve_plugins(config)
+    rig = Rig()
+    return plugins.create(
+        plugins.one("schedulers"),
+        SchedulerContext,
+        limits=rig.limits,
+        kv_cache=rig.cache,
+        policy=rig.policy,
+        clock=rig.clock,
+    )
+
+
 @pytest.mark.parametrize(
-    "use", ["default", "hardpoint.builtin_plugins.scheduling:DefaultScheduler"]
+    "scheduler",
+    [
+        {},
+        {"use": "default"},
+        {"use": "hardpoint.builtin_plugins.scheduling:DefaultScheduler"},
+    ],
 )
-def test_it_is_chosen_by_name_or_by_class(use):
-    config = convert({"scheduler": {"use": use}}, EngineConfig, path="")
-    entry = resolve_plugins(config).one("schedulers")
-    assert entry.cls is DefaultScheduler
+def test_it_is_the_default_and_chosen_by_name_or_by_class(scheduler):
+    assert type(chosen(**scheduler)) is DefaultScheduler
     assert DefaultScheduler.contract == KINDS["schedulers"].contract
-
-
-def test_it_is_the_default():
-    assert resolve_plugins(EngineConfig()).one("schedulers").cls is DefaultScheduler
 
 
 def test_an_unknown_policy_is_refused_by_name():

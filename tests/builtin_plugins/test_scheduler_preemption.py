@@ -151,7 +151,7 @@ def test_what_was_to_be_encoded_for_a_victim_is_taken_back(shared):
         rig.add("b", prompt=3)
     rig.step()
     rig.step()
-    plan = rig.step()
+    plan = rig.plan()
     assert plan.preempted_request_ids == {"a"}
     assert plan.encoder_inputs == ({"b": [0]} if shared else {})
     assert rig.around["encoder_cache"].num_free_tokens == (0 if shared else 4)

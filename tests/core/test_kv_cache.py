@@ -56,14 +56,22 @@ def test_lookup(tokens, found):
     assert prefix.block_ids == ([list(range(found // 2))] if found else ())
 
 
-def test_lookup_counts():
+def test_lookups_count_when_they_are_used():
     manager = filled()
-    assert manager.lookup(make_request("a", [*TOKENS, 10])).num_tokens == 10
-    manager.lookup(make_request("b", TOKENS, prompt_logprobs=0))
+    before = manager.stats()
+    found = manager.lookup(request := make_request("a", [*TOKENS, 10]))
+    assert found.num_tokens == 10
+    assert manager.stats() == before  # whoever waits may look every step
+    assert not manager.admit(request, found, 1, num_reserved_blocks=1000)
+    assert manager.stats() == before
+    assert manager.admit(request, found, 1)
     stats = manager.stats()
-    assert (stats.requests, stats.queried_tokens, stats.hit_tokens) == (2, 21, 10)
-    manager.lookup(make_request("c", [7]))
-    assert (stats.requests, manager.stats().requests) == (2, 3)
+    assert stats.requests - before.requests == 1
+    assert stats.queried_tokens - before.queried_tokens == 11
+    assert stats.hit_tokens - before.hit_tokens == 10
+    silent = make_request("b", TOKENS, prompt_logprobs=0)
+    assert manager.admit(silent, manager.lookup(silent), 10)
+    assert manager.stats() == stats
 
 
 def test_prompt_logprobs_find_nothing_but_are_found():

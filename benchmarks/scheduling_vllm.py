@@ -1,0 +1,161 @@
+"""vLLM's scheduler and KV cache manager, driven by benchmarks/scheduler.py."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from scheduling_load import (
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    TOKEN,
+    VOCABULARY,
+    WAITING_PROMPT,
+    prompt,
+    running_prompts,
+    timed,
+)
+
+
+class Vllm:
+    """vLLM's scheduler with the same requests."""
+
+    def __init__(self, running: int, num_blocks: int) -> None:
+        """Let `running` requests finish their prompts."""
+        from vllm.v1.outputs import ModelRunnerOutput as VllmOutput
+
+        self._output = VllmOutput
+        self._request = vllm_requests(BLOCK_SIZE)
+        self._scheduler = vllm_scheduler(running, num_blocks, BLOCK_SIZE)
+        for request_id, tokens in running_prompts(running):
+            self._scheduler.add_request(self._request(request_id, tokens))
+        decoding = 0
+        while decoding < running:
+            plan = self._scheduler.schedule()
+            requests = self._scheduler.requests
+            done = [
+                requests[request_id].num_tokens <= requests[request_id].num_computed_tokens
+                for request_id in plan.num_scheduled_tokens
+            ]
+            decoding = sum(done)
+            self._update(plan, [[TOKEN] if last else [] for last in done])
+
+    def step(self) -> tuple[float, float]:
+        """Run a step."""
+        scheduling, plan = timed(self._scheduler.schedule)
+        return scheduling, self._update(plan, [[TOKEN] for _ in plan.num_scheduled_tokens])
+
+    def add_waiting(self, count: int) -> None:
+        """Add requests that find no slot."""
+        for index in range(count):
+            tokens = prompt(-1 - index, WAITING_PROMPT)
+            self._scheduler.add_request(self._request(f"waiting-{index}", tokens))
+
+    def _update(self, plan: Any, sampled: list[list[int]]) -> float:
+        ids = list(plan.num_scheduled_tokens)
+        result = self._output(
+            req_ids=ids,
+            req_id_to_index={request_id: place for place, request_id in enumerate(ids)},
+            sampled_token_ids=sampled,
+        )
+        return timed(lambda: self._scheduler.update_from_output(plan, result))[0]
+
+
+class VllmCache:
+    """vLLM's KV cache manager, as its scheduler builds it."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        """Start empty."""
+        self._request = vllm_requests(block_size)
+        self._block_size = block_size
+        self._cache = vllm_scheduler(1, num_blocks, block_size).kv_cache_manager
+
+    def fill(self, tokens: list[int]) -> None:
+        """Let a request with this prompt come and go."""
+        request = self._request("first", tokens)
+        assert self._cache.allocate_slots(request, len(tokens)) is not None
+        self._cache.free(request)
+
+    def look_up(self, tokens: list[int]) -> tuple[float, float]:
+        """Return the microseconds of making a request with hashes, and of finding its blocks."""
+        hashing, request = timed(lambda: self._request("second", tokens))
+        looking_up, found = timed(lambda: self._cache.get_computed_blocks(request))
+        assert found[1] == (len(tokens) - 1) // self._block_size * self._block_size
+        return hashing, looking_up
+
+
+def vllm_requests(block_size: int) -> Callable[[str, list[int]], Any]:
+    """Return what makes vLLM's requests, with sha256 hashes as it does by default."""
+    from vllm import SamplingParams as VllmParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request as VllmRequest
+
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(block_size, sha256)
+    params = VllmParams(max_tokens=MAX_MODEL_LEN, ignore_eos=True)
+    return lambda request_id, tokens: VllmRequest(
+        request_id, tokens, params, None, block_hasher=hasher
+    )
+
+
+def vllm_scheduler(max_num_seqs: int, num_blocks: int, block_size: int) -> Any:
+    """Return vLLM's scheduler for a small model with one group of attention layers."""
+    import torch
+    from vllm.config import CacheConfig, ModelConfig, VllmConfig
+    from vllm.config import SchedulerConfig as VllmLimits
+    from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_model_config(Path(folder))
+        config = VllmConfig(
+            model_config=ModelConfig(
+                model=folder,
+                skip_tokenizer_init=True,
+                dtype="float32",
+                max_model_len=MAX_MODEL_LEN,
+            ),
+            scheduler_config=VllmLimits(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=MAX_MODEL_LEN,
+                max_model_len=MAX_MODEL_LEN,
+                is_encoder_decoder=False,
+                async_scheduling=False,
+            ),
+            cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=True),
+        )
+    config.cache_config.num_gpu_blocks = num_blocks
+    attention = FullAttentionSpec(
+        block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
+    )
+    return VllmScheduler(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(
+            num_blocks=num_blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], attention)],
+        ),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=block_size,
+    )
+
+
+def write_model_config(folder: Path) -> None:
+    """Write what vLLM wants to know of a model before it schedules for it."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 2,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": MAX_MODEL_LEN,
+    }
+    (folder / "config.json").write_text(json.dumps(config))

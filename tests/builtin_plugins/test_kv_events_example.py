@@ -1,0 +1,120 @@
+"""The example that follows an engine's cache."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from kv_events_harness import (
+    batch,
+    clients,
+    publishers,
+    sent,
+)
+
+from hardpoint.plugins import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+)
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "kv_events_subscriber.py"
+
+
+@pytest.fixture
+def context():
+    with clients() as context:
+        yield context
+
+
+@pytest.fixture
+def open_publisher():
+    with publishers() as build:
+        yield build
+
+
+def example():
+    spec = importlib.util.spec_from_file_location("kv_events_subscriber", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def encoded(*events):
+    return msgspec.msgpack.encode(KVEventBatch(0.0, list(events)))
+
+
+def stored(*names, group=0):
+    return BlockStored([name.encode() for name in names], None, [1] * len(names), 1, None, group)
+
+
+def removed(*names, group=0):
+    return BlockRemoved([name.encode() for name in names], group)
+
+
+def names_of(follower):
+    return sorted(f"{block.decode()}{group}" for group, block in follower.blocks)
+
+
+def test_the_example_follows_what_is_stored_removed_and_cleared():
+    follower = example().CacheFollower()
+    follower.receive(0, encoded(stored("a", "b"), stored("a", group=1)))
+    follower.receive(1, encoded(removed("a"), stored("c")))
+    assert names_of(follower) == ["a1", "b0", "c0"]
+    follower.receive(2, encoded(AllBlocksCleared(), stored("d")))
+    assert names_of(follower) == ["d0"]
+    assert follower.num_resets == 0
+
+
+def test_the_example_fills_gaps_and_forgets_what_it_cannot_know():
+    kept = {number: encoded(stored("abcdef"[number])) for number in range(6)}
+    asked = []
+
+    def replay(start):
+        asked.append(start)
+        return [(number, kept[number]) for number in sorted(kept) if number >= start]
+
+    follower = example().CacheFollower(replay)
+    follower.receive(2, kept[2])  # came late
+    follower.receive(3, kept[3])
+    assert asked == [0]
+    assert names_of(follower) == ["a0", "b0", "c0", "d0", "e0", "f0"]
+    follower.receive(4, kept[4])
+    follower.receive(5, kept[5])
+    assert (follower.num_replayed, follower.num_resets) == (6, 0)
+    kept.clear()
+    follower.receive(9, encoded(stored("x")))  # 6 to 8 are lost: anything may have been removed
+    assert names_of(follower) == ["x0"]
+    follower.receive(0, encoded(stored("y")))  # the engine started anew
+    assert names_of(follower) == ["y0"]
+    assert follower.num_resets == 2
+
+
+def test_the_example_runs_beside_an_engine(context, open_publisher):
+    publisher = open_publisher(replay_endpoint="tcp://127.0.0.1:*")
+    sent(context, publisher, 300)
+    command = [sys.executable, str(EXAMPLE), "--endpoint", publisher.endpoint]
+    command += ["--replay-endpoint", publisher.replay_endpoint, "--batches", "301"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        number = 300
+        while process.poll() is None and number < 1000:
+            publisher.publish(batch(number))
+            number += 1
+            time.sleep(0.02)
+        output = process.stdout.read()
+    assert process.returncode == 0
+    assert "batches replayed, 0 resets" in output.splitlines()[-1]
+    blocks = int(output.splitlines()[-1].split()[2])
+    assert blocks > 300  # those of before it was there too
+
+
+def test_the_example_explains_itself():
+    done = subprocess.run([sys.executable, EXAMPLE, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "--replay-endpoint" in done.stdout

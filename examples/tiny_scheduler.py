@@ -246,9 +246,9 @@ class TinyScheduler(Scheduler):
         output = EngineCoreOutput(request_id=request.request_id)
         output.prompt_logprobs = prompt_logprobs or None
         output.events, request.events = request.events, []
-        if not request.output_token_ids:
-            output.num_cached_tokens = request.num_cached_tokens
         for token in result.sampled_token_ids.get(request.request_id, ()):
+            if not request.output_token_ids:
+                output.num_cached_tokens = request.num_cached_tokens
             request.append(token)
             output.new_token_ids = [token]
             output.logprobs = result.logprobs.get(request.request_id)

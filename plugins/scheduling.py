@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -30,8 +30,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class NewRequest:
+class NewRequest(msgspec.Struct, frozen=True):
     """A request that a worker has not seen, or has forgotten when it was preempted.
 
     Attributes:
@@ -48,8 +47,7 @@ class NewRequest:
     resumed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class CachedRequests:
+class CachedRequests(msgspec.Struct, frozen=True):
     """The requests of a step that the worker has in its batch: only what is new.
 
     Attributes:
@@ -60,11 +58,10 @@ class CachedRequests:
 
     request_ids: Sequence[str] = ()
     num_computed_tokens: Sequence[int] = ()
-    new_block_ids: Mapping[str, BlockIds] = field(default_factory=dict)
+    new_block_ids: Mapping[str, BlockIds] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
+class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """The plan of one step.
 
     Attributes:
@@ -75,7 +72,8 @@ class SchedulerOutput:
         total_num_scheduled_tokens: their sum.
         draft_token_ids: per request id, drafts to verify; part of its scheduled tokens.
         encoder_inputs: per request id, indices of the features to encode in this step.
-        freed_encoder_inputs: identifiers whose embeddings the worker may forget; told once.
+        freed_encoder_inputs: identifiers whose embeddings a worker forgets, before it encodes;
+            each is told once, and a worker may never have had it.
         num_common_prefix_blocks: per group, leading blocks that all running requests share.
         structured_request_ids: request id to its place among the scheduled ones, of those that a
             grammar constrains.
@@ -86,14 +84,14 @@ class SchedulerOutput:
 
     step: int = 0
     new_requests: Sequence[NewRequest] = ()
-    cached_requests: CachedRequests = CachedRequests()
-    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    cached_requests: CachedRequests = msgspec.field(default_factory=CachedRequests)
+    num_scheduled_tokens: dict[str, int] = {}
     total_num_scheduled_tokens: int = 0
-    draft_token_ids: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    encoder_inputs: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    draft_token_ids: Mapping[str, Sequence[int]] = {}
+    encoder_inputs: Mapping[str, Sequence[int]] = {}
     freed_encoder_inputs: Sequence[str] = ()
     num_common_prefix_blocks: Sequence[int] = ()
-    structured_request_ids: Mapping[str, int] = field(default_factory=dict)
+    structured_request_ids: Mapping[str, int] = {}
     preempted_request_ids: frozenset[str] = frozenset()
     finished_request_ids: frozenset[str] = frozenset()
     kv_connector_metadata: Any = None

@@ -22,7 +22,8 @@ SUBJECTS = ["the sea", "a clock", "Ada Lovelace", "prime numbers", "bread", "Mar
 SHAPES = [
     "{} is",
     "Write one sentence about {}.\n",
-    "Answer in one sentence, as a friendly teacher would to a curious child of ten.\n"
+    "Answer in one sentence, as a friendly teacher would to a curious child of ten who likes short "
+    "words and plain facts, and who asks a great many questions every day.\n"
     "Q: What do people like about {}?\nA:",
     "def describe():\n    # {}\n    return",
 ]
@@ -96,7 +97,7 @@ def test_fp32_tokens_are_those_of_transformers(logits_of, fp32, per_step, name):
     compare(logits_of, greedy(fp32, per_step), name)
 
 
-SMALL_POOL = {"num_blocks": 12, "block_size": 16}
+SMALL_POOL = {"num_blocks": 9, "watermark": 0.0}
 STACKS = {
     "chunks of 16": {"scheduler": {"max_num_batched_tokens": 16}},
     "chunks of 64": {"scheduler": {"max_num_batched_tokens": 64}},

@@ -37,7 +37,7 @@ from hardpoint import SamplingParams
 from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.testing import scripted_engine
 
-folder, extra, jobs = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+folder, extra, jobs, swap_to = map(json.loads, sys.argv[1:])
 engine = scripted_engine(folder, extra)
 for number, (name, fields) in enumerate(jobs):
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -49,6 +49,9 @@ while engine.has_unfinished_requests():
             order.append(output.request_id)
             tokens[output.request_id] = output.outputs[0].token_ids
     most = max(most, engine.scheduler_stats().num_running)
+    if swap_to:
+        engine.set_policy(swap_to)
+        swap_to = None
 fallbacks = {name: fault.count for name, fault in engine.health().fallbacks.items()}
 engine.close()
 print(json.dumps({"order": order, "tokens": tokens, "most": most, "fallbacks": fallbacks}))
@@ -65,10 +68,8 @@ def python(acme_scheduling, tmp_path):
     """Runs a program where the package is installed; returns what it prints as JSON."""
 
     def run_it(code, *arguments):
-        given = [a if isinstance(a, str) else json.dumps(a) for a in arguments]
-        return json.loads(
-            run(sys.executable, "-c", code, *given, path=acme_scheduling, cwd=tmp_path)
-        )
+        command = (sys.executable, "-c", code, *map(json.dumps, arguments))
+        return json.loads(run(*command, path=acme_scheduling, cwd=tmp_path))
 
     return run_it
 
@@ -77,11 +78,12 @@ def python(acme_scheduling, tmp_path):
 def complete(python, scripted):
     """Runs requests one at a time, or as many as are said, under a policy."""
 
-    def run_it(jobs, policy, max_num_seqs=1, **options):
+    def run_it(jobs, policy, max_num_seqs=1, swap_to=None, **options):
         scheduler = {"policy": policy, "max_num_seqs": max_num_seqs}
         name = "tenant_cap" if "ap" in policy else "earliest_deadline"
         plugin = {name: options} if options else {}
-        result = python(ORDER, str(scripted), {"scheduler": scheduler, "plugin": plugin}, jobs)
+        extra = {"scheduler": scheduler, "plugin": plugin}
+        result = python(ORDER, str(scripted), extra, jobs, swap_to)
         assert result["fallbacks"] == {}
         return result
 
@@ -152,6 +154,13 @@ class TestThroughTheEngine:
 
     def test_its_options_count(self, complete):
         assert complete(DEADLINES, "earliest_deadline", horizon=1.0)["order"] == list("acdb")
+
+    @pytest.mark.parametrize("named", ["earliest_deadline", "acme_scheduling:EarliestDeadline"])
+    def test_it_takes_over_while_requests_run(self, complete, named):
+        """After the first step, in which one of them began."""
+        plain, changed = complete(DEADLINES, "fcfs"), complete(DEADLINES, "fcfs", swap_to=named)
+        assert changed["order"] == ["a", "c", "d", "b"]
+        assert changed["tokens"] == plain["tokens"]
 
     def test_a_cap_lets_others_past(self, complete):
         plain = complete(TENANTS, "fcfs", max_num_seqs=2)

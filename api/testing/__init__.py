@@ -7,6 +7,7 @@ The scripted model needs nothing beside the engine. The suites need pytest and h
 PYTEST_DONT_REWRITE: there is no `assert` here that pytest would have to explain.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from .pytest_hooks import pytest_report_header, pytest_terminal_summary
@@ -22,12 +23,20 @@ from .scripted import (
 )
 
 if TYPE_CHECKING:
+    from .eviction_suite import EvictionPolicySuite
     from .logits_suite import LogitsProcessorSuite
+    from .policy_suite import SchedulingPolicySuite
+    from .scheduler_suite import SchedulerSuite
+    from .scheduling_rig import SchedulerRig
 
 __all__ = [
     "EOS",
+    "EvictionPolicySuite",
     "HistoryAttention",
     "LogitsProcessorSuite",
+    "SchedulerRig",
+    "SchedulerSuite",
+    "SchedulingPolicySuite",
     "ScriptedClock",
     "ScriptedModel",
     "history_hash",
@@ -39,10 +48,17 @@ __all__ = [
 ]
 
 
+_LAZY = {
+    "EvictionPolicySuite": "eviction_suite",
+    "LogitsProcessorSuite": "logits_suite",
+    "SchedulerRig": "scheduling_rig",
+    "SchedulerSuite": "scheduler_suite",
+    "SchedulingPolicySuite": "policy_suite",
+}
+
+
 def __getattr__(name: str) -> Any:
     # Who only wants the scripted model needs neither pytest nor hypothesis.
-    if name == "LogitsProcessorSuite":
-        from .logits_suite import LogitsProcessorSuite  # noqa: PLC0415
-
-        return LogitsProcessorSuite
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

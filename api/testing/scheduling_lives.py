@@ -48,6 +48,8 @@ class Life:
         tokens: those that were delivered.
         excuses: ends other than the expected one that are right by now.
         told: whether a plan told the worker of its end.
+        perhaps_told: whether a plan may have told of its end together with an earlier one's of
+            the same id.
         reported: whether `finished_requests` told its client of it.
         ran: whether a plan had it.
         cached: tokens that its first plan said are computed.
@@ -61,6 +63,7 @@ class Life:
     error: str | None = None
     excuses: set[FinishReason] = field(default_factory=set)
     told: bool = False
+    perhaps_told: bool = False
     reported: bool = False
     ran: bool = False
     cached: int | None = None

@@ -29,7 +29,7 @@ from .scheduling_checks import check_plan, check_record
 from .scheduling_collaborators import ScriptedConnector, ScriptedGrammars
 from .scheduling_kv import WatchedKVCache
 from .scheduling_lives import Life, Script, expected_reply
-from .scheduling_rules import FINISHED, GRAMMAR, LIMITS, PLAN, PROGRESS, TRANSFER
+from .scheduling_rules import FINISHED, GRAMMAR, LIMITS, PLAN, PROGRESS, RECORD, TRANSFER
 from .scheduling_settings import PolicySource, RigSettings, make_policy
 from .scheduling_standing import check_end, check_standing
 from .scheduling_watch import watched
@@ -344,6 +344,8 @@ class SchedulerRig:
         self.ledger.begin_step()
         live = self._expire()
         plan = self.scheduler.schedule()
+        if late := sorted((set(self.live) - set(live)) & set(plan.num_scheduled_tokens)):
+            raise FINISHED.broken(f"{late} are scheduled, but their deadline has passed")
         if self.ledger.first is not None:
             raise self.ledger.first
         if self.plans and plan.step != self.plans[-1].step + 1:
@@ -354,6 +356,8 @@ class SchedulerRig:
             self._proposed.pop(request_id, None)
         self._tell_finished(plan)
         self._check_collaborators(plan)
+        if len(self.records) < len(self.plans):
+            raise RECORD.broken(f"step {plan.step} was not recorded, but somebody listens")
         check_record(self.records[-1], plan, self.limits.max_num_batched_tokens)
         for new in plan.new_requests:
             life = live[new.source.request_id]
@@ -384,9 +388,11 @@ class SchedulerRig:
                 state = "was told before" if life is not None and life.told else "has not ended"
                 raise FINISHED.broken(f"step {plan.step} tells that {request_id!r} ended: it {state}")
             life.told = True
-        for lives in self.untold.values():
+        for request_id, lives in self.untold.items():
             for life in lives:
                 life.told = True
+            newest = self.lives[request_id]
+            newest.perhaps_told = not newest.ended and self.excused(newest)
         self.untold.clear()
 
     def excused(self, life: Life) -> bool:
@@ -423,7 +429,7 @@ class SchedulerRig:
                 life.take(output, client)
                 if life.ended:
                     self._proposed.pop(life.request_id, None)
-                    if not life.told:
+                    if not (life.told or life.perhaps_told):
                         self.untold.setdefault(life.request_id, []).append(life)
             self._take_finished(client, outputs)
 

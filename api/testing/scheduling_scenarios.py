@@ -44,32 +44,20 @@ class Scenario:
         settings: fields of RigSettings.
         requests: arguments of `SchedulerRig.add`, without the id.
         events: (name, argument) pairs; see `play`.
-        ids: of the requests, when it was played.
+        lines: what happened when it was played, as Python.
     """
 
     settings: Mapping[str, Any]
     requests: tuple[Mapping[str, Any], ...]
     events: tuple[Event, ...]
-    ids: list[str] = field(default_factory=list, compare=False)
+    lines: list[str] = field(default_factory=list, compare=False)
 
     def code(self) -> str:
-        """Return it as lines of Python that play it."""
-        given = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
-        lines = [f"rig = SchedulerRig(scheduler, {given})"]
-        requests = [
-            f"{ident!r}, " + ", ".join(f"{k}={v!r}" for k, v in fields.items() if k != "again")
-            for ident, fields in zip([*self.ids, *_IDS[len(self.ids) :]], self.requests)
-        ]
-        for name, argument in (*self.events, *[("add", None)] * len(self.requests)):
-            if name == "add":
-                if requests:
-                    lines.append(f"rig.add({requests.pop(0)})")
-            else:
-                lines.append(_LINES[name].format(argument))
-        return "\n".join([*lines, "rig.run()"])
+        """Return what happened as lines of Python that play it again."""
+        return "\n".join(self.lines)
 
     def __repr__(self) -> str:
-        return self.code()
+        return self.code() or f"<{len(self.requests)} requests, {len(self.events)} events>"
 
 
 def play(scheduler: type[Scheduler], scenario: Scenario, **settings: Any) -> SchedulerRig:
@@ -83,14 +71,21 @@ def play(scheduler: type[Scheduler], scenario: Scenario, **settings: Any) -> Sch
     Raises:
         Violation: a rule was broken.
     """
-    scenario.ids.clear()
+    given = {**scenario.settings, **settings}
+    lines = scenario.lines
+    lines[:] = [f"rig = SchedulerRig(scheduler, {_arguments(given)})"]
+    coming = list(scenario.requests)
     with crashes():
-        rig = SchedulerRig(scheduler, **{**scenario.settings, **settings})
-        for name, argument in (*scenario.events, *[("add", None)] * len(scenario.requests)):
-            if name != "add":
-                _ACTIONS[name](rig, argument)
-            elif len(scenario.ids) < len(scenario.requests):
-                _arrive(rig, scenario)
+        rig = SchedulerRig(scheduler, **given)
+        for name, argument in (*scenario.events, *[("add", None)] * len(coming)):
+            if name == "add" and coming:
+                _arrive(rig, coming.pop(0), lines)
+            elif name in ("abort", "abort_between") and rig.live:
+                names = sorted(rig.live)
+                _act(rig, name, names[argument % len(names)], lines)
+            elif name not in ("add", "abort", "abort_between"):
+                _act(rig, name, argument, lines)
+        lines.append("rig.run()")
         rig.run()
     return rig
 
@@ -114,18 +109,26 @@ def crashes() -> Iterator[None]:
         ) from cause
 
 
-def _arrive(rig: SchedulerRig, scenario: Scenario) -> None:
-    """Add the next request; some take the id of one that has ended."""
-    fields = scenario.requests[len(scenario.ids)]
-    ident = _IDS[len(scenario.ids)]
+def _arguments(given: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in given.items())
+
+
+def _arrive(rig: SchedulerRig, fields: Mapping[str, Any], lines: list[str]) -> None:
+    """Add a request; some take the id of one that has ended."""
+    ident = _IDS[len(rig.lives)]
     if fields.get("again"):
-        ident = next((name for name in scenario.ids if rig.is_free(name)), ident)
+        ident = next((name for name in rig.lives if rig.is_free(name)), ident)
     given = {key: value for key, value in fields.items() if key != "again"}
-    scenario.ids.append(ident)
+    lines.append(f"rig.add({ident!r}, {_arguments(given)})")
     try:
         rig.add(ident, **given)
     except RequestError as refusal:
         raise REFUSAL.broken(f"a request that can run is refused: {refusal}") from refusal
+
+
+def _act(rig: SchedulerRig, name: str, argument: Any, lines: list[str]) -> None:
+    lines.append(_LINES[name].format(argument))
+    _ACTIONS[name](rig, argument)
 
 
 def _abort_between(rig: SchedulerRig, argument: Any) -> None:
@@ -188,14 +191,12 @@ def scenarios(
     requests = draw(st.lists(request, min_size=1, max_size=_MOST_REQUESTS))
     happens = [event for event in events if not _needs(event) & set(refusals.single)]
     event = st.one_of(
-        st.just(("step", None)),
-        st.just(("step", None)),
+        *[st.just(("step", None))] * max(2, len(happens)),
         st.just(("add", None)),
         *(_event(name, policies) for name in happens),
     )
-    return Scenario(
-        settings, tuple(requests), tuple(draw(st.lists(event, max_size=12 if events else 6)))
-    )
+    drawn_events = draw(st.lists(event, max_size=14 if happens else 5))
+    return Scenario(settings, tuple(requests), (*[("add", None)] * draw(_FIRST), *drawn_events))
 
 
 def _needs(event: str) -> set[str]:
@@ -204,7 +205,7 @@ def _needs(event: str) -> set[str]:
 
 def _event(name: str, policies: tuple[Any, ...]) -> st.SearchStrategy[Event]:
     if name in ("abort", "abort_between"):
-        return st.tuples(st.just(name), st.sampled_from(_IDS[:3]))
+        return st.tuples(st.just(name), st.integers(0, 3))
     if name == "advance":
         return st.tuples(st.just(name), st.sampled_from([1.0, 4.0]))
     if name == "swap":
@@ -280,6 +281,7 @@ def _features(draw: st.DrawFn, length: int) -> list[MultiModalFeature]:
     return found
 
 
+_FIRST = st.integers(1, 3)
 _ANY: dict[str, st.SearchStrategy[Any]] = {
     "priority": st.integers(-1, 1),
     "tags": st.sampled_from([{"tenant": "acme"}, {"tenant": "zeta"}]),

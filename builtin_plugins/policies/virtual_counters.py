@@ -108,12 +108,12 @@ class VirtualCounters:
         return self._last.counter
 
     def export(self) -> dict[str, float]:
-        """Return the counters that are not below the level, by name."""
-        level = self.level()
-        return {c.name: c.counter for c in self._clients.values() if c.counter >= level}
+        """Return the counters by name."""
+        self.level()
+        return {client.name: client.counter for client in self._clients.values()}
 
     def restore(self, counters: Mapping[str, float], level: float) -> None:
-        """Begin with these counters; nobody has requests."""
+        """Begin with these counters; whoever has requests is about to say so."""
         self._last.counter = level
         for name, counter in counters.items():
             self._list(self._new(name, counter))

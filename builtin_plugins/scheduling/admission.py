@@ -268,8 +268,9 @@ def _no_blocks(books: Books, request: LiveRequest, step: Step) -> _Outcome:
         if books.end_if_too_long(request):
             del step.waiting[request.request_id]
             return _Outcome.ENDED
-        for holder in [r for r in books.loaded.values() if r is not request][:1]:
-            books.rewind(holder)
+        holders = [holder for holder in books.loaded.values() if holder is not request]
+        if holders:
+            books.rewind(max(holders, key=lambda holder: holder.order))
     return _Outcome.STOP
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+
+import msgspec
 
 from hardpoint.plugins import SchedulerOutput, StepRecord
 
@@ -35,7 +36,7 @@ def make_plan(books: Books, step: Step) -> SchedulerOutput:
     connector = books.context.connector
     if connector is not None:
         metadata = connector.build_connector_meta(plan)
-        plan = dataclasses.replace(plan, kv_connector_metadata=metadata)
+        plan = msgspec.structs.replace(plan, kv_connector_metadata=metadata)
     return plan
 
 
@@ -48,7 +49,7 @@ def make_record(books: Books, step: Step, plan: SchedulerOutput) -> StepRecord:
         new=[new.source.request_id for new in plan.new_requests if not new.resumed],
         resumed=[new.source.request_id for new in plan.new_requests if new.resumed],
         preempted=step.preempted,
-        finished=list(plan.finished_request_ids),
+        finished=sorted(plan.finished_request_ids),
         timed_out=step.timed_out,
         waiting=step.waiting,
         admission_stopped=step.stopped,

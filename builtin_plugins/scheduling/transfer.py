@@ -66,13 +66,13 @@ def take_transfers(
     if result.invalid_block_ids:
         forget_doubtful(books, plans)
         _recompute_invalid(books, result.invalid_block_ids, now)
-    for request_id in result.kv_loaded:
+    for request_id in sorted(result.kv_loaded):
         request = books.blocked.get(request_id)
         if request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
             _take_loaded(books, request)
         else:
             _free_lingering(books, request_id)
-    for request_id in result.kv_saved:
+    for request_id in sorted(result.kv_saved):
         _free_lingering(books, request_id)
 
 

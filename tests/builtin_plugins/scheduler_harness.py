@@ -33,17 +33,24 @@ __all__ = [
     "Executor",
     "FirstComeFirstServed",
     "Grammars",
+    "HoldsBack",
     "Priority",
     "Rig",
     "adapter",
+    "admitted",
     "feature",
     "make_policy",
     "next_token",
+    "reference",
 ]
 
 
 def make_policy(cls):
     return cls(PolicyContext(name="it", options=convert({}, cls.Options, path="plugin.it")))
+
+
+def admitted(plan):
+    return [entry.source.request_id for entry in plan.new_requests]
 
 
 def adapter(number):
@@ -57,6 +64,13 @@ def feature(identifier, offset, length):
 def next_token(history):
     digest = hashlib.blake2b(repr(tuple(history)).encode(), digest_size=2).digest()
     return int.from_bytes(digest, "big")
+
+
+class HoldsBack(FirstComeFirstServed):
+    """Holds back the requests whose tag "hold" says why."""
+
+    def admit(self, request, load):
+        return request.tags.get("hold")
 
 
 class Connector:
@@ -191,6 +205,7 @@ class Rig:
         groups=None,
         policy=FirstComeFirstServed,
         caching=True,
+        events=False,
         options=None,
         surroundings=None,
         encoder_tokens=0,
@@ -201,7 +216,7 @@ class Rig:
             **(defaults | {"max_encoder_tokens": encoder_tokens} | limits)
         )
         more = {} if groups is None else {"groups": groups}
-        self.cache = BlockManager(blocks, block_size, prefix_caching=caching, **more)
+        self.cache = BlockManager(blocks, block_size, prefix_caching=caching, events=events, **more)
         self.clock = ScriptedClock()
         self.records = []
         self.faults = []
@@ -227,7 +242,7 @@ class Rig:
         self.ends = {}
         self._arrived = 0
 
-    def add(self, name, prompt=4, max_tokens=50, **fields):
+    def add(self, name, prompt=4, max_tokens=50, stop_token_ids=(), **fields):
         """Add a request; a number is a prompt of so many tokens that no other one has."""
         self._arrived += 1
         if isinstance(prompt, int):
@@ -237,7 +252,7 @@ class Rig:
         request = EngineCoreRequest(
             request_id=name,
             prompt_token_ids=prompt,
-            params=SamplingParams(max_tokens=max_tokens),
+            params=SamplingParams(max_tokens=max_tokens, stop_token_ids=list(stop_token_ids)),
             **fields,
         )
         self.scheduler.add_request(request)

@@ -370,6 +370,20 @@ class TestSwap:
         new.scheduled(live[0], 10)
         assert new.group_key("big", 0.0) == 20 + (10 + 2) / 2
 
+    def test_a_tenant_that_only_runs_keeps_its_counter(self):
+        old, live = self.busy()
+        late = request("z", prompt=30, tenant="late")
+        old.added(late)
+        old.scheduled(late, 1)
+        late.status = RequestStatus.RUNNING
+        old.scheduled(live[3], 20)
+        new = build(Fair)
+        new.import_state(old.export_state())
+        for it in [*live, late]:
+            new.added(it)
+        assert old.group_key("late", 0.0) == 6 < old.export_state()["level"]
+        assert new.group_key("late", 0.0) == 6
+
     def test_a_newcomer_after_the_swap_is_lifted_to_the_old_level(self):
         old, live = self.busy()
         new = build(Fair)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 from scheduler_harness import (
-    Connector,
-    FirstComeFirstServed,
     Grammars,
+    HoldsBack,
     Priority,
     Rig,
     adapter,
+    admitted,
     feature,
-    make_policy,
     next_token,
 )
 
@@ -21,18 +20,6 @@ from hardpoint.plugins import (
     RequestStatus,
     WaitingFor,
 )
-
-
-def admitted(plan):
-    return [entry.source.request_id for entry in plan.new_requests]
-
-
-class HoldsBack(FirstComeFirstServed):
-    """Holds back the requests whose tag "hold" says why."""
-
-    def admit(self, request, load):
-        return request.tags.get("hold")
-
 
 # The walk
 
@@ -128,82 +115,6 @@ def test_one_in_the_queue_with_a_strange_status_is_an_error_that_names_it():
     rig.live("a").status = RequestStatus.RUNNING
     with pytest.raises(RuntimeError, match="'a' is in the queue with status RUNNING"):
         rig.plan()
-
-
-# Overtaking is bounded
-
-
-def overtaken(rig):
-    """Count the steps in which somebody is admitted before "b", which waits for a LoRA slot."""
-    rig.add("a", lora=adapter(1), max_tokens=100)
-    rig.add("b", lora=adapter(2))
-    steps = 0
-    for i in range(40):
-        rig.add(f"c{i}", prompt=1, max_tokens=1)
-        rig.add(f"d{i}", prompt=1, max_tokens=1)
-        new = admitted(rig.step())
-        steps += any(name[0] in "cd" for name in new)
-    return steps
-
-
-def test_one_that_is_set_aside_is_passed_in_so_many_steps_only():
-    rig = Rig(max_loras=1, options={"max_overtaken": 3}, blocks=200)
-    assert overtaken(rig) == 3
-    assert rig.live("b").num_overtaken == 3
-    assert rig.records[-1].admission_stopped.waiting_for is WaitingFor.LORA_SLOT
-    assert rig.why("c20").waiting_for is WaitingFor.BEHIND
-
-
-def test_nobody_is_passed_where_none_may():
-    assert overtaken(Rig(max_loras=1, options={"max_overtaken": 0}, blocks=200)) == 0
-
-
-def test_being_set_aside_without_being_passed_does_not_count():
-    rig = Rig(max_loras=1, options={"max_overtaken": 3})
-    rig.add("a", lora=adapter(1))
-    rig.add("b", lora=adapter(2))
-    for _ in range(9):
-        rig.step()
-    assert rig.live("b").num_overtaken == 0
-
-
-def test_a_step_sets_so_many_aside_only():
-    rig = Rig(max_loras=1, options={"max_set_aside": 2})
-    rig.add("a", lora=adapter(1))
-    for name in "bcd":
-        rig.add(name, lora=adapter(2))
-    rig.add("e")
-    assert admitted(rig.step()) == ["a"]
-    assert list(rig.records[-1].waiting) == ["b", "c"]
-    assert (rig.why("d").waiting_for, rig.why("d").ahead) == (WaitingFor.BEHIND, 2)
-
-
-# Grammars
-
-
-def test_a_grammar_that_is_being_compiled_lets_others_go_first():
-    grammars = Grammars(compiling={"g1"})
-    rig = Rig(surroundings={"grammars": grammars})
-    rig.add("g1")
-    rig.add("a")
-    assert admitted(rig.step()) == ["a"]
-    assert rig.live("g1").status is RequestStatus.WAITING_FOR_GRAMMAR
-    assert rig.why("g1").message == "its grammar is being compiled"
-    assert rig.records[-1].waiting["g1"].waiting_for is WaitingFor.GRAMMAR
-    rig.add("b")
-    grammars.compiling.clear()
-    assert admitted(rig.step()) == ["g1", "b"]  # in the same step, and before b
-
-
-def test_a_grammar_that_is_wrong_ends_its_request_with_the_words():
-    rig = Rig(surroundings={"grammars": Grammars(wrong={"g1"})})
-    rig.add("g1")
-    rig.add("a")
-    plan = rig.plan()
-    assert plan.finished_request_ids == {"g1"}
-    outputs = rig.update(plan)
-    assert outputs["g1"].finish_reason is FinishReason.ERROR
-    assert outputs["g1"].error == "grammar of g1: unexpected ']'"
 
 
 # Cached tokens and sizing
@@ -312,7 +223,10 @@ def test_a_share_of_the_blocks_stays_free_beside_others():
     rig.add("b", prompt=13)
     assert admitted(rig.step()) == ["a"]
     reason = rig.why("b")
-    assert reason.message == "it needs up to 4 KV blocks, 6 are free, of which 3 are kept for running requests"
+    assert (
+        reason.message
+        == "it needs up to 4 KV blocks, 6 are free, of which 3 are kept for running requests"
+    )
     assert reason.available == 3
     rig.abort("a", reason=FinishReason.ABORT)
     assert admitted(rig.step()) == ["b"]
@@ -367,94 +281,3 @@ def test_admission_updates_budget_adapters_and_places_as_for_running_ones():
     assert plan.num_scheduled_tokens == {"a": 3, "g1": 3}
     assert plan.structured_request_ids == {"g1": 1}
     assert plan.total_num_scheduled_tokens == 6
-
-
-# LoRA
-
-
-def test_no_more_adapters_than_slots():
-    rig = Rig(max_loras=2)
-    for i, name in enumerate("abcd"):
-        rig.add(name, lora=adapter(i + 1))
-    rig.add("e", lora=adapter(2))
-    rig.add("f")
-    assert admitted(rig.step()) == ["a", "b", "e", "f"]
-    reason = rig.why("c")
-    assert (reason.waiting_for, reason.needed, reason.available) == (WaitingFor.LORA_SLOT, 1, 0)
-    assert reason.message == "its adapter 'lora3' is not active, and 2 are, no more may"
-    rig.abort("a", reason=FinishReason.ABORT)
-    assert admitted(rig.step()) == ["c"]
-    assert rig.why("d").waiting_for is WaitingFor.LORA_SLOT
-
-
-def test_no_limit_on_adapters_by_default():
-    rig = Rig()
-    for i in range(9):
-        rig.add(str(i), lora=adapter(i + 1))
-    assert len(admitted(rig.step())) == 9
-
-
-def test_running_requests_count_also_where_they_are_not_scheduled():
-    rig = Rig(max_loras=1, asynchronous=True)
-    rig.add("a", lora=adapter(1), max_tokens=1)
-    rig.plan()
-    rig.add("b", lora=adapter(2))
-    assert rig.plan().num_scheduled_tokens == {}  # a waits for results, but is on the worker
-    assert rig.why("b").waiting_for is WaitingFor.LORA_SLOT
-
-
-def test_a_preempted_request_gives_its_slot_back():
-    rig = Rig(blocks=2, block_size=4, max_loras=1)
-    rig.add("a", prompt=3)
-    rig.add("b", prompt=3, lora=adapter(1))
-    rig.step()
-    rig.step()
-    assert rig.step().preempted_request_ids == {"b"}
-    rig.add("c", prompt=1, lora=adapter(2), arrival_time=0.0)
-    rig.abort("a", reason=FinishReason.ABORT)
-    assert admitted(rig.step()) == ["c"]
-    assert rig.why("b").waiting_for is WaitingFor.LORA_SLOT
-
-
-def test_an_adapter_of_one_that_loads_takes_no_slot_before_it_runs():
-    connector = Connector(a=(3, True))
-    rig = Rig(max_loras=1, surroundings={"connector": connector})
-    rig.add("a", lora=adapter(1))
-    rig.add("b", lora=adapter(2))
-    assert admitted(rig.step()) == ["b"]
-    rig.step(kv_loaded=frozenset("a"))
-    assert rig.plan().num_scheduled_tokens == {"b": 1}
-    assert rig.why("a").waiting_for is WaitingFor.LORA_SLOT
-
-
-# What waits costs nothing
-
-
-def test_a_hundred_thousand_waiting_requests_add_no_work_to_a_step():
-    class Counts(HoldsBack):
-        calls = 0
-
-        def key(self, request):
-            Counts.calls += 1
-            return super().key(request)
-
-        def admit(self, request, load):
-            Counts.calls += 1
-            return super().admit(request, load)
-
-    work = []
-    for waiting in (10, 100_000):
-        rig = Rig(policy=make_policy(Counts), max_num_seqs=2, blocks=500)
-        for i in range(waiting):
-            rig.add(str(i), prompt=[1], max_tokens=2)
-        lookups, Counts.calls = rig.cache.stats().requests, 0
-        queue = rig.scheduler._books.waiting
-        touched = []
-        heap_of, alive = queue.heap_of, queue._alive
-        queue.heap_of = lambda group, f=heap_of: touched.append(1) or f(group)
-        queue._alive = lambda entry, f=alive: touched.append(1) or f(entry)
-        for _ in range(4):
-            rig.step()
-        work.append((Counts.calls, len(touched), rig.cache.stats().requests - lookups))
-    assert work[0] == work[1]
-    assert work[0][0] == 4  # two requests were admitted twice

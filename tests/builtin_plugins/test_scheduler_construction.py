@@ -53,7 +53,10 @@ def test_it_is_the_default_and_chosen_by_name_or_by_class(scheduler):
 
 def test_an_unknown_policy_is_refused_by_name():
     config = convert({"scheduler": {"policy": "alphabetical"}}, EngineConfig, path="")
-    with pytest.raises(PluginNotFoundError, match=r"scheduler.policy: no .* is called 'alphabetical'; found: fair, fcfs, priority"):
+    with pytest.raises(
+        PluginNotFoundError,
+        match=r"scheduler.policy: no .* is called 'alphabetical'; found: fair, fcfs, priority",
+    ):
         resolve_plugins(config)
 
 

@@ -103,7 +103,7 @@ def test_a_victim_that_was_scheduled_in_this_step_is_taken_back_completely():
     )
     rig.add("a", prompt=2)
     rig.add("b", prompt=4)
-    rig.add("c", prompt=20 - 8)
+    rig.add("c", prompt=12)
     assert rig.step().num_scheduled_tokens == {"a": 2, "b": 4, "c": 1}
     rig.scheduler.update_drafts({"a": [5, 6, 7]})
     plan = rig.step()  # a gets 4 tokens and the last block, then b needs one
@@ -289,7 +289,10 @@ def test_the_others_run_on_when_one_outgrows_the_pool():
     rig.run()
     assert rig.ends["a"].finish_reason is FinishReason.ERROR
     assert rig.ends["b"].finish_reason is FinishReason.LENGTH
-    assert rig.tokens["b"] == reference(("x", {}), ("b", {"prompt": [2000, 2001, 2002], "max_tokens": 6}))["b"]
+    assert (
+        rig.tokens["b"]
+        == reference(("x", {}), ("b", {"prompt": [2000, 2001, 2002], "max_tokens": 6}))["b"]
+    )
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -334,8 +337,8 @@ def test_loaded_requests_that_hold_all_blocks_give_way():
     rig.update(plan, kv_loaded=frozenset("bc"))
     connector.found.clear()
     rig.step()
-    assert rig.cache.block_ids(rig.live("b")) == []
-    assert rig.cache.block_ids(rig.live("c")) != []
+    assert rig.cache.block_ids(rig.live("b")) != []
+    assert rig.cache.block_ids(rig.live("c")) == []  # the latest to come gives way
     assert len(rig.run(30)) == 3
     assert {end.finish_reason for end in rig.ends.values()} == {FinishReason.LENGTH}
 

@@ -93,8 +93,8 @@ def test_the_pass_ends_when_the_budget_does():
     rig.add("c", prompt=1)
     asked = []
     extend = rig.cache.extend
-    rig.cache.extend = lambda request, *more: asked.append(request.request_id) or extend(
-        request, *more
+    rig.cache.extend = lambda request, *more: (
+        asked.append(request.request_id) or extend(request, *more)
     )
     assert list(rig.step().num_scheduled_tokens) == ["a", "b"]
     assert asked == ["a", "b"]

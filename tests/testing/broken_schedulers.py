@@ -1,0 +1,713 @@
+"""Schedulers and policies with one mistake each, of the kinds that people make."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+
+import msgspec
+
+from hardpoint.builtin_plugins.scheduling import DefaultScheduler
+from hardpoint.plugins import (
+    CachedRequests,
+    EngineCoreOutputs,
+    EvictionPolicy,
+    Request,
+    RequestError,
+    SchedulerOutput,
+    SchedulingPolicy,
+)
+
+
+class Instead:
+    """Something with a few attributes of its own; the rest is another's."""
+
+    def __init__(self, inner, **own):
+        self._inner = inner
+        self.__dict__ |= own
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+
+class WithLimits(DefaultScheduler):
+    """Goes by other limits than it was given."""
+
+    contract = 1
+
+    def __init__(self, context):
+        limits = dataclasses.replace(context.limits, **self.wrong(context.limits))
+        super().__init__(dataclasses.replace(context, limits=limits))
+
+
+class NoContract(DefaultScheduler):
+    """States no contract of its own."""
+
+
+class OverBudget(WithLimits):
+    contract = 1
+
+    def wrong(self, limits):
+        return {"max_num_batched_tokens": limits.max_num_batched_tokens + 3}
+
+
+class TooManyRun(WithLimits):
+    contract = 1
+
+    def wrong(self, limits):
+        return {"max_num_seqs": limits.max_num_seqs + 1}
+
+
+class SplitsPrompts(WithLimits):
+    contract = 1
+
+    def wrong(self, limits):
+        return {"chunked_prefill": True, "long_prefill_token_threshold": 2}
+
+
+class AnyAdapters(WithLimits):
+    contract = 1
+
+    def wrong(self, limits):
+        return {"max_loras": 0}
+
+
+class EncodesTooMuch(WithLimits):
+    contract = 1
+
+    def wrong(self, limits):
+        return {"max_encoder_tokens": 3 * limits.max_encoder_tokens}
+
+
+class TakesEverybody(WithLimits):
+    contract = 1
+
+    def wrong(self, limits):
+        return {"max_waiting": None}
+
+
+class TakesTheEndless(WithLimits):
+    contract = 1
+
+    def wrong(self, limits):
+        return {"max_model_len": limits.max_model_len + 1}
+
+
+class WithCache(DefaultScheduler):
+    """Has a KV cache manager that is a bit different."""
+
+    contract = 1
+
+    def __init__(self, context):
+        self.cache = Instead(context.kv_cache)
+        super().__init__(dataclasses.replace(context, kv_cache=self.cache))
+        self.change(context.kv_cache)
+
+
+class LeaksOnAbort(WithCache):
+    contract = 1
+
+    def change(self, cache):
+        self.cache.free = lambda request: None if self.aborting else cache.free(request)
+
+    aborting = False
+
+    def finish_requests(self, request_ids, reason):
+        self.aborting = True
+        try:
+            return super().finish_requests(request_ids, reason)
+        finally:
+            self.aborting = False
+
+
+class FreesTwice(WithCache):
+    contract = 1
+
+    def change(self, cache):
+        pool = cache.inner.pool
+
+        def free(request):
+            blocks = [block for table in cache.block_ids(request) for block in table]
+            cache.free(request)
+            pool.empty += blocks[:1]
+
+        self.cache.free = free
+
+
+class MixesSalts(WithCache):
+    contract = 1
+
+    def change(self, cache):
+        def lookup(request):
+            name = f"{request.request_id} without salt {request.num_tokens}"
+            source = msgspec.structs.replace(request.source, cache_salt=None, request_id=name)
+            plain = Request(source)
+            for token in request.output_token_ids:
+                plain.append(token)
+            return cache.lookup(plain)
+
+        self.cache.lookup = lookup
+
+
+class Starves(WithCache):
+    contract = 1
+
+    def change(self, cache):
+        def admit(request, *given, **named):
+            return request.order != 1 and cache.admit(request, *given, **named)
+
+        self.cache.admit = admit
+
+
+class ForgetsToRewind(WithCache):
+    contract = 1
+
+    def change(self, cache):
+        self.cache.rewind = lambda request, num_tokens: None
+
+
+class ChangesPlans(DefaultScheduler):
+    """Hands out another plan than it made."""
+
+    contract = 1
+
+    def schedule(self):
+        return msgspec.structs.replace(plan := super().schedule(), **self.wrong(plan))
+
+
+class KeepsVictims(ChangesPlans):
+    contract = 1
+
+    def wrong(self, plan):
+        victims = [name for name in plan.preempted_request_ids if self.live_request(name)]
+        victims = [name for name in victims if name not in plan.num_scheduled_tokens]
+        cached = plan.cached_requests
+        return {
+            "cached_requests": CachedRequests(
+                [*cached.request_ids, *victims],
+                [*cached.num_computed_tokens, *[1] * len(victims)],
+                cached.new_block_ids,
+            ),
+            "num_scheduled_tokens": plan.num_scheduled_tokens | dict.fromkeys(victims, 1),
+            "total_num_scheduled_tokens": plan.total_num_scheduled_tokens + len(victims),
+        }
+
+
+class HidesVictims(ChangesPlans):
+    contract = 1
+
+    def wrong(self, plan):
+        return {"preempted_request_ids": frozenset()}
+
+
+class RepeatsEnds(ChangesPlans):
+    contract = 1
+    before = frozenset()
+
+    def wrong(self, plan):
+        ends = plan.finished_request_ids | self.before
+        self.before = plan.finished_request_ids
+        return {"finished_request_ids": ends}
+
+
+class SkipsPositions(ChangesPlans):
+    contract = 1
+
+    def wrong(self, plan):
+        cached = plan.cached_requests
+        computed = [tokens + (tokens > 5) for tokens in cached.num_computed_tokens]
+        return {"cached_requests": msgspec.structs.replace(cached, num_computed_tokens=computed)}
+
+
+class MisCounts(ChangesPlans):
+    contract = 1
+
+    def wrong(self, plan):
+        return {"total_num_scheduled_tokens": len(plan.num_scheduled_tokens)}
+
+
+class SchedulesNothing(ChangesPlans):
+    contract = 1
+
+    def wrong(self, plan):
+        return {"num_scheduled_tokens": plan.num_scheduled_tokens | {"nobody": 0}}
+
+
+class OldDrafts(ChangesPlans):
+    contract = 1
+    before = {}
+
+    def wrong(self, plan):
+        drafts = {
+            name: self.before.get(name, drafts) for name, drafts in plan.draft_token_ids.items()
+        }
+        self.before = {**self.before, **plan.draft_token_ids}
+        return {"draft_token_ids": drafts}
+
+
+class HidesBlocks(ChangesPlans):
+    contract = 1
+
+    def wrong(self, plan):
+        cached = msgspec.structs.replace(plan.cached_requests, new_block_ids={})
+        return {"cached_requests": cached}
+
+
+class BoastsOfPrefixes(ChangesPlans):
+    contract = 1
+
+    def wrong(self, plan):
+        return {"num_common_prefix_blocks": [n + 1 for n in plan.num_common_prefix_blocks]}
+
+
+class ChangesResults(DefaultScheduler):
+    """Takes another result than it was given."""
+
+    contract = 1
+
+    def update(self, plan, result):
+        return super().update(plan, dataclasses.replace(result, **self.wrong(plan, result)))
+
+
+class AcceptsAllDrafts(ChangesResults):
+    contract = 1
+
+    def wrong(self, plan, result):
+        sampled = {
+            name: [*plan.draft_token_ids.get(name, ()), tokens[-1]]
+            for name, tokens in result.sampled_token_ids.items()
+        }
+        return {"sampled_token_ids": sampled}
+
+
+class TrustsFailedLoads(ChangesResults):
+    contract = 1
+
+    def wrong(self, plan, result):
+        return {"invalid_block_ids": frozenset()}
+
+
+class DropsLateResults(ChangesResults):
+    contract = 1
+
+    def wrong(self, plan, result):
+        late = plan.step < self.newest
+        return {"sampled_token_ids": {} if late else result.sampled_token_ids}
+
+    def schedule(self):
+        plan = super().schedule()
+        self.newest = plan.step
+        return plan
+
+
+class ForgetsFaults(ChangesResults):
+    contract = 1
+
+    def wrong(self, plan, result):
+        return {"faults": {}}
+
+
+class OneClient(DefaultScheduler):
+    contract = 1
+
+    def update(self, plan, result):
+        outputs = EngineCoreOutputs()
+        for theirs in super().update(plan, result).values():
+            outputs.outputs += theirs.outputs
+            outputs.finished_requests = theirs.finished_requests
+        return {0: outputs}
+
+
+class SaysTwice(DefaultScheduler):
+    contract = 1
+
+    def update(self, plan, result):
+        by_client = super().update(plan, result)
+        for outputs in by_client.values():
+            outputs.outputs += [output for output in outputs.outputs if output.finished]
+        return by_client
+
+
+class StandingClock(DefaultScheduler):
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(dataclasses.replace(context, clock=lambda: 0.0))
+
+
+class NeverWaits(DefaultScheduler):
+    contract = 1
+
+    def why_waiting(self, request_id):
+        super().why_waiting(request_id)
+
+
+class KeepsNoRecord(DefaultScheduler):
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(dataclasses.replace(context, record=None))
+
+
+class RecordsLate(DefaultScheduler):
+    contract = 1
+
+    def __init__(self, context):
+        self.record = context.record
+        super().__init__(dataclasses.replace(context, record=self.note))
+
+    last = None
+
+    def note(self, record):
+        self.record(self.last or record)
+        self.last = record
+
+
+class ForgetsTheLast(DefaultScheduler):
+    contract = 1
+
+    def finish_requests(self, request_ids, reason):
+        by_client = super().finish_requests(request_ids, reason)
+        by_client[0].outputs[0].new_token_ids[0]
+        return by_client
+
+
+class ForgetsLostPlans(DefaultScheduler):
+    contract = 1
+
+    def plan_lost(self, plan):
+        empty = SchedulerOutput(step=plan.step)
+        super().plan_lost(
+            dataclasses.replace(
+                empty,
+                new_requests=plan.new_requests,
+                cached_requests=plan.cached_requests,
+                encoder_inputs=plan.encoder_inputs,
+            )
+        )
+
+
+class KeepsComputed(DefaultScheduler):
+    contract = 1
+
+    def reset_prefix_cache(self, *, recompute_running=False):
+        super().reset_prefix_cache()
+
+
+class SwapsInSecret(DefaultScheduler):
+    contract = 1
+
+    def set_policy(self, policy):
+        super().set_policy(Instead(policy, added=lambda request: None))
+
+
+class Impatient(DefaultScheduler):
+    contract = 1
+
+    def __init__(self, context):
+        grammars = context.grammars
+        if grammars is not None:
+            grammars = Instead(grammars, ready=lambda request: True)
+        super().__init__(dataclasses.replace(context, grammars=grammars))
+
+
+class Picky(DefaultScheduler):
+    contract = 1
+
+    def add_request(self, request):
+        if request.params.max_tokens == 3:
+            raise RequestError("max_tokens: expected anything but 3")
+        super().add_request(request)
+
+
+class MisCountsLive(DefaultScheduler):
+    contract = 1
+
+    def num_unfinished_requests(self):
+        return min(super().num_unfinished_requests(), 2)
+
+
+# Policies
+
+
+class Fcfs(SchedulingPolicy):
+    """Right: the order of arrival."""
+
+    contract = 1
+
+    def key(self, request):
+        return request.arrival_time
+
+
+class PolicyWithoutContract(Fcfs):
+    """States no contract of its own."""
+
+
+class MixedKeys(Fcfs):
+    contract = 1
+
+    def key(self, request):
+        return request.params.max_tokens
+
+
+class KeysOfNothing(Fcfs):
+    contract = 1
+
+    def key(self, request):
+        return float("nan") if request.priority else request.arrival_time
+
+
+class KeysOfTime(Fcfs):
+    contract = 1
+
+    def key(self, request):
+        return time.perf_counter_ns()
+
+
+class KeysOfChance(Fcfs):
+    contract = 1
+
+    def key(self, request):
+        return random.random()
+
+
+class KeysByCalls(Fcfs):
+    contract = 1
+    calls = 0
+
+    def key(self, request):
+        self.calls += 1
+        return -self.calls
+
+
+class KeyFails(Fcfs):
+    contract = 1
+
+    def key(self, request):
+        return request.tags["tenant"]
+
+
+class ListsAsGroups(Fcfs):
+    contract = 1
+
+    def group(self, request):
+        return [request.priority]
+
+
+class GroupsOfChance(Fcfs):
+    contract = 1
+
+    def group(self, request):
+        return request.priority
+
+    def group_key(self, group, now):
+        return random.random()
+
+
+class NoVictim(Fcfs):
+    contract = 1
+
+    def victim(self, running, load):
+        return min(running, key=lambda r: r.priority) if len(running) > 1 else None
+
+
+class VictimOfChance(Fcfs):
+    contract = 1
+
+    def victim(self, running, load):
+        return random.choice(running)
+
+
+class PopsVictims(Fcfs):
+    contract = 1
+
+    def victim(self, running, load):
+        return running.pop()
+
+
+class RefusesAlways(Fcfs):
+    contract = 1
+
+    def admit(self, request, load):
+        return "not today"
+
+
+class SaysNo(Fcfs):
+    contract = 1
+
+    def admit(self, request, load):
+        return None if load.num_running else False
+
+
+class Meddles(Fcfs):
+    contract = 1
+
+    def scheduled(self, request, tokens):
+        request.priority -= 1
+
+
+class Hoards(Fcfs):
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.seen = []
+
+    def added(self, request):
+        self.seen.append(request.request_id)
+
+
+class SlowKeys(Fcfs):
+    contract = 1
+
+    def key(self, request):
+        return sum(range(200_000)) * 0 + request.arrival_time
+
+
+class ForgetsBooks(Fcfs):
+    contract = 1
+    state_format = "tokens by priority"
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.had = {}
+
+    def group(self, request):
+        return request.priority
+
+    def group_key(self, group, now):
+        return self.had.get(group, 0)
+
+    def scheduled(self, request, tokens):
+        self.had[request.priority] = self.had.get(request.priority, 0) + tokens
+
+    def export_state(self):
+        return []
+
+
+class SecretBooks(ForgetsBooks):
+    contract = 1
+
+    def export_state(self):
+        return self
+
+
+class LosesItself(Fcfs):
+    contract = 1
+    state_format = "nothing"
+
+    def import_state(self, state):
+        raise KeyError("had")
+
+
+# Eviction policies
+
+
+class Oldest(EvictionPolicy):
+    """Right: in the order of release."""
+
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.order = {}
+
+    def released(self, blocks):
+        for block in blocks:
+            self.order[block.block_id] = block.depth
+
+    def taken(self, block_ids):
+        for block in block_ids:
+            del self.order[block]
+
+    def evict(self, count):
+        chosen = list(self.order)[:count]
+        self.taken(chosen)
+        return chosen
+
+
+class EvictionWithoutContract(Oldest):
+    """States no contract of its own."""
+
+
+class ForgetsTaken(Oldest):
+    contract = 1
+
+    def taken(self, block_ids):
+        pass
+
+    def evict(self, count):
+        chosen = list(self.order)[:count]
+        for block in chosen:
+            del self.order[block]
+        return chosen
+
+
+class EvictsTwice(Oldest):
+    contract = 1
+
+    def evict(self, count):
+        chosen = super().evict(count)
+        return chosen[:-1] + chosen[:1]
+
+
+class EvictsTooFew(Oldest):
+    contract = 1
+
+    def evict(self, count):
+        return super().evict(count)[:3]
+
+
+class EvictsTooMany(Oldest):
+    contract = 1
+
+    def evict(self, count):
+        return super().evict(count + 1)
+
+
+class RaisesOnDepth(Oldest):
+    contract = 1
+
+    def released(self, blocks):
+        super().released(blocks)
+        if any(block.depth > 3 for block in blocks):
+            raise IndexError("depth")
+
+
+class EvictsNothing(Oldest):
+    contract = 1
+
+    def evict(self, count):
+        super().evict(count)
+
+
+class KeepsOne(Oldest):
+    contract = 1
+
+    def evict(self, count):
+        if len(self.order) == count == 1:
+            raise LookupError("the last one stays")
+        return super().evict(count)
+
+
+class RemembersAll(Oldest):
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.history = []
+
+    def evict(self, count):
+        chosen = super().evict(count)
+        self.history += chosen
+        return chosen
+
+
+class SortsAll(Oldest):
+    contract = 1
+
+    def evict(self, count):
+        chosen = sorted(self.order, key=lambda block: (-self.order[block], block))[:count]
+        self.taken(chosen)
+        return chosen

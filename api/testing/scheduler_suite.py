@@ -129,8 +129,12 @@ class SchedulerSuite(SchedulingSuiteBase):
         if words := refusals.of(set(drawn.get("always", ()))):
             pytest.skip(f"refused: {words}")
 
+        more: dict[str, Any] = {"options": self.options} if self.options else {}
+        if not self.asks_policy:
+            more["asks_policy"] = False
+
         def check(scenario: Scenario) -> None:
-            play(self.scheduler, scenario, options=self.options, asks_policy=self.asks_policy)
+            play(self.scheduler, scenario, **more)
 
         self._search(_RULE, examples, check, scenario=scenarios(refusals, **drawn))
 

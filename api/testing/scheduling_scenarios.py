@@ -244,8 +244,8 @@ def _settings(draw: st.DrawFn, features: set[str], roomy: bool) -> dict[str, Any
     if "loras" in features:
         settings["max_loras"] = draw(st.integers(1, 2))
     if "encoder" in features:
-        settings["max_encoder_tokens"] = draw(st.integers(3, 6))
-        settings["encoder_cache_tokens"] = draw(st.integers(3, 8))
+        settings["max_encoder_tokens"] = draw(st.integers(3, 5))
+        settings["encoder_cache_tokens"] = draw(st.integers(3, 9))
     return settings
 
 
@@ -264,7 +264,7 @@ def _requests(draw: st.DrawFn, features: set[str], longest: int) -> dict[str, An
     for name in sorted(features & set(_FIELDS)):
         if draw(st.booleans()):
             request |= draw(_FIELDS[name])
-    if "encoder" in features and len(request["prompt"]) >= 3 and draw(st.booleans()):
+    if "encoder" in features and draw(st.integers(0, 3)):
         request["features"] = draw(_features(len(request["prompt"])))
     return request
 
@@ -273,7 +273,8 @@ def _requests(draw: st.DrawFn, features: set[str], longest: int) -> dict[str, An
 def _features(draw: st.DrawFn, length: int) -> list[MultiModalFeature]:
     """Draw features that do not overlap; equal identifiers are of equal length."""
     found, at = [], 0
-    for identifier, size in draw(st.lists(st.sampled_from([("cat", 2), ("dog", 3)]), max_size=2)):
+    kinds = st.sampled_from([("cat", 2), ("dog", 3), ("owl", 1)])
+    for identifier, size in draw(st.lists(kinds, max_size=3)):
         offset = at + draw(st.integers(0, 2))
         if offset + size <= length:
             found.append(MultiModalFeature(identifier, offset, size))

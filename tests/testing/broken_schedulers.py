@@ -15,7 +15,6 @@ from hardpoint.plugins import (
     EvictionPolicy,
     Request,
     RequestError,
-    SchedulerOutput,
     SchedulingPolicy,
 )
 
@@ -32,13 +31,18 @@ class Instead:
 
 
 class WithLimits(DefaultScheduler):
-    """Goes by other limits than it was given."""
+    """Goes by other limits than it was given, and does not show it in its records."""
 
     contract = 1
 
     def __init__(self, context):
-        limits = dataclasses.replace(context.limits, **self.wrong(context.limits))
-        super().__init__(dataclasses.replace(context, limits=limits))
+        limits, budget = context.limits, context.limits.max_num_batched_tokens
+
+        def record(step_record):
+            context.record(msgspec.structs.replace(step_record, token_budget=budget))
+
+        limits = dataclasses.replace(limits, **self.wrong(limits))
+        super().__init__(dataclasses.replace(context, limits=limits, record=record))
 
 
 class NoContract(DefaultScheduler):
@@ -165,6 +169,8 @@ class ForgetsToRewind(WithCache):
 
     def change(self, cache):
         self.cache.rewind = lambda request, num_tokens: None
+        self.cache.discard = lambda block_ids: None
+        self.cache.reset = lambda: None
 
 
 class ChangesPlans(DefaultScheduler):
@@ -373,19 +379,16 @@ class ForgetsTheLast(DefaultScheduler):
         return by_client
 
 
-class ForgetsLostPlans(DefaultScheduler):
+class ForgetsLostPlans(ChangesPlans):
     contract = 1
+    lost = frozenset()
 
     def plan_lost(self, plan):
-        empty = SchedulerOutput(step=plan.step)
-        super().plan_lost(
-            dataclasses.replace(
-                empty,
-                new_requests=plan.new_requests,
-                cached_requests=plan.cached_requests,
-                encoder_inputs=plan.encoder_inputs,
-            )
-        )
+        self.lost |= plan.finished_request_ids
+        super().plan_lost(plan)
+
+    def wrong(self, plan):
+        return {"finished_request_ids": plan.finished_request_ids - self.lost}
 
 
 class KeepsComputed(DefaultScheduler):
@@ -509,7 +512,7 @@ class NoVictim(Fcfs):
     contract = 1
 
     def victim(self, running, load):
-        return min(running, key=lambda r: r.priority) if len(running) > 1 else None
+        return None
 
 
 class VictimOfChance(Fcfs):

@@ -32,7 +32,7 @@ SCHEDULERS = [
     (broken.KeepsVictims, "blocks", "the plan", "are preempted, and scheduled as if they were not"),
     (broken.HidesVictims, "blocks", "the (batch|step)", "the worker has it already|plan does not"),
     (broken.FreesTwice, "blocks", "blocks", "are held by .* are free, but there are"),
-    (broken.MixesSalts, "blocks", "content", "has cache salt 's', but the block is of salt|has the"),
+    (broken.MixesSalts, "blocks", "content", "has cache salt '.', but the block is of salt|but the block holds"),
     (broken.OneClient, "outputs", "outputs", "which client 1 sent, goes to client 0"),
     (broken.SaysTwice, "outputs", "the end", "has ended, and gets another output"),
     (broken.LeaksOnAbort, "ends", "blocks", "blocks are still held|which holds blocks already"),

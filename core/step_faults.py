@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Collection
 
 from hardpoint.plugins import PluginFaultError, StepFault
@@ -32,7 +33,8 @@ class StepFaults:
 
         def report(words: str, cause: BaseException | None = None) -> None:
             if cause is not None:
-                words = f"{words}: {type(cause).__name__}: {cause}"
+                # Also where the error's own __str__ is broken.
+                words = f"{words}: {traceback.format_exception_only(cause)[-1].strip()}"
             message = f"{source}: {words}"
             if source.name in self._ends_engine:
                 raise PluginFaultError(message) from cause

@@ -104,7 +104,7 @@ class TinyScheduler(Scheduler):
             self._record(plan, now, [request.request_id for request in expired])
         return plan
 
-    def update(self, plan, result):
+    def update(self, plan, result):  # noqa: ARG002 - there is one plan at a time
         """Append what was sampled, and end whoever is done."""
         outputs, self.outputs = self.outputs, []
         for request, count in self.planned:

@@ -104,7 +104,11 @@ class SchedulingPolicy(Component):
         return running[-1]
 
     def added(self, request: Request) -> None:
-        """Note that a new request came; `key` and `group` follow."""
+        """Note that a new request came; `key` and `group` follow.
+
+        A policy that takes another one's place on a running engine is told of every live request,
+        in order of arrival; those that run have status RUNNING, and no `key` follows.
+        """
 
     def scheduled(self, request: Request, tokens: int) -> None:
         """Note that a step computes so many tokens of a request, drafts included.

@@ -56,7 +56,7 @@ class SchedulingPolicySuite(SchedulingSuiteBase):
             "keys: they compare, make an order, and are the same when asked again",
             150,
             lambda requests: rules.check_keys(self._make, requests),
-            requests=self._requests(3),
+            requests=self._requests(4),
         )
 
     def test_groups(self) -> None:

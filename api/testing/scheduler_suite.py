@@ -107,9 +107,7 @@ class SchedulerSuite(SchedulingSuiteBase):
     def test_resets(self) -> None:
         """The prefix cache is reset while requests run."""
         sometimes = ("asynchronous", "drafts", "transfers", "encoder", "windows")
-        self._situation(
-            150, always=("resets",), sometimes=sometimes, events=("reset", "reset_all")
-        )
+        self._situation(150, always=("resets",), sometimes=sometimes, events=("reset", "reset_all"))
 
     def test_policy_swap(self) -> None:
         """Another policy takes over between two steps."""

@@ -10,7 +10,16 @@ from hardpoint.plugins import BlockIds, Request, RequestError, SchedulerOutput
 
 from .scheduling_rules import TRANSFER
 
-__all__ = ["Compile", "Load", "Save", "ScriptedConnector", "ScriptedGrammars", "Transfer", "Work"]
+__all__ = [
+    "NO_TRANSFER",
+    "Compile",
+    "Load",
+    "Save",
+    "ScriptedConnector",
+    "ScriptedGrammars",
+    "Transfer",
+    "Work",
+]
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,9 @@ class Transfer:
     asks: int = 0
     fails: int | None = None
     keeps: int = 0
+
+
+NO_TRANSFER = Transfer()
 
 
 @dataclass(frozen=True)
@@ -88,7 +100,7 @@ class ScriptedConnector:
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Answer as the script says."""
-        transfer = self._scripts.get(request.request_id, Transfer())
+        transfer = self._scripts.get(request.request_id, NO_TRANSFER)
         if self._asked.get(request.request_id, 0) < transfer.asks:
             self._asked[request.request_id] += 1
             return None, False
@@ -142,7 +154,7 @@ class ScriptedConnector:
     ) -> tuple[bool, Mapping[str, Any] | None]:
         """Keep the blocks if the script says so."""
         request_id = request.request_id
-        transfer = self._scripts.get(request_id, Transfer())
+        transfer = self._scripts.get(request_id, NO_TRANSFER)
         tables = tuple(tuple(table) for table in block_ids)
         self._offers.pop(request_id, None)
         if not transfer.keeps or not any(tables):

@@ -95,7 +95,9 @@ class Refusals:
 def find_refusals(scheduler: type[Scheduler], options: Mapping[str, Any]) -> Refusals:
     """Ask a scheduler for every feature, alone and with each other one."""
     single = {
-        name: words for name in FEATURES if (words := _refusal(scheduler, options, name)) is not None
+        name: words
+        for name in FEATURES
+        if (words := _refusal(scheduler, options, name)) is not None
     }
     rest = [name for name in FEATURES if name not in single]
     pairs = {

@@ -15,7 +15,7 @@ from hardpoint.plugins import (
     TokenLogprobs,
 )
 
-from .scheduling_collaborators import Compile, Transfer
+from .scheduling_collaborators import NO_TRANSFER, Compile, Transfer
 from .scheduling_rules import FINISHED, OUTPUTS, TOKENS
 from .violations import short
 
@@ -33,7 +33,7 @@ class Script:
         drafts: "right" proposes what follows, "wrong" something else, "mixed" both; "" nothing.
     """
 
-    transfer: Transfer = Transfer()
+    transfer: Transfer = NO_TRANSFER
     compile: Compile | None = None
     fails_after: int | None = None
     drafts: str = "right"
@@ -47,6 +47,7 @@ class Life:
         expected: the tokens that it gets alone, and why it ends.
         tokens: those that were delivered.
         excuses: ends other than the expected one that are right by now.
+        may_outgrow: whether the whole cache may have no room for what it becomes.
         told: whether a plan told the worker of its end.
         perhaps_told: whether a plan may have told of its end together with an earlier one's of
             the same id.
@@ -62,6 +63,7 @@ class Life:
     finish_reason: FinishReason | None = None
     error: str | None = None
     excuses: set[FinishReason] = field(default_factory=set)
+    may_outgrow: bool = False
     told: bool = False
     perhaps_told: bool = False
     reported: bool = False
@@ -81,6 +83,12 @@ class Life:
     def ended(self) -> bool:
         """Whether its last output was delivered."""
         return self.finish_reason is not None
+
+    @property
+    def may_have_ended(self) -> bool:
+        """Whether it may have ended already although its last output did not come."""
+        failed = self.script.compile is not None and self.script.compile.fails
+        return failed or self.may_outgrow or FinishReason.TIMEOUT in self.excuses
 
     def take(self, output: EngineCoreOutput, client_index: int) -> None:
         """Take an output, and check that it is right."""

@@ -49,7 +49,7 @@ def _request(draw: st.DrawFn, tags: st.SearchStrategy[dict[str, str]]) -> Engine
         prompt_token_ids=[1] * draw(st.integers(1, 40)),
         params=SamplingParams(max_tokens=draw(st.none() | st.integers(1, 40))),
         arrival_time=_NOW + draw(st.sampled_from([0.0, 0.0, 1.5, 60.0])),
-        priority=draw(st.integers(-2, 2)),
+        priority=draw(st.sampled_from([0, 0, 1, -2])),
         timeout=draw(st.none() | st.just(9.0)),
         tags=draw(tags),
     )
@@ -84,9 +84,7 @@ def check_keys(make: Make, sources: Sequence[EngineCoreRequest]) -> None:
             )
 
 
-def check_groups(
-    make: Make, sources: Sequence[EngineCoreRequest], tokens: Sequence[int]
-) -> None:
+def check_groups(make: Make, sources: Sequence[EngineCoreRequest], tokens: Sequence[int]) -> None:
     """Groups stay what they are, and their keys make an order, whatever was scheduled."""
     policy, live = _policy(make), _live(sources)
     groups = [_enter(policy, request)[1] for request in live]
@@ -237,7 +235,7 @@ def check_speed(make: Make, sources: Sequence[EngineCoreRequest], budget: float)
 
     def serve() -> None:
         for request in live:
-            key, group = _enter(policy, request)
+            _, group = _enter(policy, request)
             policy.group_key(group, _NOW)
             policy.admit(request, _load(1))
             policy.scheduled(request, 1)

@@ -29,6 +29,7 @@ from .scheduling_checks import check_plan, check_record
 from .scheduling_collaborators import ScriptedConnector, ScriptedGrammars
 from .scheduling_kv import WatchedKVCache
 from .scheduling_lives import Life, Script, expected_reply
+from .scheduling_roll import Roll
 from .scheduling_rules import FINISHED, GRAMMAR, LIMITS, PLAN, PROGRESS, RECORD, TRANSFER
 from .scheduling_settings import PolicySource, RigSettings, make_policy
 from .scheduling_standing import check_end, check_standing
@@ -57,7 +58,7 @@ class SchedulerRig:
         worker: plays executor and workers.
         policy, ledger: the scheduling policy, under watch, and what it was told.
         policy_faults: what the scheduler said of the policy.
-        lives: the newest request of each id.
+        roll: of all requests.
         plans: all of them, in order.
         records: one per plan.
         in_flight: plans that were carried out and whose results the scheduler does not have.
@@ -85,9 +86,7 @@ class SchedulerRig:
         self.worker = ScriptedWorker(settings.windows, settings.block_size, self.next_token)
         self.policy, self.ledger = watched(make_policy(settings.policy))
         self.policy_faults: list[str] = []
-        self.lives: dict[str, Life] = {}
-        self.untold: dict[str, list[Life]] = {}
-        self.told_clients: dict[str, int] = {}
+        self.roll = Roll(report_finished=settings.report_finished)
         self.plans: list[SchedulerOutput] = []
         self.records: list[StepRecord] = []
         self.in_flight: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
@@ -172,6 +171,7 @@ class SchedulerRig:
             source, script, expected_reply(source, self.next_token, self.limits.max_model_len)
         )
         if not self._has_room(life):
+            life.may_outgrow = True
             life.excuses.add(FinishReason.ERROR)
         if script.compile is not None and script.compile.fails:
             life.excuses.add(FinishReason.ERROR)
@@ -194,7 +194,7 @@ class SchedulerRig:
             live[request_id].excuses.add(reason)
         self._take(self.scheduler.finish_requests(ids, reason))
         for request_id in sorted(concerned):
-            if not live[request_id].ended and not self.excused(live[request_id]):
+            if not live[request_id].ended and not live[request_id].may_have_ended:
                 raise FINISHED.broken(
                     f"finish_requests gave no last output of {request_id!r}, which was live"
                 )
@@ -248,8 +248,7 @@ class SchedulerRig:
         for plan in lost:
             self.worker.lose(plan)
             self.scheduler.plan_lost(plan)
-            for request_id in plan.finished_request_ids:
-                self.untold.setdefault(request_id, [])
+            self.roll.lose_plan(plan)
         check_standing(self)
 
     def reset(self, *, recompute_running: bool = False) -> None:
@@ -309,9 +308,14 @@ class SchedulerRig:
     # What came of it
 
     @property
+    def lives(self) -> dict[str, Life]:
+        """Return the newest request of each id."""
+        return self.roll.lives
+
+    @property
     def live(self) -> dict[str, Life]:
         """Return the requests that did not end."""
-        return {name: life for name, life in self.lives.items() if not life.ended}
+        return self.roll.live
 
     def is_free(self, request_id: str) -> bool:
         """Whether an id was used and may be used again.
@@ -342,7 +346,7 @@ class SchedulerRig:
     def _plan(self) -> SchedulerOutput:
         self.clock.advance(_STEP_SECONDS)
         self.ledger.begin_step()
-        live = self._expire()
+        live = self.roll.expire(self.clock.now)
         plan = self.scheduler.schedule()
         if late := sorted((set(self.live) - set(live)) & set(plan.num_scheduled_tokens)):
             raise FINISHED.broken(f"{late} are scheduled, but their deadline has passed")
@@ -354,7 +358,7 @@ class SchedulerRig:
         check_plan(plan, self.limits, live, self._proposed)
         for request_id in (*plan.num_scheduled_tokens, *plan.preempted_request_ids):
             self._proposed.pop(request_id, None)
-        self._tell_finished(plan)
+        self.roll.take_plan(plan)
         self._check_collaborators(plan)
         if len(self.records) < len(self.plans):
             raise RECORD.broken(f"step {plan.step} was not recorded, but somebody listens")
@@ -364,42 +368,6 @@ class SchedulerRig:
             life.cached = new.num_computed_tokens if life.cached is None else life.cached
             life.ran = True
         return plan
-
-    def _expire(self) -> dict[str, Life]:
-        """Excuse those whose deadline has passed; return the others that live."""
-        live = {}
-        for name, life in self.live.items():
-            timeout = life.source.timeout
-            if timeout is not None and life.source.arrival_time + timeout <= self.clock.now:
-                life.excuses.add(FinishReason.TIMEOUT)
-            else:
-                live[name] = life
-        return live
-
-    def _tell_finished(self, plan: SchedulerOutput) -> None:
-        told = set(plan.finished_request_ids)
-        if missing := set(self.untold) - told:
-            raise FINISHED.broken(
-                f"{sorted(missing)} ended before step {plan.step}, which does not tell of it"
-            )
-        for request_id in told - set(self.untold):
-            life = self.lives.get(request_id)
-            if life is None or life.told or not (life.ended or self.excused(life)):
-                state = "was told before" if life is not None and life.told else "has not ended"
-                raise FINISHED.broken(f"step {plan.step} tells that {request_id!r} ended: it {state}")
-            life.told = True
-        for request_id, lives in self.untold.items():
-            for life in lives:
-                life.told = True
-            newest = self.lives[request_id]
-            newest.perhaps_told = not newest.ended and self.excused(newest)
-        self.untold.clear()
-
-    def excused(self, life: Life) -> bool:
-        """Whether a request may have ended already although its last output did not come."""
-        compile_ = life.script.compile
-        failed = compile_ is not None and compile_.fails
-        return failed or FinishReason.TIMEOUT in life.excuses or not self._has_room(life)
 
     def _check_collaborators(self, plan: SchedulerOutput) -> None:
         places = {name: place for place, name in enumerate(plan.num_scheduled_tokens)}
@@ -418,35 +386,12 @@ class SchedulerRig:
                 raise TRANSFER.broken("the plan does not carry what build_connector_meta returned")
             self.connector.check_admitted(n.source.request_id for n in plan.new_requests)
 
-    def _take(self, by_client: Mapping[int, EngineCoreOutputs]) -> None:
+    def _take(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
         if self.ledger.first is not None:
             raise self.ledger.first
-        for client, outputs in by_client.items():
-            for output in outputs.outputs:
-                life = self.lives.get(output.request_id)
-                if life is None:
-                    raise FINISHED.broken(f"there is an output of {output.request_id!r}, unknown")
-                life.take(output, client)
-                if life.ended:
-                    self._proposed.pop(life.request_id, None)
-                    if not (life.told or life.perhaps_told):
-                        self.untold.setdefault(life.request_id, []).append(life)
-            self._take_finished(client, outputs)
-
-    def _take_finished(self, client: int, outputs: EngineCoreOutputs) -> None:
-        told = outputs.finished_requests
-        if told is None:
-            return
-        if not self.settings.report_finished:
-            raise FINISHED.broken(f"finished_requests is {told}, but report_finished is off")
-        for request_id in told:
-            life = self.lives.get(request_id)
-            if life is None or life.source.client_index != client or life.reported:
-                raise FINISHED.broken(
-                    f"client {client} is told that {request_id!r} ended, which is not its own, or "
-                    "for the second time"
-                )
-            life.reported = True
+        self.roll.take(outputs)
+        for name in [name for name in self._proposed if name not in self.live]:
+            del self._proposed[name]
 
     def _propose(self, result: ModelRunnerOutput) -> None:
         """Hand in drafts for those who got tokens."""

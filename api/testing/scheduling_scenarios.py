@@ -26,7 +26,16 @@ from .violations import Violation
 
 __all__ = ["EVENTS", "Scenario", "crashes", "play", "scenarios"]
 
-EVENTS = ("abort", "abort_between", "advance", "lose", "lose_unexecuted", "reset", "reset_all", "swap")
+EVENTS = (
+    "abort",
+    "abort_between",
+    "advance",
+    "lose",
+    "lose_unexecuted",
+    "reset",
+    "reset_all",
+    "swap",
+)
 """What may happen beside arrivals and steps."""
 
 _IDS = "abcdefgh"
@@ -123,6 +132,9 @@ def _arrive(rig: SchedulerRig, fields: Mapping[str, Any], lines: list[str]) -> N
     try:
         rig.add(ident, **given)
     except RequestError as refusal:
+        if given.get("features") and not rig.limits.chunked_prefill:
+            lines.pop()  # a step may have to encode them all, which is more than it can
+            return
         raise REFUSAL.broken(f"a request that can run is refused: {refusal}") from refusal
 
 

@@ -24,7 +24,7 @@ from hardpoint.plugins import (
 
 from .scheduling_rules import EVICTION
 
-__all__ = ["RigSettings", "PolicySource", "builtin_scheduler", "make_policy"]
+__all__ = ["PolicySource", "RigSettings", "builtin_scheduler", "make_policy"]
 
 PolicySource = SchedulingPolicy | type[SchedulingPolicy] | Callable[[], SchedulingPolicy] | str
 """A policy, its class, what makes one, or the name of an installed one."""
@@ -120,7 +120,7 @@ def make_policy(policy: PolicySource) -> SchedulingPolicy:
         plugins = _plugins("default", policy)
         made: SchedulingPolicy = plugins.create(plugins.one("scheduling_policies"), PolicyContext)
         return made
-    if isinstance(policy, type):
+    if isinstance(policy, type) and issubclass(policy, SchedulingPolicy):
         return policy(PolicyContext(name=policy.__name__, options=policy.Options()))
     return policy()
 

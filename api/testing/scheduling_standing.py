@@ -53,8 +53,8 @@ def check_end(rig: SchedulerRig) -> None:
     """Check that nothing is left over when all has ended."""
     if rig.live:
         raise FINISHED.broken(f"{sorted(rig.live)} have not ended, but has_requests() is False")
-    if rig.untold:
-        raise FINISHED.broken(f"no plan told that {sorted(rig.untold)} ended")
+    if rig.roll.untold:
+        raise FINISHED.broken(f"no plan told that {sorted(rig.roll.untold)} ended")
     rig.worker.check_empty()
     rig.kv_cache.check_all_free()
     if rig.scheduler.num_unfinished_requests():
@@ -72,7 +72,7 @@ def check_end(rig: SchedulerRig) -> None:
 
 def _uncertain(rig: SchedulerRig) -> set[str]:
     """Return live requests that the scheduler may have ended already."""
-    return {name for name, life in rig.live.items() if rig.excused(life)}
+    return {name for name, life in rig.live.items() if life.may_have_ended}
 
 
 def _check_counts(rig: SchedulerRig) -> None:
@@ -82,8 +82,8 @@ def _check_counts(rig: SchedulerRig) -> None:
         raise BOOKS.broken(
             f"num_unfinished_requests is {count}, {len(live)} requests are live: {sorted(live)}"
         )
-    if (live or rig.untold) and not rig.scheduler.has_requests():
-        what = f"{sorted(live)} are live" if live else f"{sorted(rig.untold)} are to be told"
+    if (live or rig.roll.untold) and not rig.scheduler.has_requests():
+        what = f"{sorted(live)} are live" if live else f"{sorted(rig.roll.untold)} are to be told"
         raise BOOKS.broken(f"has_requests() is False, but {what}")
     stats = rig.scheduler.stats()
     if stats.num_running + stats.num_waiting != count:

@@ -69,9 +69,7 @@ class SchedulingSuiteBase:
                 "build from the context alone",
             ) from cause
         if getattr(component, "context", None) is not context:
-            raise Violation(
-                "it has no context", "call super().__init__(context) in its __init__"
-            )
+            raise Violation("it has no context", "call super().__init__(context) in its __init__")
         return component
 
     def _check_contract(self) -> None:

@@ -218,7 +218,7 @@ class ScriptedWorker:
         for request_id, indices in plan.encoder_inputs.items():
             features = self.rows[request_id].source.features
             for identifier in {features[index].identifier for index in indices}:
-                if identifier in self.embeddings and not self._lost:
+                if identifier in self._held() and not self._lost:
                     raise ENCODER.broken(
                         f"{identifier!r} is encoded for {request_id!r}, but it is there already"
                     )
@@ -235,6 +235,16 @@ class ScriptedWorker:
                         f"{row.computed + count}, but {feature.identifier!r} at {begins} is not "
                         "encoded"
                     )
+
+    def _held(self) -> set[str]:
+        """Return the features of which some positions are computed and others are not."""
+        return {
+            feature.identifier
+            for row in self.rows.values()
+            for feature in row.source.features
+            if feature.offset < row.computed < feature.offset + feature.length
+            and feature.identifier in self.embeddings
+        }
 
     def first_seen(self, group: int, position: int) -> int:
         """Return the first position that a token at `position` sees."""

@@ -76,6 +76,8 @@ def take_features(books: Books, request: LiveRequest, chosen: list[int], step: S
         if feature.identifier not in step.encoding:
             cache.allocate(request, index)
             step.encoder_budget -= feature.length
+        else:
+            cache.holds(request, index)
         step.encoding.setdefault(feature.identifier, set()).add(request.request_id)
     step.encoder_inputs[request.request_id] = chosen
 
@@ -84,9 +86,8 @@ def free_features(books: Books, request: LiveRequest) -> None:
     """Let go of features whose positions are all computed."""
     cache = encoder_of(books)
     computed = request.num_computed_tokens
-    needed = {f.identifier for f in request.features if f.offset + f.length > computed}
     for index, feature in enumerate(request.features):
-        if feature.identifier not in needed:
+        if feature.offset + feature.length <= computed:
             cache.free_input(request, index)
 
 

@@ -27,7 +27,7 @@ def schedule_running(books: Books, step: Step) -> None:
         # A plain decode, which is what most of them are, needs no limits: it wants one token, and
         # whoever has not ended has room for one.
         tokens = request.num_tokens - request.num_computed_tokens
-        if tokens != 1 or request.draft_token_ids or request.num_output_placeholders:
+        if tokens != 1 or request.draft_token_ids:
             tokens = _tokens_wanted(books, request, step)
             if tokens <= 0:
                 continue

@@ -20,10 +20,11 @@ def ask_connector(
 ) -> tuple[int | None, bool]:
     """Return how many tokens beyond the local hit can be loaded, and whether beside the steps.
 
-    None means that the connector does not know yet. At least one token is left to compute.
+    None means that the connector does not know yet. At least one token is left to compute. Whoever
+    wants log-probabilities of the prompt has to compute all of it.
     """
     connector = books.context.connector
-    if connector is None or request.no_loading:
+    if connector is None or request.no_loading or request.params.prompt_logprobs is not None:
         return 0, False
     found, beside = connector.get_num_new_matched_tokens(request, prefix.num_tokens)
     if found is None:

@@ -242,7 +242,7 @@ class Rig:
         self.ends = {}
         self._arrived = 0
 
-    def add(self, name, prompt=4, max_tokens=50, stop_token_ids=(), **fields):
+    def add(self, name, prompt=4, max_tokens=50, params=None, **fields):
         """Add a request; a number is a prompt of so many tokens that no other one has."""
         self._arrived += 1
         if isinstance(prompt, int):
@@ -252,7 +252,7 @@ class Rig:
         request = EngineCoreRequest(
             request_id=name,
             prompt_token_ids=prompt,
-            params=SamplingParams(max_tokens=max_tokens, stop_token_ids=list(stop_token_ids)),
+            params=SamplingParams(max_tokens=max_tokens, **(params or {})),
             **fields,
         )
         self.scheduler.add_request(request)

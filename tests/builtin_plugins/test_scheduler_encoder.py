@@ -116,6 +116,25 @@ def test_a_feature_is_let_go_when_its_positions_are_computed():
     assert room(rig) == 8
 
 
+def test_a_feature_that_comes_again_later_does_not_keep_others_out_until_then():
+    rig = Rig(encoder_tokens=4)
+    features = [feature("x", 0, 4), feature("y", 4, 4), feature("x", 8, 4)]
+    rig.add("a", prompt=12, features=features)
+    plans = [rig.step() for _ in range(3)]
+    assert [plan.encoder_inputs for plan in plans] == [{"a": [0]}, {"a": [1]}, {"a": [2]}]
+    assert [plan.num_scheduled_tokens for plan in plans] == [{"a": 4}] * 3
+
+
+def test_a_feature_is_held_for_each_place_where_it_is_seen():
+    rig = Rig(encoder_tokens=8, max_num_batched_tokens=10)
+    rig.add("a", prompt=16, features=[feature("x", 0, 4), feature("x", 8, 4)])
+    plan = rig.step()
+    assert plan.encoder_inputs == {"a": [0, 1]}
+    assert room(rig) == 4  # the second place is not all computed
+    rig.step()
+    assert room(rig) == 8
+
+
 def test_freed_embeddings_are_told_once():
     rig = Rig(encoder_tokens=4)
     rig.add("a", prompt=6, features=[feature("x", 0, 4)])

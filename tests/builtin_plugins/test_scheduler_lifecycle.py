@@ -43,7 +43,7 @@ def test_a_stop_token_ends_it_and_is_named_unless_it_is_the_models_own(own):
     if own:
         rig.add("a", prompt=[7, 7], eos_token_ids=[token])
     else:
-        rig.add("a", prompt=[7, 7], stop_token_ids=[token])
+        rig.add("a", prompt=[7, 7], params={"stop_token_ids": [token]})
     output = rig.update(rig.plan())["a"]
     assert output.new_token_ids == [token]
     assert output.finish_reason is FinishReason.STOP

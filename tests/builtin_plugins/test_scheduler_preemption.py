@@ -155,8 +155,10 @@ def test_what_was_to_be_encoded_for_a_victim_is_taken_back(shared):
     assert plan.preempted_request_ids == {"a"}
     assert plan.encoder_inputs == ({"b": [0]} if shared else {})
     assert rig.around["encoder_cache"].num_free_tokens == (0 if shared else 4)
-    if shared:
-        assert "x" not in plan.freed_encoder_inputs
+    rig.update(plan)
+    rig.abort("b", reason=FinishReason.ABORT)
+    encoded = [rig.step().encoder_inputs for _ in range(3)]
+    assert encoded == ([{}] * 3 if shared else [{"a": [0]}, {}, {}])
 
 
 def test_a_request_after_a_victim_is_not_skipped():

@@ -110,6 +110,13 @@ def test_a_full_hit_leaves_one_token(beside):
     assert rig.tokens["a"] == [next_token(PROMPT)]
 
 
+def test_who_wants_logprobs_of_the_prompt_loads_nothing():
+    rig, connector = connected({"a": (8, True)})
+    rig.add("a", prompt=PROMPT, params={"prompt_logprobs": 1})
+    assert rig.step().num_scheduled_tokens == {"a": 10}
+    assert connector.asked == []
+
+
 def test_nothing_to_load_beside_the_steps_is_no_load():
     rig, connector = connected({"a": (0, True)})
     rig.add("a", prompt=PROMPT)

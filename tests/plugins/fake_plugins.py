@@ -11,6 +11,7 @@ import pytest
 from hardpoint.plugins import (
     AttentionBackend,
     EngineConfig,
+    EvictionPolicy,
     Executor,
     Found,
     LogitsProcessor,
@@ -46,6 +47,7 @@ BUILTINS = {
     "schedulers/default": component(Scheduler),
     "scheduling_policies/fcfs": component(SchedulingPolicy),
     "scheduling_policies/priority": component(SchedulingPolicy),
+    "eviction_policies/lru": component(EvictionPolicy),
     "executors/uniproc": component(Executor),
     "models/LlamaForCausalLM": component(Model),
     "loaders/gguf": component(WeightLoader),

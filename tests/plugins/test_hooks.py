@@ -52,7 +52,7 @@ class TestRegistering:
         message = str(error.value)
         assert message.startswith("plugin 'audit' (acme-pack 2.0, acme:audit), asked for by ")
         assert "unknown hook 'request_finnished'" in message
-        assert "hooks are: engine_started, engine_closing, request_received" in message
+        assert "hooks are: engine_started, engine_closing, step_planned" in message
 
     def test_an_unknown_argument_names_the_plugin_and_the_argument(self):
         with pytest.raises(PluginContractError) as error:

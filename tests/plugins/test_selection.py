@@ -8,6 +8,7 @@ from fake_plugins import component, on
 from hardpoint.plugins import (
     ConfigError,
     Found,
+    KVEventPublisher,
     LogitsProcessor,
     Origins,
     PluginConflictError,
@@ -25,6 +26,7 @@ DEFAULTS = {
     "samplers/default",
     "schedulers/default",
     "scheduling_policies/fcfs",
+    "eviction_policies/lru",
     "executors/uniproc",
     "attention_backends/torch",
     "tokenizers/transformers",
@@ -272,3 +274,31 @@ class TestDuplicates:
             installed.resolve(plugins={"enable": ["fair"]})
         plugins = installed.resolve(plugins={"enable": ["logits_processors/fair"]})
         assert "logits_processors/fair" in on(plugins)
+
+
+class TestLists:
+    """A kind of which there are many, chosen by a list."""
+
+    @pytest.fixture
+    def publishers(self, installed):
+        installed.offer("kv_event_publishers/zmq", component(KVEventPublisher))
+        installed.offer("kv_event_publishers/null", component(KVEventPublisher))
+        return installed
+
+    def test_none_is_on_by_default(self, publishers):
+        assert publishers.resolve().entries("kv_event_publishers") == []
+
+    def test_those_that_the_list_names_are_on(self, publishers):
+        on = publishers.resolve(kv_events={"publishers": ["null", "zmq"]})
+        assert [e.name for e in on.entries("kv_event_publishers")] == ["null", "zmq"]
+
+    def test_the_list_is_the_only_way_in(self, publishers):
+        with pytest.raises(ConfigError, match="choose it with kv_events.publishers"):
+            publishers.resolve(plugins={"enable": ["zmq"]})
+
+    def test_a_wrong_name_is_told_with_its_place(self, publishers):
+        with pytest.raises(PluginNotFoundError) as error:
+            publishers.resolve(kv_events={"publishers": ["null", "zqm"]})
+        assert str(error.value).startswith(
+            "kv_events.publishers[1]: no kv_event_publishers component is called 'zqm'"
+        )

@@ -7,16 +7,11 @@ import time
 from collections.abc import Callable
 
 import msgspec
-import torch
 
 from hardpoint.plugins import (
-    ConfigError,
     EngineConfig,
-    ModelConfig,
-    ModelError,
     ModelFiles,
     Origins,
-    PluginNotFoundError,
     PluginSet,
     Progress,
     ReasoningContext,
@@ -27,11 +22,11 @@ from hardpoint.plugins import (
     resolve_plugins,
 )
 
-from .build_core import build_core, limits_of
+from .build_core import build_core
 from .client import InprocClient
 from .frontend.llm_engine import EngineParts, LLMEngine
-from .model_source import find_files, open_loader
-from .worker.worker import WorkerSpec
+from .model_source import find_files
+from .prepare import prepare_worker
 
 __all__ = ["build_engine", "no_progress"]
 
@@ -60,24 +55,9 @@ def build_engine(
     plugins = resolve_plugins(config, origins)
     _announce(plugins)
     hooks = plugins.hooks()
-    files = find_files(config.model)
-    loader = open_loader(config, plugins, files)
-    model_config = loader.config()
-    _check_architecture(model_config, plugins)
-    max_model_len = _max_model_len(config, model_config, origins)
-    _check_limits(config, max_model_len, origins)
-    tokenizer = _tokenizer(config, plugins, files)
+    spec = prepare_worker(config, plugins, origins, progress)
+    tokenizer = _tokenizer(config, plugins, spec.loader.context.files)
     reasoning = _reasoning(config, plugins, tokenizer)
-    spec = WorkerSpec(
-        config=config,
-        plugins=plugins,
-        loader=loader,
-        model_config=model_config,
-        dtype=_dtype(config, model_config),
-        device=_device(config),
-        max_model_len=max_model_len,
-        progress=progress,
-    )
     built = build_core(spec, hooks, origins, clock)
     config = msgspec.structs.replace(
         config,
@@ -90,11 +70,11 @@ def build_engine(
             origins=origins,
             plugins=plugins,
             hooks=hooks,
-            model_config=model_config,
+            model_config=spec.model_config,
             tokenizer=tokenizer,
             reasoning=reasoning,
             client=InprocClient(built.core),
-            components=[c for c in (loader, tokenizer, reasoning) if c is not None],
+            components=[c for c in (spec.loader, tokenizer, reasoning) if c is not None],
             clock=clock,
         )
     )
@@ -142,54 +122,3 @@ def _reasoning(
     entry = plugins.get("reasoning_parsers", config.reasoning.parser)
     parser: ReasoningParser = plugins.create(entry, ReasoningContext, tokenizer=tokenizer)
     return parser
-
-
-def _check_architecture(model_config: ModelConfig, plugins: PluginSet) -> None:
-    try:
-        plugins.get("models", model_config.architecture)
-    except PluginNotFoundError as cause:
-        raise ModelError(
-            f"model: architecture {model_config.architecture!r} is not supported: {cause}"
-        ) from cause
-
-
-def _max_model_len(config: EngineConfig, model_config: ModelConfig, origins: Origins) -> int:
-    longest = model_config.max_position_embeddings
-    if config.max_model_len is None or config.max_model_len == "auto":
-        return longest
-    if config.max_model_len > longest:
-        raise ConfigError(
-            f"max_model_len: expected at most {longest}, what the model was made for, "
-            f"got {config.max_model_len} (from {origins.of('max_model_len')})"
-        )
-    return config.max_model_len
-
-
-def _check_limits(config: EngineConfig, max_model_len: int, origins: Origins) -> None:
-    """Refuse limits that cannot work together, before anything is loaded."""
-    size = config.kv_cache.block_size
-    try:
-        if size & (size - 1):
-            lower = 1 << (size.bit_length() - 1)
-            raise ConfigError(
-                f"kv_cache.block_size: expected a power of two, {lower} or {2 * lower}, got {size}"
-            )
-        if config.max_model_len != "auto":
-            limits_of(config, max_model_len)
-    except ConfigError as error:
-        raise ConfigError(origins.locate(str(error))) from None
-
-
-def _dtype(config: EngineConfig, model_config: ModelConfig) -> torch.dtype:
-    name = config.dtype if config.dtype != "auto" else model_config.dtype or "bfloat16"
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ModelError(f"model: its dtype {name!r} is unknown; set dtype")
-    return dtype
-
-
-def _device(config: EngineConfig) -> torch.device:
-    has_cuda = torch.cuda.is_available()
-    if config.device == "cuda" and not has_cuda:
-        raise ConfigError("device: 'cuda' was asked for, but torch finds no CUDA device")
-    return torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")

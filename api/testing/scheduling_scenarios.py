@@ -241,13 +241,14 @@ def _settings(draw: st.DrawFn, features: set[str], roomy: bool) -> dict[str, Any
     ahead = settings.get("num_lookahead_tokens", 0) + settings.get("num_draft_tokens", 0)
     windows = settings.get("windows", (None,))
     fits = -(-(longest + ahead) // size) * len(windows)
-    spare = draw(st.integers(0, 2 * fits)) if not roomy else fits * _MOST_REQUESTS
+    spare = draw(st.sampled_from([0, 0, 1, fits // 2, fits, 2 * fits]))
+    spare = fits * _MOST_REQUESTS if roomy else spare
     settings |= {
         "block_size": size,
         "blocks": fits + spare + (windows != (None,)),
         "max_model_len": longest,
-        "max_num_seqs": draw(st.integers(1, 4)),
-        "max_num_batched_tokens": draw(st.integers(1, 12)),
+        "max_num_seqs": draw(st.sampled_from([1, 2, 3, 4])),
+        "max_num_batched_tokens": draw(st.sampled_from([1, 2, 3, 5, 8, 12, 16])),
     }
     if "whole" in features:
         settings["max_num_batched_tokens"] = longest + draw(st.integers(0, 6))

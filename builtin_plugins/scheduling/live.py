@@ -20,7 +20,6 @@ class LiveRequest(Request):
 
     Attributes:
         loading: tokens that a connector was last asked to load beside the steps.
-        load_step: the plan that told workers so.
         no_loading: whether a load of it was in vain, so that it computes everything itself.
         told_cached: whether an output told how many tokens were cached.
         longest: prompt and output tokens at which it ends.
@@ -32,7 +31,6 @@ class LiveRequest(Request):
         "_stops",
         "client_index",
         "features",
-        "load_step",
         "loading",
         "longest",
         "lora",
@@ -48,7 +46,6 @@ class LiveRequest(Request):
         self.features = source.features
         self.lora = source.lora
         self.loading = 0
-        self.load_step = 0
         self.no_loading = False
         self.told_cached = False
         room = params.max_tokens if params.max_tokens is not None else max_model_len

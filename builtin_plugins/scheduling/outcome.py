@@ -40,6 +40,7 @@ def take_results(
     asynchronous = books.limits.asynchronous
     sampled = result.sampled_token_ids
     rare = bool(result.faults or result.logprobs or result.prompt_logprobs)
+    computed = planned.computed_before() if result.prompt_logprobs else {}
     outputs: list[tuple[int, EngineCoreOutput]] = []
     for place, request in enumerate(planned.requests):
         if request.status is not RequestStatus.RUNNING:
@@ -61,7 +62,7 @@ def take_results(
                 request.num_output_placeholders -= len(tokens)
             output = _take_tokens(books, request, tokens)
         if rare:
-            output = _with_logprobs(request, plan.num_scheduled_tokens[request_id], result, output)
+            output = _with_logprobs(request, computed.get(request_id, 0), result, output)
         if output is not None:
             outputs.append((request.client_index, output))
     return outputs
@@ -101,7 +102,7 @@ def _settle_drafts(
 
 def _with_logprobs(
     request: LiveRequest,
-    tokens: int,
+    computed_before: int,
     result: ModelRunnerOutput,
     output: EngineCoreOutput | None,
 ) -> EngineCoreOutput | None:
@@ -109,7 +110,6 @@ def _with_logprobs(
     if output is not None and (logprobs := result.logprobs.get(request.request_id)):
         output.logprobs = logprobs[: len(output.new_token_ids)]
     if prompt_logprobs := result.prompt_logprobs.get(request.request_id):
-        computed_before = request.num_computed_tokens - tokens
         first = computed_before + 1 if computed_before else 0
         fresh = prompt_logprobs[max(request.num_prompt_logprobs - first, 0) :]
         request.num_prompt_logprobs += len(fresh)

@@ -150,7 +150,7 @@ class DefaultScheduler(Scheduler):
         """Tell again what the plan told, and compute its requests anew."""
         lost = self._planned.pop(plan.step)
         later = list(self._planned.values())
-        lose_plan(self._books, lost, later, self._steps, self.context.clock())
+        lose_plan(self._books, lost, later, self.context.clock())
 
     def finish_requests(
         self, request_ids: Iterable[str] | None, reason: FinishReason

@@ -98,6 +98,13 @@ class PlannedStep:
     requests: list[LiveRequest]
     preemptions: list[int]
 
+    def computed_before(self) -> dict[str, int]:
+        """Return by request id how many tokens were computed before it."""
+        plan = self.plan
+        cached = plan.cached_requests
+        computed = dict(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
+        return computed | {n.source.request_id: n.num_computed_tokens for n in plan.new_requests}
+
     def still_running(self) -> list[LiveRequest]:
         """Return those that were neither ended nor preempted since it was planned."""
         return [

@@ -49,7 +49,7 @@ def begin_loading(
     assert connector is not None
     connector.update_state_after_alloc(request, books.cache.block_ids(request), external)
     request.num_computed_tokens = prefix.num_tokens + external
-    request.loading, request.load_step = external, step.number
+    request.loading = external
     request.status = RequestStatus.WAITING_FOR_REMOTE_KV
     books.blocked[request.request_id] = request
     step.waiting[request.request_id] = reasons.waits_for_remote_kv(external)

@@ -7,7 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_harness import FirstComeFirstServed, Priority, Rig, next_token, reference
 
-from hardpoint.plugins import FinishReason, ModelRunnerOutput, RequestStatus, WaitingFor
+from hardpoint.plugins import (
+    FinishReason,
+    ModelRunnerOutput,
+    RequestStatus,
+    TokenLogprobs,
+    WaitingFor,
+)
 
 
 def start(prompt=4, **fields):
@@ -156,3 +162,16 @@ def test_what_a_lost_plan_should_have_computed_is_found_by_nobody():
     rig.scheduler.plan_lost(lost)
     rig.add("b", prompt=[3] * 9)
     assert rig.plan().new_requests[0].num_computed_tokens == 0
+
+
+def test_logprobs_of_a_prompt_are_delivered_once_whatever_was_planned_since():
+    rig = Rig(asynchronous=True, max_num_batched_tokens=3)
+    rig.add("a", prompt=7, params={"prompt_logprobs": 0})
+    plans = [rig.plan() for _ in range(3)]
+    told = []
+    for plan, positions in zip(plans, ([0, 1, 2, 3], [4, 5, 6], []), strict=True):
+        logprobs = [None if p == 0 else TokenLogprobs([p], [0.0], 1) for p in positions]
+        result = rig.executor.execute(plan)
+        output = rig.update(plan, result, prompt_logprobs={"a": logprobs}).get("a")
+        told += [entry and entry.token_ids[0] for entry in output.prompt_logprobs or ()]
+    assert told == [None, 1, 2, 3, 4, 5, 6]

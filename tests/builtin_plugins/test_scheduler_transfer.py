@@ -304,18 +304,6 @@ def test_a_request_that_never_ran_ends_without_blocks():
     assert connector.ended == [("a", 0)]
 
 
-def test_a_load_whose_plan_was_lost_is_asked_for_again():
-    rig, _ = connected({"a": (8, True)})
-    rig.add("a", prompt=PROMPT, max_tokens=3)
-    rig.scheduler.plan_lost(rig.plan())
-    plan = rig.plan()
-    assert plan.kv_connector_metadata["news"] == [("a", 2, 8)]
-    rig.scheduler.plan_lost(plan)
-    assert rig.step().kv_connector_metadata["news"] == [("a", 2, 8)]
-    rig.scheduler.plan_lost(rig.plan())  # this one told nothing of it
-    assert rig.plan().kv_connector_metadata["news"] == []
-
-
 def test_after_a_reset_for_new_weights_nothing_loaded_is_used():
     rig, connector = loading()
     rig.scheduler.reset_prefix_cache(recompute_running=True)

@@ -21,12 +21,16 @@ from hardpoint.plugins import (
     TokenizerContext,
     resolve_plugins,
 )
+from hardpoint.plugins.hook_set import HookSet
 
 from .build_core import build_core
-from .client import InprocClient
+from .client import EngineCoreClient, InprocClient
 from .frontend.llm_engine import EngineParts, LLMEngine
+from .kv_cache import CacheSize
 from .model_source import find_files
 from .prepare import prepare_worker
+from .process_client import EngineStart, ProcessClient
+from .worker.worker import WorkerSpec
 
 __all__ = ["build_engine", "no_progress"]
 
@@ -58,11 +62,11 @@ def build_engine(
     spec = prepare_worker(config, plugins, origins, progress)
     tokenizer = _tokenizer(config, plugins, spec.loader.context.files)
     reasoning = _reasoning(config, plugins, tokenizer)
-    built = build_core(spec, hooks, origins, clock)
+    client, size = _client(spec, hooks, origins, clock)
     config = msgspec.structs.replace(
         config,
-        max_model_len=built.size.max_model_len,
-        kv_cache=msgspec.structs.replace(config.kv_cache, num_blocks=built.size.num_blocks),
+        max_model_len=size.max_model_len,
+        kv_cache=msgspec.structs.replace(config.kv_cache, num_blocks=size.num_blocks),
     )
     engine = LLMEngine(
         EngineParts(
@@ -73,7 +77,7 @@ def build_engine(
             model_config=spec.model_config,
             tokenizer=tokenizer,
             reasoning=reasoning,
-            client=InprocClient(built.core),
+            client=client,
             components=[c for c in (spec.loader, tokenizer, reasoning) if c is not None],
             clock=clock,
         )
@@ -82,11 +86,22 @@ def build_engine(
         engine,
         model=config.model,
         dtype=str(spec.dtype).removeprefix("torch."),
-        max_model_len=built.size.max_model_len,
-        num_blocks=built.size.num_blocks,
+        max_model_len=size.max_model_len,
+        num_blocks=size.num_blocks,
         load_seconds=time.perf_counter() - began,
     )
     return engine
+
+
+def _client(
+    spec: WorkerSpec, hooks: HookSet, origins: Origins, clock: Callable[[], float]
+) -> tuple[EngineCoreClient, CacheSize]:
+    """Start the engine core, here or in a process of its own."""
+    if spec.config.engine.in_process:
+        built = build_core(spec, hooks, origins, clock)
+        return InprocClient(built.core), built.size
+    client = ProcessClient(EngineStart(spec.config, origins, spec.plugins.manifest))
+    return client, CacheSize(client.ready.num_gpu_blocks, client.ready.max_model_len)
 
 
 def _start_hooks(engine: LLMEngine, **info: object) -> None:

@@ -8,8 +8,8 @@ from typing import Protocol
 from hardpoint.plugins import (
     EngineCoreOutputs,
     EngineCoreRequest,
+    Manifest,
     PluginMeter,
-    PluginSet,
     SchedulerStats,
     StepFault,
     WaitReason,
@@ -32,13 +32,13 @@ class EngineCoreClient(Protocol):
     def get_output(self) -> EngineCoreOutputs:
         """Return the next batch of outputs; may be empty."""
 
-    def why_waiting(self, request_ids: Iterable[str]) -> Sequence[WaitReason | None]:
+    def why_waiting(self, request_ids: list[str]) -> Sequence[WaitReason | None]:
         """Return per live request why it got no tokens in the last step; None if it got some."""
 
-    def set_policy(self, plugins: PluginSet) -> None:
-        """Take the scheduling policy of another generation of the plugin set, or none of it."""
+    def set_policy(self, manifest: Manifest) -> None:
+        """Take the scheduling policy of another generation of the manifest, or nothing of it."""
 
-    def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
+    def reset_prefix_cache(self, recompute_running: bool) -> None:
         """Forget cached content; with `recompute_running`, compute anew what runs."""
 
     def scheduler_stats(self) -> SchedulerStats:
@@ -71,19 +71,20 @@ class InprocClient:
 
     def get_output(self) -> EngineCoreOutputs:
         """Run one step."""
-        return self._core.step().get(0) or EngineCoreOutputs()
+        outputs, _ = self._core.step()
+        return outputs.get(0) or EngineCoreOutputs()
 
-    def why_waiting(self, request_ids: Iterable[str]) -> Sequence[WaitReason | None]:
+    def why_waiting(self, request_ids: list[str]) -> Sequence[WaitReason | None]:
         """Return per live request why it got no tokens in the last step; None if it got some."""
         return self._core.why_waiting(request_ids)
 
-    def set_policy(self, plugins: PluginSet) -> None:
-        """Take the scheduling policy of another generation of the plugin set, or none of it."""
-        self._core.set_policy(plugins)
+    def set_policy(self, manifest: Manifest) -> None:
+        """Take the scheduling policy of another generation of the manifest, or nothing of it."""
+        self._core.set_policy(manifest)
 
-    def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
+    def reset_prefix_cache(self, recompute_running: bool) -> None:
         """Forget cached content; with `recompute_running`, compute anew what runs."""
-        self._core.reset_prefix_cache(recompute_running=recompute_running)
+        self._core.reset_prefix_cache(recompute_running)
 
     def scheduler_stats(self) -> SchedulerStats:
         """Return how the scheduler stands."""

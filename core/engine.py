@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from hardpoint.plugins import (
@@ -13,6 +13,7 @@ from hardpoint.plugins import (
     Executor,
     FinishReason,
     KVCacheManager,
+    Manifest,
     PluginMeter,
     PluginSet,
     Scheduler,
@@ -62,17 +63,35 @@ class EngineCore:
         """
         self._scheduler.add_request(request)
 
-    def abort_requests(self, request_ids: Iterable[str]) -> dict[int, EngineCoreOutputs]:
-        """End requests; unknown ids are ignored. Returns their last outputs by client."""
+    def abort_requests(self, request_ids: Iterable[str] | None) -> dict[int, EngineCoreOutputs]:
+        """End requests; unknown ids are ignored, None is all of them.
+
+        Returns:
+            Their last outputs by client.
+        """
         return self._scheduler.finish_requests(request_ids, FinishReason.ABORT)
 
-    def step(self) -> dict[int, EngineCoreOutputs]:
-        """Schedule, execute, sample, update; return outputs by client.
+    def has_requests(self) -> bool:
+        """Whether a step has anything to do."""
+        return self._scheduler.has_requests()
 
-        Without requests, does nothing.
+    def num_unfinished_requests(self) -> int:
+        """Return the number of live requests."""
+        return self._scheduler.num_unfinished_requests()
+
+    def step(
+        self, late_aborts: Callable[[], Sequence[str]] = tuple
+    ) -> tuple[dict[int, EngineCoreOutputs], bool]:
+        """Schedule, execute, sample, update. Without requests, does nothing.
+
+        Args:
+            late_aborts: asked once the results are in; these requests get no tokens of this step.
+
+        Returns:
+            Outputs by client, and whether any token was computed.
         """
         if not self._scheduler.has_requests():
-            return {}
+            return {}, False
         plan = self._scheduler.schedule()
         try:
             self._parts.kv_events.publish(self._parts.kv_cache.take_events())
@@ -82,17 +101,19 @@ class EngineCore:
         except BaseException:
             self._scheduler.plan_lost(plan)
             raise
-        return self._scheduler.update(plan, result)
+        if aborted := late_aborts():
+            self.abort_requests(aborted)
+        return self._scheduler.update(plan, result), plan.total_num_scheduled_tokens > 0
 
-    def why_waiting(self, request_ids: Iterable[str]) -> list[WaitReason | None]:
+    def why_waiting(self, request_ids: list[str]) -> list[WaitReason | None]:
         """Return per live request why it got no tokens in the last step; None if it got some."""
         return [self._scheduler.why_waiting(request_id) for request_id in request_ids]
 
-    def set_policy(self, plugins: PluginSet) -> None:
-        """Take the scheduling policy of another generation of the plugin set, or none of it."""
-        self._parts.policy.replace(plugins, self._scheduler)
+    def set_policy(self, manifest: Manifest) -> None:
+        """Take the scheduling policy of another generation of the manifest, or nothing of it."""
+        self._parts.policy.replace(PluginSet(manifest), self._scheduler)
 
-    def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
+    def reset_prefix_cache(self, recompute_running: bool = False) -> None:
         """Forget cached content; with `recompute_running`, compute anew what runs."""
         self._scheduler.reset_prefix_cache(recompute_running=recompute_running)
 

@@ -17,6 +17,7 @@ from .discovery import Found, discover
 from .errors import (
     ConfigError,
     EngineClosedError,
+    EngineDeadError,
     HardpointError,
     ModelError,
     OverloadedError,
@@ -151,6 +152,7 @@ __all__ = [
     "EngineCoreOutput",
     "EngineCoreOutputs",
     "EngineCoreRequest",
+    "EngineDeadError",
     "EvictionContext",
     "EvictionPolicy",
     "Executor",

@@ -12,6 +12,7 @@ from .typed import Strict
 __all__ = [
     "AttentionConfig",
     "EngineConfig",
+    "EngineProcessConfig",
     "ExecutorConfig",
     "KVCacheConfig",
     "KVEventsConfig",
@@ -130,6 +131,27 @@ class KVEventsConfig(Strict):
     publishers: list[Reference] = []
 
 
+class EngineProcessConfig(Strict):
+    """Where the engine runs, and how it starts and ends.
+
+    Attributes:
+        in_process: in the caller's process; else in one of its own.
+        start_timeout_seconds: how long loading may take there.
+        call_timeout_seconds: how long the engine may take to answer a question about itself.
+        drain_seconds: how long requests may go on after SIGTERM; 0 aborts them at once.
+        watchdog_seconds: a step that takes longer has the stacks of all threads written to
+            stderr; 0 watches nothing.
+        watchdog_exits: whether such a step also ends the engine.
+    """
+
+    in_process: bool = True
+    start_timeout_seconds: Annotated[float, Meta(gt=0)] = 600.0
+    call_timeout_seconds: Annotated[float, Meta(gt=0)] = 60.0
+    drain_seconds: Annotated[float, Meta(ge=0)] = 0.0
+    watchdog_seconds: Annotated[float, Meta(ge=0)] = 300.0
+    watchdog_exits: bool = False
+
+
 class ExecutorConfig(Strict):
     """What runs the workers."""
 
@@ -208,6 +230,7 @@ class EngineConfig(Strict):
     scheduler: SchedulerConfig = SchedulerConfig()
     kv_cache: KVCacheConfig = KVCacheConfig()
     kv_events: KVEventsConfig = KVEventsConfig()
+    engine: EngineProcessConfig = EngineProcessConfig()
     executor: ExecutorConfig = ExecutorConfig()
     sampler: SamplerConfig = SamplerConfig()
     attention: AttentionConfig = AttentionConfig()

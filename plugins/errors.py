@@ -11,7 +11,8 @@ HardpointError
 ├── ModelError              a model cannot be found, read or supported
 ├── RequestError            a request is wrong; nothing else is disturbed
 │   └── OverloadedError         it is right, but too many wait already; try again later
-└── EngineClosedError       the engine was closed before the call
+├── EngineClosedError       the engine was closed before the call
+└── EngineDeadError         the engine's process is gone; requests in flight may be sent again
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 __all__ = [
     "ConfigError",
     "EngineClosedError",
+    "EngineDeadError",
     "HardpointError",
     "ModelError",
     "OverloadedError",
@@ -78,3 +80,7 @@ class OverloadedError(RequestError):
 
 class EngineClosedError(HardpointError):
     """The engine was closed before the call was made."""
+
+
+class EngineDeadError(HardpointError):
+    """The engine's process is gone; requests in flight may be sent again to another one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -38,13 +38,16 @@ class PluginSet:
     """
 
     def __init__(
-        self, manifest: Manifest, found: Sequence[Found], targets: dict[tuple[str, str], Any]
+        self,
+        manifest: Manifest,
+        found: Sequence[Found] = (),
+        targets: Mapping[tuple[str, str], Any] | None = None,
     ) -> None:
         """`targets` holds what is imported already, by kind and name."""
         self.manifest = manifest
         self.found = found
         self._entries = {(e.kind, e.name): e for e in manifest.entries}
-        self._targets = targets
+        self._targets = dict(targets or {})
 
     def entries(self, kind: str) -> list[PluginEntry]:
         """Return the entries of a kind in their resolved order."""

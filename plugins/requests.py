@@ -178,7 +178,9 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, kw_o
         return self.finish_reason is not None
 
 
-class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, kw_only=True):
+class EngineCoreOutputs(
+    msgspec.Struct, array_like=True, omit_defaults=True, kw_only=True, tag=True
+):
     """What one step has for one client.
 
     Attributes:

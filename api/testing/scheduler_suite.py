@@ -53,8 +53,8 @@ class SchedulerSuite(SchedulingSuiteBase):
 
     def test_blocks(self) -> None:
         """With a cache that has hardly room for one, requests take blocks from each other."""
-        sometimes = ("uncached", "watermark", "windows", "lookahead", "salts", "whole")
-        self._situation(200, sometimes=sometimes)
+        rest = ("uncached", "watermark", "windows", "lookahead", "salts", "threshold", "whole")
+        self._situation(300, sometimes=rest, events=("abort",))
 
     def test_outputs(self) -> None:
         """Outputs carry what was asked for, and go to who asked; requests end where they should."""

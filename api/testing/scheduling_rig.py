@@ -325,6 +325,8 @@ class SchedulerRig:
         life = self.lives.get(request_id)
         busy = self.connector is not None and self.connector.concerns(request_id)
         busy = busy or self.worker.transfers.concerns(request_id)
+        moved = (result.kv_loaded | result.kv_saved for _, result in self.in_flight)
+        busy = busy or any(request_id in names for names in moved)
         return life is not None and life.ended and not busy
 
     @property

@@ -202,6 +202,8 @@ def scenarios(
     request = _requests(features, longest)
     requests = draw(st.lists(request, min_size=1, max_size=_MOST_REQUESTS))
     happens = [event for event in events if not _needs(event) & set(refusals.single)]
+    if "transfers" in features:  # what becomes of a load whose plan was lost, nobody has said
+        happens = [event for event in happens if not event.startswith("lose")]
     event = st.one_of(
         *[st.just(("step", None))] * max(2, len(happens)),
         st.just(("add", None)),
@@ -258,7 +260,8 @@ def _settings(draw: st.DrawFn, features: set[str], roomy: bool) -> dict[str, Any
         settings["max_loras"] = draw(st.integers(1, 2))
     if "encoder" in features:
         settings["max_encoder_tokens"] = draw(st.integers(3, 5))
-        settings["encoder_cache_tokens"] = draw(st.integers(3, 9))
+        more = draw(st.sampled_from([0, 2, 4]))
+        settings["encoder_cache_tokens"] = settings["max_encoder_tokens"] + more
     return settings
 
 
@@ -272,7 +275,7 @@ def _requests(draw: st.DrawFn, features: set[str], longest: int) -> dict[str, An
         "max_tokens": draw(st.integers(1, 8)),
     }
     for name, values in _ANY.items():
-        if draw(st.integers(0, 3)) == 0:
+        if draw(st.booleans()):
             request[name] = draw(values)
     for name in sorted(features & set(_FIELDS)):
         if draw(st.booleans()):

@@ -118,11 +118,13 @@ def make_policy(policy: PolicySource) -> SchedulingPolicy:
         return policy
     if isinstance(policy, str):
         plugins = _plugins("default", policy)
-        made: SchedulingPolicy = plugins.create(plugins.one("scheduling_policies"), PolicyContext)
-        return made
+        loaded: SchedulingPolicy = plugins.create(plugins.one("scheduling_policies"), PolicyContext)
+        return loaded
     if isinstance(policy, type) and issubclass(policy, SchedulingPolicy):
         return policy(PolicyContext(name=policy.__name__, options=policy.Options()))
-    return policy()
+    made = policy()
+    assert isinstance(made, SchedulingPolicy), f"{policy!r} makes no scheduling policy"
+    return made
 
 
 def builtin_scheduler(name: str = "default") -> type[Scheduler]:

@@ -204,7 +204,7 @@ def _place(
     _start(books, request, computed, tokens, step)
     if features:
         take_features(books, request, features, step)
-    if not request.num_preemptions and request.num_cached_tokens < 0:
+    if request.num_cached_tokens < 0:
         request.num_cached_tokens = computed
     return _Outcome.ADMITTED
 

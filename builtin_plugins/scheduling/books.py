@@ -21,7 +21,9 @@ from .live import LiveRequest
 from .step import Step
 from .waiting_queue import WaitingQueue
 
-__all__ = ["Books"]
+__all__ = ["LOAD", "SAVE", "Books"]
+
+LOAD, SAVE = "load", "save"
 
 
 class Books:
@@ -33,7 +35,8 @@ class Books:
         waiting: may run when their turn comes.
         blocked: wait for a grammar or for remote KV, by id.
         loaded: those that wait and hold blocks which a connector filled, by id.
-        lingering: ended requests whose blocks a connector still needs, by id.
+        lingering: ended requests whose blocks a connector still needs, by id, with what is not
+            over: LOAD, SAVE or both.
         loras: adapters of running requests, by id, with the number of requests.
         ended: outputs of requests that ended while a step was planned.
         untold: ended requests that no plan has told of.
@@ -55,7 +58,7 @@ class Books:
         self.waiting = WaitingQueue(context.policy)
         self.blocked: dict[str, LiveRequest] = {}
         self.loaded: dict[str, LiveRequest] = {}
-        self.lingering: dict[str, LiveRequest] = {}
+        self.lingering: dict[str, tuple[LiveRequest, set[str]]] = {}
         self.loras: Counter[int] = Counter()
         self.ended: list[tuple[int, EngineCoreOutput]] = []
         self.untold: set[str] = set()
@@ -261,8 +264,9 @@ class Books:
             saving, params = connector.request_finished(request, self.cache.block_ids(request))
             if params is not None:
                 output.kv_transfer_params = dict(params)
-        if saving or loading:
-            self.lingering[request.request_id] = request
+        going_on = {what for what, is_so in ((LOAD, loading), (SAVE, saving)) if is_so}
+        if going_on:
+            self.lingering[request.request_id] = (request, going_on)
         else:
             self.cache.free(request)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hardpoint.plugins import CachedPrefix, ModelRunnerOutput, RequestStatus
 
 from . import reasons
-from .books import Books
+from .books import LOAD, SAVE, Books
 from .live import LiveRequest
 from .recovery import forget_doubtful
 from .step import PlannedStep, Step
@@ -72,9 +72,9 @@ def take_transfers(
         if request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
             _take_loaded(books, request)
         else:
-            _free_lingering(books, request_id)
+            _transfer_ended(books, request_id, LOAD)
     for request_id in sorted(result.kv_saved):
-        _free_lingering(books, request_id)
+        _transfer_ended(books, request_id, SAVE)
 
 
 def _take_loaded(books: Books, request: LiveRequest) -> None:
@@ -87,10 +87,14 @@ def _take_loaded(books: Books, request: LiveRequest) -> None:
     books.wait(request)
 
 
-def _free_lingering(books: Books, request_id: str) -> None:
-    request = books.lingering.pop(request_id, None)
-    if request is not None:
-        books.cache.free(request)
+def _transfer_ended(books: Books, request_id: str, what: str) -> None:
+    """Free the blocks of an ended request when nothing is read from or written to them."""
+    if request_id in books.lingering:
+        request, going_on = books.lingering[request_id]
+        going_on.discard(what)
+        if not going_on:
+            del books.lingering[request_id]
+            books.cache.free(request)
 
 
 def _recompute_invalid(books: Books, invalid: frozenset[int], now: float) -> None:

@@ -202,7 +202,7 @@ class LLMEngine:
         live = self._output.children_of(request_id)
         if not live:
             raise RequestError(f"request_id: {request_id!r} is not a live request")
-        return dict(zip(live.values(), self._client.why_waiting(live), strict=True))
+        return dict(zip(live.values(), self._client.why_waiting(list(live)), strict=True))
 
     def set_policy(self, use: str, options: Mapping[str, Any] | None = None) -> Manifest:
         """Put another scheduling policy in the place of the one there is, between two steps.
@@ -223,7 +223,7 @@ class LLMEngine:
         config, plugins = change_policy(
             self.parts.config, self.parts.origins, self.parts.plugins, use, options or {}
         )
-        self._client.set_policy(plugins)
+        self._client.set_policy(plugins.manifest)
         self.parts = dataclasses.replace(self.parts, config=config, plugins=plugins)
         return plugins.manifest
 
@@ -234,7 +234,7 @@ class LLMEngine:
             recompute_running: also compute anew what runs, for example after weights changed.
         """
         self._check_open()
-        self._client.reset_prefix_cache(recompute_running=recompute_running)
+        self._client.reset_prefix_cache(recompute_running)
 
     def scheduler_stats(self) -> SchedulerStats:
         """Return how the scheduler stands."""

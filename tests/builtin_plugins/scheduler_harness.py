@@ -301,6 +301,7 @@ class Rig:
         late = deque()
         for _ in range(most):
             if not self.scheduler.has_requests() and not late:
+                self._check_empty()
                 return self.tokens
             plan = self.plan()
             late.append((plan, self.executor.execute(plan)))
@@ -321,6 +322,14 @@ class Rig:
             assert self.live(name).num_computed_tokens < limits.max_model_len
         if self.records:
             self._check_record(plan, self.records[-1])
+
+    def _check_empty(self):
+        """Check that ended requests left nothing behind."""
+        books = self.scheduler._books
+        places = ("requests", "running", "waiting", "blocked", "loaded", "lingering", "loras")
+        for place in (*places, "ended", "untold", "preempted", "unfreed", "ended_ids"):
+            assert not len(getattr(books, place)), place
+        assert self.cache.num_free_blocks == self.cache.num_usable_blocks
 
     def _check_record(self, plan, record):
         stats = self.scheduler.stats()

@@ -131,6 +131,7 @@ def test_cached_tokens_are_not_computed_again():
     assert plan.new_requests[0].num_computed_tokens == 8
     assert len(plan.new_requests[0].block_ids[0]) == 3  # cached ones included
     assert rig.update(plan)["b"].num_cached_tokens == 8
+    assert rig.step().num_scheduled_tokens == {"b": 1}
 
 
 def test_a_full_hit_leaves_one_token_to_compute():

@@ -199,7 +199,7 @@ def test_a_feature_that_no_step_could_encode_is_refused():
 
 def test_features_together_must_fit_into_a_step_that_cannot_be_split():
     rig = Rig(encoder_tokens=6, chunked_prefill=False, max_model_len=60)
-    rig.add("a", prompt=20, features=[feature("x", 0, 4), feature("x", 8, 4)])
+    rig.add("a", prompt=20, features=[feature("x", 0, 4), feature("x", 8, 4), feature("z", 14, 2)])
     words = "at most 6 encoder tokens together, .* without scheduler.chunked_prefill, got 7"
     with pytest.raises(RequestError, match=words):
         rig.add("b", prompt=20, features=[feature("x", 0, 4), feature("y", 4, 3)])

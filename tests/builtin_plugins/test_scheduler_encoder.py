@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from scheduler_harness import Priority, Rig, feature
 
+from hardpoint.core.encoder_cache import EncoderCacheManager
 from hardpoint.plugins import FinishReason, WaitingFor
 
 
@@ -51,6 +52,20 @@ def test_without_chunks_the_need_is_not_cut():
     assert rig.step().num_scheduled_tokens == {"a": 9}
     assert rig.why("b").waiting_for is WaitingFor.ENCODER
     assert rig.step().num_scheduled_tokens == {"a": 1, "b": 9}
+
+
+def test_the_budget_holds_also_where_the_cache_has_room():
+    cache = EncoderCacheManager(20)
+    rig = Rig(max_encoder_tokens=6, surroundings={"encoder_cache": cache})
+    rig.add("a", prompt=20, features=[feature("x", 0, 4), feature("y", 8, 4)])
+    assert [rig.step().encoder_inputs for _ in range(2)] == [{"a": [0]}, {"a": [1]}]
+
+
+def test_the_cache_holds_also_where_the_budget_has_room():
+    cache = EncoderCacheManager(6)
+    rig = Rig(max_encoder_tokens=20, surroundings={"encoder_cache": cache})
+    rig.add("a", prompt=20, features=[feature("x", 0, 4), feature("y", 8, 4)])
+    assert [rig.step().encoder_inputs for _ in range(2)] == [{"a": [0]}, {"a": [1]}]
 
 
 def test_the_budget_is_shared_by_running_and_admitted_requests():

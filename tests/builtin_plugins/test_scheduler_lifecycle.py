@@ -187,6 +187,19 @@ def test_a_lost_plan_is_made_again():
     assert rig.run() == {"x": rig.tokens["x"]} | reference(("a", wanted), ("b", wanted))
 
 
+def test_who_lost_its_blocks_in_a_lost_plan_is_told_again():
+    rig = Rig(blocks=3, block_size=4)
+    rig.add("a", prompt=3)
+    rig.add("b", prompt=6)
+    rig.step()
+    rig.step()
+    lost = rig.plan()
+    assert lost.preempted_request_ids == {"b"}
+    assert list(lost.num_scheduled_tokens) == ["a"]
+    rig.scheduler.plan_lost(lost)
+    assert rig.plan().preempted_request_ids == {"a", "b"}
+
+
 def test_what_was_computed_before_a_lost_plan_is_found_again():
     rig = Rig(block_size=4)
     rig.add("a", prompt=11)

@@ -72,6 +72,7 @@ def test_a_grammar_that_is_being_compiled_lets_others_go_first():
     rig = Rig(surroundings={"grammars": grammars})
     rig.add("g1")
     rig.add("a")
+    assert rig.live("a").status is RequestStatus.WAITING
     assert admitted(rig.step()) == ["a"]
     assert rig.live("g1").status is RequestStatus.WAITING_FOR_GRAMMAR
     assert rig.why("g1").message == "its grammar is being compiled"

@@ -122,6 +122,10 @@ def test_events_of_the_cache_are_there_after_the_plan():
     rig.plan()
     (stored,) = rig.cache.take_events()
     assert len(stored.block_hashes) == 2
+    quiet = Rig()
+    quiet.add("a", prompt=9)
+    quiet.plan()
+    assert quiet.cache.take_events() == []
 
 
 JOBS = st.lists(

@@ -354,3 +354,35 @@ def test_a_victim_that_does_not_run_cannot_happen_to_a_guarded_policy():
 
     rig = crowd(make_policy(Odd), names="ab")
     assert rig.step().preempted_request_ids == {"b"}  # the default of the contract: the latest
+
+
+def test_one_that_would_just_fit_alone_is_no_error():
+    rig = Rig(blocks=2, block_size=4, policy=Priority)
+    rig.add("a", prompt=3, priority=5, max_tokens=4)
+    rig.step()
+    rig.add("b", prompt=2, max_tokens=2)
+    rig.step()
+    assert rig.step().preempted_request_ids == {"a"}
+    rig.run()
+    assert rig.ends["a"].finish_reason is FinishReason.LENGTH
+
+
+def test_what_a_victim_shares_with_others_is_encoded_for_them():
+    rig = Rig(
+        blocks=7,
+        block_size=4,
+        policy=PreemptsTheFirst,
+        encoder_tokens=4,
+        long_prefill_token_threshold=4,
+    )
+    for name in "ab":
+        rig.add(name, prompt=12, features=[feature("x", 8, 4)])
+    rig.add("c", prompt=3)
+    rig.step()
+    rig.step()
+    plan = rig.plan()
+    assert plan.preempted_request_ids == {"a"}
+    assert list(plan.num_scheduled_tokens) == ["b", "c"]
+    assert plan.encoder_inputs == {"b": [0]}
+    assert list(plan.freed_encoder_inputs) == []
+    assert rig.around["encoder_cache"].num_free_tokens == 0

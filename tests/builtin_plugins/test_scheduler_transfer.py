@@ -20,6 +20,12 @@ def fill(rig, name, num_tokens):
     rig.executor.fill(request, rig.cache.block_ids(request), num_tokens)
 
 
+def forget(rig, blocks):
+    """Make what these blocks hold rubbish."""
+    memory = rig.executor.memory
+    rig.executor.memory = {slot: held for slot, held in memory.items() if slot[0] not in blocks}
+
+
 def loading(found=(8, True), max_tokens=3, **settings):
     """Return a rig in which "a" waits for `found` tokens."""
     rig, connector = connected({"a": found}, **settings)
@@ -231,7 +237,7 @@ def test_others_that_found_a_block_which_failed_are_recomputed_too():
     fill(rig, "a", 8)
     outputs = rig.update(plan, invalid_block_ids=frozenset({table[0]}))
     assert list(outputs) == ["c"]
-    rig.executor.memory = {k: v for k, v in rig.executor.memory.items() if k[0] != table[0]}
+    forget(rig, table[:1])
     plan = rig.step()
     assert plan.preempted_request_ids == {"a", "b"}
     assert [entry.num_computed_tokens for entry in plan.new_requests] == [0, 8]
@@ -239,17 +245,48 @@ def test_others_that_found_a_block_which_failed_are_recomputed_too():
     assert rig.run()["b"] == wanted["b"]
 
 
-def test_what_an_aborted_request_made_of_a_failed_load_is_found_by_nobody():
+def test_what_was_computed_upon_a_failed_load_is_found_by_nobody():
+    prompt = list(range(13))
+    rig, _ = connected({"a": (8, False)})
+    rig.add("a", prompt=prompt, max_tokens=3)
+    plan = rig.plan()
+    table = rig.cache.block_ids(rig.live("a"))[0]
+    fill(rig, "a", 8)
+    rig.update(plan, invalid_block_ids=frozenset({table[1]}))
+    forget(rig, table[1:])
+    rig.run()
+    rig.add("b", prompt=prompt, max_tokens=3)
+    assert rig.run()["b"] == rig.tokens["a"]
+
+
+def test_what_an_aborted_request_computed_upon_a_failed_load_is_found_by_nobody():
     rig, _ = connected({"a": (4, False)})
     rig.add("a", prompt=PROMPT)
     plan = rig.plan()
     table = rig.cache.block_ids(rig.live("a"))[0]
     fill(rig, "a", 4)
-    done = rig.executor.execute(plan)
+    result = rig.executor.execute(plan)
     rig.abort("a", reason=FinishReason.ABORT)
-    rig.update(plan, done, invalid_block_ids=frozenset({table[0]}))
-    rig.add("b", prompt=PROMPT)
+    rig.update(plan, result, invalid_block_ids=frozenset({table[0]}))
+    forget(rig, table)
+    rig.add("b", prompt=PROMPT, max_tokens=1)
     assert rig.step().new_requests[0].num_computed_tokens == 0
+    rig.add("c", prompt=PROMPT, max_tokens=1)
+    rig.run()  # the executor checks what c reads
+
+
+def test_a_loaded_request_that_waits_loses_blocks_that_turn_out_bad():
+    rig, connector = loading(max_num_seqs=1)
+    rig.add("z", prompt=2, arrival_time=0.0)
+    fill(rig, "a", 8)
+    rig.step(kv_loaded=frozenset("a"))
+    table = rig.cache.block_ids(rig.live("a"))[0]
+    rig.step(invalid_block_ids=frozenset({table[0]}))
+    assert rig.cache.block_ids(rig.live("a")) == []
+    forget(rig, table)
+    rig.abort("z", reason=FinishReason.ABORT)
+    assert rig.step().num_scheduled_tokens == {"a": 10}
+    assert connector.asked == [("a", 0), ("z", 0)]
 
 
 # Ends
@@ -281,6 +318,18 @@ def test_blocks_that_are_being_saved_are_kept_until_that_ends():
     rig.step(kv_saved=frozenset("a"))
     assert rig.cache.num_free_blocks == 64
     assert not rig.scheduler.has_requests()
+
+
+@pytest.mark.parametrize("first", ["kv_loaded", "kv_saved"])
+def test_blocks_that_are_loaded_and_saved_are_kept_until_both_end(first):
+    rig, connector = loading()
+    connector.keep.add("a")
+    rig.abort("a", reason=FinishReason.ABORT)
+    second = {"kv_loaded": "kv_saved", "kv_saved": "kv_loaded"}[first]
+    rig.step(**{first: frozenset("a")})
+    assert rig.cache.num_free_blocks == 62
+    rig.step(**{second: frozenset("a")})
+    assert rig.cache.num_free_blocks == 64
 
 
 def test_the_id_of_one_whose_blocks_are_kept_cannot_be_used_yet():
@@ -325,3 +374,11 @@ def test_loaded_requests_are_admitted_within_the_limits():
     fill(rig, "a", 8)
     rig.step(kv_loaded=frozenset("a"))
     assert rig.step().num_scheduled_tokens == {"b": 1, "a": 2}
+
+
+def test_a_loaded_request_that_is_aborted_leaves_nothing_behind():
+    rig, _ = loading(max_num_seqs=1)
+    rig.add("z", prompt=2, max_tokens=3, arrival_time=0.0)
+    rig.step(kv_loaded=frozenset("a"))
+    rig.abort("a", reason=FinishReason.ABORT)
+    rig.run()

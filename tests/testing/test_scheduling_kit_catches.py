@@ -43,17 +43,17 @@ SCHEDULERS = [
     (broken.AcceptsAllDrafts, "drafts", "tokens", "alone it would get"),
     (broken.OldDrafts, "drafts", "the plan", "those handed in for its next step are"),
     (broken.DropsLateResults, "asynchronous", "tokens|progress|positions", ""),
-    (broken.TrustsFailedLoads, "transfers", "content", "could not be loaded"),
+    (broken.TrustsFailedLoads, "transfers", "content|tokens", "could not be loaded|got the tokens"),
     (broken.Impatient, "grammars", "grammars", "run, but their grammars are not ready"),
     (broken.EncodesTooMuch, "encoder", "limits", "encoder tokens are in one step"),
     (broken.AnyAdapters, "adapters", "limits", "are in one step, max_loras is 1"),
-    (broken.ForgetsLostPlans, "lost_plans", "the end", "ended before step"),
+    (broken.ForgetsLostPlans, "lost_plans", "the (end|batch)", "ended before step|preempted, but"),
     (broken.ForgetsToRewind, "lost_plans", "content", "nothing was ever written there|holds anoth"),
     (broken.KeepsComputed, "resets", "content", "nothing was ever written there"),
     (broken.SwapsInSecret, "policy_swap", "the policy", "are live, but|of which added"),
     (broken.TakesTheEndless, "refusals", "refusals", "of max_model_len tokens was not refused"),
     (broken.TakesEverybody, "refusals", "refusals", "a third request was taken, max_waiting is 2"),
-    (broken.OverBudget, "together", "limits", r"\d+ tokens are scheduled, max_num_batched_tokens is"),
+    (broken.OverBudget, "together", "limits", r"\d+ tokens are scheduled, max_num_batched_tok"),
 ]  # fmt: skip
 
 # policy, test that it fails, rule, words

@@ -1,0 +1,78 @@
+"""The culprit: which part of an object is the one that cannot travel."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+__all__ = ["find_culprit"]
+
+_SKIPPED = {"__dict__", "__weakref__", "__module__", "__doc__", "_abc_impl", "__annotations__"}
+
+
+def find_culprit(obj: Any, travels: Callable[[Any], bool]) -> tuple[str, Any]:
+    """Return where the innermost part that does not travel is held, and the part.
+
+    Args:
+        obj: something for which `travels` is false.
+        travels: whether a part, taken alone, can be sent.
+    """
+    where, seen = getattr(obj, "__qualname__", "") or "it", {id(obj)}
+    while True:
+        for place, part in _parts(where, obj):
+            if id(part) not in seen and not travels(part):
+                where, obj = place, part
+                seen.add(id(part))
+                break
+        else:
+            return where, obj
+
+
+def _parts(where: str, obj: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an object holds, with words for the place."""
+    if isinstance(obj, FunctionType):
+        yield from _used_by(where, obj)
+    elif isinstance(obj, type):
+        yield from _attributes(where, vars(obj))
+        yield from ((base.__qualname__, base) for base in obj.__bases__)
+    elif isinstance(obj, staticmethod | classmethod):
+        yield where, obj.__func__
+    elif isinstance(obj, property):
+        yield from ((where, f) for f in (obj.fget, obj.fset, obj.fdel) if f is not None)
+    elif isinstance(obj, functools.partial):
+        yield from _parts(where, [obj.func, *obj.args, *obj.keywords.values()])
+    elif isinstance(obj, dict):
+        named = where == "it" and all(isinstance(key, str) for key in obj)
+        yield from ((key if named else f"{where}[{key!r}]", part) for key, part in obj.items())
+    elif isinstance(obj, list | tuple | set | frozenset):
+        yield from ((f"{where}[{index}]", part) for index, part in enumerate(obj))
+    else:
+        yield from _attributes(where, getattr(obj, "__dict__", {}))
+
+
+def _attributes(where: str, attributes: Any) -> Iterator[tuple[str, Any]]:
+    for name, part in list(attributes.items()):
+        if name not in _SKIPPED:
+            yield f"{where}.{name}", part
+
+
+def _used_by(where: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the defaults, closed-over and global variables that a function uses."""
+    for part in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        yield f"a default of {where}", part
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f"{name}, used by {where},", cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    for name in sorted(_names(function.__code__)):
+        if name in function.__globals__:
+            yield f"{name}, used by {where},", function.__globals__[name]
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names that a function's code, and that of functions in it, looks up."""
+    inner = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
+    return set(code.co_names).union(*inner)

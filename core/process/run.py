@@ -1,0 +1,82 @@
+"""What an engine process does: build the engine core, serve it, and end."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import time
+
+import msgspec
+
+from hardpoint.plugins import EngineConfig, Origins, PluginLoadError, PluginSet
+from hardpoint.plugins.discovery import discover
+
+from ..build_core import build_core
+from ..engine_io import EngineIO
+from ..engine_loop import EngineLoop, LoopOptions, LoopQueues
+from ..prepare import prepare_worker
+from ..wire import EngineAddresses, EngineCoreReadyResponse
+from .child import ParentWatch
+from .launch import Launch
+
+__all__ = ["run_engine"]
+
+
+def run_engine(launch: Launch, watch: ParentWatch) -> None:
+    """Serve until told to end, by a signal or by the parent's death.
+
+    Raises:
+        HardpointError: the engine cannot be built; the parent raises it too.
+    """
+    logging.basicConfig(format="%(levelname)s engine: %(message)s")
+    logging.getLogger("hardpoint").setLevel(launch.log_level)
+    config = msgspec.convert(launch.config, EngineConfig)
+    origins = Origins(launch.origins)
+    plugins = PluginSet(launch.manifest)
+    check_versions(plugins)
+    spec = prepare_worker(config, plugins, origins, lambda _what, _done, _total: None)
+    built = build_core(spec, plugins.hooks(), origins, time.monotonic)
+    queues = LoopQueues()
+    settings = config.engine
+    loop = EngineLoop(
+        built.core,
+        queues,
+        LoopOptions(settings.drain_seconds, settings.watchdog_seconds, settings.watchdog_exits),
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _number, _frame: loop.request_shutdown())
+    watch.on_gone(loop.request_shutdown, grace_s=settings.drain_seconds + 2)
+    identity = launch.engine_index.to_bytes(2, "little")
+    addresses = msgspec.json.decode(launch.address, type=EngineAddresses)
+    io = EngineIO(identity, addresses, queues)
+    gc.collect()
+    gc.freeze()  # what lives as long as the engine need not be looked at again
+    io.start(EngineCoreReadyResponse(built.size.max_model_len, built.size.num_blocks))
+    failed = True
+    try:
+        loop.run()
+        failed = False
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        io.close(failed=failed)
+        built.core.close()
+        spec.loader.close()
+
+
+def check_versions(plugins: PluginSet) -> None:
+    """Refuse plugins that are other versions here than in the process that resolved them.
+
+    Raises:
+        PluginLoadError: naming the plugin, both versions and this process.
+    """
+    here = {found.distribution: found.version for found in discover()}
+    for entry in plugins.manifest.entries:
+        version = here.get(entry.distribution)
+        if version is not None and version != entry.version:
+            raise PluginLoadError(
+                f"{entry.source}: version {entry.version} was found where the engine was asked "
+                f"for, version {version} is installed in the engine process (pid {os.getpid()})"
+            )

@@ -1,0 +1,61 @@
+"""What processes say to each other: the messages, their encoding, and sending without copies."""
+
+from .codec import Decoder, Encoder
+from .errors import WireError
+from .handshake import (
+    PROTOCOL_VERSION,
+    EngineAddresses,
+    HandshakeMetadata,
+    Hello,
+    Ready,
+    decode_handshake,
+)
+from .messages import (
+    COORDINATOR_CLIENT,
+    ENGINE_CORE_DEAD,
+    KEEP_RANK,
+    NOTIFICATION_CALL,
+    SHUTDOWN_RANK,
+    EngineCoreReadyResponse,
+    EngineNotification,
+    PauseMode,
+    ReconfigureRequest,
+    RequestType,
+    ShutdownState,
+    StartWave,
+    UtilityCall,
+    UtilityOutput,
+    UtilityResult,
+)
+from .sending import SendTracker
+from .tensors import TensorConsumer, TensorProvider
+
+__all__ = [
+    "COORDINATOR_CLIENT",
+    "ENGINE_CORE_DEAD",
+    "KEEP_RANK",
+    "NOTIFICATION_CALL",
+    "PROTOCOL_VERSION",
+    "SHUTDOWN_RANK",
+    "Decoder",
+    "Encoder",
+    "EngineAddresses",
+    "EngineCoreReadyResponse",
+    "EngineNotification",
+    "HandshakeMetadata",
+    "Hello",
+    "PauseMode",
+    "Ready",
+    "ReconfigureRequest",
+    "RequestType",
+    "SendTracker",
+    "ShutdownState",
+    "StartWave",
+    "TensorConsumer",
+    "TensorProvider",
+    "UtilityCall",
+    "UtilityOutput",
+    "UtilityResult",
+    "WireError",
+    "decode_handshake",
+]

@@ -1,0 +1,270 @@
+"""Encoding and decoding of messages: msgpack, with large tensors as frames of their own.
+
+Nothing is ever pickled. Types that msgpack and the extensions do not know are refused, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from msgspec import MsgspecError, msgpack
+
+from .errors import MALFORMED, WireError, explain, field_path, short, type_name
+from .tensors import (
+    ARRAY,
+    SLICE,
+    TENSOR,
+    Buffer,
+    Header,
+    TensorConsumer,
+    TensorProvider,
+    array_bytes,
+    array_from,
+    read_header,
+    read_slice,
+    slice_payload,
+    tensor_bytes,
+    tensor_dtype,
+    tensor_from,
+)
+
+__all__ = ["INLINE_BELOW", "Decoder", "Encoder"]
+
+T = TypeVar("T")
+
+INLINE_BELOW = 256
+"""Bytes; a smaller tensor travels inside the main frame."""
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_ARRAYS = (np.ndarray, np.memmap)
+_NUMBERS = (np.bool_, np.integer, np.float16, np.float32, np.float64)
+_UNSENDABLE = (MsgspecError, TypeError, ValueError, ArithmeticError, RecursionError)
+_payload = msgpack.Encoder().encode
+
+
+class Encoder:
+    """Turns messages into frames. One thread at a time.
+
+    Large tensors and arrays are not copied: their frames are views of their memory, which must
+    not change until the message is sent. Gradients do not travel.
+    """
+
+    def __init__(
+        self, *, inline_below: int = INLINE_BELOW, consumer: TensorConsumer | None = None
+    ) -> None:
+        """Prepare.
+
+        Args:
+            inline_below: tensors and arrays of fewer bytes travel inside the main frame.
+            consumer: is offered every tensor that would not.
+        """
+        self._inline_below = inline_below
+        self._consumer = consumer
+        self._encoder = msgpack.Encoder(enc_hook=self._extension)
+        self._frames: list[Buffer] = []
+
+    def encode(self, message: Any) -> list[Buffer]:
+        """Return the frames of a message, the main one first.
+
+        Raises:
+            WireError: something in it cannot travel.
+        """
+        frames: list[Buffer] = [b""]
+        self._frames = frames
+        try:
+            if self._consumer is not None:
+                self._consumer.new_message()
+            frames[0] = self._encoder.encode(message)
+        except _UNSENDABLE as cause:
+            raise _unsendable(cause, message) from None
+        finally:
+            self._frames = []
+        return frames
+
+    def encode_into(self, message: Any, buffer: bytearray) -> list[Buffer]:
+        """Return the frames of a message; the main one is `buffer`, overwritten and resized.
+
+        Raises:
+            WireError: something in it cannot travel.
+        """
+        frames: list[Buffer] = [buffer]
+        self._frames = frames
+        try:
+            if self._consumer is not None:
+                self._consumer.new_message()
+            self._encoder.encode_into(message, buffer)
+        except _UNSENDABLE as cause:
+            raise _unsendable(cause, message) from None
+        finally:
+            self._frames = []
+        return frames
+
+    def _extension(self, value: Any) -> Any:
+        """Return something that msgpack knows for a value that it does not."""
+        if type(value) in _TENSORS:
+            return msgpack.Ext(TENSOR, self._tensor(value))
+        if type(value) in _ARRAYS:
+            dtype, data = array_bytes(value)
+            return msgpack.Ext(ARRAY, _payload((dtype, value.shape, self._placed(data))))
+        if type(value) is slice:
+            return msgpack.Ext(SLICE, slice_payload(value))
+        if isinstance(value, _NUMBERS):
+            return value.item()
+        kind = type(value)
+        raise WireError(f"a {kind.__module__}.{kind.__qualname__} cannot travel between processes")
+
+    def _tensor(self, tensor: torch.Tensor) -> bytes:
+        dtype, shape = tensor_dtype(tensor), tuple(tensor.shape)
+        data: Any = None
+        if self._consumer is not None and not (
+            tensor.is_cpu and tensor.nbytes < self._inline_below
+        ):
+            data = self._consumer.offer(tensor)
+        if data is None:
+            data = self._placed(tensor_bytes(tensor), inline=tensor.is_cpu)
+        return _payload((dtype, shape, data))
+
+    def _placed(self, data: Buffer, *, inline: bool = True) -> Buffer | int:
+        """Return small data as it is, for large data the number of its new frame."""
+        if inline and len(data) < self._inline_below:
+            return data
+        self._frames.append(data)
+        return len(self._frames) - 1
+
+
+class Decoder(Generic[T]):
+    """Turns frames into messages of one type. One thread at a time.
+
+    Whatever arrives, the result is a message or a WireError. Small tensors are copies. Large
+    ones share the memory of their frame and keep it alive; treat them as read-only and clone
+    what you want to write to (arrays enforce it, torch cannot).
+    """
+
+    def __init__(
+        self,
+        type_: type[T] | Any = Any,
+        *,
+        provider: TensorProvider | None = None,
+        share_frames: bool = True,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            type_: of the messages; by default any plain data.
+            provider: finds the tensors that a consumer took on the other side.
+            share_frames: False copies large tensors too.
+        """
+        self._type = type_
+        self._provider = provider
+        self._copy = not share_frames
+        self._decoder = msgpack.Decoder(type_, ext_hook=self._extension, dec_hook=_as_declared)
+        self._frames: Sequence[Buffer] = ()
+        self._extensions = 0  # of this message, so far
+
+    def decode(self, frames: Buffer | Sequence[Buffer]) -> T:
+        """Return the message of a frame or of a list of frames, the main one first.
+
+        Raises:
+            WireError: it is malformed or not of the type.
+        """
+        main: Any = frames
+        if isinstance(frames, list | tuple):
+            if not frames:
+                raise WireError(f"{type_name(self._type)}: expected at least one frame, got none")
+            self._frames = frames
+            main = frames[0]
+        self._extensions = 0
+        try:
+            message: T = self._decoder.decode(main)
+        except WireError as cause:
+            path = self._extension_path(main)
+            raise WireError(short(f"{path}: {cause}")) from cause.__cause__
+        except MALFORMED as cause:
+            raise WireError(explain(cause, self._type)) from None
+        finally:
+            self._frames = ()
+        return message
+
+    def _extension(self, code: int, payload: memoryview) -> Any:
+        self._extensions += 1
+        if code == SLICE:
+            return read_slice(payload)
+        if code not in (TENSOR, ARRAY):
+            raise WireError(f"expected extension {TENSOR}, {ARRAY} or {SLICE}, got {code}")
+        header = read_header(payload)
+        data = header.data
+        if isinstance(data, dict):
+            return self._out_of_band(code, header, data)
+        make = tensor_from if code == TENSOR else array_from
+        if isinstance(data, bytearray):
+            return make(header, data, copy=True)
+        if not 0 < data < len(self._frames):
+            extra = max(len(self._frames) - 1, 0)
+            raise WireError(
+                f"data: expected the number of one of the {extra} extra frames, got {data}"
+            )
+        return make(header, self._frames[data], copy=self._copy)
+
+    def _out_of_band(self, code: int, header: Header, metadata: dict[str, Any]) -> torch.Tensor:
+        if code != TENSOR:
+            raise WireError("data: expected bytes or the number of a frame, got a table")
+        if self._provider is None:
+            raise WireError("the tensor travels out of band, but this side has no provider for it")
+        dtype = getattr(torch, header.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise WireError(f"dtype: expected the name of a torch dtype, got {header.dtype[:40]!r}")
+        try:
+            tensor = self._provider.fetch(dtype, header.shape, metadata)
+        except Exception as cause:
+            raise WireError(f"the provider of out-of-band tensors failed: {cause}") from cause
+        if tensor.dtype != dtype or list(tensor.shape) != header.shape:
+            raise WireError(
+                f"expected {header.dtype} of shape {header.shape} from the provider of "
+                f"out-of-band tensors, got {tensor.dtype} of shape {list(tensor.shape)}"
+            )
+        return tensor
+
+    def _extension_path(self, main: Buffer) -> str:
+        """Return where the extension that was refused stands, by decoding once more."""
+        guilty, seen = object(), 0
+
+        def mark(_code: int, _payload: memoryview) -> Any:
+            nonlocal seen
+            seen += 1
+            return guilty if seen == self._extensions else seen
+
+        try:
+            plain = msgpack.Decoder(ext_hook=mark).decode(main)
+            steps = _steps_to(plain, guilty) or []
+        except MALFORMED:  # it is wrong further on as well, or deep
+            steps = []
+        return field_path(self._type, steps)
+
+
+def _as_declared(_type: Any, value: Any) -> Any:
+    """Pass on what an extension gave; msgspec checks that it is of the type."""
+    return value
+
+
+def _steps_to(value: Any, wanted: object) -> list[str] | None:
+    """Return the steps to an object in plain data; None if it is not there."""
+    if value is wanted:
+        return []
+    items: Any = ()
+    if isinstance(value, dict):
+        items = ((str(key), item) for key, item in value.items())
+    elif isinstance(value, list):
+        items = ((f"[{place}]", item) for place, item in enumerate(value))
+    for step, item in items:
+        if (steps := _steps_to(item, wanted)) is not None:
+            return [step, *steps]
+    return None
+
+
+def _unsendable(cause: Exception, message: Any) -> WireError:
+    """Return what to raise for a message that cannot be encoded."""
+    why = "nested too deeply" if isinstance(cause, RecursionError) else str(cause)
+    return WireError(f"{type(message).__name__}: {why}")

@@ -1,0 +1,122 @@
+"""The words by which an engine process and its frontend find together: Hello, metadata, Ready."""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, msgpack
+
+from .codec import Decoder
+from .errors import MALFORMED, WireError, explain
+from .tensors import Buffer
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "EngineAddresses",
+    "HandshakeMetadata",
+    "Hello",
+    "Ready",
+    "decode_handshake",
+]
+
+PROTOCOL_VERSION = 1
+"""Rises with every change of the order, number or meaning of fields that travel."""
+
+Count = Annotated[int, Meta(ge=0)]
+
+
+class EngineAddresses(
+    msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, kw_only=True, gc=False
+):
+    """Where an engine connects to; one input and one output address per client."""
+
+    inputs: list[str]
+    outputs: list[str]
+    coordinator_input: str | None = None
+    coordinator_output: str | None = None
+    frontend_stats_publish: str | None = None
+
+
+# In the handshake the version is always written, and always second: a default that is left out
+# would be read as that of the reader, and so fit whatever the writer speaks.
+
+
+class Hello(msgspec.Struct, array_like=True, frozen=True, kw_only=True, gc=False, tag="HELLO"):
+    """The first word of an engine process, to its frontend.
+
+    Attributes:
+        local: the engine runs on the host of its frontend.
+        headless: no frontend runs on the engine's host.
+    """
+
+    protocol: int = PROTOCOL_VERSION
+    local: bool
+    headless: bool
+
+
+class HandshakeMetadata(msgspec.Struct, array_like=True, frozen=True, kw_only=True, tag="INIT"):
+    """The answer to a Hello.
+
+    Attributes:
+        manifest_hash: of the frontend's plugin set; an engine that has another one refuses.
+        parallel_config: settings that replace the engine's own, by name.
+    """
+
+    protocol: int = PROTOCOL_VERSION
+    addresses: EngineAddresses
+    manifest_hash: str
+    parallel_config: dict[str, Any] = {}
+
+
+class Ready(msgspec.Struct, array_like=True, frozen=True, kw_only=True, gc=False, tag="READY"):
+    """The last word of the handshake: the engine is initialised.
+
+    Attributes:
+        local: the engine runs on the host of its frontend.
+        headless: no frontend runs on the engine's host.
+        num_gpu_blocks: 0 if there is no KV cache.
+        dp_stats_address: of the coordinator's statistics; None without data parallel.
+        parallel_config_hash: must be the same in all data-parallel ranks; None without them.
+    """
+
+    protocol: int = PROTOCOL_VERSION
+    local: bool
+    headless: bool
+    num_gpu_blocks: Count = 0
+    dp_stats_address: str | None = None
+    parallel_config_hash: str | None = None
+
+
+class _Opening(msgspec.Struct, array_like=True):
+    """How every handshake message of every version begins."""
+
+    status: str
+    protocol: int
+
+
+T = TypeVar("T", Hello, HandshakeMetadata, Ready)
+
+
+def decode_handshake(frame: Buffer, *types: type[T]) -> T:
+    """Return a message of the handshake that is of one of the types.
+
+    Raises:
+        WireError: it is malformed, of another type, or of another version of the protocol.
+    """
+    try:
+        opening = _read_opening(frame)
+    except MALFORMED as cause:
+        raise WireError(explain(cause, _Opening, "handshake")) from None
+    if opening.protocol != PROTOCOL_VERSION:
+        raise WireError(
+            f"protocol version: expected {PROTOCOL_VERSION}, got {opening.protocol}; "
+            "frontend and engine need the same version of Hardpoint"
+        )
+    message: T = Decoder(reduce(or_, types)).decode(frame)
+    return message
+
+
+_read_opening = msgpack.Decoder(_Opening).decode

@@ -1,0 +1,219 @@
+"""What crosses the border between processes beside requests and their outputs.
+
+Structs travel as arrays, so the order of their fields is part of the protocol: change one, and
+raise PROTOCOL_VERSION in handshake.py.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, IntEnum, StrEnum
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from .errors import WireError
+from .tensors import Buffer
+
+__all__ = [
+    "COORDINATOR_CLIENT",
+    "ENGINE_CORE_DEAD",
+    "KEEP_RANK",
+    "NOTIFICATION_CALL",
+    "SHUTDOWN_RANK",
+    "EngineCoreReadyResponse",
+    "EngineNotification",
+    "PauseMode",
+    "ReconfigureRequest",
+    "RequestType",
+    "ShutdownState",
+    "StartWave",
+    "UtilityCall",
+    "UtilityOutput",
+    "UtilityResult",
+]
+
+ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
+"""The last message of an engine that failed, raw, on every output socket."""
+
+COORDINATOR_CLIENT = -1
+"""The client index of what goes to the data-parallel coordinator."""
+
+NOTIFICATION_CALL = -1
+"""The call id of a utility output that answers no call; its result is an EngineNotification."""
+
+KEEP_RANK, SHUTDOWN_RANK = -1, -2
+"""In a ReconfigureRequest: the rank stays what it is; the engine shuts down."""
+
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Rank = Annotated[int, Meta(ge=SHUTDOWN_RANK)]
+
+
+class RequestType(bytes, Enum):
+    """The first frame of a message to an engine; may be sent as it is."""
+
+    ADD = b"\x00"
+    ABORT = b"\x01"
+    START_DP_WAVE = b"\x02"
+    UTILITY = b"\x03"
+    EXECUTOR_FAILED = b"\x04"
+    """Inside the engine process only."""
+    WAKEUP = b"\x05"
+    """Inside the engine process only."""
+
+    @classmethod
+    def from_wire(cls, frame: Buffer) -> RequestType:
+        """Return the type that a frame says.
+
+        Raises:
+            WireError: it is unknown, or one that only the engine itself may use.
+        """
+        found = _FROM_WIRE.get(bytes(frame[:2]))
+        if found is None:
+            known = ", ".join(f"{kind.hex()} ({kind.name})" for kind in _FROM_WIRE.values())
+            raise WireError(f"request type: expected one of {known}, got {_shown(frame)}")
+        return found
+
+
+_FROM_WIRE = {
+    bytes(kind): kind
+    for kind in RequestType
+    if kind not in (RequestType.EXECUTOR_FAILED, RequestType.WAKEUP)
+}
+
+
+class PauseMode(StrEnum):
+    """What happens to requests when the engine is paused."""
+
+    ABORT = "abort"
+    """They end."""
+    WAIT = "wait"
+    """They finish first; new ones wait."""
+    KEEP = "keep"
+    """They stand still until the engine is resumed."""
+
+
+class ShutdownState(IntEnum):
+    """How far an engine's end has come."""
+
+    RUNNING = 0
+    REQUESTED = 1
+    SHUTTING_DOWN = 2
+
+
+class EngineNotification(StrEnum):
+    """What an engine tells client 0 without being asked, while the number of ranks changes."""
+
+    NEW_CORE_ENGINES_INIT_READY = "NEW_CORE_ENGINES_INIT_READY"
+    NEW_CORE_ENGINES_WEIGHTS_INIT_READY = "NEW_CORE_ENGINES_WEIGHTS_INIT_READY"
+    RECONFIGURE_FINISHED = "RECONFIGURE_FINISHED"
+    SHUTDOWN_COMPLETE = "SHUTDOWN_COMPLETE"
+
+
+class UtilityCall(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
+    """A call of one of the engine's methods.
+
+    Attributes:
+        client_index: where the answer goes.
+        call_id: chosen by the client; the answer repeats it.
+        args: positional, as plain data; the engine converts them to what the method declares.
+    """
+
+    client_index: int
+    call_id: int
+    method: str
+    args: list[Any] = []
+
+
+class UtilityResult(msgspec.Struct, array_like=True, frozen=True):
+    """What a call returned; None is a result as well.
+
+    Attributes:
+        value: plain data; the client converts it to what the method declares.
+    """
+
+    value: Any
+
+
+class UtilityOutput(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
+    """The answer to a call: either a failure in words, or a result.
+
+    Raises:
+        WireError: on construction, with both or neither.
+    """
+
+    call_id: int
+    failure: str | None = None
+    result: UtilityResult | None = None
+
+    def __post_init__(self) -> None:
+        if (self.failure is None) == (self.result is None):
+            count = "neither" if self.failure is None else "both"
+            raise WireError(f"a utility output has either a failure or a result, got {count}")
+
+    @classmethod
+    def succeeded(cls, call_id: int, value: Any) -> UtilityOutput:
+        """Return the answer to a call that returned."""
+        return cls(call_id, result=UtilityResult(value))
+
+    @classmethod
+    def failed(cls, call_id: int, message: str) -> UtilityOutput:
+        """Return the answer to a call that failed."""
+        return cls(call_id, failure=message)
+
+
+class StartWave(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Data-parallel engines that are idle shall step.
+
+    Attributes:
+        wave: its number.
+        engine_index: the engine that knows already.
+    """
+
+    wave: Count
+    engine_index: int
+
+
+class EngineCoreReadyResponse(
+    msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False
+):
+    """The first message of an engine on each input socket.
+
+    Attributes:
+        max_model_len: may be smaller than what was configured.
+        num_gpu_blocks: 0 if there is no KV cache.
+        dp_stats_address: of the coordinator's statistics; None without data parallel.
+    """
+
+    max_model_len: Positive
+    num_gpu_blocks: Count = 0
+    dp_stats_address: str | None = None
+
+
+class ReconfigureRequest(
+    msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, kw_only=True, gc=False
+):
+    """A change of the number of data-parallel ranks, for one engine.
+
+    Attributes:
+        data_parallel_rank: the engine's new rank, KEEP_RANK or SHUTDOWN_RANK.
+        data_parallel_rank_local: the same on its host.
+        data_parallel_master_port_list: further ports for groups that are made later.
+        coord_store_port: of the store through which ranks find each other.
+    """
+
+    data_parallel_size: Positive
+    data_parallel_rank: Rank
+    data_parallel_rank_local: Rank
+    data_parallel_master_ip: str
+    data_parallel_master_port: Port
+    data_parallel_master_port_list: list[Port] = []
+    coord_store_port: Port = 0
+
+
+def _shown(frame: Buffer) -> str:
+    """Return a frame in hexadecimal, short."""
+    data = bytes(frame[:8])
+    return (data.hex() or "nothing") + ("..." if len(frame) > len(data) else "")

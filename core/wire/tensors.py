@@ -1,0 +1,258 @@
+"""Tensors, arrays and slices as msgpack extensions.
+
+The payload of a tensor or array is itself msgpack: `[dtype, shape, data]`, where data is the bytes,
+or the number of the frame that holds them, or what an out-of-band consumer said about them.
+Frame 0 is the message itself. The payload of a slice is `[start, stop, step]`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Protocol
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import Meta, msgpack
+
+from .errors import MALFORMED, WireError, explain
+
+__all__ = [
+    "ARRAY",
+    "SLICE",
+    "TENSOR",
+    "Buffer",
+    "Header",
+    "TensorConsumer",
+    "TensorProvider",
+    "array_bytes",
+    "array_from",
+    "read_header",
+    "read_slice",
+    "slice_payload",
+    "tensor_bytes",
+    "tensor_dtype",
+    "tensor_from",
+]
+
+Buffer = bytes | bytearray | memoryview
+"""What holds the bytes of a frame; a zmq.Frame does as well."""
+
+TENSOR, ARRAY, SLICE = 1, 2, 3
+"""The msgpack extension codes."""
+
+_MAX_DIMENSIONS = 64
+_MAX_BYTES = 2**63 - 1
+
+_DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32),
+    *(torch.uint64, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex32, torch.complex64, torch.complex128, torch.float8_e4m3fn),
+    *(torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+)
+_TENSOR_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPES}
+_TENSOR_DTYPES = {name: dtype for dtype, name in _TENSOR_NAMES.items()}
+_ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
+    dtype.str: dtype
+    for code in "?bBhHiIqQefdFD"
+    for dtype in (np.dtype(code), np.dtype(code).newbyteorder())
+}
+
+
+class TensorConsumer(Protocol):
+    """Takes tensors that are to travel by another way than the message."""
+
+    def new_message(self) -> None:
+        """A new message begins; tensors offered from now on belong to it."""
+
+    def offer(self, tensor: torch.Tensor) -> dict[str, Any] | None:
+        """Return plain data by which the provider finds the tensor; None leaves it alone."""
+
+
+class TensorProvider(Protocol):
+    """Finds the tensors that a consumer took on the other side."""
+
+    def fetch(
+        self, dtype: torch.dtype, shape: Sequence[int], metadata: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """Return the tensor; it must be of that dtype and shape."""
+
+
+class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
+    """What the main frame says about a tensor or array.
+
+    Attributes:
+        dtype: torch's name without `torch.`, or numpy's `dtype.str`.
+        data: the bytes, the number of their frame, or out-of-band metadata.
+    """
+
+    dtype: str
+    shape: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=_MAX_DIMENSIONS)]
+    data: bytearray | int | dict[str, Any]
+
+
+_Slice = tuple[int | None, int | None, int | None]
+_read_header = msgpack.Decoder(Header).decode
+_read_slice = msgpack.Decoder(_Slice).decode
+_write = msgpack.Encoder().encode
+
+
+def read_header(payload: Buffer) -> Header:
+    """Return what a payload says.
+
+    Raises:
+        WireError: it is malformed.
+    """
+    try:
+        return _read_header(payload)
+    except MALFORMED as cause:
+        raise WireError(explain(cause, Header, "tensor")) from None
+
+
+def read_slice(payload: Buffer) -> slice:
+    """Return the slice of a payload.
+
+    Raises:
+        WireError: it is malformed.
+    """
+    try:
+        return slice(*_read_slice(payload))
+    except MALFORMED as cause:
+        raise WireError(explain(cause, _Slice, "slice")) from None
+
+
+def slice_payload(value: slice) -> bytes:
+    """Return the payload of a slice.
+
+    Raises:
+        WireError: it is not made of whole numbers.
+    """
+    parts = (value.start, value.stop, value.step)
+    if not all(part is None or type(part) is int for part in parts):
+        raise WireError(f"a slice travels only with whole numbers, got {value!r}")
+    return _write(parts)
+
+
+def tensor_dtype(tensor: torch.Tensor) -> str:
+    """Return the name of a tensor's dtype.
+
+    Raises:
+        WireError: its dtype or kind cannot travel.
+    """
+    name = _TENSOR_NAMES.get(tensor.dtype)
+    if name is None or tensor.layout != torch.strided or tensor.is_meta:
+        kind = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
+        raise WireError(f"a tensor of this kind cannot travel: {kind}")
+    return name
+
+
+def tensor_bytes(tensor: torch.Tensor) -> Buffer:
+    """Return the bytes of a tensor: its own memory if that is contiguous and on the CPU."""
+    if not tensor.numel():
+        return b""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data
+
+
+def array_bytes(array: np.ndarray[Any, Any]) -> tuple[str, Buffer]:
+    """Return the name of an array's dtype and its bytes: its own memory if that is contiguous.
+
+    Raises:
+        WireError: its dtype cannot travel.
+    """
+    if array.dtype.str not in _ARRAY_DTYPES:
+        raise WireError(f"an array of this dtype cannot travel: {array.dtype}")
+    if not array.size:
+        return array.dtype.str, b""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return array.dtype.str, flat.view(np.uint8).data
+
+
+def tensor_from(header: Header, data: Buffer, *, copy: bool) -> torch.Tensor:
+    """Return a tensor made of the bytes of a frame.
+
+    Args:
+        copy: the tensor gets memory of its own; else it shares that of `data`, which is then
+            not to be written. What lies in memory askew is copied all the same.
+
+    Raises:
+        WireError: the header does not fit the bytes.
+    """
+    dtype = _TENSOR_DTYPES.get(header.dtype)
+    if dtype is None:
+        raise WireError(f"dtype: expected the name of a torch dtype, got {header.dtype[:40]!r}")
+    _check_size(header, dtype.itemsize, memoryview(data).nbytes)
+    if 0 in header.shape:
+        return torch.empty(header.shape, dtype=dtype)
+    memory = bytearray(data) if copy else _writable(data)
+    tensor = torch.frombuffer(memory, dtype=dtype)
+    if tensor.data_ptr() % dtype.itemsize:
+        tensor = torch.frombuffer(bytearray(data), dtype=dtype)
+    if dtype is torch.bool:
+        _check_bools(int(tensor.view(torch.uint8).max()))
+    return tensor.reshape(header.shape)
+
+
+def array_from(header: Header, data: Buffer, *, copy: bool) -> np.ndarray[Any, Any]:
+    """Return an array made of the bytes of a frame.
+
+    Args:
+        copy: the array gets memory of its own; else it shares that of `data`, read-only.
+
+    Raises:
+        WireError: the header does not fit the bytes.
+    """
+    dtype = _ARRAY_DTYPES.get(header.dtype)
+    if dtype is None:
+        raise WireError(f"dtype: expected the name of a numpy dtype, got {header.dtype[:40]!r}")
+    _check_size(header, dtype.itemsize, memoryview(data).nbytes)
+    if 0 in header.shape:
+        return np.empty(header.shape, dtype=dtype)
+    flat = np.frombuffer(bytearray(data) if copy else data, dtype=dtype)
+    if dtype.kind == "b":
+        _check_bools(int(flat.view(np.uint8).max()))
+    flat.flags.writeable = copy
+    return flat.reshape(header.shape)
+
+
+def _check_size(header: Header, itemsize: int, got: int) -> None:
+    """Refuse a shape that does not fit the bytes, or that no tensor can have."""
+    if math.prod(filter(None, header.shape)) * itemsize > _MAX_BYTES:
+        raise WireError(f"shape: expected one that memory can hold, got {header.shape}")
+    expected = math.prod(header.shape) * itemsize
+    if got != expected:
+        raise WireError(
+            f"data: expected {expected} bytes for shape {header.shape} of {header.dtype}, got {got}"
+        )
+
+
+def _check_bools(largest: int) -> None:
+    if largest > 1:
+        raise WireError(f"data: expected bytes 0 and 1 for bool, got {largest}")
+
+
+class _Memory:
+    """Read-only memory as an array may see it that is to be called writable.
+
+    torch has no read-only tensors, and warns once and process-wide when it is given such memory.
+    """
+
+    __slots__ = ("__array_interface__", "_owner")
+
+    def __init__(self, seen: np.ndarray[Any, Any]) -> None:
+        self._owner = seen  # holds the frame as long as somebody holds the array
+        address = seen.__array_interface__["data"][0]
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": seen.shape,
+            "data": (address, False),
+        }
+
+
+def _writable(data: Buffer) -> Any:
+    """Return a frame's memory as torch takes it without a warning."""
+    if not memoryview(data).readonly:
+        return data
+    return np.asarray(_Memory(np.frombuffer(data, dtype=np.uint8)))

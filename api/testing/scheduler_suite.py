@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import pytest
+from hypothesis import strategies as st
 
 from hardpoint.plugins import Component, OverloadedError, RequestError, Scheduler
 
 from .scheduling_features import FEATURES, Refusals, find_refusals
 from .scheduling_rig import SchedulerRig
 from .scheduling_rules import REFUSAL
-from .scheduling_scenarios import EVENTS, Scenario, play, scenarios
+from .scheduling_scenarios import EVENTS, Scenario, play, scenarios, victims
 from .scheduling_suite_base import SchedulingSuiteBase
 
 __all__ = ["SchedulerSuite"]
@@ -55,6 +56,10 @@ class SchedulerSuite(SchedulingSuiteBase):
         """With a cache that has hardly room for one, requests take blocks from each other."""
         rest = ("uncached", "watermark", "windows", "lookahead", "salts", "threshold", "whole")
         self._situation(300, sometimes=rest, events=("abort",))
+
+    def test_victims(self) -> None:
+        """A request gives way that has tokens of the very step already."""
+        self._situation(100, victims(), always=("threshold",))
 
     def test_outputs(self) -> None:
         """Outputs carry what was asked for, and go to who asked; requests end where they should."""
@@ -122,7 +127,9 @@ class SchedulerSuite(SchedulingSuiteBase):
         """What can never run is refused at once, and what is one too many."""
         self._once(_RULE, self._check_too_long, self._check_too_large, self._check_overload)
 
-    def _situation(self, examples: int, **drawn: Any) -> None:
+    def _situation(
+        self, examples: int, scenario: st.SearchStrategy[Scenario] | None = None, **drawn: Any
+    ) -> None:
         refusals = self._refusals()
         if words := refusals.of(set(drawn.get("always", ()))):
             pytest.skip(f"refused: {words}")
@@ -134,7 +141,8 @@ class SchedulerSuite(SchedulingSuiteBase):
         def check(scenario: Scenario) -> None:
             play(self.scheduler, scenario, **more)
 
-        self._search(_RULE, examples, check, scenario=scenarios(refusals, **drawn))
+        scenario = scenarios(refusals, **drawn) if scenario is None else scenario
+        self._search(_RULE, examples, check, scenario=scenario)
 
     def _refusals(self) -> Refusals:
         return find_refusals(self.scheduler, self.options)

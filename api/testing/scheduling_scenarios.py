@@ -24,7 +24,7 @@ from .scheduling_rig import SchedulerRig
 from .scheduling_rules import CRASH, REFUSAL
 from .violations import Violation
 
-__all__ = ["EVENTS", "Scenario", "crashes", "play", "scenarios"]
+__all__ = ["EVENTS", "Scenario", "crashes", "play", "scenarios", "victims"]
 
 EVENTS = (
     "abort",
@@ -211,6 +211,30 @@ def scenarios(
     )
     drawn_events = draw(st.lists(event, max_size=14 if happens else 5))
     return Scenario(settings, tuple(requests), (*[("add", None)] * draw(_FIRST), *drawn_events))
+
+
+@st.composite
+def victims(draw: st.DrawFn) -> Scenario:
+    """Draw long prompts in small chunks, of which more important ones take the blocks.
+
+    Blocks run out while somebody has tokens of the same step already, and must give them back.
+    """
+    size, longest = draw(st.sampled_from([2, 4])), draw(st.integers(8, 20))
+    settings = {
+        "block_size": size,
+        "blocks": -(-longest // size) + draw(st.integers(0, 2)),
+        "max_model_len": longest,
+        "long_prefill_token_threshold": draw(st.integers(1, 5)),
+        "policy": "priority",
+    }
+    requests = [
+        {"prompt": [place] * draw(st.integers(2, longest - 2)), "max_tokens": 2, "priority": -place}
+        for place in range(draw(st.integers(2, 3)))
+    ]
+    events: list[Event] = []
+    for _ in requests:
+        events += [("add", None), *[("step", None)] * draw(st.integers(1, 4))]
+    return Scenario(settings, tuple(requests), tuple(events))
 
 
 def _needs(event: str) -> set[str]:

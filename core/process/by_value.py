@@ -22,7 +22,14 @@ import msgspec
 from hardpoint.plugins import PluginLoadError
 
 from .culprit import find_culprit
-from .struct_parts import StructParts, build_struct, fill_struct, make_meta, make_new_type
+from .struct_parts import (
+    MSGSPEC_CACHE,
+    StructParts,
+    build_struct,
+    fill_struct,
+    make_meta,
+    make_new_type,
+)
 
 __all__ = ["dumps", "loads"]
 
@@ -79,8 +86,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle is not 
         if _is_open_file(obj):
             raise pickle.PicklingError(f"cannot pickle an open file ({obj!r})")
         reduced = super().reducer_override(obj)
-        if isinstance(obj, type) and isinstance(reduced, tuple) and inspect.get_annotations(obj):
-            return _with_annotations(obj, reduced)
+        if isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) == 6:
+            return _adjusted(obj, reduced)
         return reduced
 
 
@@ -104,24 +111,27 @@ def _reduce_struct(cls: msgspec.StructMeta) -> tuple[Any, ...]:
     return build_struct, parts.layout, parts.content, None, None, fill_struct
 
 
-def _with_annotations(cls: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Send annotations that were written as text as what they mean.
+def _adjusted(cls: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Correct how cloudpickle would send a class.
 
-    The names in them are the script's, and the engine's `__main__` does not have them.
+    What msgspec cached in it stays here. Annotations that were written as text go as what they
+    mean: the names in them are the script's, and the engine's `__main__` does not have them.
     """
+    make, arguments, (attributes, slots), _, _, fill = reduced
+    attributes = {k: v for k, v in attributes.items() if k != MSGSPEC_CACHE}
     try:
         hints = typing.get_type_hints(cls, include_extras=True)
+        own = {name: hints[name] for name in inspect.get_annotations(cls)}
     except NameError:  # names for type checkers alone: nobody can have meant to use them
-        return reduced
-    make, arguments, state, _, _, fill = reduced
-    own = {name: hints[name] for name in inspect.get_annotations(cls)}
-    return make, arguments, (fill, state, own), None, None, _fill_annotated
+        own = {}
+    return make, arguments, (fill, (attributes, slots), own), None, None, _fill_class
 
 
-def _fill_annotated(cls: type, state: tuple[Callable[..., Any], Any, dict[str, Any]]) -> type:
+def _fill_class(cls: type, state: tuple[Callable[..., Any], Any, dict[str, Any]]) -> type:
     fill, content, annotations = state
     fill(cls, content)
-    cls.__annotations__ = annotations
+    if annotations:
+        cls.__annotations__ = annotations
     return cls
 
 

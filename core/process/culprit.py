@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
+
+import msgspec
 
 __all__ = ["find_culprit"]
 
 _SKIPPED = {"__dict__", "__weakref__", "__module__", "__doc__", "_abc_impl", "__annotations__"}
+_DESCRIPTORS = (GetSetDescriptorType, MemberDescriptorType)
 
 
 def find_culprit(obj: Any, travels: Callable[[Any], bool]) -> tuple[str, Any]:
@@ -35,6 +38,8 @@ def _parts(where: str, obj: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(obj, FunctionType):
         yield from _used_by(where, obj)
     elif isinstance(obj, type):
+        if isinstance(obj, msgspec.StructMeta):
+            yield from _fields(where, obj)
         yield from _attributes(where, vars(obj))
         yield from ((base.__qualname__, base) for base in obj.__bases__)
     elif isinstance(obj, staticmethod | classmethod):
@@ -52,9 +57,21 @@ def _parts(where: str, obj: Any) -> Iterator[tuple[str, Any]]:
         yield from _attributes(where, getattr(obj, "__dict__", {}))
 
 
+def _fields(where: str, struct: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the types and defaults of a struct's fields."""
+    try:
+        fields = msgspec.structs.fields(struct)
+    except NameError:  # a type that does not exist: the struct itself is at fault
+        return
+    for field in fields:
+        for what in ("type", "default", "default_factory"):
+            place = f"the {what.replace('_', ' ')} of {where}.{field.name}"
+            yield place, getattr(field, what)
+
+
 def _attributes(where: str, attributes: Any) -> Iterator[tuple[str, Any]]:
     for name, part in list(attributes.items()):
-        if name not in _SKIPPED:
+        if name not in _SKIPPED and not isinstance(part, _DESCRIPTORS):
             yield f"{where}.{name}", part
 
 

@@ -10,7 +10,17 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["StructParts", "build_struct", "fill_struct", "make_meta", "make_new_type"]
+__all__ = [
+    "MSGSPEC_CACHE",
+    "StructParts",
+    "build_struct",
+    "fill_struct",
+    "make_meta",
+    "make_new_type",
+]
+
+MSGSPEC_CACHE = "__msgspec_cache__"
+"""Where msgspec keeps what it found out about a class that it converted to."""
 
 _PLAIN_FACTORIES = (list, dict, set, bytearray)
 _CONFIG = (
@@ -30,6 +40,7 @@ _CONFIG = (
 )
 _NAMED = {"__module__", "__doc__", "__orig_bases__"}
 _MADE_BY_MSGSPEC = {
+    MSGSPEC_CACHE,
     "__abstractmethods__",
     "__annotate__",
     "__annotate_func__",

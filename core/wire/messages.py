@@ -137,7 +137,7 @@ class UtilityResult(msgspec.Struct, array_like=True, frozen=True):
     value: Any
 
 
-class UtilityOutput(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
+class UtilityOutput(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, tag=True):
     """The answer to a call: either a failure in words, or a result.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import select
 import threading
@@ -102,7 +103,8 @@ class ProcessClient:
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests; they give no more outputs."""
         if ids := list(request_ids):
-            self._sockets.send(RequestType.ABORT, ids)
+            with contextlib.suppress(EngineDeadError):  # it has ended them all
+                self._sockets.send(RequestType.ABORT, ids)
 
     def get_output(self) -> EngineCoreOutputs:
         """Wait for the next batch of outputs.

@@ -59,7 +59,7 @@ class SchedulerSuite(SchedulingSuiteBase):
 
     def test_victims(self) -> None:
         """A request gives way that has tokens of the very step already."""
-        self._situation(100, victims(), always=("threshold",))
+        self._situation(400, victims(), always=("threshold",))
 
     def test_outputs(self) -> None:
         """Outputs carry what was asked for, and go to who asked; requests end where they should."""

@@ -224,11 +224,12 @@ def victims(draw: st.DrawFn) -> Scenario:
         "block_size": size,
         "blocks": -(-longest // size) + draw(st.integers(0, 2)),
         "max_model_len": longest,
-        "long_prefill_token_threshold": draw(st.integers(1, 5)),
+        "long_prefill_token_threshold": draw(st.integers(2, 5)),
         "policy": "priority",
     }
+    long = st.integers(longest // 2, longest - 2)
     requests = [
-        {"prompt": [place] * draw(st.integers(2, longest - 2)), "max_tokens": 2, "priority": -place}
+        {"prompt": [place] * draw(long), "max_tokens": 2, "priority": -place}
         for place in range(draw(st.integers(2, 3)))
     ]
     events: list[Event] = []

@@ -132,20 +132,16 @@ class EngineProcess:
 
     def terminate(self) -> None:
         """Send SIGTERM, if it still runs."""
-        self._signal(signal.SIGTERM)
+        self._popen.terminate()
 
     def kill(self) -> None:
         """Send SIGKILL, if it still runs."""
-        self._signal(signal.SIGKILL)
+        self._popen.kill()
 
     def close(self, grace_s: float = _GRACE_S) -> None:
         """Let go of the child, which then ends itself; kill it after `grace_s` seconds."""
         if self._release.detach():
             _release(self._popen, self._channel, self._pidfd, self._owner, grace_s)
-
-    def _signal(self, number: signal.Signals) -> None:
-        if os.getpid() == self._owner:
-            self._popen.send_signal(number)
 
     def _tell(self, *frames: bytes) -> None:
         """Send frames; a child that ended meanwhile is found by `failure`."""

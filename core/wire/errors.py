@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from types import GenericAlias, UnionType
 from typing import Any
 
@@ -46,6 +47,7 @@ _WORDS = {
     "array": "a list",
     "object": "a table",
     "null": "nothing",
+    "None": "nothing",
     "ext": "an extension",
 }
 
@@ -86,7 +88,7 @@ def field_path(type_: Any, steps: list[str], name: str | None = None) -> str:
         steps: from the message down: `[2]` is a place, `[...]` any place, others are keys.
         name: how the message is called, if not by its type.
     """
-    info: types.Type | None = types.type_info(type_) if steps else None
+    info: types.Type | None = _type_info(type_) if steps else None
     path = name or type_name(type_)
     for step in steps:
         part, info = _child(info, step)
@@ -101,6 +103,12 @@ def type_name(type_: Any) -> str:
     if isinstance(type_, UnionType):
         return " or ".join(type_name(option) for option in type_.__args__)
     return type_.__name__ if type(type_) is not GenericAlias else str(type_)
+
+
+@cache
+def _type_info(type_: Any) -> types.Type:
+    """Return what msgspec knows of a type; a flood of bad messages shall not pay it each time."""
+    return types.type_info(type_)
 
 
 def _child(info: types.Type | None, step: str) -> tuple[str, types.Type | None]:

@@ -176,7 +176,7 @@ def test_a_wrong_tensor_in_a_field_is_named():
         ([b"\x01\x01"], "message: the frame is damaged: trailing characters"),
         ([b"\xc1"], "message: the frame is damaged: invalid opcode"),
         ([b"\xa2\xff\xff"], "message: a string is no UTF-8"),
-        ([b"\x81\x90\x01"], "message"),
+        ([b"\x81\x80\x01"], "message: the frame is damaged: map keys must be hashable"),
         ([b"\x91" * 100_000], "message: nested too deeply"),
         ([b"\xd7\xff" + b"\xff" * 8], "message: invalid"),
     ],

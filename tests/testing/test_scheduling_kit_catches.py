@@ -30,7 +30,7 @@ SCHEDULERS = [
     (broken.NeverWaits, "limits", "why it waits", "got no tokens, but has no reason"),
     (broken.Starves, "limits", "progress", r"after \d+ steps \['.'.*\] have not ended"),
     (broken.KeepsVictims, "blocks", "the plan", "are preempted, and scheduled as if they were not"),
-    (broken.KeepsVictims, "victims", "the plan", "are preempted, and scheduled as if they were not"),
+    (broken.KeepsVictims, "victims", "the plan", "are preempted, and scheduled as if"),
     (broken.HidesVictims, "blocks", "the (batch|step)", "the worker has it already|plan does not"),
     (broken.FreesTwice, "blocks", "blocks", "are held by .* are free, but there are"),
     (broken.MixesSalts, "blocks", "content", "has cache salt '.', but|but the block holds"),

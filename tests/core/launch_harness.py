@@ -1,0 +1,129 @@
+"""Programs that start engine processes, and what such a process does in their tests."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import sysconfig
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+
+from hardpoint.core.process import engine_process
+from hardpoint.core.process.engine_process import EngineProcess
+from hardpoint.core.process.failure import Failure
+from hardpoint.core.process.launch import Interpreter, Launch, decode_launch, main_objects
+from hardpoint.plugins import (
+    ConfigError,
+    EngineDeadError,
+    HardpointError,
+    Manifest,
+    ModelError,
+    PluginEntry,
+    PluginLoadError,
+)
+
+
+ENTRY = PluginEntry(
+    kind="logits_processors", name="dry", value="__main__:Dry", distribution="d", version="1"
+)
+
+
+MANIFEST = Manifest(hardpoint="1", entries=(ENTRY,), generation=3)
+
+
+def launch(**fields) -> Launch:
+    return Launch(**{"address": "ipc:///tmp/x", "manifest": MANIFEST, "config": {}} | fields)
+
+
+PARENT = """
+import os, sys, time
+sys.path.insert(0, {lib!r})
+from pathlib import Path
+from hardpoint.core.process.engine_process import EngineProcess
+from hardpoint.core.process.launch import Launch, main_objects
+from hardpoint.plugins import Manifest
+
+class Dry:
+    NAME = "from main"
+
+
+CHILD = """
+import beside, importlib
+say([beside.NAME, importlib.import_module("__main__").Dry.NAME, sys.flags.dev_mode, sys.warnoptions,
+     sys.flags.isolated, sys.flags.optimize, "pct" in sys._xoptions, sys.argv])
+"""
+
+
+CHECK = "if code := go().wait(20): sys.exit(code)\n"
+
+
+def write_child(folder: Path, body: str) -> Path:
+    program = folder / "child_program.py"
+    program.write_text(
+        "import json, os, signal, sys, threading, time\n"
+        "from pathlib import Path\n"
+        "from hardpoint.core.process.__main__ import main\n"
+        "from hardpoint.plugins import *\n"
+        f"OUT = Path({str(folder / 'out')!r})\n"
+        "def say(value):\n"
+        "    OUT.with_suffix('.new').write_text(json.dumps(value))\n"
+        "    OUT.with_suffix('.new').rename(OUT)\n"
+        "def run(launch, watch):\n"
+        + textwrap.indent(textwrap.dedent(body), "    ")
+        + "\nmain(run)\n"
+    )
+    return program
+
+
+def said(folder: Path, limit_s: float = 20.0):
+    until = time.monotonic() + limit_s
+    while not (folder / "out").exists():
+        assert time.monotonic() < until, "the child said nothing"
+        time.sleep(0.01)
+    answer = json.loads((folder / "out").read_text())
+    (folder / "out").unlink()
+    return answer
+
+
+def failure_of(process: EngineProcess) -> HardpointError:
+    """Wait as a client does, on the sentinels, for what went wrong."""
+    poller = select.poll()
+    for descriptor in process.sentinels:
+        poller.register(descriptor, select.POLLIN)
+    until = time.monotonic() + 20
+    while (failure := process.failure()) is None:
+        assert time.monotonic() < until
+        poller.poll(1000)
+    return failure
+
+
+def gone(pid: int, limit_s: float) -> bool:
+    """Whether a process ends, or has ended, within a time."""
+    until = time.monotonic() + limit_s
+    while True:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except FileNotFoundError:
+            return True
+        if state == "Z" or time.monotonic() >= until:
+            return state == "Z"
+        time.sleep(0.01)
+
+
+def python(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, done.stderr
+    return done

@@ -1,0 +1,155 @@
+"""What a parent hears of an engine process, and how it ends one."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from launch_harness import failure_of, launch, said, write_child
+
+from hardpoint.core.process import engine_process
+from hardpoint.core.process.engine_process import EngineProcess
+
+
+def test_no_failure_while_it_is_well(child, tmp_path):
+    process = child("say(1); time.sleep(30)")
+    assert process.failure() is None
+    said(tmp_path)
+    assert process.failure() is None
+    assert process.returncode is None
+    assert process.wait(0.01) is None
+    assert process.description.endswith("is running")
+
+
+def test_kill_is_noticed_at_once(child, tmp_path):
+    process = child("say(1); time.sleep(30)")
+    said(tmp_path)
+    process.kill()
+    start = time.monotonic()
+    failure = failure_of(process)
+    assert time.monotonic() - start < 0.5
+    assert "was killed by signal 9 (SIGKILL)" in str(failure)
+
+
+def test_close_ends_a_child_that_does_nothing(child, tmp_path):
+    process = child("say(1); time.sleep(30)")
+    said(tmp_path)
+    start = time.monotonic()
+    process.close()
+    process.close()
+    assert time.monotonic() - start < 1
+    assert process.returncode == 1
+    process.kill()  # nothing is left to be killed
+
+
+def test_close_lets_a_child_finish(child, tmp_path):
+    process = child(
+        """
+        done = threading.Event()
+        watch.on_gone(done.set, 20)
+        say("up")
+        done.wait()
+        say("finished")
+        """
+    )
+    assert said(tmp_path) == "up"
+    process.close()
+    assert process.returncode == 0
+    assert said(tmp_path) == "finished"
+
+
+def test_finishing_has_a_limit(child, tmp_path):
+    process = child("watch.on_gone(lambda: time.sleep(30), 0.2); say(1); time.sleep(30)")
+    said(tmp_path)
+    start = time.monotonic()
+    process.close()
+    assert 0.2 < time.monotonic() - start < 1
+    assert process.returncode == 1
+
+
+def test_close_kills_what_hangs(child, tmp_path):
+    process = child("say(1); os.kill(os.getpid(), signal.SIGSTOP)")
+    said(tmp_path)
+    process.close(grace_s=0.1)
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_collected_without_close(child, tmp_path):
+    process = EngineProcess.start(launch(), program=write_child(tmp_path, "say(1); time.sleep(30)"))
+    pid, descriptors = process.pid, process.sentinels
+    said(tmp_path)
+    del process
+    gc.collect()
+    assert not Path(f"/proc/{pid}").exists()
+    for descriptor in descriptors:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+
+
+def test_without_process_descriptors(child, tmp_path, monkeypatch):
+    def refuse(pid):
+        raise OSError("no such system call")
+
+    monkeypatch.setattr(engine_process.os, "pidfd_open", refuse)
+    process = child("say(1); time.sleep(30)")
+    assert len(process.sentinels) == 1
+    said(tmp_path)
+    assert process.wait(0.05) is None
+    process.kill()
+    assert "killed by signal 9" in str(failure_of(process))
+    assert process.wait() == -9
+
+
+def test_descriptors_are_given_back(child, tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    process = child("say(1)")
+    assert process.wait(20) == 0
+    process.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_forked_copy_does_nothing_to_the_child(child, tmp_path):
+    process = child("say(1); time.sleep(30)")
+    said(tmp_path)
+    if (forked := os.fork()) == 0:
+        process.terminate()
+        process.kill()
+        process.close()
+        os._exit(0)
+    assert os.waitpid(forked, 0)[1] == 0
+    assert process.wait(0.3) is None
+    assert process.failure() is None
+
+
+def test_close_ends_the_child_beside_a_forked_process(child, tmp_path):
+    process = child("say(1); time.sleep(30)")
+    said(tmp_path)
+    if (forked := os.fork()) == 0:
+        time.sleep(30)
+        os._exit(0)
+    try:
+        start = time.monotonic()
+        process.close()
+        assert time.monotonic() - start < 1
+        assert process.returncode == 1
+    finally:
+        os.kill(forked, signal.SIGKILL)
+        os.waitpid(forked, 0)
+
+
+def test_watchers_in_many_threads(child, tmp_path):
+    process = child("say(1); time.sleep(30)")
+    said(tmp_path)
+    codes = []
+    threads = [threading.Thread(target=lambda: codes.append(process.wait())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    process.terminate()
+    for thread in threads:
+        thread.join(5)
+    assert codes == [-signal.SIGTERM] * 8

@@ -1,0 +1,211 @@
+"""Engine processes of every kind of parent: scripts, threads, shells, and those that die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+from launch_harness import CHECK, gone, python, said
+from processes import ROOT
+
+RAISING = """
+from hardpoint.plugins import ConfigError
+process = go()
+while not (failure := process.failure()):
+    time.sleep(0.01)
+raise failure
+"""
+
+
+def test_failure_shows_once(parent, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(parent("raise ConfigError('model: there is no such file')") + RAISING)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False
+    )
+    assert done.stderr.count("there is no such file") == 2  # and once in the source line above it
+    assert (
+        "\nhardpoint.plugins.errors.ConfigError: model: there is no such file\nIn the engine pro"
+        in (done.stderr)
+    )
+    assert done.stderr.rstrip().endswith("raise ConfigError('model: there is no such file')")
+    assert done.stdout == ""
+
+
+IN_A_THREAD = """
+import threading
+found = []
+thread = threading.Thread(target=lambda: found.append(go()))
+thread.start(); thread.join()
+time.sleep(0.5)
+assert found[0].returncode in (None, 0)
+assert found[0].wait(20) == 0
+"""
+
+
+IN_ASYNCIO = """
+import asyncio
+async def main():
+    process = go()
+    ended = asyncio.Event()
+    for descriptor in process.sentinels:
+        asyncio.get_running_loop().add_reader(descriptor, ended.set)
+    await asyncio.wait_for(ended.wait(), 20)
+    assert process.wait(1) == 0
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "check", [CHECK, IN_A_THREAD, IN_ASYNCIO], ids=["plain", "thread", "async"]
+)
+def test_plain_script(parent, tmp_path, check):
+    script = tmp_path / "script.py"
+    script.write_text(parent() + check)
+    python(str(script), "argument", cwd="/")
+    assert said(tmp_path)[:2] == ["beside", "from main"]
+
+
+def test_from_a_command_line(parent, tmp_path):
+    python("-c", parent() + CHECK, "argument")
+    assert said(tmp_path)[7] == ["-c", "argument"]
+
+
+def test_from_standard_input(parent, tmp_path):
+    text = parent("import beside; say([beside.NAME, sys.stdin.read()])")
+    done = python("-i", "-q", input=f"{text}\n{CHECK}\nprint('still here')\n")
+    assert said(tmp_path) == ["beside", ""]
+    assert "still here" in done.stdout, "the child must not read the parent's input"
+
+
+def test_flags_are_carried(parent, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(parent() + CHECK)
+    flags = ["-I", "-W", "error", "-W", "error::UserWarning", "-X", "dev", "-X", "pct=1", "-OO"]
+    assert python(*flags, str(script)).stderr == ""
+    _, _, dev, warnings, isolated, optimize, option, _ = said(tmp_path)
+    assert (dev, isolated, optimize, option) == (True, 1, 2, True)
+    assert warnings[-1] == "error::UserWarning"
+
+
+def test_hardpoint_found_by_a_path_set_at_run_time(tmp_path):
+    """Neither installed nor in PYTHONPATH, and another one where the parent stands."""
+    package = tmp_path / "lib" / "hardpoint"
+    link_package(package)
+    (package / "core" / "process" / "run.py").write_text(
+        "import hardpoint\n"
+        "from pathlib import Path\n"
+        "def run_engine(launch, watch):\n"
+        "    Path(launch.config['out']).write_text(hardpoint.__file__)\n"
+    )
+    (tmp_path / "hardpoint").mkdir()
+    (tmp_path / "hardpoint" / "__init__.py").write_text("raise SystemExit('the wrong one')")
+    script = tmp_path / "bin" / "script.py"
+    script.parent.mkdir()
+    script.write_text(
+        f"import sys; sys.path[:0] = {[str(package.parent), sysconfig.get_path('purelib')]}\n"
+        "from hardpoint.core.process.engine_process import EngineProcess\n"
+        "from hardpoint.core.process.launch import Launch\n"
+        "from hardpoint.plugins import Manifest\n"
+        "process = EngineProcess.start(Launch(address='a', config={'out': sys.argv[1]},\n"
+        "    manifest=Manifest(hardpoint='1', entries=())))\n"
+        "assert process.wait(20) == 0, process.failure()\n"
+    )
+    python("-S", "-I", str(script), str(tmp_path / "out"), cwd=tmp_path)
+    assert (tmp_path / "out").read_text() == str(package / "__init__.py")
+
+
+def link_package(package: Path) -> None:
+    """Make the package `hardpoint` of this checkout at a path, as links."""
+    for source, target in ((ROOT / "api", package), (ROOT / "core", package / "core")):
+        target.mkdir(parents=True)
+        for entry in source.iterdir():
+            if entry.name != "process":
+                (target / entry.name).symlink_to(entry)
+    (package / "plugins").symlink_to(ROOT / "plugins")
+    (package / "core" / "process").mkdir()
+    for entry in (ROOT / "core" / "process").glob("*.py"):
+        if entry.name != "run.py":
+            (package / "core" / "process" / entry.name).symlink_to(entry)
+
+
+WAITING_CHILD = "say(os.getpid()); time.sleep(60)"
+
+
+FORKING = """
+other = os.fork()
+if other == 0:
+    time.sleep(60)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("before", ["", FORKING], ids=["alone", "forked"])
+def test_child_ends_when_the_parent_is_killed(parent, tmp_path, before):
+    """Also where another child of the parent holds what it inherited."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        parent(WAITING_CHILD)
+        + "process = go(); other = 0\n"
+        + "import subprocess; subprocess.Popen(['sleep', '5'])\n"
+        + before
+        + f"Path({str(tmp_path / 'forked')!r}).write_text(str(other))\ntime.sleep(60)\n"
+    )
+    running = subprocess.Popen([sys.executable, str(script)])
+    pid = said(tmp_path)
+    while not (tmp_path / "forked").exists():
+        time.sleep(0.01)
+    running.kill()
+    running.wait()
+    try:
+        assert gone(pid, 1.0)
+        if before:
+            assert not gone(int((tmp_path / "forked").read_text()), 0)
+    finally:
+        if before:
+            os.kill(int((tmp_path / "forked").read_text()), signal.SIGKILL)
+
+
+def test_child_ends_when_the_parent_exits_without_a_word(parent, tmp_path):
+    python(
+        "-c",
+        parent(WAITING_CHILD)
+        + f"process = go()\nwhile not Path({str(tmp_path / 'out')!r}).exists(): pass\n",
+    )
+    assert gone(said(tmp_path), 0)
+
+
+def test_interrupt_of_the_terminal_spares_the_child(parent, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        parent(WAITING_CHILD)
+        + "process = go()\n"
+        + "try:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    pass\n"
+        + "time.sleep(0.2)\nassert process.returncode is None\n"
+    )
+    running = subprocess.Popen([sys.executable, str(script)], process_group=0)
+    pid = said(tmp_path)
+    os.killpg(running.pid, signal.SIGINT)
+    assert running.wait(20) == 0
+    assert gone(pid, 0)
+
+
+def test_closed_standard_descriptors(parent, tmp_path):
+    """The launch socket must not become the child's standard output."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        parent("print('noise', flush=True); raise ModelError('as it should be')")
+        + "for number in range(3): os.close(number)\n"
+        + "process = go()\n"
+        + "process.wait(20)\n"
+        + f"import json; out = Path({str(tmp_path / 'out')!r})\n"
+        + "out.write_text(json.dumps(str(process.failure())))\n"
+    )
+    assert subprocess.run([sys.executable, str(script)], check=False).returncode == 0
+    assert said(tmp_path) == "as it should be"

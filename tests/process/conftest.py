@@ -1,0 +1,30 @@
+"""Engines in processes of their own, as tests want them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import Opened, wait_until
+
+from hardpoint.testing import write_scripted_model
+
+# These tests run the jobs and the faulty plugins of tests/core across processes.
+sys.path.append(str(Path(__file__).parent.parent / "core"))
+
+
+@pytest.fixture(scope="session")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A scripted checkpoint whose context is long enough for requests that must not end."""
+    return write_scripted_model(tmp_path_factory.mktemp("endless"), max_position_embeddings=1 << 15)
+
+
+@pytest.fixture
+def opened() -> Iterator[Opened]:
+    """Open engines; each is closed, and its process must be gone, when the test ends."""
+    opened = Opened()
+    yield opened
+    pids = opened.close()
+    wait_until(lambda: all(not Path(f"/proc/{pid}").exists() for pid in pids), 10, "processes")

@@ -1,0 +1,214 @@
+"""Real engine processes in tests: opening them, looking at them, and outliving them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+from processes import ROOT
+
+from hardpoint import LLM
+from hardpoint.testing import scripted_config
+
+OWN_PROCESS = {"in_process": False}
+PATH = [str(Path(__file__).parent), str(ROOT / "tests"), str(ROOT / "tests" / "core")]
+
+
+def process_config(folder: Path, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The configuration of a scripted model in a process of its own."""
+    extra = dict(extra or {})
+    return scripted_config(folder, extra | {"engine": OWN_PROCESS | extra.get("engine", {})})
+
+
+class Opened:
+    """Engines that a test opened."""
+
+    def __init__(self) -> None:
+        self._llms: list[LLM] = []
+        self._pids: list[int] = []
+
+    def __call__(self, folder: Path, extra: Mapping[str, Any] | None = None) -> LLM:
+        llm = LLM(config=process_config(folder, extra))
+        self._llms.append(llm)
+        self._pids.append(pid_of(llm))
+        return llm
+
+    def close(self) -> list[int]:
+        """Close them all; return the ids of their processes."""
+        for llm in self._llms:
+            llm.close()
+        return self._pids
+
+
+def pid_of(llm: LLM) -> int:
+    """The process id of an engine."""
+    return llm._engine.parts.client.pid
+
+
+def wait_until(condition: Callable[[], object], limit_s: float, what: str) -> float:
+    """Wait for a condition; return the seconds it took, or fail."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < limit_s, f"waited {limit_s} s for {what}"
+        time.sleep(0.005)
+    return time.monotonic() - began
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody has waited for yet does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def gone(pid: int, limit_s: float) -> float:
+    """Wait for the end of a process; return the seconds it took."""
+    return wait_until(lambda: not alive(pid), limit_s, f"the end of process {pid}")
+
+
+def told(name: str, seconds: float, limit_s: float) -> None:
+    """Print a measured time and hold it against its limit."""
+    print(f"\n[measured] {name}: {seconds:.3f} s (limit {limit_s:g} s)")
+    assert seconds < limit_s, f"{name}: {seconds:.3f} s, expected less than {limit_s:g} s"
+
+
+def holdings() -> Counter:
+    """What this program holds beside its memory: descriptors, threads, children, files."""
+    gc.collect()
+    held: Counter = Counter()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own
+            held[f"descriptor {os.readlink(f'/proc/self/fd/{descriptor}').split(':[')[0]}"] += 1
+    held.update(f"thread {thread.name}" for thread in threading.enumerate())
+    held["native threads"] = len(os.listdir("/proc/self/task"))
+    held.update(f"child {child.pid}" for child in psutil.Process().children(recursive=True))
+    held.update(f"shared memory {name}" for name in os.listdir("/dev/shm"))
+    folder = Path(tempfile.gettempdir())
+    held.update(f"folder {path}" for path in folder.glob("hardpoint-*") if _is_ours(path))
+    return held
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether no other program of this machine, such as another run of the tests, has it open."""
+    named = f" {path}".encode()
+    listing = Path("/proc/net/unix").read_bytes()
+    if named not in listing:
+        return True
+    mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in _descriptors()}
+    inodes = {
+        f"socket:[{line.split()[6].decode()}]" for line in listing.splitlines() if named in line
+    }
+    return bool(inodes & mine)
+
+
+def _descriptors() -> list[str]:
+    return [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+
+
+def left_over(before: Counter) -> Counter:
+    """What is held now and was not before."""
+    return holdings() - before
+
+
+def nothing_left(before: Counter, limit_s: float = 5.0) -> float:
+    """Wait until nothing is held that was not held before; return the seconds it took."""
+    began = time.monotonic()
+    while left := left_over(before):
+        assert time.monotonic() - began < limit_s, f"left behind: {dict(left)}"
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+class Program:
+    """A Python program that a test started; it says JSON, one value per line."""
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        folder: Path,
+        how: str = "file",
+        cwd: Path | None = None,
+        path: list[str] | None = None,
+    ) -> None:
+        """Start it.
+
+        Args:
+            source: its text, indented as you like.
+            folder: where its file is written.
+            how: "file", "-c" or "stdin".
+            cwd: where it is started; None is `folder`.
+            path: its PYTHONPATH; None lets it import what these tests import.
+        """
+        text = textwrap.dedent(source)
+        script = folder / "user_script.py"
+        script.write_text(text)
+        command = {"file": [str(script)], "-c": ["-c", text], "stdin": ["-"]}[how]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("HARDPOINT__")}
+        environment["PYTHONPATH"] = os.pathsep.join(PATH if path is None else path)
+        environment["OMP_NUM_THREADS"] = "1"
+        self.popen = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=cwd or folder,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        if how == "stdin":
+            self.popen.stdin.write(text)
+            self.popen.stdin.close()
+            self.popen.stdin = None
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    def said(self) -> Any:
+        """Wait for the next line that is JSON and return its value."""
+        for line in self.popen.stdout:
+            with contextlib.suppress(ValueError):
+                return json.loads(line)
+        raise AssertionError(f"it ended without a word:\n{self.popen.stderr.read()}")
+
+    def finish(self, timeout_s: float = 90.0) -> tuple[list[Any], str]:
+        """Wait for its end, which must be a good one; return what it said, and stderr."""
+        out, err = self.popen.communicate(timeout=timeout_s)
+        assert self.popen.returncode == 0, f"exit code {self.popen.returncode}\n{out}\n{err}"
+        values = []
+        for line in out.splitlines():
+            with contextlib.suppress(ValueError):
+                values.append(json.loads(line))
+        return values, err
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.popen.poll() is None:
+            self.popen.kill()
+        self.popen.wait()
+        for stream in (self.popen.stdin, self.popen.stdout, self.popen.stderr):
+            if stream is not None:
+                stream.close()
+
+
+def run_program(source: str, **options: Any) -> list[Any]:
+    """Run a program to its end; return what it said."""
+    with Program(source, **options) as program:
+        return program.finish()[0]

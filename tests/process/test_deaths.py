@@ -1,0 +1,343 @@
+"""Who dies, is heard of; who ends, leaves nothing behind. Real processes, real signals."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+
+import pytest
+from harness import (
+    Opened,
+    Program,
+    alive,
+    gone,
+    holdings,
+    nothing_left,
+    pid_of,
+    process_config,
+    told,
+    wait_until,
+)
+
+from hardpoint import LLM, EngineClosedError, SamplingParams
+from hardpoint.plugins import EngineDeadError
+
+SLOW = {"plugins": {"enable": ["slow_plugins:Slow"]}}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+
+
+def long(max_tokens: int = 30_000, seconds: float = 0.002) -> SamplingParams:
+    """Parameters of a request that goes on, slowly enough to leave the processor to others."""
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        plugin_args={"slow": {"seconds": seconds}},
+    )
+
+
+def add(llm: LLM, count: int, params: SamplingParams) -> None:
+    for index in range(count):
+        llm._engine.add_request(f"r{index}", [index + 1], params)
+
+
+def finals(llm: LLM) -> list[str]:
+    """Step to the end; return the finish reasons."""
+    reasons = []
+    while llm._engine.has_unfinished_requests():
+        for output in llm._engine.step():
+            reasons += [each.finish_reason for each in output.outputs if output.finished]
+    return reasons
+
+
+def test_engine_killed_under_32_requests_is_told_at_once(opened, endless):
+    llm = opened(endless, SLOW)
+    pid = pid_of(llm)
+    add(llm, 32, long())
+    for _ in range(3):
+        llm._engine.step()
+    killed = []
+    killer = threading.Timer(0.3, lambda: (killed.append(time.monotonic()), os.kill(pid, 9)))
+    killer.start()
+    with pytest.raises(EngineDeadError, match=rf"process \(pid {pid}\) was killed by .*SIGKILL"):
+        finals(llm)
+    told("engine killed, LLM told", time.monotonic() - killed[0], 1)
+    with pytest.raises(EngineClosedError):
+        llm.generate("x")
+    llm.close()
+
+
+def test_a_question_asked_of_a_dying_engine_is_answered_with_its_death(opened, endless):
+    """The engine hangs in a step, so the call waits; then it is killed."""
+    llm = opened(endless, SLOW)
+    pid = pid_of(llm)
+    add(llm, 1, long(seconds=60))
+    threading.Timer(0.3, lambda: os.kill(pid, 9)).start()
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError, match="was killed by signal 9"):
+        llm.scheduler_stats()
+    told("engine killed, utility call told", time.monotonic() - began - 0.3, 1)
+    with pytest.raises(EngineDeadError):
+        llm.plugin_meters()
+
+
+def test_frontend_killed_ends_the_engine(endless, tmp_path):
+    source = f"""
+        import json
+        from harness import process_config, pid_of
+        from hardpoint import LLM
+        from test_deaths import SLOW, add, long
+        llm = LLM(config=process_config({str(endless)!r}, SLOW))
+        add(llm, 8, long())
+        llm._engine.step()
+        print(json.dumps(pid_of(llm)), flush=True)
+        while True:
+            llm._engine.step()
+    """
+    with Program(source, folder=tmp_path) as program:
+        engine = program.said()
+        assert alive(engine)
+        os.kill(program.pid, signal.SIGKILL)
+        told("frontend killed, engine gone", gone(engine, 10), 5)
+
+
+def test_frontend_that_ends_by_an_error_ends_the_engine(endless, tmp_path):
+    source = f"""
+        import json
+        from harness import process_config, pid_of
+        from hardpoint import LLM
+        llm = LLM(config=process_config({str(endless)!r}))
+        print(json.dumps(pid_of(llm)), flush=True)
+        raise SystemExit(7)
+    """
+    with Program(source, folder=tmp_path) as program:
+        engine = program.said()
+        assert program.popen.wait(20) == 7
+        told("frontend exited, engine gone", gone(engine, 10), 5)
+
+
+# SIGTERM
+
+
+def test_sigterm_lets_requests_finish_within_the_limit(opened, endless):
+    llm = opened(endless, SLOW | {"engine": {"drain_seconds": 20.0}})
+    pid = pid_of(llm)
+    add(llm, 4, long(max_tokens=60, seconds=0.005))
+    llm._engine.step()
+    os.kill(pid, signal.SIGTERM)
+    assert finals(llm) == ["length"] * 4
+    told("drained engine gone", gone(pid, 10), 2)
+
+
+def test_while_it_drains_new_requests_and_calls_are_refused(opened, endless):
+    llm = opened(endless, SLOW | {"engine": {"drain_seconds": 20.0}})
+    add(llm, 1, long(max_tokens=100, seconds=0.01))
+    llm._engine.step()
+    os.kill(pid_of(llm), signal.SIGTERM)
+    time.sleep(0.2)
+    llm._engine.add_request("late", "x", GREEDY)
+    ended = {}
+    while llm._engine.has_unfinished_requests():
+        for output in llm._engine.step():
+            if output.finished:
+                ended[output.request_id] = output.outputs[0]
+    assert ended["late"].finish_reason == "error"
+    assert "the engine is shutting down" in ended["late"].error
+    assert ended["r0"].finish_reason == "length"
+    assert len(ended["r0"].token_ids) == 100
+
+
+def test_the_drain_limit_is_enforced(opened, endless):
+    llm = opened(endless, SLOW | {"engine": {"drain_seconds": 0.5}})
+    pid = pid_of(llm)
+    add(llm, 4, long())
+    llm._engine.step()
+    began = time.monotonic()
+    os.kill(pid, signal.SIGTERM)
+    assert finals(llm) == ["abort"] * 4
+    seconds = time.monotonic() - began
+    assert seconds > 0.4
+    told("drain of 0.5 s ended", seconds, 2)
+    gone(pid, 10)
+
+
+def test_a_second_sigterm_ends_the_drain_at_once(opened, endless):
+    llm = opened(endless, SLOW | {"engine": {"drain_seconds": 60.0}})
+    pid = pid_of(llm)
+    add(llm, 4, long())
+    llm._engine.step()
+    os.kill(pid, signal.SIGTERM)
+    time.sleep(0.3)
+    assert alive(pid)
+    began = time.monotonic()
+    os.kill(pid, signal.SIGTERM)
+    assert finals(llm) == ["abort"] * 4
+    gone(pid, 10)
+    told("second SIGTERM, engine gone", time.monotonic() - began, 2)
+
+
+def test_sigterm_without_a_drain_aborts(opened, endless):
+    llm = opened(endless, SLOW)
+    pid = pid_of(llm)
+    add(llm, 4, long())
+    llm._engine.step()
+    began = time.monotonic()
+    os.kill(pid, signal.SIGTERM)
+    assert finals(llm) == ["abort"] * 4
+    gone(pid, 10)
+    told("SIGTERM, engine gone", time.monotonic() - began, 2)
+
+
+def test_an_idle_engine_hears_sigterm_and_its_end_is_told(opened, endless):
+    llm = opened(endless)
+    pid = pid_of(llm)
+    os.kill(pid, signal.SIGTERM)
+    told("idle engine gone", gone(pid, 10), 2)
+    with pytest.raises(EngineDeadError, match=r"exited with code 0"):
+        llm.generate("x", GREEDY)
+
+
+def test_ctrl_c_in_the_terminal_is_the_programs_own(endless, tmp_path):
+    """SIGINT to the foreground group: the program catches it and its engine still serves."""
+    source = f"""
+        import json, os, signal
+        from harness import process_config, pid_of
+        from hardpoint import LLM
+        llm = LLM(config=process_config({str(endless)!r}))
+        try:
+            os.killpg(os.getpgid(0), signal.SIGINT)
+        except KeyboardInterrupt:
+            pass
+        print(json.dumps(len(llm.generate("x")[0].outputs[0].token_ids)))
+        llm.close()
+    """
+    command = "import os; os.setpgid(0, 0)\n"
+    import textwrap
+
+    with Program(command + textwrap.dedent(source), folder=tmp_path) as program:
+        assert program.finish()[0] == [16]
+
+
+# Nothing remains
+
+
+def test_close_leaves_nothing(endless):
+    open_and_close(endless)  # what is made once per program is not counted
+    before = holdings()
+    pids = [open_and_close(endless) for _ in range(3)]
+    told("closed, nothing left", nothing_left(before), 1)
+    assert not any(map(alive, pids))
+
+
+def open_and_close(folder) -> int:
+    llm = LLM(config=process_config(folder))
+    pid = pid_of(llm)
+    llm.generate(["x"] * 4, GREEDY)
+    llm.close()
+    return pid
+
+
+def test_close_with_requests_in_flight_is_quick(endless):
+    """Nobody waits for them any more, whatever the drain limit."""
+    open_and_close(endless)
+    before = holdings()
+    llm = LLM(config=process_config(endless, SLOW | {"engine": {"drain_seconds": 30.0}}))
+    add(llm, 16, long())
+    llm._engine.step()
+    began = time.monotonic()
+    llm.close()
+    llm.close()
+    told("closed under 16 requests", time.monotonic() - began, 2)
+    nothing_left(before)
+
+
+def test_an_engine_that_nobody_holds_any_more_is_given_back(endless):
+    open_and_close(endless)
+    before = holdings()
+    llm = LLM(config=process_config(endless))
+    pid = pid_of(llm)
+    llm.generate("x", GREEDY)
+    began = time.monotonic()
+    del llm
+    gc.collect()
+    gone(pid, 10)
+    nothing_left(before)
+    told("collected, nothing left", time.monotonic() - began, 5)
+
+
+def test_a_killed_engine_leaves_nothing_once_closed(endless):
+    open_and_close(endless)
+    before = holdings()
+    llm = LLM(config=process_config(endless))
+    os.kill(pid_of(llm), signal.SIGKILL)
+    with pytest.raises(EngineDeadError):
+        llm.generate("x", GREEDY)
+    llm.close()
+    nothing_left(before)
+
+
+def test_an_engine_that_cannot_start_leaves_nothing(endless):
+    open_and_close(endless)
+    before = holdings()
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match=r"not ready within 0.05 s"):
+            LLM(config=process_config(endless, {"engine": {"start_timeout_seconds": 0.05}}))
+    nothing_left(before)
+
+
+def test_two_engines_in_one_program(scripted, endless, opened: Opened):
+    first, second = opened(scripted), opened(endless)
+    ours = first.generate(["say abc"] * 2, GREEDY)
+    theirs = second.generate(["say abc"] * 2, GREEDY)
+    assert [output.outputs[0].text for output in ours] == [" abc abc abc"] * 2
+    assert theirs[0].outputs[0].text != ours[0].outputs[0].text
+    os.kill(pid_of(second), signal.SIGKILL)
+    with pytest.raises(EngineDeadError):
+        second.generate("x", GREEDY)
+    assert first.generate("say abc", GREEDY)[0].outputs[0].text == " abc abc abc"
+
+
+# The watchdog
+
+
+def test_a_step_that_hangs_is_reported_with_stacks(opened, endless, capfd):
+    llm = opened(endless, SLOW | {"engine": {"watchdog_seconds": 0.3}})
+    add(llm, 1, long(max_tokens=1, seconds=1.2))
+    assert finals(llm) == ["length"]
+    words = capfd.readouterr().err
+    assert "Timeout (0:00:00.3" in words
+    assert "slow_plugins.py" in words
+    assert "in apply" in words
+    assert words.count("Thread 0x") >= 3  # the loop, the reader and the writer
+    assert llm.generate("x", GREEDY)  # the engine lives
+
+
+def test_a_step_that_hangs_ends_the_engine_if_it_shall(opened, endless, capfd):
+    engine = {"watchdog_seconds": 0.3, "watchdog_exits": True}
+    llm = opened(endless, SLOW | {"engine": engine})
+    add(llm, 1, long(max_tokens=1, seconds=60))
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError, match="exited with code 1"):
+        finals(llm)
+    told("hanging engine ended", time.monotonic() - began, 2)
+    assert "slow_plugins.py" in capfd.readouterr().err
+
+
+def test_closing_an_engine_that_hangs_kills_it(opened, endless):
+    llm = opened(endless, SLOW)
+    pid = pid_of(llm)
+    add(llm, 1, long(max_tokens=1, seconds=60))
+    wait_until(lambda: psutil_status(pid) == "sleeping", 5, "the hanging step")
+    began = time.monotonic()
+    llm.close()
+    told("hanging engine closed", time.monotonic() - began, 10)
+    assert not alive(pid)
+
+
+def psutil_status(pid: int) -> str:
+    import psutil
+
+    return psutil.Process(pid).status()

@@ -45,8 +45,13 @@ class UniprocExecutor(Executor):
         """Sample from what the model computed."""
         return _done(lambda: self._worker.sample_tokens(plan))
 
-    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
-        """Call a method of the worker."""
+    def collective_rpc(
+        self,
+        method: str,
+        args: Sequence[Any] = (),
+        timeout: float | None = None,  # noqa: ARG002
+    ) -> list[Any]:
+        """Call a method of the worker, however long it takes."""
         return [getattr(self._worker, method)(*args)]
 
     def close(self) -> None:

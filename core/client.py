@@ -21,7 +21,13 @@ __all__ = ["EngineCoreClient", "InprocClient"]
 
 
 class EngineCoreClient(Protocol):
-    """What a frontend may ask of an engine core, wherever it runs."""
+    """What a frontend may ask of an engine core, wherever it runs.
+
+    Attributes:
+        in_process: whether it runs in this process.
+    """
+
+    in_process: bool
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Send a request."""
@@ -29,8 +35,12 @@ class EngineCoreClient(Protocol):
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests; they give no more outputs."""
 
-    def get_output(self) -> EngineCoreOutputs:
-        """Return the next batch of outputs; may be empty."""
+    def get_output(self, *, wait: bool) -> EngineCoreOutputs:
+        """Return the next batch of outputs; may be empty.
+
+        Args:
+            wait: whether there is something to wait for.
+        """
 
     def why_waiting(self, request_ids: list[str]) -> Sequence[WaitReason | None]:
         """Return per live request why it got no tokens in the last step; None if it got some."""
@@ -57,6 +67,8 @@ class EngineCoreClient(Protocol):
 class InprocClient:
     """Calls the core directly; `get_output` runs a step."""
 
+    in_process = True
+
     def __init__(self, core: EngineCore) -> None:
         """Take over the core."""
         self._core = core
@@ -69,7 +81,7 @@ class InprocClient:
         """End requests; they give no more outputs."""
         self._core.abort_requests(request_ids)
 
-    def get_output(self) -> EngineCoreOutputs:
+    def get_output(self, *, wait: bool) -> EngineCoreOutputs:  # noqa: ARG002
         """Run one step."""
         outputs, _ = self._core.step()
         return outputs.get(0) or EngineCoreOutputs()

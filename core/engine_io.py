@@ -48,6 +48,7 @@ class EngineIO:
         self._identity = identity
         self._addresses = addresses
         self._queues = queues
+        self._linger_ms = _LINGER_MS
         self._context = zmq.Context(io_threads=1)
         self._stop = self._context.socket(zmq.PAIR)
         self._stop.bind(_STOP)
@@ -60,14 +61,20 @@ class EngineIO:
         self._reader.start()
         self._writer.start()
 
-    def close(self, *, failed: bool) -> None:
-        """Send what is left, with the dead marker behind it if the engine failed; stop both."""
+    def close(self, *, failed: bool, heard: bool = True) -> None:
+        """Send what is left, with the dead marker behind it if the engine failed; stop both.
+
+        Args:
+            failed: whether the engine ends before its time.
+            heard: whether anybody is left to be told.
+        """
+        self._linger_ms = _LINGER_MS if heard else 0
         self._queues.output.put(ENGINE_CORE_DEAD if failed else None)
-        self._writer.join(_LINGER_MS / 1000 + 1)
+        self._writer.join(self._linger_ms / 1000 + 1)
         self._stop.send(b"")
-        self._reader.join(_LINGER_MS / 1000 + 1)
+        self._reader.join(self._linger_ms / 1000 + 1)
         self._stop.close(0)
-        self._context.destroy(linger=0 if self._writer.is_alive() else _LINGER_MS)
+        self._context.destroy(linger=0 if self._writer.is_alive() else self._linger_ms)
 
     def _read(self) -> None:
         poller = zmq.Poller()
@@ -109,7 +116,7 @@ class EngineIO:
             self._queues.input.put(Failure(error))
         finally:
             for socket in sockets:
-                socket.close(_LINGER_MS)
+                socket.close(self._linger_ms)
 
     def _send_all(self, sockets: Sequence[zmq.Socket[bytes]]) -> None:
         encoder, tracker = Encoder(), SendTracker()

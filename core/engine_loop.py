@@ -14,11 +14,13 @@ from hardpoint.plugins import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    EngineDeadError,
     FinishReason,
     HardpointError,
 )
 
 from .engine import EngineCore
+from .error_kinds import kind_of
 from .utilities import call_utility
 from .wire import ShutdownState, UtilityCall, UtilityOutput
 
@@ -61,7 +63,7 @@ class Refusal:
 
     request_id: str
     client_index: int
-    message: str
+    error: HardpointError
 
 
 Message = EngineCoreRequest | list[str] | UtilityCall | Refusal | Failure | Wakeup
@@ -176,7 +178,7 @@ class EngineLoop:
             case UtilityCall():
                 self._call(message)
             case Refusal():
-                self._refuse(message.request_id, message.client_index, message.message)
+                self._refuse(message.request_id, message.client_index, message.error)
             case Failure():
                 raise message.error
             case Wakeup():
@@ -184,16 +186,20 @@ class EngineLoop:
 
     def _add(self, request: EngineCoreRequest) -> None:
         if self._state is not ShutdownState.RUNNING:
-            self._refuse(request.request_id, request.client_index, "the engine is shutting down")
+            shutting_down = EngineDeadError("the engine is shutting down")
+            self._refuse(request.request_id, request.client_index, shutting_down)
             return
         try:
             self._core.add_request(request)
         except HardpointError as error:
-            self._refuse(request.request_id, request.client_index, str(error))
+            self._refuse(request.request_id, request.client_index, error)
 
-    def _refuse(self, request_id: str, client_index: int, message: str) -> None:
+    def _refuse(self, request_id: str, client_index: int, error: HardpointError) -> None:
         output = EngineCoreOutput(
-            request_id=request_id, finish_reason=FinishReason.ERROR, error=message
+            request_id=request_id,
+            finish_reason=FinishReason.ERROR,
+            error=str(error),
+            error_kind=kind_of(error),
         )
         self._send({client_index: EngineCoreOutputs(outputs=[output])})
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import zmq
 
-from hardpoint.plugins import EngineCoreOutputs, EngineDeadError, HardpointError, typed
+from hardpoint.plugins import EngineCoreOutputs, EngineDeadError, EngineTimeoutError, typed
 
+from .error_kinds import error_of
 from .utilities import result_type
 from .wire import (
     ENGINE_CORE_DEAD,
@@ -29,12 +30,13 @@ from .wire import (
     WireError,
 )
 
-__all__ = ["EngineSockets"]
+__all__ = ["EngineSockets", "dead"]
 
 _STOP = "inproc://stop"
+_SEND_TIMEOUT_MS = 10_000
 
-Sink = Callable[[EngineCoreOutputs | Exception], None]
-"""Takes every batch of outputs, and at last the error that ended them. Called in another thread."""
+OnOutputs = Callable[[EngineCoreOutputs], None]
+OnEnd = Callable[[Exception | None], None]
 
 
 class EngineSockets:
@@ -57,6 +59,7 @@ class EngineSockets:
         self._context = zmq.Context(io_threads=2)
         self._input = self._context.socket(zmq.ROUTER)
         self._input.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._input.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
         self._input.bind(self.addresses.inputs[0])
         self._stop = self._context.socket(zmq.PAIR)
         self._stop.bind(_STOP)
@@ -77,10 +80,16 @@ class EngineSockets:
         decoder: Decoder[EngineCoreReadyResponse] = Decoder(EngineCoreReadyResponse)
         return decoder.decode(frames)
 
-    def read(self, sink: Sink) -> None:
-        """Begin to read; every batch goes to the sink."""
+    def read(self, on_outputs: OnOutputs, on_end: OnEnd) -> None:
+        """Begin to read, in a thread.
+
+        Args:
+            on_outputs: takes every batch.
+            on_end: is told when no more will come: of the error, or None if the engine said
+                itself that it failed.
+        """
         self._reader = threading.Thread(
-            target=self._read, args=(sink,), name="EngineCoreOutputs", daemon=True
+            target=self._read, args=(on_outputs, on_end), name="EngineCoreOutputs", daemon=True
         )
         self._reader.start()
 
@@ -89,29 +98,38 @@ class EngineSockets:
 
         Raises:
             EngineDeadError: the engine is gone.
+            EngineTimeoutError: it takes no more messages.
             WireError: the message cannot travel.
         """
         with self._lock:
             if self._dead is not None:
-                raise EngineDeadError(str(self._dead)) from self._dead
+                raise dead(self._dead)
             self._tracker.collect()
             frames = self._encoder.encode(message)
             try:
                 self._input.send_multipart(
                     [self.identity, kind, *self._tracker.frames(frames)], copy=False
                 )
+            except zmq.Again:
+                raise EngineTimeoutError(
+                    f"the engine took no message for {_SEND_TIMEOUT_MS / 1000:g} s"
+                ) from None
             except zmq.ZMQError as cause:
                 raise EngineDeadError(f"the engine cannot be reached: {cause}") from cause
 
     def call(self, method: str, *args: Any) -> Future[Any]:
-        """Call one of the engine's utilities."""
+        """Call one of the engine's utilities.
+
+        Raises:
+            EngineDeadError, EngineTimeoutError, WireError: as `send`.
+        """
         future: Future[Any] = Future()
         call_id = next(self._serials)
         self._calls[call_id] = (method, future)
         try:
             self.send(RequestType.UTILITY, UtilityCall(0, call_id, method, list(args)))
         except BaseException:
-            del self._calls[call_id]
+            self._calls.pop(call_id, None)
             raise
         return future
 
@@ -123,10 +141,11 @@ class EngineSockets:
             self._dead = error
         while self._calls:
             _, (_, future) = self._calls.popitem()
-            future.set_exception(EngineDeadError(str(error)))
+            if future.set_running_or_notify_cancel():
+                future.set_exception(dead(error))
 
     def close(self) -> None:
-        """Stop reading; close and remove everything."""
+        """Stop reading; close and remove everything. Not from the thread that reads."""
         self.fail(EngineDeadError("the engine was closed"))
         if self._reader is not None:
             self._stop.send(b"")
@@ -136,7 +155,7 @@ class EngineSockets:
         self._context.destroy(0)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _read(self, sink: Sink) -> None:
+    def _read(self, on_outputs: OnOutputs, on_end: OnEnd) -> None:
         output, stop = self._context.socket(zmq.PULL), self._context.socket(zmq.PAIR)
         try:
             output.bind(self.addresses.outputs[0])
@@ -148,26 +167,39 @@ class EngineSockets:
             while stop not in dict(poller.poll()):
                 frames = output.recv_multipart(copy=False)
                 if frames[0].bytes == ENGINE_CORE_DEAD:
-                    raise EngineDeadError("the engine failed; its log says why")
-                self._take(decoder.decode([frame.buffer for frame in frames]), sink)
+                    on_end(None)
+                    return
+                message = decoder.decode([frame.buffer for frame in frames])
+                if isinstance(message, EngineCoreOutputs):
+                    on_outputs(message)
+                else:
+                    self._answer(message)
         except Exception as error:
-            self.fail(error)
-            sink(error)
+            on_end(error)
         finally:
             output.close(0)
             stop.close(0)
 
-    def _take(self, message: EngineCoreOutputs | UtilityOutput, sink: Sink) -> None:
-        if isinstance(message, EngineCoreOutputs):
-            sink(message)
-            return
-        method, future = self._calls.pop(message.call_id, ("", Future()))
-        if not future.set_running_or_notify_cancel():
+    def _answer(self, message: UtilityOutput) -> None:
+        """Complete a call; one that nobody waits for any more is forgotten."""
+        method, future = self._calls.pop(message.call_id, ("", None))
+        if future is None or not future.set_running_or_notify_cancel():
             return
         if message.result is None:
-            future.set_exception(HardpointError(message.failure))
+            future.set_exception(error_of(message.kind, message.failure))
             return
         try:
             future.set_result(typed.convert(message.result.value, result_type(method), path=method))
         except Exception as error:
             future.set_exception(error)
+
+
+def dead(error: Exception) -> EngineDeadError:
+    """Return what to raise for an engine that an error ended, anew for each who waits."""
+    raised = EngineDeadError(str(error))
+    if isinstance(error, EngineDeadError):
+        for note in getattr(error, "__notes__", ()):
+            raised.add_note(note)
+    else:
+        raised.__cause__ = error
+    return raised

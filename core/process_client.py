@@ -4,192 +4,144 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import select
-import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
-import msgspec
-
 from hardpoint.plugins import (
-    EngineConfig,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineDeadError,
+    EngineTimeoutError,
     Manifest,
-    Origins,
     PluginMeter,
     SchedulerStats,
     StepFault,
     WaitReason,
 )
 
-from .engine_sockets import EngineSockets
-from .process.engine_process import EngineProcess
-from .process.launch import Launch, main_objects
+from .engine_connection import EngineConnection, EngineStart, Sink
+from .engine_sockets import dead
 from .wire import EngineCoreReadyResponse, RequestType
 
-__all__ = ["EngineStart", "ProcessClient"]
-
-_GLANCE_MS = 20
-_Sink = Callable[[EngineCoreOutputs | Exception], None]
-
-
-@dataclass(frozen=True)
-class EngineStart:
-    """What an engine process is started with.
-
-    Attributes:
-        log_level: of its logger.
-    """
-
-    config: EngineConfig
-    origins: Origins
-    manifest: Manifest
-    log_level: str = "WARNING"
+__all__ = ["EngineStart", "ProcessClient", "no_answer"]
 
 
 class ProcessClient:
     """Starts an engine process, sends it requests, and reads what comes of them.
 
-    Implements `EngineCoreClient`.
-
-    Attributes:
-        ready: what the engine said when it was there.
+    Implements `EngineCoreClient`. When it is collected without having been closed, it is closed.
     """
 
-    def __init__(self, start: EngineStart, sink: _Sink | None = None) -> None:
+    in_process = False
+
+    def __init__(self, start: EngineStart, sink: Sink | None = None) -> None:
         """Start the engine and wait until it is ready.
 
         Args:
             start: what it is to be.
-            sink: takes outputs, and at last the error that ended them, in another thread; without
-                one they wait for `get_output`.
+            sink: takes outputs, and at last the error that ended them, in other threads; must
+                not hold this client. Without one they wait for `get_output`.
 
         Raises:
             HardpointError: what the engine raised when it was built.
             EngineDeadError: it ended without a word, or was not ready in time.
         """
+        # What waits here is bounded by the tokens that live requests may still give.
         self._inbox: queue.SimpleQueue[EngineCoreOutputs | Exception] = queue.SimpleQueue()
-        self._sink = sink or self._inbox.put
         self._timeout_s = start.config.engine.call_timeout_seconds
-        self._closing = False
-        self._sockets = EngineSockets()
-        try:
-            self._process = EngineProcess.start(_launch(start, self._sockets))
-            try:
-                self.ready = self._wait_until_ready(start.config.engine.start_timeout_seconds)
-            except BaseException:
-                self._process.close(0)
-                raise
-        except BaseException:
-            self._sockets.close()
-            raise
-        self._sockets.read(self._sink)
-        self._watcher = threading.Thread(target=self._watch, name="EngineWatch", daemon=True)
-        self._watcher.start()
+        self._connection = EngineConnection(start, sink or self._inbox.put)
+        self._release = weakref.finalize(self, self._connection.close)
 
     @property
     def pid(self) -> int:
         """The engine's process id."""
-        return self._process.pid
+        return self._connection.pid
+
+    @property
+    def ready(self) -> EngineCoreReadyResponse:
+        """What the engine said when it was there."""
+        return self._connection.ready
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Send a request. If the engine refuses it, its first output says so."""
-        self._sockets.send(RequestType.ADD, request)
+        self._connection.send(RequestType.ADD, request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests; they give no more outputs."""
         if ids := list(request_ids):
             with contextlib.suppress(EngineDeadError):  # it has ended them all
-                self._sockets.send(RequestType.ABORT, ids)
+                self._connection.send(RequestType.ABORT, ids)
 
-    def get_output(self) -> EngineCoreOutputs:
-        """Wait for the next batch of outputs.
+    def get_output(self, *, wait: bool) -> EngineCoreOutputs:
+        """Return the next batch of outputs; an empty one if there is none and `wait` is false.
 
         Raises:
             EngineDeadError: the engine is gone.
         """
-        item = self._inbox.get()
+        try:
+            item = self._inbox.get(block=wait)
+        except queue.Empty:
+            return EngineCoreOutputs()
         if isinstance(item, Exception):
             self._inbox.put(item)  # for whoever asks again
-            raise EngineDeadError(str(item)) from item
+            raise dead(item)
         return item
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        """Call one of the engine's utilities.
+
+        Raises:
+            EngineDeadError: the engine is gone.
+        """
+        return self._connection.call(method, *args)
 
     def why_waiting(self, request_ids: list[str]) -> Sequence[WaitReason | None]:
         """Return per live request why it got no tokens in the last step; None if it got some."""
-        reasons: Sequence[WaitReason | None] = self._call("why_waiting", request_ids)
+        reasons: Sequence[WaitReason | None] = self._result("why_waiting", request_ids)
         return reasons
 
     def set_policy(self, manifest: Manifest) -> None:
         """Take the scheduling policy of another generation of the manifest, or nothing of it."""
-        self._call("set_policy", manifest)
+        self._result("set_policy", manifest)
 
     def reset_prefix_cache(self, recompute_running: bool) -> None:
         """Forget cached content; with `recompute_running`, compute anew what runs."""
-        self._call("reset_prefix_cache", recompute_running)
+        self._result("reset_prefix_cache", recompute_running)
 
     def scheduler_stats(self) -> SchedulerStats:
         """Return how the scheduler stands."""
-        stats: SchedulerStats = self._call("scheduler_stats")
+        stats: SchedulerStats = self._result("scheduler_stats")
         return stats
 
     def step_faults(self) -> dict[str, StepFault]:
         """Return the decisions that plugins did not take, by plugin name."""
-        faults: dict[str, StepFault] = self._call("step_faults")
+        faults: dict[str, StepFault] = self._result("step_faults")
         return faults
 
     def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return what each logits processor cost so far, by name."""
-        meters: dict[str, PluginMeter] = self._call("plugin_meters")
+        meters: dict[str, PluginMeter] = self._result("plugin_meters")
         return meters
 
     def close(self) -> None:
-        """End the engine, and give back everything."""
-        self._closing = True
-        self._sockets.close()
-        self._process.close()
-        self._watcher.join()
+        """End the engine, and give back everything. Closing twice does nothing."""
+        self._release()
 
-    def _call(self, method: str, *args: Any) -> Any:
-        future = self._sockets.call(method, *args)
+    def _result(self, method: str, *args: Any) -> Any:
+        future = self.call(method, *args)
         try:
             return future.result(self._timeout_s)
         except TimeoutError:
-            raise EngineDeadError(
-                f"the engine did not answer {method} within {self._timeout_s:g} s"
-            ) from None
-
-    def _wait_until_ready(self, seconds: float) -> EngineCoreReadyResponse:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if (ready := self._sockets.poll_ready(_GLANCE_MS)) is not None:
-                return ready
-            if (failure := self._process.failure()) is not None:
-                raise failure
-        raise EngineDeadError(f"the engine was not ready within {seconds:g} s")
-
-    def _watch(self) -> None:
-        """Tell everybody when the process is gone."""
-        poller = select.poll()
-        for descriptor in self._process.sentinels:
-            poller.register(descriptor, select.POLLIN)
-        poller.poll()
-        if self._closing:
-            return
-        error = self._process.failure() or EngineDeadError(self._process.description)
-        self._sockets.fail(error)
-        self._sink(error)
+            if future.done():  # the engine's own words
+                raise
+            future.cancel()
+            raise no_answer(method, self._timeout_s) from None
 
 
-def _launch(start: EngineStart, sockets: EngineSockets) -> Launch:
-    return Launch(
-        address=msgspec.json.encode(sockets.addresses).decode(),
-        manifest=start.manifest,
-        config=msgspec.to_builtins(start.config),
-        origins=start.origins.by_path,
-        main_objects=main_objects(entry.value for entry in start.manifest.entries),
-        log_level=start.log_level,
+def no_answer(method: str, seconds: float) -> EngineTimeoutError:
+    """Return what to raise when a call was not answered in time."""
+    return EngineTimeoutError(
+        f"the engine did not answer {method} within {seconds:g} s (engine.call_timeout_seconds)"
     )

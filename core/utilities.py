@@ -8,12 +8,13 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from hardpoint.plugins import typed
+from hardpoint.plugins import HardpointError, typed
 
 from .engine import EngineCore
+from .error_kinds import kind_of
 from .wire import UtilityCall, UtilityOutput, WireError
 
-__all__ = ["UTILITIES", "call_utility", "result_type"]
+__all__ = ["UTILITIES", "call_utility", "failed_call", "result_type"]
 
 UTILITIES = frozenset(
     {
@@ -34,9 +35,16 @@ def call_utility(core: EngineCore, call: UtilityCall) -> UtilityOutput:
         arguments = _arguments(call)
         result = getattr(core, call.method)(*arguments)
     except Exception as error:
-        words = f"Call to {call.method} method failed: {type(error).__name__}: {error}"
-        return UtilityOutput.failed(call.call_id, words)
+        return failed_call(call, error)
     return UtilityOutput.succeeded(call.call_id, result)
+
+
+def failed_call(call: UtilityCall, error: BaseException) -> UtilityOutput:
+    """Return the answer to a call that raised; errors of Hardpoint's tree keep class and words."""
+    kind, words = kind_of(error), str(error)
+    if kind == HardpointError.__name__:
+        words = f"Call to {call.method} method failed: {type(error).__name__}: {error}"
+    return UtilityOutput.failed(call.call_id, words, kind)
 
 
 @functools.cache

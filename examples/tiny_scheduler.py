@@ -2,7 +2,8 @@
 
 A request is admitted when the KV cache has room for all that it may become, so nobody ever has to
 give way. That wastes memory and is easy to read; the default scheduler is the other way round. It
-asks no policy. Choose it with `scheduler.use = "tiny_scheduler:TinyScheduler"`.
+asks no policy, so it refuses any but `fcfs`; and needs no watermark. Choose it with
+`scheduler.use = "tiny_scheduler:TinyScheduler"`.
 
 It shows what every scheduler owes the engine: plans, outcomes, ends, and to refuse by name what it
 cannot do. `hardpoint.testing.SchedulerSuite` checks that it does.
@@ -47,7 +48,7 @@ class TinyScheduler(Scheduler):
             "long_prefill_token_threshold": limits.long_prefill_token_threshold,
             "chunked_prefill = false": not limits.chunked_prefill,
             "a limit of adapters": limits.max_loras,
-            "a watermark": context.watermark,
+            "another policy than fcfs": context.policy.name != "fcfs",
             "a KV connector": context.connector,
             "an encoder cache": context.encoder_cache,
             "grammars": context.grammars,

@@ -142,6 +142,12 @@ class EngineProcessConfig(Strict):
         watchdog_seconds: a step that takes longer has the stacks of all threads written to
             stderr; 0 watches nothing.
         watchdog_exits: whether such a step also ends the engine.
+        profile_dir: the folder that profiles are written to; None is that none can be made.
+        random_request_ids: requests go by ids of their own inside, so that several live ones may
+            have one id; else by the caller's, and a second live one is refused.
+        stream_interval: most outputs of a streamed request wait for so many new tokens; its first
+            and last do not.
+        max_restarts_per_minute: where `AsyncLLM` shall restart a dead engine, how often.
     """
 
     in_process: bool = True
@@ -150,6 +156,10 @@ class EngineProcessConfig(Strict):
     drain_seconds: Annotated[float, Meta(ge=0)] = 0.0
     watchdog_seconds: Annotated[float, Meta(ge=0)] = 300.0
     watchdog_exits: bool = False
+    profile_dir: str | None = None
+    random_request_ids: bool = True
+    stream_interval: Count = 1
+    max_restarts_per_minute: Annotated[int, Meta(ge=1)] = 3
 
 
 class ExecutorConfig(Strict):

@@ -12,6 +12,7 @@ HardpointError
 ├── RequestError            a request is wrong; nothing else is disturbed
 │   └── OverloadedError         it is right, but too many wait already; try again later
 ├── EngineClosedError       the engine was closed before the call
+├── EngineTimeoutError      the engine did not answer a question in time; it may be busy
 └── EngineDeadError         the engine's process is gone; requests in flight may be sent again
 """
 
@@ -21,6 +22,7 @@ __all__ = [
     "ConfigError",
     "EngineClosedError",
     "EngineDeadError",
+    "EngineTimeoutError",
     "HardpointError",
     "ModelError",
     "OverloadedError",
@@ -80,6 +82,10 @@ class OverloadedError(RequestError):
 
 class EngineClosedError(HardpointError):
     """The engine was closed before the call was made."""
+
+
+class EngineTimeoutError(HardpointError, TimeoutError):
+    """The engine did not answer a question in time; it may be busy, or hang."""
 
 
 class EngineDeadError(HardpointError):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from .component import Component, Context
-from .requests import TokenLogprobs
+from .requests import LoRARequest, TokenLogprobs
 
 if TYPE_CHECKING:
     from .scheduling import SchedulerOutput
@@ -130,6 +130,46 @@ class Worker(Protocol):
     def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return what each logits processor cost so far, by name."""
 
+    def sleep(self, level: int) -> None:
+        """Give memory back. Called between steps; no request is computed from what was there.
+
+        Args:
+            level: 1 gives back the KV cache and moves the weights to CPU memory, 2 gives back
+                both.
+
+        Raises:
+            HardpointError: the device cannot do that.
+        """
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Have memory again: "weights", "kv_cache" or both."""
+
+    def start_profile(self) -> None:
+        """Begin to record what runs.
+
+        Raises:
+            HardpointError: no folder is configured, or a profile is being made.
+        """
+
+    def stop_profile(self) -> str:
+        """Return the file that the profile was written to.
+
+        Raises:
+            HardpointError: none is being made.
+        """
+
+    def add_lora(self, lora: LoRARequest) -> bool:
+        """Load an adapter; return whether it was not there already."""
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; return whether it was there."""
+
+    def list_loras(self) -> set[int]:
+        """Return the ids of the adapters that are there."""
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter, whatever others come; return whether it is there."""
+
     def close(self) -> None:
         """Release everything."""
 
@@ -150,6 +190,16 @@ class Executor(Component):
 
     context: ExecutorContext
 
+    @property
+    def max_concurrent_batches(self) -> int:
+        """How many steps may be under way at once; more than 1 is a pipeline.
+
+        In a pipeline `sample_tokens` is called before the step's `execute_model` is done, and is
+        to begin once that is. Where `execute_model` gives a result of its own, nobody looks at
+        what sampling gave.
+        """
+        return 1
+
     @abstractmethod
     def start(self) -> WorkerInfo:
         """Start the workers and load the model; return the tightest worker's figures."""
@@ -167,5 +217,23 @@ class Executor(Component):
         """Finish a step that waits."""
 
     @abstractmethod
-    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
-        """Call a worker method on every worker; return their results in rank order."""
+    def collective_rpc(
+        self, method: str, args: Sequence[Any] = (), timeout: float | None = None
+    ) -> list[Any]:
+        """Call a worker method on every worker; return their results in rank order.
+
+        Args:
+            method: of `Worker`.
+            args: positional.
+            timeout: seconds that all workers together may take; None is no limit. Workers that
+                are called directly are not interrupted.
+
+        Raises:
+            TimeoutError: they took longer.
+        """
+
+    def on_failure(self, callback: Callable[[BaseException], None]) -> None:
+        """Have `callback` called, in any thread, when workers are lost beside a step.
+
+        The default calls it never: whatever fails, fails in a call.
+        """

@@ -11,6 +11,7 @@ import msgspec
 
 from .component import Component, Context
 from .live_request import Request
+from .stats import PrefixCacheStats
 
 __all__ = [
     "AllBlocksCleared",
@@ -58,20 +59,6 @@ class CachedPrefix:
 
     num_tokens: int = 0
     block_ids: BlockIds = ()
-
-
-class PrefixCacheStats(msgspec.Struct, array_like=True):
-    """What the prefix cache did since the start.
-
-    Attributes:
-        requests: lookups.
-        queried_tokens: tokens of the requests that were looked up.
-        hit_tokens: those of them that were there.
-    """
-
-    requests: int = 0
-    queried_tokens: int = 0
-    hit_tokens: int = 0
 
 
 class KVCacheManager(Protocol):

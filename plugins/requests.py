@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from .params import SamplingParams
+from .stats import SchedulerStats
 
 __all__ = [
     "CompletionOutput",
@@ -22,6 +23,7 @@ __all__ = [
     "LoRARequest",
     "Logprob",
     "MultiModalFeature",
+    "PrefillStats",
     "RequestOutput",
     "TokenLogprobs",
 ]
@@ -87,6 +89,14 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, kw_
         lora: its adapter.
         features: images and the like, by offset.
         kv_transfer_params: for the KV connector alone.
+        external_req_id: the id by which the user knows it; the frontend gives it.
+        data_parallel_rank: the engine that it shall run on; None leaves it to the balancer.
+        current_wave: of data-parallel engines, when it was sent.
+        trace_headers: of the trace that it belongs to.
+        resumable: more of its prompt may follow.
+        reasoning_ended: whether the prompt ends outside of thinking; None where nobody looked.
+        pooling_params: for models that pool, as plain data.
+        prompt_embeds: a tensor [tokens, hidden] in place of token ids.
     """
 
     request_id: str
@@ -104,6 +114,14 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, kw_
     lora: LoRARequest | None = None
     features: list[MultiModalFeature] = []
     kv_transfer_params: dict[str, Any] | None = None
+    external_req_id: str | None = None
+    data_parallel_rank: int | None = None
+    current_wave: int = 0
+    trace_headers: dict[str, str] | None = None
+    resumable: bool = False
+    reasoning_ended: bool | None = None
+    pooling_params: dict[str, Any] | None = None
+    prompt_embeds: Any = None
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -144,6 +162,20 @@ class EngineCoreEvent(msgspec.Struct, array_like=True, frozen=True):
     timestamp: float
 
 
+class PrefillStats(msgspec.Struct, array_like=True, frozen=True):
+    """How a prompt was computed.
+
+    Attributes:
+        num_prompt_tokens: its length.
+        num_cached_tokens: those that needed no computing.
+        num_external_tokens: of these, those that a KV connector brought.
+    """
+
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    num_external_tokens: int = 0
+
+
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, kw_only=True):
     """What one step added to one request.
 
@@ -158,6 +190,12 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, kw_o
         num_cached_tokens: with the request's first output, prompt tokens that needed no
             computing.
         kv_transfer_params: with the last output, what the KV connector has to say.
+        error_kind: the engine refused the request with `error`; the name of the error's class.
+        pooling_output: of a model that pools.
+        num_nans_in_logits: more than 0 marks damaged output.
+        prefill_stats: with the output of the step that completed the prompt.
+        routed_experts: chosen by a mixture of experts, per token and layer.
+        trace_headers: of the trace that it belongs to.
     """
 
     request_id: str
@@ -171,6 +209,12 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, kw_o
     events: list[EngineCoreEvent] = []
     num_cached_tokens: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    error_kind: str | None = None
+    pooling_output: Any = None
+    num_nans_in_logits: int = 0
+    prefill_stats: PrefillStats | None = None
+    routed_experts: Any = None
+    trace_headers: dict[str, str] | None = None
 
     @property
     def finished(self) -> bool:
@@ -186,11 +230,19 @@ class EngineCoreOutputs(
     Attributes:
         timestamp: seconds on the engine's clock.
         finished_requests: ids that ended since the last step; None where nobody asked for them.
+        engine_index: which engine it comes from.
+        scheduler_stats: how its scheduler stands; None where nobody asked.
+        wave_complete: the wave of data-parallel engines that has ended.
+        start_wave: the wave that idle engines shall begin.
     """
 
     outputs: list[EngineCoreOutput] = []
     timestamp: float = msgspec.field(default_factory=time.monotonic)
     finished_requests: set[str] | None = None
+    engine_index: int = 0
+    scheduler_stats: SchedulerStats | None = None
+    wave_complete: int | None = None
+    start_wave: int | None = None
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -221,6 +273,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
             running.
         stop_reason: the stop string or stop token id that ended it, if one did.
         error: with "error", what failed and who is to blame.
+        error_kind: with "error", the name of the error's class, where the engine refused the
+            request.
     """
 
     index: int
@@ -231,16 +285,20 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    error_kind: str | None = None
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
     """The completions of one prompt.
 
     Attributes:
+        request_id: the user's.
         prompt: its text, where it was given as text or messages.
         prompt_logprobs: per prompt position, token id to Logprob; the first is None.
         outputs: by completion index.
         finished: whether every completion has ended.
+        num_cached_tokens: prompt tokens that needed no computing; None until that is known.
+        kv_transfer_params: at the end, what the KV connector has to say.
     """
 
     request_id: str
@@ -249,3 +307,5 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
+    num_cached_tokens: int | None = None
+    kv_transfer_params: dict[str, Any] | None = None

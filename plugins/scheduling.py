@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import msgspec
@@ -13,21 +14,34 @@ from .collaborators import EncoderCache, Grammars, KVConnectorScheduler
 from .component import Component, Context
 from .errors import ConfigError
 from .execution import ModelRunnerOutput
-from .kv_cache import BlockIds, KVCacheManager, PrefixCacheStats
+from .kv_cache import BlockIds, KVCacheManager
 from .live_request import Request
 from .requests import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from .scheduling_policy import SchedulingPolicy
+from .stats import SchedulerStats
 from .step_record import StepRecord, WaitReason
 
 __all__ = [
     "CachedRequests",
     "NewRequest",
+    "PauseState",
     "Scheduler",
     "SchedulerContext",
     "SchedulerLimits",
     "SchedulerOutput",
     "SchedulerStats",
 ]
+
+
+class PauseState(Enum):
+    """Who may be given tokens."""
+
+    UNPAUSED = "unpaused"
+    """Everybody."""
+    PAUSED_NEW = "paused_new"
+    """Who has begun, preempted ones included; those that never ran wait."""
+    PAUSED_ALL = "paused_all"
+    """Nobody."""
 
 
 class NewRequest(msgspec.Struct, frozen=True):
@@ -184,25 +198,6 @@ class SchedulerContext(Context):
     report_finished: bool = False
 
 
-class SchedulerStats(msgspec.Struct, array_like=True, kw_only=True):
-    """How a scheduler stands now, with totals since the start.
-
-    Attributes:
-        num_waiting: requests that do not run, for whatever reason.
-        kv_cache_usage: share of the blocks that requests hold, from 0 to 1.
-        num_preemptions: so far.
-        num_drafts, num_accepted_drafts: draft tokens verified and accepted so far.
-    """
-
-    num_running: int
-    num_waiting: int
-    kv_cache_usage: float
-    prefix_cache: PrefixCacheStats
-    num_preemptions: int = 0
-    num_drafts: int = 0
-    num_accepted_drafts: int = 0
-
-
 class Scheduler(Component):
     """Hands out each step's token budget. Knows no phases: tokens computed and tokens wanted.
 
@@ -256,7 +251,10 @@ class Scheduler(Component):
 
     @abstractmethod
     def has_requests(self) -> bool:
-        """Whether a step has anything to do: live requests, or finished ones to tell workers."""
+        """Whether a step has anything to do: live requests, or finished ones to tell workers.
+
+        Requests that a pause holds are nothing to do.
+        """
 
     @abstractmethod
     def stats(self) -> SchedulerStats:
@@ -284,6 +282,10 @@ class Scheduler(Component):
         No request is lost; those that wait are put in the new order.
         """
         raise self._lacks("cannot change its policy while it runs")
+
+    def set_pause(self, state: PauseState) -> None:  # noqa: ARG002
+        """Let only some requests have tokens from the next plan on, or all of them again."""
+        raise self._lacks("cannot be paused")
 
     def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:  # noqa: ARG002
         """Forget cached content.

@@ -35,6 +35,8 @@ class WaitingFor(Enum):
     """It runs, and everything it can compute is in steps whose results are not in."""
     NEXT_STEP = "next_step"
     """It came, or lost its blocks, after the last step was planned."""
+    PAUSED = "paused"
+    """The engine is paused."""
 
 
 class WaitReason(msgspec.Struct, frozen=True):
@@ -82,8 +84,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     finished: Sequence[str]
     timed_out: Sequence[str]
     waiting: Mapping[str, WaitReason]
-    admission_stopped: WaitReason | None
     num_running: int
     num_waiting: int
     num_free_blocks: int
     token_budget: int
+    admission_stopped: WaitReason | None = None

@@ -136,7 +136,7 @@ class SchedulerSuite(SchedulingSuiteBase):
 
         more: dict[str, Any] = {"options": self.options} if self.options else {}
         if not self.asks_policy:
-            more["asks_policy"] = False
+            more |= {"asks_policy": False, "policy": "fcfs"}
 
         def check(scenario: Scenario) -> None:
             play(self.scheduler, scenario, **more)
@@ -149,6 +149,8 @@ class SchedulerSuite(SchedulingSuiteBase):
 
     def _rig(self, **settings: Any) -> SchedulerRig:
         settings["asks_policy"] = self.asks_policy
+        if not self.asks_policy:
+            settings["policy"] = "fcfs"
         return SchedulerRig(self.scheduler, options=self.options, **settings)
 
     def _check_too_long(self) -> None:

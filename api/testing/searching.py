@@ -65,6 +65,7 @@ class Search:
             deadline=None,
             database=None,
             derandomize=False,
+            report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
         )
         @given(**strategies)

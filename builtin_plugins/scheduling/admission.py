@@ -24,7 +24,7 @@ from .step import Step
 from .transfer import ask_connector, begin_loading
 from .waiting_queue import Walk
 
-__all__ = ["AdmissionOptions", "admit_waiting", "unblock"]
+__all__ = ["AdmissionOptions", "admit_one", "admit_waiting", "is_full", "unblock"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def unblock(books: Books, step: Step) -> None:
 
 def admit_waiting(books: Books, step: Step, options: AdmissionOptions) -> None:
     """Admit waiting requests in the queue's order while budget, slots and blocks last."""
-    if not len(books.waiting) or _is_full(books, step):
+    if not len(books.waiting) or is_full(books, step):
         return
     walk = books.waiting.walk(step.now)
     try:
@@ -82,11 +82,25 @@ def admit_waiting(books: Books, step: Step, options: AdmissionOptions) -> None:
         _overrule_policy(books, step)
 
 
+def admit_one(books: Books, request: LiveRequest, step: Step) -> bool:
+    """Admit a waiting request if every limit allows it, without asking the policy.
+
+    Returns:
+        Whether others may be admitted after it.
+    """
+    outcome = _admit(books, request, step, ask_policy=False)
+    if outcome is _Outcome.ADMITTED:
+        books.waiting.remove(request)
+    elif outcome is _Outcome.STOP:
+        step.stopped = step.waiting[request.request_id]
+    return outcome is not _Outcome.STOP
+
+
 def _admit_in_order(books: Books, step: Step, options: AdmissionOptions, walk: Walk) -> None:
     aside: list[LiveRequest] = []
     overtaken = 0
     while (request := walk.head()) is not None:
-        if _is_full(books, step):
+        if is_full(books, step):
             break
         outcome = _admit(books, request, step)
         if outcome is _Outcome.ADMITTED:
@@ -107,7 +121,7 @@ def _admit_in_order(books: Books, step: Step, options: AdmissionOptions, walk: W
         passed.num_overtaken += 1
 
 
-def _is_full(books: Books, step: Step) -> bool:
+def is_full(books: Books, step: Step) -> bool:
     """Whether nobody can be admitted, whoever it is; notes the reason if so."""
     if step.budget <= 0:
         step.stopped = reasons.no_budget(1, 0)
@@ -268,9 +282,7 @@ def _no_blocks(books: Books, request: LiveRequest, step: Step) -> _Outcome:
         if books.end_if_too_long(request):
             del step.waiting[request.request_id]
             return _Outcome.ENDED
-        holders = [holder for holder in books.loaded.values() if holder is not request]
-        if holders:
-            books.rewind(max(holders, key=lambda holder: holder.order))
+        books.give_up_loaded(but=request)
     return _Outcome.STOP
 
 

@@ -100,6 +100,10 @@ class Books:
             if request is not None and request.order == order:
                 yield request
 
+    def is_overdue(self, now: float) -> bool:
+        """Whether a deadline has passed that nobody was told of; perhaps of an ended request."""
+        return bool(self._deadlines) and self._deadlines[0][0] <= now
+
     # Between places
 
     def run(self, request: LiveRequest, step: Step) -> None:
@@ -146,6 +150,23 @@ class Books:
         request.num_output_placeholders = 0
         request.draft_token_ids = []
         self.loaded.pop(request.request_id, None)
+
+    def give_up_loaded(self, but: LiveRequest | None = None) -> bool:
+        """Take the blocks of the last request that waits with loaded ones; it computes them anew.
+
+        For when nobody else could go on: who waits is not preempted otherwise.
+
+        Args:
+            but: keeps its blocks.
+
+        Returns:
+            Whether there was one.
+        """
+        holders = [holder for holder in self.loaded.values() if holder is not but]
+        if not holders:
+            return False
+        self.rewind(max(holders, key=lambda holder: holder.order))
+        return True
 
     # Going
 

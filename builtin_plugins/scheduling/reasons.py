@@ -13,6 +13,7 @@ __all__ = [
     "no_lora_slot",
     "no_slot",
     "not_seen",
+    "paused",
     "preempted",
     "room_is_short",
     "waits_for_grammar",
@@ -109,6 +110,11 @@ def waits_for_results(planned: int) -> WaitReason:
 def behind(ahead: int) -> WaitReason:
     """Others stand before it."""
     return WaitReason(WaitingFor.BEHIND, f"{ahead} requests stand before it", ahead=ahead)
+
+
+def paused() -> WaitReason:
+    """The engine is paused."""
+    return WaitReason(WaitingFor.PAUSED, "the engine is paused")
 
 
 def not_seen() -> WaitReason:

@@ -80,6 +80,8 @@ def _make_room(
     why = f"{request.request_id!r} needed KV blocks, {books.cache.num_free_blocks} were free"
     step.stopped = reasons.room_is_short(why)
     while (blocks := books.cache.extend(request, *tokens)) is None:
+        if len(books.running) == 1 and books.give_up_loaded():
+            continue
         victim = books.policy.victim(tuple(books.running.values()), books.load(step))
         assert isinstance(victim, LiveRequest), "the policy's guard returns one that runs"
         if victim is not request:
@@ -100,6 +102,8 @@ def _make_room(
 
 def _preempt(books: Books, victim: LiveRequest, why: str, step: Step) -> None:
     """Undo what the step gave a request, and take its blocks."""
+    if victim.request_id in step.running:  # what this step was to compute can be found already
+        books.discard_from(victim, victim.num_computed_tokens)
     orphans = step.withdraw(victim)
     if orphans and books.context.encoder_cache is not None:
         for index in orphans:

@@ -15,6 +15,7 @@ from hardpoint.plugins import (
     Meta,
     ModelRunnerOutput,
     OverloadedError,
+    PauseState,
     Request,
     RequestError,
     RequestStatus,
@@ -32,6 +33,7 @@ from .books import Books
 from .encoder import check_features
 from .live import LiveRequest
 from .outcome import DraftCounts, take_results
+from .pausing import admit_begun, holds, is_busy
 from .planning import make_plan, make_record
 from .recovery import lose_plan
 from .running import schedule_running
@@ -75,6 +77,7 @@ class DefaultScheduler(Scheduler):
         self._books = Books(context)
         self._planned: dict[int, PlannedStep] = {}
         self._drafts = DraftCounts()
+        self._pause = PauseState.UNPAUSED
         self._arrived = 0
         self._steps = 0
         self._last_step = self._new_step()
@@ -99,11 +102,6 @@ class DefaultScheduler(Scheduler):
                 f"request_id: {request.request_id!r} ended, but its KV blocks are still being "
                 "moved; expected another id"
             )
-        if request.request_id in books.lingering:
-            raise RequestError(
-                f"request_id: the blocks of an earlier request {request.request_id!r} are still "
-                "being loaded or saved"
-            )
         live = LiveRequest(request, self._arrived, limits.max_model_len)
         self._check_fits(live)
         if live.features:
@@ -119,12 +117,18 @@ class DefaultScheduler(Scheduler):
             step.timed_out.append(request.request_id)
             books.end(request, FinishReason.TIMEOUT)
         unblock(books, step)
-        schedule_running(books, step)
+        if self._pause is not PauseState.PAUSED_ALL:
+            schedule_running(books, step)
         if books.keeps_accounts:
             for request_id, running in step.running.items():
                 books.policy.scheduled(running, step.tokens[request_id])
-        if step.stopped is None:
-            admit_waiting(books, step, self._options)
+        if self._pause is PauseState.UNPAUSED:
+            if step.stopped is None:
+                admit_waiting(books, step, self._options)
+        elif self._pause is PauseState.PAUSED_NEW:
+            admit_begun(books, step)
+        else:
+            step.stopped = reasons.paused()
         plan = make_plan(books, step)
         self._advance(step, plan)
         self._last_step, self._seen = step, self._arrived
@@ -172,6 +176,8 @@ class DefaultScheduler(Scheduler):
     def has_requests(self) -> bool:
         """Whether a step has anything to do."""
         books = self._books
+        if self._pause is not PauseState.UNPAUSED:
+            return is_busy(books, self._pause)
         return bool(books.requests or books.untold or books.ended or books.lingering)
 
     def stats(self) -> SchedulerStats:
@@ -198,6 +204,8 @@ class DefaultScheduler(Scheduler):
         request = books.requests.get(request_id)
         if request is None:
             raise RequestError(f"request_id: {request_id!r} is not a live request")
+        if holds(books, self._pause, request):
+            return reasons.paused()
         if request_id in step.tokens:
             return None
         if reason := step.waiting.get(request_id):
@@ -227,6 +235,10 @@ class DefaultScheduler(Scheduler):
                 waiting.push(request)
         books.waiting = waiting
         books.set_policy(policy)
+
+    def set_pause(self, state: PauseState) -> None:
+        """Let only some requests have tokens from the next plan on, or all of them again."""
+        self._pause = state
 
     def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
         """Forget cached content; with `recompute_running`, preempt what runs."""

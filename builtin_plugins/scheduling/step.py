@@ -99,11 +99,18 @@ class PlannedStep:
     preemptions: list[int]
 
     def computed_before(self) -> dict[str, int]:
-        """Return by request id how many tokens were computed before it."""
+        """Return by request id how many tokens were surely there before it.
+
+        Of a new request it is not known how many its plan was to load.
+        """
         plan = self.plan
         cached = plan.cached_requests
         computed = dict(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
-        return computed | {n.source.request_id: n.num_computed_tokens for n in plan.new_requests}
+        loads = plan.kv_connector_metadata is not None
+        return computed | {
+            new.source.request_id: 0 if loads else new.num_computed_tokens
+            for new in plan.new_requests
+        }
 
     def still_running(self) -> list[LiveRequest]:
         """Return those that were neither ended nor preempted since it was planned."""

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import signal
+import threading
 import time
 
 import msgspec
@@ -22,6 +23,8 @@ from .child import ParentWatch
 from .launch import Launch
 
 __all__ = ["run_engine"]
+
+_ABANDONED_SECONDS = 4.0  # to end in order, after the parent has gone
 
 
 def run_engine(launch: Launch, watch: ParentWatch) -> None:
@@ -47,7 +50,14 @@ def run_engine(launch: Launch, watch: ParentWatch) -> None:
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda _number, _frame: loop.request_shutdown())
-    watch.on_gone(loop.request_shutdown, grace_s=settings.drain_seconds + 2)
+    gone = threading.Event()
+
+    def abandon() -> None:
+        gone.set()
+        loop.request_shutdown()
+        loop.request_shutdown()  # at once: nobody is left to drain for
+
+    watch.on_gone(abandon, grace_s=_ABANDONED_SECONDS)
     identity = launch.engine_index.to_bytes(2, "little")
     addresses = msgspec.json.decode(launch.address, type=EngineAddresses)
     io = EngineIO(identity, addresses, queues)
@@ -61,7 +71,7 @@ def run_engine(launch: Launch, watch: ParentWatch) -> None:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
-        io.close(failed=failed)
+        io.close(failed=failed, heard=not gone.is_set())
         built.core.close()
         spec.loader.close()
 

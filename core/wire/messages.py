@@ -140,6 +140,9 @@ class UtilityResult(msgspec.Struct, array_like=True, frozen=True):
 class UtilityOutput(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, tag=True):
     """The answer to a call: either a failure in words, or a result.
 
+    Attributes:
+        kind: with a failure, the name of the error's class in Hardpoint's tree.
+
     Raises:
         WireError: on construction, with both or neither.
     """
@@ -147,6 +150,7 @@ class UtilityOutput(msgspec.Struct, array_like=True, omit_defaults=True, frozen=
     call_id: int
     failure: str | None = None
     result: UtilityResult | None = None
+    kind: str | None = None
 
     def __post_init__(self) -> None:
         if (self.failure is None) == (self.result is None):
@@ -159,9 +163,9 @@ class UtilityOutput(msgspec.Struct, array_like=True, omit_defaults=True, frozen=
         return cls(call_id, result=UtilityResult(value))
 
     @classmethod
-    def failed(cls, call_id: int, message: str) -> UtilityOutput:
+    def failed(cls, call_id: int, message: str, kind: str | None = None) -> UtilityOutput:
         """Return the answer to a call that failed."""
-        return cls(call_id, failure=message)
+        return cls(call_id, failure=message, kind=kind)
 
 
 class StartWave(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import os
-import re
 import select
-import signal
 import subprocess
 import sys
-import sysconfig
 import textwrap
-import threading
 import time
 from pathlib import Path
 
-import msgspec
-import pytest
-
-
-from hardpoint.core.process import engine_process
 from hardpoint.core.process.engine_process import EngineProcess
-from hardpoint.core.process.failure import Failure
-from hardpoint.core.process.launch import Interpreter, Launch, decode_launch, main_objects
+from hardpoint.core.process.launch import Launch
 from hardpoint.plugins import (
-    ConfigError,
-    EngineDeadError,
     HardpointError,
     Manifest,
-    ModelError,
     PluginEntry,
-    PluginLoadError,
 )
-
 
 ENTRY = PluginEntry(
     kind="logits_processors", name="dry", value="__main__:Dry", distribution="d", version="1"
@@ -57,6 +40,16 @@ from hardpoint.plugins import Manifest
 
 class Dry:
     NAME = "from main"
+
+def go():
+    launch = Launch(
+        address="a",
+        manifest=Manifest(hardpoint="1", entries=()),
+        config={{}},
+        main_objects=main_objects(["__main__:Dry.NAME", "json:dumps"]),
+    )
+    return EngineProcess.start(launch, program=Path({program!r}))
+"""
 
 
 CHILD = """

@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
-import sysconfig
-import textwrap
-import threading
-import time
 from pathlib import Path
 
 import msgspec
 import pytest
-
-from launch_harness import CHECK, CHILD, PARENT, failure_of, gone, launch, python, said, write_child
+from launch_harness import failure_of, launch, said
 from processes import ROOT
 
-from hardpoint.core.process import engine_process
-from hardpoint.core.process.engine_process import EngineProcess
 from hardpoint.core.process.failure import Failure
 from hardpoint.core.process.launch import Interpreter, Launch, decode_launch, main_objects
 from hardpoint.plugins import (
     ConfigError,
     EngineDeadError,
     HardpointError,
-    Manifest,
     ModelError,
-    PluginEntry,
     PluginLoadError,
 )
-
 
 # What arrives
 
@@ -259,17 +247,5 @@ def test_half_a_report_is_none(cut):
     assert str(Failure.of(frame).error(5)) == "the engine process (pid 5) failed: a.B: m"
 
 
-
-
-
-def go():
-    launch = Launch(
-        address="a",
-        manifest=Manifest(hardpoint="1", entries=()),
-        config={{}},
-        main_objects=main_objects(["__main__:Dry.NAME", "json:dumps"]),
-    )
-    return EngineProcess.start(launch, program=Path({program!r}))
-"""
 def test_nothing_of_main_is_nothing():
     assert main_objects(["json:dumps", "acme.sampling:Dry"]) == b""

@@ -199,8 +199,14 @@ def test_neither_and_both_are_refused():
     words = "a utility output has either a failure or a result, got"
     assert refusal(UtilityOutput, 3) == f"{words} neither"
     assert refusal(UtilityOutput, 3, "x", UtilityResult(1)) == f"{words} both"
-    assert refusal(decode_plain, UtilityOutput, [3]) == f"UtilityOutput: {words} neither"
-    assert refusal(decode_plain, UtilityOutput, [3, "x", [1]]) == f"UtilityOutput: {words} both"
+    assert (
+        refusal(decode_plain, UtilityOutput, ["UtilityOutput", 3])
+        == f"UtilityOutput: {words} neither"
+    )
+    assert (
+        refusal(decode_plain, UtilityOutput, ["UtilityOutput", 3, "x", [1]])
+        == f"UtilityOutput: {words} both"
+    )
 
 
 def test_the_ready_response_has_defaults():

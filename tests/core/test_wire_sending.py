@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import time
 
 import pytest
 import torch
 import zmq
+import zmq.asyncio
 
 from hardpoint.core.wire import Decoder, Encoder, SendTracker
 
@@ -136,3 +138,23 @@ def test_memory_lives_until_it_is_sent(sockets):
     receiver.bind(f"{address}-nobody")
     assert Decoder().decode(receiver.recv_multipart()).tolist() == list(range(5000))
     eventually(lambda: done(tracker))
+
+
+def test_asynchronous_sockets(sockets):
+    sender, receiver, address = sockets
+
+    async def send():
+        socket = zmq.asyncio.Socket(shadow=sender)
+        socket.connect(f"{address}-nobody")
+        buffer = tracker.buffer()
+        frames = Encoder().encode_into(["x" * 5000, torch.ones(100)], buffer)
+        await socket.send_multipart(tracker.frames(frames, buffer), copy=False)
+
+    tracker = SendTracker(copy_below=0)
+    asyncio.run(send())
+    tracker.collect()
+    assert tracker.num_pending == 1
+    receiver.bind(f"{address}-nobody")
+    assert Decoder().decode(receiver.recv_multipart())[0] == "x" * 5000
+    eventually(lambda: done(tracker))
+    assert tracker.num_free == 1

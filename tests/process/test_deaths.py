@@ -196,7 +196,7 @@ def test_an_idle_engine_hears_sigterm_and_its_end_is_told(opened, endless):
     pid = pid_of(llm)
     os.kill(pid, signal.SIGTERM)
     told("idle engine gone", gone(pid, 10), 2)
-    with pytest.raises(EngineDeadError, match=r"exited with code 0"):
+    with pytest.raises(EngineDeadError, match=r"exited with code 0|cannot be reached"):
         llm.generate("x", GREEDY)
 
 

@@ -138,6 +138,9 @@ class KVCacheManager(Protocol):
         """Note that what a request holds from position `num_tokens` on is not what it should be.
 
         Its blocks stay with it and will be written again; nobody finds them before.
+
+        Raises:
+            ValueError: a window has passed blocks that it would need again; free it instead.
         """
 
     def discard(self, block_ids: Iterable[int]) -> None:

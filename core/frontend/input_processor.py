@@ -57,11 +57,18 @@ class InputProcessor:
         *,
         max_model_len: int,
         seed: int | None,
+        in_process: bool = True,
     ) -> None:
-        """`seed` makes the seeds of requests that bring none repeatable."""
+        """Prepare.
+
+        Args:
+            seed: makes the seeds of requests that bring none repeatable.
+            in_process: whether the engine runs in this process, so that callables reach it.
+        """
         self._model_config = model_config
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
+        self._in_process = in_process
         self._arguments = arguments
         self._eos_token_ids = sorted({*model_config.eos_token_ids, *tokenizer.eos_token_ids})
         self._random = random.Random(seed) if seed is not None else random.SystemRandom()
@@ -74,8 +81,12 @@ class InputProcessor:
         extras: RequestExtras = NO_EXTRAS,
         *,
         arrival_time: float = 0.0,
+        token_ids: list[int] | None = None,
     ) -> tuple[EngineCoreRequest, str | None]:
         """Return the request and the prompt's text, if it was given as text.
+
+        Args:
+            token_ids: of a prompt given as text, from `tokenise`; None tokenises it here.
 
         Raises:
             RequestError: naming the field, its value and what would be right.
@@ -86,7 +97,7 @@ class InputProcessor:
             )
         params = self._checked(params)
         extras = typed.convert(extras, RequestExtras, path="", error=RequestError)
-        text, token_ids = self._tokens(prompt)
+        text, token_ids = self._tokens(prompt, token_ids)
         params = self._completed(params, len(token_ids))
         eos = [] if params.ignore_eos else self._eos_token_ids
         request = EngineCoreRequest(
@@ -105,8 +116,24 @@ class InputProcessor:
         request.params = msgspec.structs.replace(params, plugin_args={})
         return request, text
 
+    def text_of(self, prompt: Prompt) -> str | None:
+        """Return the text that is to be tokenised, None if there is none."""
+        if isinstance(prompt, Mapping):
+            prompt = self._from_mapping(prompt)
+        return prompt if isinstance(prompt, str) else None
+
+    def tokenise(self, text: str) -> list[int]:
+        """Return a text's tokens. May be called in any thread, one call at a time."""
+        return self._tokenizer.encode(text)
+
     def _checked(self, params: SamplingParams) -> SamplingParams:
         params = params.checked()
+        if params.logits_processors and not self._in_process:
+            raise RequestError(
+                "logits_processors: callables cannot travel to an engine in a process of its own; "
+                "enable a factory `(params) -> callable or None` as a plugin (plugins.enable), "
+                "which is called there, or run the engine in this process (engine.in_process)"
+            )
         vocab_size = self._model_config.vocab_size
         for field in ("logprobs", "prompt_logprobs"):
             if (getattr(params, field) or 0) > vocab_size:
@@ -135,13 +162,15 @@ class InputProcessor:
             seed=self._random.getrandbits(63) if params.seed is None else params.seed,
         )
 
-    def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _tokens(
+        self, prompt: Prompt, token_ids: list[int] | None
+    ) -> tuple[str | None, list[int]]:
         text: str | None = None
         if isinstance(prompt, Mapping):
             prompt = self._from_mapping(prompt)
         if isinstance(prompt, str):
             text = prompt
-            token_ids = self._tokenizer.encode(text)
+            token_ids = self.tokenise(text) if token_ids is None else token_ids
         else:
             token_ids = self._checked_ids(prompt)
         if not token_ids:

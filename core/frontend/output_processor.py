@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hardpoint.plugins import (
-    CompletionOutput,
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
-    Logprob,
     RequestOutput,
-    RequestOutputKind,
     Tokenizer,
-    TokenLogprobs,
 )
 
-from .detokenizer import Detokenizer
 from .parent_request import ParentRequest
+from .request_state import RequestState
 
 __all__ = ["OutputProcessor", "ProcessedOutputs"]
 
@@ -28,55 +24,99 @@ class ProcessedOutputs:
     """What one batch of engine outputs came to.
 
     Attributes:
-        request_outputs: for the user.
-        aborts: ids of requests that ended here (stop string) while the engine runs on.
-        faults: (plugin, the user's request id, message) of requests that a plugin ended.
+        request_outputs: for the user, each with its request.
+        aborts: internal ids of requests that ended here (stop string, or a completion of the same
+            prompt was refused) while the engine runs on.
+        faults: (plugin, the request's internal id, message) of requests that a plugin ended.
     """
 
-    request_outputs: list[RequestOutput] = field(default_factory=list)
+    request_outputs: list[tuple[ParentRequest, RequestOutput]] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     faults: list[tuple[str, str, str]] = field(default_factory=list)
 
 
 class OutputProcessor:
-    """Detokenises, finds stop strings, gathers log-probabilities and builds outputs."""
+    """Detokenises, finds stop strings, gathers log-probabilities and builds outputs.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """The tokenizer gives every text."""
+    Inside, every completion of a prompt has an id of its own. Users may name a request by the id
+    that they gave it, which several live ones may share, or by its internal one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stream_interval: int = 1) -> None:
+        """The tokenizer gives every text.
+
+        Args:
+            stream_interval: outputs between the first and the last wait for so many new tokens.
+        """
         self._tokenizer = tokenizer
-        self._states: dict[str, _RequestState] = {}
+        self._stream_interval = stream_interval
+        self._states: dict[str, RequestState] = {}
+        self._by_parent: dict[str, list[str]] = {}
+        self._by_external: dict[str, list[str]] = {}
 
     def add_request(
         self, request: EngineCoreRequest, prompt: str | None, parent: ParentRequest
     ) -> None:
         """Register a request; to be done before the engine gets it."""
-        self._states[request.request_id] = _RequestState(request, prompt, parent, self._tokenizer)
+        request_id = request.request_id
+        self._states[request_id] = RequestState(
+            request, prompt, parent, self._tokenizer, self._stream_interval
+        )
+        self._by_parent.setdefault(parent.internal_id, []).append(request_id)
+        self._by_external.setdefault(parent.request_id, []).append(request_id)
 
     def num_unfinished_requests(self) -> int:
         """Return the number of registered requests."""
         return len(self._states)
 
     def is_live(self, request_id: str) -> bool:
-        """Whether a request is registered under an internal id."""
-        return request_id in self._states
+        """Whether an id, internal or the user's, is in use."""
+        tables = (self._states, self._by_parent, self._by_external)
+        return any(request_id in table for table in tables)
 
-    def unfinished_of(self, external_ids: Iterable[str]) -> list[str]:
-        """Return the registered ids that belong to the user's ids."""
-        wanted = set(external_ids)
-        return [i for i, state in self._states.items() if state.parent.request_id in wanted]
+    def live_ids(self) -> list[str]:
+        """Return all internal ids."""
+        return list(self._states)
 
-    def children_of(self, external_id: str) -> dict[str, int]:
-        """Return the registered ids that belong to a user's id, with their completions' indices."""
-        return {
-            request_id: state.index
-            for request_id, state in self._states.items()
-            if state.parent.request_id == external_id
-        }
+    def live_of(self, ids: Iterable[str]) -> list[str]:
+        """Return the internal ids that belong to the user's or internal ids, each once.
+
+        The id of one completion stands for its whole prompt.
+        """
+        found: dict[str, None] = {}
+        for request_id in ids:
+            if state := self._states.get(request_id):
+                request_id = state.parent.internal_id
+            children = self._by_parent.get(request_id) or self._by_external.get(request_id, ())
+            found.update(dict.fromkeys(children))
+        return list(found)
+
+    def index_of(self, request_id: str) -> int:
+        """Return which completion of its prompt an internal id is."""
+        return self._states[request_id].index
+
+    def parents(self) -> list[ParentRequest]:
+        """Return every live prompt."""
+        return list({id(s.parent): s.parent for s in self._states.values()}.values())
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Forget requests; they give no more outputs."""
+        """Forget requests by internal ids; they give no more outputs."""
         for request_id in request_ids:
-            self._states.pop(request_id, None)
+            state = self._states.pop(request_id, None)
+            if state is not None:
+                _remove(self._by_parent, state.parent.internal_id, request_id)
+                _remove(self._by_external, state.parent.request_id, request_id)
+
+    def abort(self, request_ids: Iterable[str]) -> ProcessedOutputs:
+        """End requests by internal ids; return what they have so far."""
+        processed = ProcessedOutputs()
+        for request_id in request_ids:
+            if state := self._states.get(request_id):
+                state.end(FinishReason.ABORT)
+                self._show(state, processed)
+                self.drop([request_id])
+                processed.aborts.append(request_id)
+        return processed
 
     def process(self, outputs: Sequence[EngineCoreOutput]) -> ProcessedOutputs:
         """Take a batch; the only loop over it. Unknown ids are skipped: they were aborted."""
@@ -85,130 +125,35 @@ class OutputProcessor:
             state = self._states.get(output.request_id)
             if state is None:
                 continue
+            if output.error_kind is not None:
+                self._refused(state, output, processed)
+                continue
             state.update(output)
             if output.faulty_plugin is not None:
-                fault = (output.faulty_plugin, state.parent.request_id, output.error or "")
+                fault = (output.faulty_plugin, state.parent.internal_id, output.error or "")
                 processed.faults.append(fault)
             if state.finish_reason is not None:
-                del self._states[output.request_id]
+                self.drop([output.request_id])
                 if not output.finished:
                     processed.aborts.append(output.request_id)
-            if (request_output := state.output()) is not None:
-                processed.request_outputs.append(request_output)
+            self._show(state, processed)
         return processed
 
-
-class _RequestState:
-    """One request's text, tokens and log-probabilities so far."""
-
-    def __init__(
-        self,
-        request: EngineCoreRequest,
-        prompt: str | None,
-        parent: ParentRequest,
-        tokenizer: Tokenizer,
+    def _refused(
+        self, state: RequestState, output: EngineCoreOutput, processed: ProcessedOutputs
     ) -> None:
-        params = request.params
-        self.parent = parent
-        self.finish_reason: FinishReason | None = None
-        self._request = request
-        self._prompt = prompt
-        self._tokenizer = tokenizer
-        self._detokenizer = (
-            Detokenizer(tokenizer, request.prompt_token_ids, params) if params.detokenize else None
-        )
-        self._token_ids: list[int] = []
-        self._logprobs: list[Mapping[int, Logprob]] = []
-        self._cumulative_logprob = 0.0
-        self._prompt_logprobs: list[Mapping[int, Logprob] | None] = []
-        self._stop_reason: int | str | None = None
-        self._error: str | None = None
-        self._sent_prompt = 0
-        self._sent_tokens = 0
-        self._sent_chars = 0
+        """End a prompt of which a completion was refused: all of them run, or none."""
+        family = self.live_of([output.request_id])
+        self.drop(family)
+        processed.aborts += [each for each in family if each != output.request_id]
+        processed.request_outputs.append((state.parent, state.refused(output)))
 
-    @property
-    def index(self) -> int:
-        """Which of the `n` completions this is."""
-        return self._request.child_index
+    def _show(self, state: RequestState, processed: ProcessedOutputs) -> None:
+        if (request_output := state.output()) is not None:
+            processed.request_outputs.append((state.parent, request_output))
 
-    def update(self, output: EngineCoreOutput) -> None:
-        """Take one engine output."""
-        new = output.new_token_ids
-        self.finish_reason = output.finish_reason
-        self._stop_reason, self._error = output.stop_reason, output.error
-        if output.prompt_logprobs is not None:
-            self._prompt_logprobs += [
-                self._decoded(entry) if entry else None for entry in output.prompt_logprobs
-            ]
-        if self._detokenizer is not None:
-            taken = self._detokenizer.update(
-                new, ended_by_token=output.finish_reason is FinishReason.STOP
-            )
-            if taken is not None:
-                new = new[:taken]
-                self.finish_reason = FinishReason.STOP
-            elif output.finished:
-                self._detokenizer.finish()
-            if self._detokenizer.stop_string is not None:
-                self.finish_reason = FinishReason.STOP
-                self._stop_reason = self._detokenizer.stop_string
-        self._token_ids += new
-        for entry in (output.logprobs or [])[: len(new)]:
-            self._cumulative_logprob += entry.logprobs[0]
-            self._logprobs.append(self._decoded(entry))
 
-    def output(self) -> RequestOutput | None:
-        """Return what the user is to see now, if anything."""
-        finished = self.finish_reason is not None
-        params = self._request.params
-        kind = params.output_kind
-        if kind is RequestOutputKind.FINAL_ONLY and not finished:
-            return None
-        delta = kind is RequestOutputKind.DELTA
-        text = self._detokenizer.text if self._detokenizer else ""
-        chars = self._detokenizer.certain_length(finished=finished) if self._detokenizer else 0
-        first_token, first_char = (self._sent_tokens, self._sent_chars) if delta else (0, 0)
-        asked = params.logprobs is not None
-        completion = CompletionOutput(
-            index=self._request.child_index,
-            text=text[first_char:chars],
-            token_ids=self._token_ids[first_token:],
-            cumulative_logprob=self._cumulative_logprob if asked else None,
-            logprobs=self._logprobs[first_token:] if asked else None,
-            finish_reason=str(self.finish_reason) if self.finish_reason is not None else None,
-            stop_reason=self._stop_reason,
-            error=self._error,
-        )
-        if delta and not finished and not completion.token_ids:
-            return None
-        self._sent_tokens, self._sent_chars = len(self._token_ids), max(chars, self._sent_chars)
-        outputs = self.parent.gather(completion, final_only=kind is RequestOutputKind.FINAL_ONLY)
-        if not outputs:
-            return None
-        return RequestOutput(
-            request_id=self.parent.request_id,
-            prompt=self._prompt,
-            prompt_token_ids=self._request.prompt_token_ids,
-            outputs=outputs,
-            finished=self.parent.finished,
-            prompt_logprobs=self._prompt_part(delta=delta),
-        )
-
-    def _prompt_part(self, *, delta: bool) -> list[Mapping[int, Logprob] | None] | None:
-        """Return the prompt's log-probabilities, if asked for; with `delta`, those not yet sent."""
-        if self._request.params.prompt_logprobs is None:
-            return None
-        part = self._prompt_logprobs[self._sent_prompt if delta else 0 :]
-        self._sent_prompt = len(self._prompt_logprobs)
-        return part
-
-    def _decoded(self, entry: TokenLogprobs) -> Mapping[int, Logprob]:
-        """Return an entry by token id, each with its own text; the chosen token first."""
-        result: dict[int, Logprob] = {}
-        for place, (token, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
-            if token not in result:  # the chosen one may stand among the likeliest again
-                rank = place if place else entry.rank
-                text = self._tokenizer.decode([token], skip_special_tokens=False)
-                result[token] = Logprob(logprob, rank, text)
-        return result
+def _remove(table: dict[str, list[str]], key: str, value: str) -> None:
+    table[key].remove(value)
+    if not table[key]:
+        del table[key]

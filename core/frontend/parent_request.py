@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import msgspec
 
-from hardpoint.plugins import CompletionOutput, EngineCoreRequest
+from hardpoint.plugins import CompletionOutput, EngineCoreRequest, RequestOutput
 
-__all__ = ["ParentRequest"]
+__all__ = ["OutputSink", "ParentRequest"]
+
+OutputSink = Callable[[RequestOutput | Exception], None]
+"""Takes a request's outputs, or the error that ends it."""
 
 
 class ParentRequest:
@@ -16,11 +20,17 @@ class ParentRequest:
 
     Attributes:
         request_id: the user's.
+        internal_id: unique among live requests.
+        sink: where its outputs go; None is back to who asked for the step.
     """
 
-    def __init__(self, request_id: str, n: int) -> None:
+    def __init__(
+        self, request_id: str, internal_id: str, n: int, sink: OutputSink | None = None
+    ) -> None:
         """Expect `n` completions."""
         self.request_id = request_id
+        self.internal_id = internal_id
+        self.sink = sink
         self._n = n
         self._finished: dict[int, CompletionOutput] = {}
 
@@ -30,13 +40,15 @@ class ParentRequest:
         return len(self._finished) == self._n
 
     def children(self, request: EngineCoreRequest) -> list[EngineCoreRequest]:
-        """Return one request per completion; a single one keeps the user's id."""
+        """Return one request per completion; a single one has the internal id itself."""
         if self._n == 1:
+            request.request_id, request.external_req_id = self.internal_id, self.request_id
             return [request]
         return [
             msgspec.structs.replace(
                 request,
-                request_id=f"{index}_{self.request_id}",
+                request_id=f"{index}_{self.internal_id}",
+                external_req_id=self.request_id,
                 child_index=index,
                 # Hooks may change a completion's lists; the others keep theirs.
                 prompt_token_ids=list(request.prompt_token_ids),

@@ -17,11 +17,13 @@ class Health(msgspec.Struct, frozen=True):
         faults: by plugin name, how many distinct requests it ended.
         quarantined: by plugin name, its last fault; requests that use it are refused.
         fallbacks: by plugin name, the decisions that the built-in default took in its place.
+        restarts: how often a dead engine was started anew.
     """
 
     faults: dict[str, int]
     quarantined: dict[str, str]
     fallbacks: dict[str, StepFault] = {}
+    restarts: int = 0
 
     @property
     def ok(self) -> bool:
@@ -63,12 +65,13 @@ class PluginHealth:
                 f"{len(self._ended[plugin])} requests; the last: {self._last[plugin]}"
             )
 
-    def report(self, fallbacks: dict[str, StepFault]) -> Health:
+    def report(self, fallbacks: dict[str, StepFault], restarts: int = 0) -> Health:
         """Return what is known, with what the engine tells of its own plugins."""
         return Health(
             faults={plugin: len(ended) for plugin, ended in self._ended.items()},
             quarantined={p: self._last[p] for p in self._ended if self._quarantined(p)},
             fallbacks=fallbacks,
+            restarts=restarts,
         )
 
     def _quarantined(self, plugin: str) -> bool:

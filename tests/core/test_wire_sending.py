@@ -74,11 +74,10 @@ def test_a_slow_client_delays_nobody_else(sockets):
     slow.connect(f"{address}-nobody")
     sender.connect(address)
     tracker = SendTracker(copy_below=0)
-    for socket in (slow, sender, sender):
-        buffer = tracker.buffer()
+    buffers = [tracker.buffer() for _ in range(3)]
+    for socket, buffer in zip((slow, sender, sender), buffers, strict=True):
         frames = Encoder().encode_into("x" * 100, buffer)
         socket.send_multipart(tracker.frames(frames, buffer), copy=False)
-        del buffer, frames
     receiver.recv_multipart()
     receiver.recv_multipart()
 

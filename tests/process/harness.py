@@ -21,16 +21,25 @@ import psutil
 from processes import ROOT
 
 from hardpoint import LLM
+from hardpoint.core.build import build_engine
+from hardpoint.core.frontend.llm_engine import LLMEngine
+from hardpoint.plugins import EngineConfig, typed
 from hardpoint.testing import scripted_config
 
 OWN_PROCESS = {"in_process": False}
-PATH = [str(Path(__file__).parent), str(ROOT / "tests"), str(ROOT / "tests" / "core")]
+TESTS = ROOT / "tests"
+PATH = [str(TESTS / "process"), str(TESTS), str(TESTS / "core")]
 
 
 def process_config(folder: Path, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The configuration of a scripted model in a process of its own."""
     extra = dict(extra or {})
     return scripted_config(folder, extra | {"engine": OWN_PROCESS | extra.get("engine", {})})
+
+
+def open_engine(folder: Path, extra: Mapping[str, Any] | None = None) -> LLMEngine:
+    """Open an engine in a process of its own, to be stepped by hand."""
+    return build_engine(typed.convert(process_config(folder, extra), EngineConfig, path=""))
 
 
 class Opened:
@@ -152,14 +161,15 @@ class Program:
             folder: where its file is written.
             how: "file", "-c" or "stdin".
             cwd: where it is started; None is `folder`.
-            path: its PYTHONPATH; None lets it import what these tests import.
+            path: put before PYTHONPATH; None lets it import what these tests import.
         """
         text = textwrap.dedent(source)
         script = folder / "user_script.py"
         script.write_text(text)
         command = {"file": [str(script)], "-c": ["-c", text], "stdin": ["-"]}[how]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("HARDPOINT__")}
-        environment["PYTHONPATH"] = os.pathsep.join(PATH if path is None else path)
+        known = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
+        environment["PYTHONPATH"] = os.pathsep.join((PATH if path is None else path) + known)
         environment["OMP_NUM_THREADS"] = "1"
         self.popen = subprocess.Popen(
             [sys.executable, *command],

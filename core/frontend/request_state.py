@@ -1,0 +1,191 @@
+"""One live request as the frontend keeps it: its text, tokens and log-probabilities so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hardpoint.plugins import (
+    CompletionOutput,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    Logprob,
+    RequestOutput,
+    RequestOutputKind,
+    Tokenizer,
+    TokenLogprobs,
+)
+
+from .detokenizer import Detokenizer
+from .parent_request import ParentRequest
+
+__all__ = ["RequestState"]
+
+
+class RequestState:
+    """One request's text, tokens and log-probabilities so far."""
+
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        parent: ParentRequest,
+        tokenizer: Tokenizer,
+        stream_interval: int = 1,
+    ) -> None:
+        """Start with nothing.
+
+        Args:
+            prompt: its text, if it was given as text.
+            stream_interval: outputs between the first and the last wait for so many new tokens.
+        """
+        params = request.params
+        self.parent = parent
+        self.finish_reason: FinishReason | None = None
+        self._request = request
+        self._prompt = prompt
+        self._tokenizer = tokenizer
+        self._detokenizer = (
+            Detokenizer(tokenizer, request.prompt_token_ids, params) if params.detokenize else None
+        )
+        self._token_ids: list[int] = []
+        self._logprobs: list[Mapping[int, Logprob]] = []
+        self._cumulative_logprob = 0.0
+        self._prompt_logprobs: list[Mapping[int, Logprob] | None] = []
+        self._stop_reason: int | str | None = None
+        self._error: str | None = None
+        self._sent_prompt = 0
+        self._sent_tokens = 0
+        self._sent_chars = 0
+        self._sent_any = False
+        self._interval = stream_interval
+        self._num_cached_tokens: int | None = None
+        self._kv_transfer_params: dict[str, Any] | None = None
+
+    @property
+    def index(self) -> int:
+        """Which of the `n` completions this is."""
+        return self._request.child_index
+
+    def update(self, output: EngineCoreOutput) -> None:
+        """Take one engine output."""
+        new = output.new_token_ids
+        self.finish_reason = output.finish_reason
+        self._stop_reason, self._error = output.stop_reason, output.error
+        if output.num_cached_tokens is not None:
+            self._num_cached_tokens = output.num_cached_tokens
+        if output.kv_transfer_params is not None:
+            self._kv_transfer_params = output.kv_transfer_params
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs += [
+                self._decoded(entry) if entry else None for entry in output.prompt_logprobs
+            ]
+        if self._detokenizer is not None:
+            taken = self._detokenizer.update(
+                new, ended_by_token=output.finish_reason is FinishReason.STOP
+            )
+            if taken is not None:
+                new = new[:taken]
+                self.finish_reason = FinishReason.STOP
+            elif output.finished:
+                self._detokenizer.finish()
+            if self._detokenizer.stop_string is not None:
+                self.finish_reason = FinishReason.STOP
+                self._stop_reason = self._detokenizer.stop_string
+        self._token_ids += new
+        for entry in (output.logprobs or [])[: len(new)]:
+            self._cumulative_logprob += entry.logprobs[0]
+            self._logprobs.append(self._decoded(entry))
+
+    def end(self, reason: FinishReason) -> None:
+        """End the request without the engine."""
+        self.finish_reason = reason
+        if self._detokenizer is not None:
+            self._detokenizer.finish()
+            if self._detokenizer.stop_string is not None:
+                self.finish_reason = FinishReason.STOP
+                self._stop_reason = self._detokenizer.stop_string
+
+    def refused(self, output: EngineCoreOutput) -> RequestOutput:
+        """Return what the user is to see of a request that the engine refused."""
+        completion = CompletionOutput(
+            index=self.index,
+            text="",
+            token_ids=[],
+            finish_reason=str(FinishReason.ERROR),
+            error=output.error,
+            error_kind=output.error_kind,
+        )
+        return self._to_user([completion], finished=True, prompt_logprobs=None)
+
+    def output(self) -> RequestOutput | None:
+        """Return what the user is to see now, if anything."""
+        finished = self.finish_reason is not None
+        params = self._request.params
+        kind = params.output_kind
+        if kind is RequestOutputKind.FINAL_ONLY and not finished:
+            return None
+        if not finished and self._sent_any:
+            if len(self._token_ids) - self._sent_tokens < self._interval:
+                return None
+        delta = kind is RequestOutputKind.DELTA
+        text = self._detokenizer.text if self._detokenizer else ""
+        chars = self._detokenizer.certain_length(finished=finished) if self._detokenizer else 0
+        first_token, first_char = (self._sent_tokens, self._sent_chars) if delta else (0, 0)
+        asked = params.logprobs is not None
+        completion = CompletionOutput(
+            index=self._request.child_index,
+            text=text[first_char:chars],
+            token_ids=self._token_ids[first_token:],
+            cumulative_logprob=self._cumulative_logprob if asked else None,
+            logprobs=self._logprobs[first_token:] if asked else None,
+            finish_reason=str(self.finish_reason) if self.finish_reason is not None else None,
+            stop_reason=self._stop_reason,
+            error=self._error,
+        )
+        if delta and not finished and not completion.token_ids:
+            return None
+        self._sent_tokens, self._sent_chars = len(self._token_ids), max(chars, self._sent_chars)
+        self._sent_any = True
+        outputs = self.parent.gather(completion, final_only=kind is RequestOutputKind.FINAL_ONLY)
+        if not outputs:
+            return None
+        part = self._prompt_part(delta=delta)
+        return self._to_user(outputs, finished=self.parent.finished, prompt_logprobs=part)
+
+    def _to_user(
+        self,
+        outputs: list[CompletionOutput],
+        *,
+        finished: bool,
+        prompt_logprobs: list[Mapping[int, Logprob] | None] | None,
+    ) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.parent.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self._request.prompt_token_ids,
+            outputs=outputs,
+            finished=finished,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=self._num_cached_tokens,
+            kv_transfer_params=self._kv_transfer_params,
+        )
+
+    def _prompt_part(self, *, delta: bool) -> list[Mapping[int, Logprob] | None] | None:
+        """Return the prompt's log-probabilities, if asked for; with `delta`, those not yet sent."""
+        if self._request.params.prompt_logprobs is None:
+            return None
+        part = self._prompt_logprobs[self._sent_prompt if delta else 0 :]
+        self._sent_prompt = len(self._prompt_logprobs)
+        return part
+
+    def _decoded(self, entry: TokenLogprobs) -> Mapping[int, Logprob]:
+        """Return an entry by token id, each with its own text; the chosen token first."""
+        result: dict[int, Logprob] = {}
+        for place, (token, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
+            if token not in result:  # the chosen one may stand among the likeliest again
+                rank = place if place else entry.rank
+                text = self._tokenizer.decode([token], skip_special_tokens=False)
+                result[token] = Logprob(logprob, rank, text)
+        return result

@@ -3,30 +3,49 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from hardpoint.plugins import (
     Component,
+    EngineConfig,
     EngineCoreOutputs,
     EngineCoreRequest,
     Executor,
     FinishReason,
+    HardpointError,
     KVCacheManager,
+    LoRARequest,
     Manifest,
+    ModelRunnerOutput,
     PluginMeter,
     PluginSet,
+    RequestError,
     Scheduler,
+    SchedulerOutput,
     SchedulerStats,
     StepFault,
     WaitReason,
 )
 
+from .batch_queue import BatchQueue, start_batch
+from .failure_report import log_failure
 from .kv_events import KVEventFanout
+from .pausing import Pausing, Surroundings
 from .policy_slot import PolicySlot
 from .step_faults import StepFaults
+from .wire import PauseMode
+from .worker_calls import WorkerCalls
 
-__all__ = ["EngineCore", "EngineCoreParts"]
+__all__ = ["EngineCore", "EngineCoreParts", "Outputs"]
+
+_log = logging.getLogger("hardpoint")
+
+Outputs = dict[int, EngineCoreOutputs]
+"""By client index."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +54,7 @@ class EngineCoreParts:
 
     Attributes:
         components: closed with the core, beside those that are named here.
+        config: for the log, when a step fails.
     """
 
     scheduler: Scheduler
@@ -44,26 +64,42 @@ class EngineCoreParts:
     kv_events: KVEventFanout
     faults: StepFaults
     components: Sequence[Component] = ()
+    config: EngineConfig | None = None
 
 
 class EngineCore:
-    """Scheduler and executor, and the step that joins them."""
+    """Scheduler and executor, and the step that joins them.
+
+    One thread at a time; what may be called from others says so.
+    """
 
     def __init__(self, parts: EngineCoreParts) -> None:
         """Take over the parts; `close` closes them."""
         self._parts = parts
         self._scheduler = parts.scheduler
         self._executor = parts.executor
+        self._unsent: list[Outputs] = []
+        self._batches = BatchQueue(parts.executor.max_concurrent_batches)
+        if parts.executor.max_concurrent_batches > 1:
+            self.step = self.step_with_batch_queue  # type: ignore[method-assign]
+        self._workers = WorkerCalls(parts.executor)
+        self._pausing = Pausing(
+            Surroundings(parts.scheduler, parts.executor, self._abort_all, self._settle)
+        )
+
+    # Requests
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request.
 
         Raises:
-            RequestError: it could never run, or too many wait.
+            RequestError: it could never run, its id is that of a live request, or too many wait.
         """
+        if self._is_live(request.request_id):
+            raise RequestError(f"request_id: {request.request_id!r} is the id of a live request")
         self._scheduler.add_request(request)
 
-    def abort_requests(self, request_ids: Iterable[str] | None) -> dict[int, EngineCoreOutputs]:
+    def abort_requests(self, request_ids: Iterable[str] | None) -> Outputs:
         """End requests; unknown ids are ignored, None is all of them.
 
         Returns:
@@ -72,16 +108,16 @@ class EngineCore:
         return self._scheduler.finish_requests(request_ids, FinishReason.ABORT)
 
     def has_requests(self) -> bool:
-        """Whether a step has anything to do."""
-        return self._scheduler.has_requests()
+        """Whether a step has anything to do; what a pause holds is nothing to do."""
+        return bool(self._unsent or len(self._batches) or self._scheduler.has_requests())
 
     def num_unfinished_requests(self) -> int:
         """Return the number of live requests."""
         return self._scheduler.num_unfinished_requests()
 
-    def step(
-        self, late_aborts: Callable[[], Sequence[str]] = tuple
-    ) -> tuple[dict[int, EngineCoreOutputs], bool]:
+    # The step
+
+    def step(self, late_aborts: Callable[[], Sequence[str]] = tuple) -> tuple[Outputs, bool]:
         """Schedule, execute, sample, update. Without requests, does nothing.
 
         Args:
@@ -90,20 +126,171 @@ class EngineCore:
         Returns:
             Outputs by client, and whether any token was computed.
         """
-        if not self._scheduler.has_requests():
-            return {}, False
+        if self._unsent or not self._scheduler.has_requests():
+            return self._take_unsent(), False
         plan = self._scheduler.schedule()
-        try:
-            self._parts.kv_events.publish(self._parts.kv_cache.take_events())
-            result = self._executor.execute_model(plan).result()
+        with self._carrying_out(plan):
+            result = self._execute(plan).result()
             if result is None:
                 result = self._executor.sample_tokens(plan).result()
-        except BaseException:
+        self.abort_requests(late_aborts())
+        return self._scheduler.update(plan, result), plan.total_num_scheduled_tokens > 0
+
+    def step_with_batch_queue(
+        self, late_aborts: Callable[[], Sequence[str]] = tuple
+    ) -> tuple[Outputs, bool]:
+        """The step of an executor that is a pipeline: filling it comes before draining it.
+
+        It waits for the oldest batch only if the queue is full, if that batch is done already, or
+        if no token could be scheduled.
+        """
+        if self._unsent or not self.has_requests():
+            return self._take_unsent(), False
+        started = False
+        if self._scheduler.has_requests():
+            plan = self._scheduler.schedule()
+            self._batches.push(start_batch(plan, self._execute, self._executor.sample_tokens))
+            started = plan.total_num_scheduled_tokens > 0
+            if started and self._batches.has_time:
+                return {}, True
+        outputs, computed = self._finish_oldest(late_aborts)
+        return outputs, started or computed
+
+    def _finish_oldest(self, late_aborts: Callable[[], Sequence[str]]) -> tuple[Outputs, bool]:
+        batch = self._batches.pop()
+        with self._carrying_out(batch.plan):
+            result = batch.result()
+        self.abort_requests(late_aborts())
+        outputs = self._scheduler.update(batch.plan, result)
+        return outputs, batch.plan.total_num_scheduled_tokens > 0
+
+    def _execute(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
+        self._parts.kv_events.publish(self._parts.kv_cache.take_events())
+        return self._executor.execute_model(plan)
+
+    @contextlib.contextmanager
+    def _carrying_out(self, plan: SchedulerOutput) -> Iterator[None]:
+        """Tell log and scheduler if the plan's results do not come."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, Exception):
+                log_failure(error, plan, self._parts.config, self._scheduler.stats)
             self._scheduler.plan_lost(plan)
             raise
-        if aborted := late_aborts():
-            self.abort_requests(aborted)
-        return self._scheduler.update(plan, result), plan.total_num_scheduled_tokens > 0
+
+    # Standing still
+
+    def pause(self, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = True) -> Future[None]:
+        """Stop giving tokens. New requests wait until `resume`.
+
+        Args:
+            mode: what becomes of the requests that are there: "abort" ends them, "wait" lets
+                those that have begun finish, "keep" leaves them as they are until `resume`.
+            clear_cache: forget what is cached once the engine stands still; requests that were
+                kept are computed anew, with the same result.
+
+        Returns:
+            Done when nothing is left to do; at once where no loop steps the engine.
+        """
+        return self._pausing.pause(mode, clear_cache=clear_cache)
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+        self._pausing.resume()
+
+    def is_paused(self) -> bool:
+        """Whether the engine is paused."""
+        return self._pausing.is_paused
+
+    def sleep(self, level: int = 1, mode: PauseMode = PauseMode.ABORT) -> Future[None]:
+        """Pause, then give memory back.
+
+        Args:
+            level: 0 only pauses and keeps caches; 1 gives the KV cache back and moves weights to
+                CPU memory; 2 gives back both.
+            mode: as for `pause`.
+
+        Returns:
+            Done when the memory is given back.
+        """
+        return self._pausing.sleep(level, mode)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Have memory again, and go on when all of it is there.
+
+        Args:
+            tags: of "weights", "kv_cache" and "scheduling"; None is all of them.
+        """
+        self._pausing.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether memory was given back and is not there again."""
+        return self._pausing.is_sleeping
+
+    # Caches
+
+    def reset_prefix_cache(self, recompute_running: bool = False) -> None:
+        """Forget cached content; with `recompute_running`, compute anew what runs."""
+        self._warn_of_unfinished("prefix")
+        self._scheduler.reset_prefix_cache(recompute_running=recompute_running)
+
+    def reset_encoder_cache(self) -> None:
+        """Forget embeddings of images and the like.
+
+        Raises:
+            HardpointError: there are none.
+        """
+        self._warn_of_unfinished("encoder")
+        raise HardpointError("there is no encoder cache: no worker encodes images or sounds")
+
+    def reset_mm_cache(self) -> None:
+        """Forget processed images and the like.
+
+        Raises:
+            HardpointError: there are none.
+        """
+        self._warn_of_unfinished("multimodal")
+        raise HardpointError("there is no multimodal cache: requests bring no images or sounds")
+
+    # Workers
+
+    def collective_rpc(
+        self, method: str, timeout: float | None = None, args: list[Any] | None = None
+    ) -> list[Any]:
+        """Call a declared method of every worker; return the results in rank order."""
+        return self._workers.call(method, args or [], timeout)
+
+    def start_profile(self) -> None:
+        """Begin to record what the workers do."""
+        self._executor.collective_rpc("start_profile")
+
+    def stop_profile(self) -> list[str]:
+        """Return the files that the workers' profiles were written to."""
+        return self._executor.collective_rpc("stop_profile")
+
+    def add_lora(self, lora: LoRARequest) -> bool:
+        """Load an adapter; return whether every worker did."""
+        return self._workers.add_lora(lora)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; return whether every worker had it."""
+        return self._workers.remove_lora(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """Return the ids of the adapters that every worker has."""
+        return self._workers.list_loras()
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter, whatever others come; return whether every worker had it."""
+        return self._workers.pin_lora(lora_id)
+
+    def plugin_meters(self) -> dict[str, PluginMeter]:
+        """Return what each logits processor cost so far, by name, in the first worker."""
+        meters: dict[str, PluginMeter] = self._executor.collective_rpc("plugin_meters")[0]
+        return meters
+
+    # Scheduling
 
     def why_waiting(self, request_ids: list[str]) -> list[WaitReason | None]:
         """Return per live request why it got no tokens in the last step; None if it got some."""
@@ -113,10 +300,6 @@ class EngineCore:
         """Take the scheduling policy of another generation of the manifest, or nothing of it."""
         self._parts.policy.replace(PluginSet(manifest), self._scheduler)
 
-    def reset_prefix_cache(self, recompute_running: bool = False) -> None:
-        """Forget cached content; with `recompute_running`, compute anew what runs."""
-        self._scheduler.reset_prefix_cache(recompute_running=recompute_running)
-
     def scheduler_stats(self) -> SchedulerStats:
         """Return how the scheduler stands."""
         return self._scheduler.stats()
@@ -125,14 +308,29 @@ class EngineCore:
         """Return the decisions that plugins did not take, by plugin name."""
         return self._parts.faults.report()
 
-    def plugin_meters(self) -> dict[str, PluginMeter]:
-        """Return what each logits processor cost so far, by name, in the first worker."""
-        meters: dict[str, PluginMeter] = self._executor.collective_rpc("plugin_meters")[0]
-        return meters
+    # For a loop that steps the core
+
+    def enter_loop(self, on_failure: Callable[[BaseException], None]) -> None:
+        """Take it that a loop steps the core, and says `went_idle` when nothing is left to do.
+
+        Args:
+            on_failure: called, in any thread, when the executor fails beside a step.
+        """
+        self._pausing.has_loop = True
+        self._executor.on_failure(on_failure)
+
+    def went_idle(self) -> None:
+        """Complete what waited until nothing is left to do."""
+        self._pausing.went_idle()
+
+    def leave_loop(self, words: str) -> None:
+        """Fail what still waits for the loop to be idle."""
+        self._pausing.give_up(words)
 
     def close(self) -> None:
         """Release workers, model and cache."""
         parts = self._parts
+        self._pausing.give_up("the engine was closed")
         with contextlib.ExitStack() as stack:  # each is closed, whatever another one raises
             for component in parts.components:
                 stack.callback(component.close)
@@ -140,3 +338,27 @@ class EngineCore:
             stack.callback(parts.policy.close)
             stack.callback(self._scheduler.close)
             stack.callback(self._executor.close)
+
+    def _is_live(self, request_id: str) -> bool:
+        try:
+            return self._scheduler.live_request(request_id) is not None
+        except NotImplementedError:  # it shows none, so nobody can tell
+            return False
+
+    def _take_unsent(self) -> Outputs:
+        return self._unsent.pop(0) if self._unsent else {}
+
+    def _abort_all(self) -> None:
+        """End every request; the next step tells their clients."""
+        if outputs := self.abort_requests(None):
+            self._unsent.append(outputs)
+
+    def _settle(self) -> None:
+        """Take the results of all steps that are under way; the next step tells them."""
+        while len(self._batches):
+            outputs, _ = self._finish_oldest(tuple)
+            self._unsent.append(outputs)
+
+    def _warn_of_unfinished(self, cache: str) -> None:
+        if count := self.num_unfinished_requests():
+            _log.warning("the %s cache is reset while %d requests are unfinished", cache, count)

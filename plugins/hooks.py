@@ -55,7 +55,8 @@ class HookSpecs:
 
         May change its fields; they are not checked again. Called for each of the `n` completions.
         Raising a ValueError refuses the request with that message; any other error refuses it
-        too and names the plugin. With `n` > 1 a completion's `request_id` is `<index>_<id>`.
+        too and names the plugin. `external_req_id` is the user's id, `request_id` one of the
+        engine's own.
         """
 
     @hookspec

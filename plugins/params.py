@@ -41,7 +41,7 @@ class RepetitionDetection(Strict):
     min_count: Annotated[int, Meta(ge=2)] = 4
 
 
-class SamplingParams(Strict):
+class SamplingParams(Strict, omit_defaults=True):
     """How the tokens of one request are chosen, and when it stops.
 
     Constructing one checks nothing; the engine checks it whole when the request comes in, and

@@ -129,7 +129,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, kw_
         return [*self.eos_token_ids, *self.params.stop_token_ids]
 
 
-class TokenLogprobs(msgspec.Struct, array_like=True):
+class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     """Log-probabilities at one position, best first, the chosen token in front.
 
     Attributes:
@@ -151,7 +151,7 @@ class EngineCoreEventType(IntEnum):
     PREEMPTED = 3
 
 
-class EngineCoreEvent(msgspec.Struct, array_like=True, frozen=True):
+class EngineCoreEvent(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Something that happened to a request.
 
     Attributes:
@@ -176,7 +176,9 @@ class PrefillStats(msgspec.Struct, array_like=True, frozen=True):
     num_external_tokens: int = 0
 
 
-class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, kw_only=True):
+class EngineCoreOutput(
+    msgspec.Struct, array_like=True, omit_defaults=True, kw_only=True, gc=False
+):
     """What one step added to one request.
 
     Attributes:

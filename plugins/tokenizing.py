@@ -48,7 +48,10 @@ class Tokenizer(Component):
 
     @abstractmethod
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of `text`."""
+        """Return the token ids of `text`.
+
+        May be called in another thread than the other methods, while one of them runs.
+        """
 
     @abstractmethod
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

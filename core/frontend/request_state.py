@@ -126,9 +126,8 @@ class RequestState:
         kind = params.output_kind
         if kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None
-        if not finished and self._sent_any:
-            if len(self._token_ids) - self._sent_tokens < self._interval:
-                return None
+        if self._holds_back(finished=finished):
+            return None
         delta = kind is RequestOutputKind.DELTA
         text = self._detokenizer.text if self._detokenizer else ""
         chars = self._detokenizer.certain_length(finished=finished) if self._detokenizer else 0
@@ -153,6 +152,12 @@ class RequestState:
             return None
         part = self._prompt_part(delta=delta)
         return self._to_user(outputs, finished=self.parent.finished, prompt_logprobs=part)
+
+    def _holds_back(self, *, finished: bool) -> bool:
+        """Whether the next output waits for more tokens."""
+        if finished or self._interval == 1 or not self._sent_any:
+            return False
+        return len(self._token_ids) - self._sent_tokens < self._interval
 
     def _to_user(
         self,

@@ -1,0 +1,290 @@
+"""What all faces of the engine share: prompts become requests, engine outputs become the user's."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from hardpoint.plugins import (
+    Component,
+    EngineConfig,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    ModelConfig,
+    Origins,
+    PluginFaultError,
+    PluginSet,
+    ReasoningParser,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    StepFault,
+    Tokenizer,
+)
+from hardpoint.plugins.hook_set import HookSet
+
+from ..change_policy import change_policy
+from ..client import EngineCoreClient
+from .input_processor import NO_EXTRAS, InputProcessor, Prompt, RequestExtras
+from .output_processor import OutputProcessor, ProcessedOutputs
+from .parent_request import OutputSink, ParentRequest
+from .plugin_arguments import PluginArguments
+from .plugin_health import Health, PluginHealth
+
+__all__ = ["EngineParts", "Frontend", "Submission", "Taken"]
+
+_log = logging.getLogger("hardpoint")
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What an open engine is made of.
+
+    Attributes:
+        config: with `max_model_len` and `kv_cache.num_blocks` filled in.
+        components: closed with the engine, last one first.
+        clock: seconds; gives requests their arrival times.
+    """
+
+    config: EngineConfig
+    origins: Origins
+    plugins: PluginSet
+    hooks: HookSet
+    model_config: ModelConfig
+    tokenizer: Tokenizer
+    reasoning: ReasoningParser | None
+    client: EngineCoreClient
+    components: Sequence[Component]
+    clock: Callable[[], float]
+
+    def with_policy(self, use: str, options: Mapping[str, Any]) -> EngineParts:
+        """Return the parts with another scheduling policy, in the next generation of the manifest.
+
+        Args:
+            use: entry-point name or FQCN.
+            options: the policy's own.
+
+        Raises:
+            ConfigError, PluginError: the policy cannot be had.
+        """
+        config, plugins = change_policy(self.config, self.origins, self.plugins, use, options)
+        return dataclasses.replace(self, config=config, plugins=plugins)
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A prompt that was checked and registered; the engine does not have it yet."""
+
+    parent: ParentRequest
+    children: Sequence[EngineCoreRequest]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What became of a batch of engine outputs.
+
+    Attributes:
+        request_outputs: of requests without a sink.
+        aborts: internal ids of requests that the engine is to end.
+    """
+
+    request_outputs: list[RequestOutput]
+    aborts: list[str]
+
+
+class Frontend:
+    """Checks and registers requests, and turns outputs into what users see. Talks to no engine."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        """Prepare; the caller closes the parts."""
+        config = parts.config
+        assert isinstance(config.max_model_len, int)
+        self._plugins, self._hooks = parts.plugins, parts.hooks
+        self._clock = parts.clock
+        self._components = parts.components
+        self._health = PluginHealth(parts.plugins, config.plugins.quarantine_after)
+        self._arguments = PluginArguments(
+            parts.plugins,
+            self._health,
+            parts.model_config.vocab_size,
+            parts.tokenizer,
+            parts.reasoning,
+        )
+        self.input = InputProcessor(
+            parts.model_config,
+            parts.tokenizer,
+            self._arguments,
+            max_model_len=config.max_model_len,
+            seed=config.seed,
+            in_process=parts.client.in_process,
+        )
+        self.output = OutputProcessor(parts.tokenizer, config.engine.stream_interval)
+        self._random_ids = config.engine.random_request_ids
+        if not self._random_ids:
+            _log.warning("engine.random_request_ids is off: two live requests cannot share an id")
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: Prompt | EngineCoreRequest,
+        params: SamplingParams | None,
+        extras: RequestExtras = NO_EXTRAS,
+        *,
+        sink: OutputSink | None = None,
+        token_ids: list[int] | None = None,
+    ) -> Submission:
+        """Check a prompt and register its requests.
+
+        Args:
+            prompt: or a request that was made elsewhere, which is taken as it is.
+            sink: where its outputs go.
+            token_ids: of a prompt given as text, if it was tokenised already.
+
+        Raises:
+            RequestError: something is wrong; nothing was registered.
+        """
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id: expected a string, got {type(request_id).__name__}")
+        if isinstance(prompt, EngineCoreRequest):
+            request, text = _ready_made(prompt, params, extras), None
+        else:
+            request, text = self.input.process(
+                request_id,
+                prompt,
+                SamplingParams() if params is None else params,
+                extras,
+                arrival_time=self._clock(),
+                token_ids=token_ids,
+            )
+        internal_id = self._internal_id(request_id)
+        parent = ParentRequest(request_id, internal_id, request.params.n, sink)
+        children = parent.children(request)
+        for child in children:
+            self._received(child)
+        for child in children:
+            self.output.add_request(child, text, parent)
+        return Submission(parent, children)
+
+    def take(self, outputs: Sequence[EngineCoreOutput]) -> Taken:
+        """Take a batch of outputs; those of requests with a sink go there."""
+        return self._shown(self.output.process(outputs))
+
+    def abort(self, ids: Iterable[str]) -> list[str]:
+        """End requests by the user's or internal ids; sinks are given what there is so far.
+
+        Returns:
+            Internal ids that the engine is to end.
+        """
+        return self._shown(self.output.abort(self.output.live_of(ids))).aborts
+
+    def forget(self, ids: Iterable[str]) -> list[str]:
+        """End requests by the user's or internal ids; they give no more outputs.
+
+        Returns:
+            Internal ids that the engine is to end.
+        """
+        live = self.output.live_of(ids)
+        self.output.drop(live)
+        return live
+
+    def fail_all(self, error: Callable[[], Exception]) -> None:
+        """End every request; each sink gets an error of its own."""
+        parents = self.output.parents()
+        self.output.drop(self.output.live_ids())
+        for parent in parents:
+            if parent.sink is not None:
+                parent.sink(error())
+
+    def children_of(self, request_id: str) -> dict[str, int]:
+        """Return the internal ids of a request's live completions, with their indices.
+
+        Raises:
+            RequestError: no live request has that id.
+        """
+        live = self.output.live_of([request_id])
+        if not live:
+            raise RequestError(f"request_id: {request_id!r} is not a live request")
+        return {child: self.output.index_of(child) for child in live}
+
+    def health(self, fallbacks: dict[str, StepFault], restarts: int = 0) -> Health:
+        """Return which plugins failed, with what the engine tells of its own."""
+        return self._health.report(fallbacks, restarts)
+
+    def close(self, close_client: Callable[[], None]) -> None:
+        """Tell the hooks, close the client, close the components: all, whatever one raises."""
+        with contextlib.ExitStack() as stack:
+            for component in self._components:
+                stack.callback(component.close)
+            stack.callback(close_client)
+            stack.callback(self._hooks.call, "engine_closing")
+
+    def _internal_id(self, request_id: str) -> str:
+        """Return an id that no live request has.
+
+        Raises:
+            RequestError: the user's ids are to be used, and this one is taken.
+        """
+        if self._random_ids:
+            internal = request_id
+            while internal == request_id or self.output.is_live(internal):
+                internal = f"{request_id}-{secrets.token_hex(4)}"
+            return internal
+        if self.output.is_live(request_id) or self.output.is_live(f"0_{request_id}"):
+            raise RequestError(
+                f"request_id: {request_id!r} is the id of a live request, or of a completion of one"
+            )
+        return request_id
+
+    def _shown(self, processed: ProcessedOutputs) -> Taken:
+        for fault in processed.faults:
+            self._health.record(*fault)
+        outputs = []
+        for parent, output in processed.request_outputs:
+            if output.finished:
+                self._finished(output)
+            if parent.sink is None:
+                outputs.append(output)
+            else:
+                parent.sink(output)
+        return Taken(outputs, processed.aborts)
+
+    def _received(self, request: EngineCoreRequest) -> None:
+        try:
+            self._hooks.call("request_received", request=request)
+        except PluginFaultError as fault:
+            cause = fault.__cause__
+            message = str(cause) if isinstance(cause, ValueError) else str(fault)
+            raise RequestError(message) from fault
+        self._arguments.check_names(request.plugin_args)
+
+    def _finished(self, output: RequestOutput) -> None:
+        try:
+            self._hooks.call("request_finished", output=output)
+        except PluginFaultError as fault:
+            for completion in output.outputs:
+                completion.finish_reason, completion.error = "error", str(fault)
+
+
+def _ready_made(
+    request: EngineCoreRequest, params: SamplingParams | None, extras: RequestExtras
+) -> EngineCoreRequest:
+    """Return a copy of a request that was made elsewhere.
+
+    Raises:
+        RequestError: it has an external id already, or something is said twice.
+    """
+    if request.external_req_id is not None:
+        raise RequestError(
+            f"external_req_id: expected None, for the frontend gives it, "
+            f"got {request.external_req_id!r}"
+        )
+    if params is not None or extras != NO_EXTRAS:
+        raise RequestError("sampling_params: a ready-made EngineCoreRequest brings its own")
+    return msgspec.structs.replace(request)

@@ -1,0 +1,51 @@
+"""Arguments of calls that come as plain data, converted to what the called method declares."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from hardpoint.plugins import HardpointError, typed
+
+__all__ = ["convert_arguments", "returned_type"]
+
+
+def convert_arguments(
+    method: Callable[..., Any], arguments: Sequence[Any], error: type[HardpointError]
+) -> list[Any]:
+    """Return positional arguments of a method, `self` aside, as it declares them.
+
+    Raises:
+        `error`: there are too many or too few, or one is of the wrong type.
+    """
+    parameters = _parameters(method)
+    required = sum(1 for _, default in parameters.values() if default is inspect.Parameter.empty)
+    if not required <= len(arguments) <= len(parameters):
+        most = len(parameters)
+        expected = f"{most}" if required == most else f"{required} to {most}"
+        raise error(f"expected {expected} arguments, got {len(arguments)}")
+    return [
+        typed.convert(value, type_, path=name, error=error)
+        for value, (name, (type_, _)) in zip(arguments, parameters.items(), strict=False)
+    ]
+
+
+@functools.cache
+def returned_type(method: Callable[..., Any]) -> Any:
+    """Return what a method declares to return, or what its future gives."""
+    type_ = typing.get_type_hints(method)["return"]
+    return typing.get_args(type_)[0] if typing.get_origin(type_) is Future else type_
+
+
+@functools.cache
+def _parameters(method: Callable[..., Any]) -> Mapping[str, tuple[Any, Any]]:
+    hints = typing.get_type_hints(method)
+    return {
+        name: (hints[name], parameter.default)
+        for name, parameter in inspect.signature(method).parameters.items()
+        if name != "self"
+    }

@@ -1,6 +1,7 @@
 """Hardpoint: a plugin-oriented LLM inference engine.
 
-`LLM` loads a model into this process. Plugin authors import from `hardpoint.plugins`.
+`LLM` runs a model for a script, `AsyncLLM` for the tasks of an event loop. Plugin authors import
+from `hardpoint.plugins`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,8 @@ from hardpoint.plugins import (
     ConfigError,
     EngineClosedError,
     EngineConfig,
+    EngineDeadError,
+    EngineTimeoutError,
     HardpointError,
     Logprob,
     ModelError,
@@ -23,14 +26,18 @@ from hardpoint.plugins import (
 from hardpoint.plugins.discovery import installed_version
 
 if TYPE_CHECKING:
+    from .async_llm import AsyncLLM
     from .llm import LLM
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "ConfigError",
     "EngineClosedError",
     "EngineConfig",
+    "EngineDeadError",
+    "EngineTimeoutError",
     "HardpointError",
     "Logprob",
     "ModelError",
@@ -50,6 +57,10 @@ def __getattr__(name: str) -> Any:
         from .llm import LLM  # noqa: PLC0415
 
         return LLM
+    if name == "AsyncLLM":
+        from .async_llm import AsyncLLM  # noqa: PLC0415
+
+        return AsyncLLM
     if name == "__version__":
         return installed_version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""LLM: a model in the caller's process, for scripts and bigger programs."""
+"""LLM: a model for scripts and bigger programs that call and wait."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
 from hardpoint.core.build import build_engine
 from hardpoint.core.config import config_from
+from hardpoint.core.error_kinds import error_of
 from hardpoint.core.frontend.input_processor import NO_EXTRAS, Prompt, RequestExtras
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.plugin_health import Health
@@ -37,10 +38,11 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """A model that generates text, in this process.
+    """A model that generates text.
 
-    Usable as a context manager; `close` gives its memory back. Not for use from several threads
-    at once.
+    It runs in this process, or in one of its own with `config={"engine": {"in_process": False}}`;
+    results and errors are the same. Usable as a context manager; `close` gives its memory back.
+    Not for use from several threads at once.
 
     Example:
         with LLM("smollm2") as llm:
@@ -125,6 +127,7 @@ class LLM:
         Raises:
             RequestError: a prompt or its parameters are wrong; then none of them runs.
             OverloadedError: more would wait than `scheduler.max_waiting`; then none of them runs.
+            EngineDeadError: the engine's process is gone.
         """
         listed = _as_list(prompts)
         given = SamplingParams() if sampling_params is None else sampling_params
@@ -168,7 +171,7 @@ class LLM:
         try:
             finished = False
             while not finished:
-                output = self._next([request_id])
+                output = _accepted(self._next([request_id]))
                 yield output
                 finished = output.finished
         finally:
@@ -179,6 +182,26 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Answer one conversation; yield outputs as they come, each with what is new."""
         return self.stream(self._templated(messages), params)
+
+    def encode(self, *_: object, **__: object) -> NoReturn:
+        """Refuse: this version of Hardpoint runs models that generate, none that pool.
+
+        Raises:
+            RequestError: always.
+        """
+        raise _not_yet("encode")
+
+    def embed(self, *_: object, **__: object) -> NoReturn:
+        """Refuse, as `encode`."""
+        raise _not_yet("embed")
+
+    def classify(self, *_: object, **__: object) -> NoReturn:
+        """Refuse, as `encode`."""
+        raise _not_yet("classify")
+
+    def score(self, *_: object, **__: object) -> NoReturn:
+        """Refuse, as `encode`."""
+        raise _not_yet("score")
 
     @property
     def config(self) -> EngineConfig:
@@ -285,7 +308,7 @@ class LLM:
         try:
             with ProgressDisplay(self._progress) as display:
                 while len(results) < len(ids):
-                    output = self._next(ids)
+                    output = _accepted(self._next(ids))
                     results[output.request_id] = output
                     tokens += sum(len(each.token_ids) for each in output.outputs)
                     speed = tokens / (time.perf_counter() - began)
@@ -299,6 +322,24 @@ class LLM:
         text = self.tokenizer.apply_chat_template(messages)
         # The template writes the special tokens itself.
         return {"prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+
+
+def _not_yet(call: str) -> RequestError:
+    return RequestError(
+        f"{call}: this version of Hardpoint has no pooling models; use generate, chat or stream"
+    )
+
+
+def _accepted(output: RequestOutput) -> RequestOutput:
+    """Return an output.
+
+    Raises:
+        HardpointError: it says that the engine refused the request; as if the engine were here.
+    """
+    for completion in output.outputs:
+        if completion.error_kind is not None:
+            raise error_of(completion.error_kind, completion.error)
+    return output
 
 
 def _as_list(prompts: Any) -> list[Any]:

@@ -1,10 +1,11 @@
-"""Building an engine in the caller's process, from its configuration."""
+"""Building an engine and its frontend from a configuration."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -25,14 +26,19 @@ from hardpoint.plugins.hook_set import HookSet
 
 from .build_core import build_core
 from .client import EngineCoreClient, InprocClient
-from .frontend.llm_engine import EngineParts, LLMEngine
+from .engine_connection import EngineStart, Sink
+from .frontend.async_engine import AsyncEngine
+from .frontend.frontend import EngineParts
+from .frontend.llm_engine import LLMEngine
+from .frontend.relay import Relay
+from .frontend.restarting import Restarter
 from .kv_cache import CacheSize
 from .model_source import find_files
 from .prepare import prepare_worker
-from .process_client import EngineStart, ProcessClient
+from .process_client import ProcessClient
 from .worker.worker import WorkerSpec
 
-__all__ = ["build_engine", "no_progress"]
+__all__ = ["build_async_engine", "build_engine", "no_progress"]
 
 _log = logging.getLogger("hardpoint")
 
@@ -53,63 +59,127 @@ def build_engine(
     Raises:
         ConfigError, PluginError: before any weight is read.
         ModelError: the model is missing, damaged or unsupported.
+        EngineDeadError: the engine has a process of its own, which ended or was not ready in time.
     """
     began = time.perf_counter()
-    origins = origins or Origins()
+    prepared = _prepare(config, origins or Origins(), progress)
+    if config.engine.in_process:
+        built = build_core(prepared.spec, prepared.hooks, prepared.origins, clock)
+        parts = prepared.parts(InprocClient(built.core), built.size, clock)
+    else:
+        parts = _in_own_process(prepared, None, clock)
+    engine = LLMEngine(parts)
+    _start_hooks(parts, prepared, engine.close, time.perf_counter() - began)
+    return engine
+
+
+def build_async_engine(
+    config: EngineConfig,
+    origins: Origins | None = None,
+    *,
+    restart: bool = False,
+    progress: Progress = no_progress,
+) -> AsyncEngine:
+    """Do the same for an event loop; the engine always has a process of its own.
+
+    Args:
+        restart: start an engine that died anew.
+
+    Raises:
+        ConfigError, PluginError, ModelError, EngineDeadError: as `build_engine`.
+    """
+    began = time.perf_counter()
+    prepared = _prepare(config, origins or Origins(), progress)
+    relay = Relay()
+    parts = _in_own_process(prepared, relay, time.monotonic)
+    restarter = Restarter(
+        _connect, enabled=restart, most_per_minute=config.engine.max_restarts_per_minute
+    )
+    engine = AsyncEngine(parts, relay, restarter)
+    _start_hooks(parts, prepared, engine.close, time.perf_counter() - began)
+    return engine
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What an engine needs, wherever it runs."""
+
+    origins: Origins
+    hooks: HookSet
+    spec: WorkerSpec
+    tokenizer: Tokenizer
+    reasoning: ReasoningParser | None
+
+    def parts(
+        self, client: EngineCoreClient, size: CacheSize, clock: Callable[[], float]
+    ) -> EngineParts:
+        """Return the parts of an engine of that size."""
+        spec = self.spec
+        config = msgspec.structs.replace(
+            spec.config,
+            max_model_len=size.max_model_len,
+            kv_cache=msgspec.structs.replace(spec.config.kv_cache, num_blocks=size.num_blocks),
+        )
+        return EngineParts(
+            config=config,
+            origins=self.origins,
+            plugins=spec.plugins,
+            hooks=self.hooks,
+            model_config=spec.model_config,
+            tokenizer=self.tokenizer,
+            reasoning=self.reasoning,
+            client=client,
+            components=[c for c in (spec.loader, self.tokenizer, self.reasoning) if c is not None],
+            clock=clock,
+        )
+
+
+def _prepare(config: EngineConfig, origins: Origins, progress: Progress) -> _Prepared:
     plugins = resolve_plugins(config, origins)
     _announce(plugins)
     hooks = plugins.hooks()
     spec = prepare_worker(config, plugins, origins, progress)
     tokenizer = _tokenizer(config, plugins, spec.loader.context.files)
-    reasoning = _reasoning(config, plugins, tokenizer)
-    client, size = _client(spec, hooks, origins, clock)
-    config = msgspec.structs.replace(
-        config,
-        max_model_len=size.max_model_len,
-        kv_cache=msgspec.structs.replace(config.kv_cache, num_blocks=size.num_blocks),
-    )
-    engine = LLMEngine(
-        EngineParts(
-            config=config,
-            origins=origins,
-            plugins=plugins,
-            hooks=hooks,
-            model_config=spec.model_config,
-            tokenizer=tokenizer,
-            reasoning=reasoning,
-            client=client,
-            components=[c for c in (spec.loader, tokenizer, reasoning) if c is not None],
-            clock=clock,
-        )
-    )
-    _start_hooks(
-        engine,
-        model=config.model,
-        dtype=str(spec.dtype).removeprefix("torch."),
-        max_model_len=size.max_model_len,
-        num_blocks=size.num_blocks,
-        load_seconds=time.perf_counter() - began,
-    )
-    return engine
+    return _Prepared(origins, hooks, spec, tokenizer, _reasoning(config, plugins, tokenizer))
 
 
-def _client(
-    spec: WorkerSpec, hooks: HookSet, origins: Origins, clock: Callable[[], float]
-) -> tuple[EngineCoreClient, CacheSize]:
-    """Start the engine core, here or in a process of its own."""
-    if spec.config.engine.in_process:
-        built = build_core(spec, hooks, origins, clock)
-        return InprocClient(built.core), built.size
-    client = ProcessClient(EngineStart(spec.config, origins, spec.plugins.manifest))
-    return client, CacheSize(client.ready.num_gpu_blocks, client.ready.max_model_len)
+def _in_own_process(
+    prepared: _Prepared, sink: Sink | None, clock: Callable[[], float]
+) -> EngineParts:
+    """Start an engine process; return the parts of an engine with a client of it."""
+    spec = prepared.spec
+    start = EngineStart(spec.config, prepared.origins, spec.plugins.manifest, _log_level())
+    client = ProcessClient(start, sink)
+    size = CacheSize(client.ready.num_gpu_blocks, client.ready.max_model_len)
+    return prepared.parts(client, size, clock)
 
 
-def _start_hooks(engine: LLMEngine, **info: object) -> None:
+def _connect(parts: EngineParts) -> tuple[ProcessClient, Relay]:
+    """Start another engine process for parts whose client is gone."""
+    relay = Relay()
+    start = EngineStart(parts.config, parts.origins, parts.plugins.manifest, _log_level())
+    return ProcessClient(start, relay), relay
+
+
+def _log_level() -> str:
+    return logging.getLevelName(_log.getEffectiveLevel())
+
+
+def _start_hooks(
+    parts: EngineParts, prepared: _Prepared, close: Callable[[], None], seconds: float
+) -> None:
     """Tell the hooks that the engine is ready; close it if one of them fails."""
+    info = {
+        "model": parts.config.model,
+        "dtype": str(prepared.spec.dtype).removeprefix("torch."),
+        "max_model_len": parts.config.max_model_len,
+        "num_blocks": parts.config.kv_cache.num_blocks,
+        "load_seconds": seconds,
+    }
     try:
-        engine.parts.hooks.call("engine_started", info=info)
+        parts.hooks.call("engine_started", info=info)
     except BaseException:
-        engine.close()
+        close()
         raise
 
 

@@ -46,8 +46,15 @@ class BuiltCore:
     size: CacheSize
 
 
-def limits_of(config: EngineConfig, max_model_len: int) -> SchedulerLimits:
+def limits_of(
+    config: EngineConfig, max_model_len: int, *, asynchronous: bool = False
+) -> SchedulerLimits:
     """Return what no step may exceed.
+
+    Args:
+        config: what was asked for.
+        max_model_len: resolved.
+        asynchronous: whether steps are planned before the results of earlier ones are in.
 
     Raises:
         ConfigError: limits that cannot work together.
@@ -60,6 +67,7 @@ def limits_of(config: EngineConfig, max_model_len: int) -> SchedulerLimits:
         chunked_prefill=scheduler.chunked_prefill,
         long_prefill_token_threshold=scheduler.long_prefill_token_threshold,
         max_waiting=scheduler.max_waiting,
+        asynchronous=asynchronous,
     )
 
 
@@ -99,7 +107,9 @@ def build_core(spec: WorkerSpec, hooks: HookSet, origins: Origins, clock: _Clock
         scheduler: Scheduler = plugins.create(
             plugins.one("schedulers"),
             SchedulerContext,
-            limits=limits_of(config, size.max_model_len),
+            limits=limits_of(
+                config, size.max_model_len, asynchronous=executor.max_concurrent_batches > 1
+            ),
             kv_cache=kv_cache,
             policy=policy.policy,
             clock=clock,
@@ -108,7 +118,7 @@ def build_core(spec: WorkerSpec, hooks: HookSet, origins: Origins, clock: _Clock
             record=_recorder(hooks, faults),
         )
         parts = EngineCoreParts(
-            scheduler, executor, kv_cache, policy, kv_events, faults, [eviction]
+            scheduler, executor, kv_cache, policy, kv_events, faults, [eviction], config
         )
         undo.pop_all()
         return BuiltCore(EngineCore(parts), size)

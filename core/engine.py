@@ -84,7 +84,7 @@ class EngineCore:
             self.step = self.step_with_batch_queue  # type: ignore[method-assign]
         self._workers = WorkerCalls(parts.executor)
         self._pausing = Pausing(
-            Surroundings(parts.scheduler, parts.executor, self._abort_all, self._settle)
+            Surroundings(parts.scheduler, parts.executor, lambda: self._abort(None), self._settle)
         )
 
     # Requests
@@ -133,7 +133,7 @@ class EngineCore:
             result = self._execute(plan).result()
             if result is None:
                 result = self._executor.sample_tokens(plan).result()
-        self.abort_requests(late_aborts())
+        self._abort(late_aborts())
         return self._scheduler.update(plan, result), plan.total_num_scheduled_tokens > 0
 
     def step_with_batch_queue(
@@ -160,7 +160,7 @@ class EngineCore:
         batch = self._batches.pop()
         with self._carrying_out(batch.plan):
             result = batch.result()
-        self.abort_requests(late_aborts())
+        self._abort(late_aborts())
         outputs = self._scheduler.update(batch.plan, result)
         return outputs, batch.plan.total_num_scheduled_tokens > 0
 
@@ -348,9 +348,10 @@ class EngineCore:
     def _take_unsent(self) -> Outputs:
         return self._unsent.pop(0) if self._unsent else {}
 
-    def _abort_all(self) -> None:
-        """End every request; the next step tells their clients."""
-        if outputs := self.abort_requests(None):
+    def _abort(self, request_ids: Sequence[str] | None) -> None:
+        """End requests, None is all of them; the next step tells their clients."""
+        nobody = request_ids is not None and not request_ids
+        if not nobody and (outputs := self.abort_requests(request_ids)):
             self._unsent.append(outputs)
 
     def _settle(self) -> None:

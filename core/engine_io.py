@@ -5,29 +5,27 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import zmq
 
-from hardpoint.plugins import EngineCoreRequest
-
-from .engine_loop import Failure, LoopQueues, Message
+from .engine_loop import Failure, LoopQueues
+from .incoming import Check, MessageReader
 from .wire import (
     ENGINE_CORE_DEAD,
-    Decoder,
     Encoder,
     EngineAddresses,
     EngineCoreReadyResponse,
-    RequestType,
     SendTracker,
-    UtilityCall,
+    UtilityOutput,
     WireError,
 )
 
 __all__ = ["EngineIO"]
 
 _log = logging.getLogger("hardpoint")
-_LINGER_MS = 4000
+_LINGER_MS = 4000  # how long clients may take at the end to read what they have not read
+_MOST_UNREAD = 64  # messages that ZMQ keeps for a client; what comes after them is merged
+_LOOK_AGAIN_MS = 20  # how often it is asked whether a client that was behind has caught up
 _STOP = "inproc://stop"
 
 
@@ -37,18 +35,27 @@ class EngineIO:
     The engine connects: clients were there first and own the addresses.
     """
 
-    def __init__(self, identity: bytes, addresses: EngineAddresses, queues: LoopQueues) -> None:
+    def __init__(
+        self,
+        identity: bytes,
+        addresses: EngineAddresses,
+        queues: LoopQueues,
+        check: Check = lambda _request: None,
+    ) -> None:
         """Connect nothing yet; `start` does.
 
         Args:
             identity: what clients address the engine by.
             addresses: one input and one output per client.
             queues: to and from the loop.
+            check: looks at requests before the loop gets them, in the thread that reads; raises
+                HardpointError where one is wrong.
         """
         self._identity = identity
         self._addresses = addresses
         self._queues = queues
-        self._linger_ms = _LINGER_MS
+        self._messages = MessageReader(queues, check)
+        self._linger_ms, self._failed = _LINGER_MS, False
         self._context = zmq.Context(io_threads=1)
         self._stop = self._context.socket(zmq.PAIR)
         self._stop.bind(_STOP)
@@ -68,50 +75,69 @@ class EngineIO:
             failed: whether the engine ends before its time.
             heard: whether anybody is left to be told.
         """
+        self._failed = failed
         self._linger_ms = _LINGER_MS if heard else 0
-        self._queues.output.put(ENGINE_CORE_DEAD if failed else None)
-        self._writer.join(self._linger_ms / 1000 + 1)
+        seconds = self._linger_ms / 1000
+        self._queues.output.end(seconds)
+        self._writer.join(seconds + 1)
+        if self._writer.is_alive():
+            _log.critical("the thread that sends outputs did not end")
         self._stop.send(b"")
-        self._reader.join(self._linger_ms / 1000 + 1)
+        self._reader.join(seconds + 1)
         self._stop.close(0)
         self._context.destroy(linger=0 if self._writer.is_alive() else self._linger_ms)
 
     def _read(self) -> None:
-        poller = zmq.Poller()
-        stop = self._context.socket(zmq.PAIR)
-        stop.connect(_STOP)
-        poller.register(stop, zmq.POLLIN)
-        sockets = []
+        sockets: list[zmq.Socket[bytes]] = []
         try:
+            stop = self._context.socket(zmq.PAIR)
+            sockets.append(stop)
+            stop.connect(_STOP)
             for address in self._addresses.inputs:
                 socket = self._context.socket(zmq.DEALER)
+                sockets.append(socket)
                 socket.setsockopt(zmq.IDENTITY, self._identity)
                 socket.connect(address)
                 socket.send_multipart(Encoder().encode(self._ready))
-                poller.register(socket, zmq.POLLIN)
-                sockets.append(socket)
-            reader = _Reader(self._queues)
-            while True:
-                ready = dict(poller.poll())
-                if stop in ready:
-                    return
-                for socket in ready:
-                    reader.take(socket.recv_multipart(copy=False))
+            self._read_until_stopped(stop, sockets[1:])
         except BaseException as error:
             self._queues.input.put(Failure(error))
         finally:
-            for socket in (*sockets, stop):
+            for socket in sockets:
                 socket.close(0)
 
+    def _read_until_stopped(
+        self, stop: zmq.Socket[bytes], sockets: Sequence[zmq.Socket[bytes]]
+    ) -> None:
+        poller = zmq.Poller()
+        poller.register(stop, zmq.POLLIN)
+        while True:
+            behind = False
+            for client, socket in enumerate(sockets):
+                full = self._queues.output.is_full(client)
+                poller.register(socket, 0 if full else zmq.POLLIN)
+                behind |= full
+            ready = dict(poller.poll(_LOOK_AGAIN_MS if behind else None))
+            if stop in ready:
+                return
+            for client, socket in enumerate(sockets):
+                if socket in ready:
+                    frames = socket.recv_multipart(copy=False)
+                    self._messages.take(client, [frame.buffer for frame in frames])
+
     def _write(self) -> None:
-        sockets = []
+        sockets: list[zmq.Socket[bytes]] = []
         try:
             for address in self._addresses.outputs:
                 socket = self._context.socket(zmq.PUSH)
-                socket.setsockopt(zmq.LINGER, _LINGER_MS)
-                socket.connect(address)
                 sockets.append(socket)
+                socket.setsockopt(zmq.LINGER, _LINGER_MS)
+                socket.setsockopt(zmq.SNDHWM, _MOST_UNREAD)
+                socket.connect(address)
             self._send_all(sockets)
+            if self._failed:
+                for socket in sockets:
+                    _send_marker(socket)
         except BaseException as error:
             self._queues.input.put(Failure(error))
         finally:
@@ -120,45 +146,26 @@ class EngineIO:
 
     def _send_all(self, sockets: Sequence[zmq.Socket[bytes]]) -> None:
         encoder, tracker = Encoder(), SendTracker()
-        while (item := self._queues.output.get()) is not None:
-            if isinstance(item, bytes):
-                for socket in sockets:
-                    socket.send(item)
-                return
+
+        def can_take(client: int) -> bool:
+            return bool(int(sockets[client].getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
+
+        while (item := self._queues.output.take(can_take)) is not None:
             client, message = item
-            if client < len(sockets):
-                buffer = tracker.buffer()
+            buffer = tracker.buffer()
+            try:
                 frames = encoder.encode_into(message, buffer)
-                sockets[client].send_multipart(tracker.frames(frames, buffer), copy=False)
+            except WireError as error:
+                if not isinstance(message, UtilityOutput):
+                    raise
+                failed = UtilityOutput.failed(message.call_id, f"the result: {error}")
+                frames = encoder.encode_into(failed, buffer)
+            sockets[client].send_multipart(tracker.frames(frames, buffer), copy=False)
 
 
-class _Reader:
-    """Turns frames into messages for the loop. What is no message is dropped, and logged."""
-
-    def __init__(self, queues: LoopQueues) -> None:
-        self._queues = queues
-        self._requests: Decoder[EngineCoreRequest] = Decoder(EngineCoreRequest)
-        self._ids: Decoder[list[str]] = Decoder(list[str])
-        self._calls: Decoder[UtilityCall] = Decoder(UtilityCall)
-
-    def take(self, frames: Sequence[zmq.Frame]) -> None:
-        """Decode one message and queue it."""
-        try:
-            kind = RequestType.from_wire(frames[0].buffer)
-            message = self._decoded(kind, [frame.buffer for frame in frames[1:]])
-        except WireError as error:
-            _log.warning("dropped a message that is none: %s", error)
-            return
-        if isinstance(message, list):
-            self._queues.aborts.put(message)
-        self._queues.input.put(message)
-
-    def _decoded(self, kind: RequestType, frames: list[Any]) -> Message:
-        match kind:
-            case RequestType.ADD:
-                return self._requests.decode(frames)
-            case RequestType.ABORT:
-                return self._ids.decode(frames)
-            case RequestType.UTILITY:
-                return self._calls.decode(frames)
-        raise WireError(f"request type: {kind.name} is for data-parallel engines, this is none")
+def _send_marker(socket: zmq.Socket[bytes]) -> None:
+    """Send the dead marker; a client that reads nothing finds out in other ways."""
+    try:
+        socket.send(ENGINE_CORE_DEAD, zmq.NOBLOCK)
+    except zmq.Again:
+        _log.warning("a client reads nothing, so that it cannot be told that the engine failed")

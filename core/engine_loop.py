@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import logging
 import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hardpoint.plugins import (
@@ -21,13 +20,16 @@ from hardpoint.plugins import (
 
 from .engine import EngineCore
 from .error_kinds import kind_of
-from .utilities import call_utility
-from .wire import ShutdownState, UtilityCall, UtilityOutput
+from .outbox import Outbox
+from .utilities import call_utility, failed_call
+from .watchdog import Watchdog
+from .wire import ShutdownState, UtilityCall
 
 __all__ = ["EngineLoop", "LoopOptions", "LoopQueues"]
 
 _log = logging.getLogger("hardpoint")
 _IDLE_SECONDS = 0.001  # for other threads, where requests wait for something outside of the loop
+_GLANCE_SECONDS = 0.25  # how often requests that a pause holds are looked at, for their deadlines
 
 
 @dataclass(frozen=True)
@@ -78,16 +80,13 @@ class LoopQueues:
 
     Attributes:
         input: in the order in which it came.
-        aborts: ids, beside `input`, so that an abort takes effect within the step that runs.
-        output: messages by client index; None ends the thread that sends them, bytes are sent to
-            every client as they are and end it too.
+        aborts: ids, each list also in `input`, so that an abort takes effect within the step that
+            runs.
     """
 
     input: queue.SimpleQueue[Message] = field(default_factory=queue.SimpleQueue)
     aborts: queue.SimpleQueue[list[str]] = field(default_factory=queue.SimpleQueue)
-    output: queue.SimpleQueue[tuple[int, EngineCoreOutputs | UtilityOutput] | bytes | None] = field(
-        default_factory=queue.SimpleQueue
-    )
+    output: Outbox = field(default_factory=Outbox)
 
 
 class EngineLoop:
@@ -104,10 +103,14 @@ class EngineLoop:
         self._core = core
         self._queues = queues
         self._options = options
+        self._watchdog = Watchdog(options.watchdog_seconds, exits=options.watchdog_exits)
         self._clock = clock
         self._state = ShutdownState.RUNNING
         self._drain_until = 0.0
         self._signals = 0
+        self._aborts_taken = 0  # of the fast lane
+        self._aborts_handled = 0  # of the input queue, which has the same ones
+        core.enter_loop(self._executor_failed)
 
     def request_shutdown(self) -> None:
         """Begin to end: drain, then stop. Called twice, stop at once. Safe in a signal handler."""
@@ -120,53 +123,75 @@ class EngineLoop:
         Raises:
             BaseException: whatever ended the engine before its time.
         """
-        while not self._is_over():
-            self._take_input()
-            if self._core.has_requests():
-                with self._watched():
+        try:
+            while not self._is_over():
+                self._take_input()
+                if self._core.has_requests():
+                    self._watchdog.step_begins()
                     outputs, executed = self._core.step(self._late_aborts)
-                self._send(outputs)
-                if not executed and self._core.has_requests():
-                    time.sleep(_IDLE_SECONDS)
+                    self._send(outputs)
+                    if not (executed or outputs) and self._core.num_unfinished_requests():
+                        time.sleep(_IDLE_SECONDS)
+            self._handle_queued()  # whoever came too late is told so
+        finally:
+            self._watchdog.rest()
+            self._core.leave_loop("the engine is shutting down")
+
+    def _executor_failed(self, error: BaseException) -> None:
+        failed = EngineDeadError(f"the executor failed: {type(error).__name__}: {error}")
+        failed.__cause__ = error
+        self._queues.input.put(Failure(failed))
 
     def _is_over(self) -> bool:
         """Follow the signals; return whether nothing is left to do."""
         if self._signals and self._state is ShutdownState.RUNNING:
             self._state = ShutdownState.REQUESTED
-            self._drain_until = self._clock() + self._options.drain_seconds
+            seconds = self._options.drain_seconds
+            self._drain_until = self._clock() + seconds
             live = self._core.num_unfinished_requests()
-            _log.info("shutting down: %d requests may go on for %g s", live, self._drain_seconds)
+            _log.info("shutting down: %d requests may go on for %g s", live, seconds)
         if self._state is ShutdownState.RUNNING:
             return False
-        if self._signals > 1 or self._clock() >= self._drain_until:
+        held = not self._core.has_requests()  # if any are left, a pause holds them
+        if held or self._signals > 1 or self._clock() >= self._drain_until:
             self._state = ShutdownState.SHUTTING_DOWN
             self._send(self._core.abort_requests(None))
         return self._core.num_unfinished_requests() == 0
 
-    @property
-    def _drain_seconds(self) -> float:
-        return self._options.drain_seconds
-
     def _take_input(self) -> None:
         """Handle what is queued; without work, wait for something."""
-        if not self._core.has_requests() and self._state is ShutdownState.RUNNING:
-            self._handle(self._wait())
+        if not self._core.has_requests():
+            self._watchdog.rest()
+            self._core.went_idle()
+            if self._state is ShutdownState.RUNNING and not self._core.has_requests():
+                self._park()
+        self._handle_queued()
+
+    def _handle_queued(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._handle(self._queues.input.get_nowait())
 
-    def _wait(self) -> Message:
-        """Wait for a message. Whatever is to be aborted now is in the input queue as well."""
-        if self._queues.input.empty():
-            self._late_aborts()
-        return self._queues.input.get()
+    def _park(self) -> None:
+        """Wait for a message, or until a request that a pause holds may have timed out."""
+        self._late_aborts()  # they are in the input queue as well
+        seconds = _GLANCE_SECONDS if self._core.num_unfinished_requests() else None
+        with contextlib.suppress(queue.Empty):
+            self._handle(self._queues.input.get(timeout=seconds))
 
     def _late_aborts(self) -> list[str]:
-        """Return the ids on the fast lane."""
+        """Return the ids on the fast lane.
+
+        Lists that the input queue gave already are left out: by now, another request may have the
+        id of one that they ended.
+        """
         ids: list[str] = []
         with contextlib.suppress(queue.Empty):
             while True:
-                ids += self._queues.aborts.get_nowait()
+                taken = self._queues.aborts.get_nowait()
+                self._aborts_taken += 1
+                if self._aborts_taken > self._aborts_handled:
+                    ids += taken
         return ids
 
     def _handle(self, message: Message) -> None:
@@ -174,6 +199,7 @@ class EngineLoop:
             case EngineCoreRequest():
                 self._add(message)
             case list():
+                self._aborts_handled += 1
                 self._send(self._core.abort_requests(message))
             case UtilityCall():
                 self._call(message)
@@ -205,25 +231,13 @@ class EngineLoop:
 
     def _call(self, call: UtilityCall) -> None:
         if self._state is ShutdownState.RUNNING:
-            answer = call_utility(self._core, call)
+            call_utility(
+                self._core, call, lambda answer: self._queues.output.put(call.client_index, answer)
+            )
         else:
-            words = f"Call to {call.method} method failed: the engine is shutting down"
-            answer = UtilityOutput.failed(call.call_id, words)
-        self._queues.output.put((call.client_index, answer))
+            refused = failed_call(call, EngineDeadError("the engine is shutting down"))
+            self._queues.output.put(call.client_index, refused)
 
     def _send(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        for item in outputs.items():
-            self._queues.output.put(item)
-
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Have the stacks of all threads written if the step takes too long."""
-        seconds = self._options.watchdog_seconds
-        if not seconds:
-            yield
-            return
-        faulthandler.dump_traceback_later(seconds, exit=self._options.watchdog_exits)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+        for client, message in outputs.items():
+            self._queues.output.put(client, message)

@@ -198,6 +198,7 @@ def dead(error: Exception) -> EngineDeadError:
     """Return what to raise for an engine that an error ended, anew for each who waits."""
     raised = EngineDeadError(str(error))
     if isinstance(error, EngineDeadError):
+        raised.__cause__ = error.__cause__
         for note in getattr(error, "__notes__", ()):
             raised.add_note(note)
     else:

@@ -2,41 +2,64 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-import typing
-from collections.abc import Mapping
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
-from hardpoint.plugins import HardpointError, typed
+from hardpoint.plugins import HardpointError
 
 from .engine import EngineCore
 from .error_kinds import kind_of
+from .typed_calls import convert_arguments, returned_type
 from .wire import UtilityCall, UtilityOutput, WireError
 
-__all__ = ["UTILITIES", "call_utility", "failed_call", "result_type"]
+__all__ = ["UTILITIES", "Answer", "call_utility", "failed_call", "result_type"]
 
 UTILITIES = frozenset(
     {
+        "add_lora",
+        "collective_rpc",
+        "is_paused",
+        "is_sleeping",
+        "list_loras",
+        "pause",
+        "pin_lora",
         "plugin_meters",
+        "remove_lora",
+        "reset_encoder_cache",
+        "reset_mm_cache",
         "reset_prefix_cache",
+        "resume",
         "scheduler_stats",
         "set_policy",
+        "sleep",
+        "start_profile",
         "step_faults",
+        "stop_profile",
+        "wake_up",
         "why_waiting",
     }
 )
 """Methods of EngineCore; nothing else can be called."""
 
+Answer = Callable[[UtilityOutput], None]
+"""Takes the answer to a call, in whatever thread it was found."""
 
-def call_utility(core: EngineCore, call: UtilityCall) -> UtilityOutput:
-    """Make a call; whatever goes wrong is told to the caller and harms nobody else."""
+
+def call_utility(core: EngineCore, call: UtilityCall, answer: Answer) -> None:
+    """Make a call; whatever goes wrong is told to the caller and harms nobody else.
+
+    A future is answered when it is done, and so is one that is another one's result.
+    """
     try:
-        arguments = _arguments(call)
+        if call.method not in UTILITIES:
+            raise WireError(f"expected one of {', '.join(sorted(UTILITIES))}")
+        arguments = convert_arguments(getattr(EngineCore, call.method), call.args, WireError)
         result = getattr(core, call.method)(*arguments)
     except Exception as error:
-        return failed_call(call, error)
-    return UtilityOutput.succeeded(call.call_id, result)
+        answer(failed_call(call, error))
+    else:
+        _answer(call, result, answer)
 
 
 def failed_call(call: UtilityCall, error: BaseException) -> UtilityOutput:
@@ -47,31 +70,22 @@ def failed_call(call: UtilityCall, error: BaseException) -> UtilityOutput:
     return UtilityOutput.failed(call.call_id, words, kind)
 
 
-@functools.cache
 def result_type(method: str) -> Any:
-    """Return what a utility declares to return."""
-    return typing.get_type_hints(getattr(EngineCore, method))["return"]
+    """Return what a utility declares to return, or what its future gives."""
+    return returned_type(getattr(EngineCore, method))
 
 
-def _arguments(call: UtilityCall) -> list[Any]:
-    """Return a call's arguments as the method declares them.
-
-    Raises:
-        WireError: the method cannot be called, or its arguments are wrong.
-    """
-    if call.method not in UTILITIES:
-        raise WireError(f"expected one of {', '.join(sorted(UTILITIES))}")
-    types = _parameter_types(call.method)
-    if len(call.args) > len(types):
-        raise WireError(f"expected at most {len(types)} arguments, got {len(call.args)}")
-    return [
-        typed.convert(value, type_, path=name, error=WireError)
-        for value, (name, type_) in zip(call.args, types.items(), strict=False)
-    ]
+def _answer(call: UtilityCall, result: Any, answer: Answer) -> None:
+    if isinstance(result, Future):
+        result.add_done_callback(lambda future: _answer_of(call, future, answer))
+    else:
+        answer(UtilityOutput.succeeded(call.call_id, result))
 
 
-@functools.cache
-def _parameter_types(method: str) -> Mapping[str, Any]:
-    function = getattr(EngineCore, method)
-    hints = typing.get_type_hints(function)
-    return {name: hints[name] for name in inspect.signature(function).parameters if name != "self"}
+def _answer_of(call: UtilityCall, future: Future[Any], answer: Answer) -> None:
+    try:
+        result = future.result()
+    except (Exception, CancelledError) as error:
+        answer(failed_call(call, error))
+    else:
+        _answer(call, result, answer)

@@ -162,9 +162,7 @@ class InputProcessor:
             seed=self._random.getrandbits(63) if params.seed is None else params.seed,
         )
 
-    def _tokens(
-        self, prompt: Prompt, token_ids: list[int] | None
-    ) -> tuple[str | None, list[int]]:
+    def _tokens(self, prompt: Prompt, token_ids: list[int] | None) -> tuple[str | None, list[int]]:
         text: str | None = None
         if isinstance(prompt, Mapping):
             prompt = self._from_mapping(prompt)

@@ -87,8 +87,8 @@ class OutputProcessor:
         for request_id in ids:
             if state := self._states.get(request_id):
                 request_id = state.parent.internal_id
-            children = self._by_parent.get(request_id) or self._by_external.get(request_id, ())
-            found.update(dict.fromkeys(children))
+            table = self._by_parent if request_id in self._by_parent else self._by_external
+            found.update(dict.fromkeys(table.get(request_id, [])))
         return list(found)
 
     def index_of(self, request_id: str) -> int:

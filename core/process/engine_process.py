@@ -66,7 +66,7 @@ class EngineProcess:
             popen = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                cwd=interpreter.directory,
+                cwd=interpreter.directory or "/",  # MKL, for one, does not load from nowhere
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )

@@ -62,7 +62,7 @@ class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
         flags: its options, such as `-X dev`.
         path: `sys.path`.
         argv: `sys.argv`.
-        directory: the working directory; None is one that was removed.
+        directory: the working directory; None is one that was removed, "/" stands for it.
     """
 
     executable: str

@@ -87,7 +87,7 @@ class Stage:
         reason = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
         message = f"{self.source}: its {what} failed: {reason}"
         if self.ends_engine:
-            raise PluginFaultError(message)
+            raise PluginFaultError(message) from (None if isinstance(cause, str) else cause)
         return RequestFault(message, self.name)
 
     @contextmanager

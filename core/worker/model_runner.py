@@ -16,6 +16,7 @@ from hardpoint.plugins import (
     ModelRunnerOutput,
     NewRequest,
     PluginMeter,
+    RequestError,
     RequestFault,
     SchedulerOutput,
     TokenLogprobs,
@@ -57,8 +58,21 @@ class ModelRunner:
 
     def allocate(self, num_blocks: int, batch: InputBatch) -> None:
         """Allocate the KV cache of every layer, and take the batch that its blocks are for."""
-        self._caches = [self._attention.allocate(spec, num_blocks) for spec in self._specs]
+        self.restore_cache(num_blocks)
         self._allocated = batch
+
+    def release_cache(self) -> None:
+        """Give the KV cache back. Nothing can be run until `restore_cache`."""
+        self._caches = []
+
+    def restore_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache of every layer; it holds nothing."""
+        self._caches = [self._attention.allocate(spec, num_blocks) for spec in self._specs]
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether `allocate` was called."""
+        return self._allocated is not None
 
     @property
     def _batch(self) -> InputBatch:
@@ -157,6 +171,8 @@ class ModelRunner:
             self._broken[request.request_id] = fault
 
     def _arguments(self, source: EngineCoreRequest) -> dict[str, Any]:
+        for name in source.plugin_args.keys() - self._argument_types:
+            raise RequestError(f"plugin_args.{name}: no logits processor of that name is on")
         return {
             name: typed.convert(plain, self._argument_types[name], path=f"plugin_args.{name}")
             for name, plain in source.plugin_args.items()

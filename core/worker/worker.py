@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -16,7 +16,9 @@ from hardpoint.plugins import (
     Component,
     EngineConfig,
     ForwardBatch,
+    HardpointError,
     LogitsContext,
+    LoRARequest,
     Model,
     ModelConfig,
     ModelContext,
@@ -37,8 +39,11 @@ from ..sampling.processor_stage import Stage
 from ..sampling.sampling_stage import SamplingStage
 from .batch import InputBatch
 from .model_runner import ModelRunner
+from .profiling import Profiling
 
 __all__ = ["LocalWorker", "WorkerSpec"]
+
+_NO_ADAPTERS = "workers of this version hold none"
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,8 @@ class LocalWorker:
         self._runner: ModelRunner | None = None
         self._components: list[Component] = []
         self._max_model_len = spec.max_model_len
+        self._num_blocks = 0
+        self._profiling = Profiling(spec.config.engine.profile_dir, spec.device)
 
     def load_model(self) -> WorkerInfo:
         """Build the model and read its weights.
@@ -117,6 +124,7 @@ class LocalWorker:
             config.scheduler.max_num_seqs, self._max_model_len, config.kv_cache.block_size
         )
         self.runner.allocate(num_blocks, batch)
+        self._num_blocks = num_blocks
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run a step; None means that sampling waits for `sample_tokens`."""
@@ -130,11 +138,78 @@ class LocalWorker:
         """Return what each logits processor cost so far, by name."""
         return self.runner.plugin_meters()
 
+    def sleep(self, level: int) -> None:
+        """Give memory back.
+
+        Level 1 gives back the KV cache; weights stay where they are, which has to be CPU memory.
+        Level 2 gives back the model as well, and `wake_up` loads it anew.
+
+        Raises:
+            HardpointError: level 1 on another device.
+        """
+        assert self._spec is not None
+        device = self._spec.device.type
+        if level == 1 and device != "cpu":
+            raise HardpointError(
+                f"level: expected 0 or 2, got 1: weights on {device} cannot be moved to CPU memory"
+            )
+        if level == 1:
+            self.runner.release_cache()
+        else:
+            self._release()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Have memory again: "weights", "kv_cache" or both.
+
+        Raises:
+            HardpointError: the KV cache is asked for before weights that were given back.
+        """
+        if "weights" in tags and self._runner is None:
+            self.load_model()
+        if "kv_cache" not in tags:
+            return
+        if self._runner is None:
+            raise HardpointError("tags: expected weights before kv_cache, or both, after level 2")
+        if self._runner.has_batch:
+            self._runner.restore_cache(self._num_blocks)
+        else:
+            self.initialize_cache(self._num_blocks)
+
+    def start_profile(self) -> None:
+        """Begin to record what runs."""
+        self._profiling.start()
+
+    def stop_profile(self) -> str:
+        """Return the file that the profile was written to."""
+        return self._profiling.stop()
+
+    def add_lora(self, lora: LoRARequest) -> bool:
+        """Refuse: this worker holds no adapters."""
+        raise HardpointError(f"adapter {lora.name!r} cannot be added: {_NO_ADAPTERS}")
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Refuse: this worker holds no adapters."""
+        raise HardpointError(f"adapter {lora_id} cannot be removed: {_NO_ADAPTERS}")
+
+    def list_loras(self) -> set[int]:
+        """Return none."""
+        return set()
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Refuse: this worker holds no adapters."""
+        raise HardpointError(f"adapter {lora_id} cannot be pinned: {_NO_ADAPTERS}")
+
     def close(self) -> None:
         """Release model and cache."""
+        self._profiling.close()
+        self._release()
+        self._spec = None
+
+    def _release(self) -> None:
         components, self._components = self._components, []
         self._runner = None
-        self._spec = None
         with contextlib.ExitStack() as stack:  # each is closed, whatever another one raises
             for component in components:
                 stack.callback(component.close)

@@ -46,7 +46,7 @@ class Recorder:
             raise ValueError("13 is unlucky")
         if request.params.seed == 14:
             raise KeyError("lost")
-        self.seen.append(("received", request.request_id))
+        self.seen.append(("received", request.external_req_id, request.child_index))
 
     @hookimpl
     def request_finished(self, output):
@@ -122,10 +122,10 @@ def test_hooks_see_the_life_of_a_request(scripted):
     engine.close()
     assert Recorder.seen == [
         ("started", str(scripted), 512),
-        ("received", "r"),
+        ("received", "r", 0),
         ("finished", "r"),
-        ("received", "0_r"),
-        ("received", "1_r"),
+        ("received", "r", 0),
+        ("received", "r", 1),
         ("finished", "r"),
         ("closing",),
     ]

@@ -167,7 +167,8 @@ class Watcher:
 
 def test_step_records_reach_hooks_whose_faults_end_nothing(scripted):
     Watcher.records = []
-    engine = scripted_engine(scripted, {"plugins": {"enable": [f"{__name__}:Watcher"]}})
+    config = {"plugins": {"enable": [f"{__name__}:Watcher"]}}
+    engine = scripted_engine(scripted, config | {"engine": {"random_request_ids": False}})
     results = run(engine, [("a", "say abc", ENDLESS), ("b", "emoji", ENDLESS)])
     assert set(results) == {"a", "b"}
     first = Watcher.records[0]
@@ -261,7 +262,7 @@ class LastFirst(SchedulingPolicy):
         return self.options.sign * request.arrival_time
 
     def added(self, request):
-        self.added_ids.append(request.request_id)
+        self.added_ids.append(request.source.external_req_id)
 
     def export_state(self):
         return list(self.added_ids)

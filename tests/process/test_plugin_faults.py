@@ -17,6 +17,8 @@ from hardpoint import LLM, EngineClosedError, RequestError, RequestOutputKind, S
 from hardpoint.core.process.engine_process import EngineProcess
 from hardpoint.plugins import (
     EngineDeadError,
+    LogitsProcessor,
+    Phase,
     PluginFaultError,
     PluginLoadError,
     PluginNotFoundError,
@@ -25,6 +27,7 @@ from hardpoint.plugins import (
 
 HERE = "faulty_plugins"
 ALL = [f"{HERE}:{name}" for name in ("Dense", "Sparse", "Whole", "OnDevice")]
+ALL.append("slow_plugins:Slow")
 FINAL = {"output_kind": RequestOutputKind.FINAL_ONLY}
 
 
@@ -74,10 +77,17 @@ def test_31_of_32_are_as_without_it(engine, without, name, how, words, using):
     ("how", "ended"), [("raise", {3, 6, 9}), ("nan", {6}), ("update", {3, 6, 9})]
 )
 def test_a_batch_level_fault_ends_all_of_its_users_and_nobody_else(engine, without, how, ended):
+    hold(engine)  # so that all of them are in the step that fails
     finals = run_all(engine, jobs(using={3, 9}, guilty={6}, name="whole", how=how))
     for index in ended:
         assert "plugin 'whole'" in finals[f"r{index}"].outputs[0].error
     undisturbed(finals, without, {f"r{index}" for index in ended})
+
+
+def hold(engine) -> None:
+    """Keep the engine in a step while requests are sent."""
+    params = SamplingParams(max_tokens=1, plugin_args={"slow": {"seconds": 0.3}})
+    engine.add_request("hold", "x", params)
 
 
 def test_batch_level_books_follow_the_rows(engine, without):
@@ -121,7 +131,7 @@ def test_a_request_refused_in_prepare_never_reaches_the_engine(engine):
 
 def test_a_callable_in_the_parameters_is_refused_with_what_to_do(engine):
     params = SamplingParams(logits_processors=[lambda _ids, logits: logits])
-    with pytest.raises(RequestError, match=r"logits_processors.*process.*factory"):
+    with pytest.raises(RequestError, match=r"logits_processors: .*process.*factory"):
         engine.add_request("r", "x", params)
     assert not engine.has_unfinished_requests()
 
@@ -150,8 +160,9 @@ def test_on_error_engine_ends_the_engine_and_says_who(scripted):
     pid = engine.parts.client.pid
     engine.add_request("other", "x", SamplingParams(max_tokens=400))
     engine.add_request("r", "x", SamplingParams(plugin_args={"dense": {"how": "raise"}}))
-    with pytest.raises(PluginFaultError, match=r"plugin 'dense'.*its apply failed") as error:
+    with pytest.raises(EngineDeadError, match=r"plugin 'dense'.*its apply failed") as error:
         run_to_the_end(engine)
+    assert isinstance(error.value.__cause__, PluginFaultError)
     assert f"In the engine process (pid {pid})" in "".join(notes_of(error.value))
     assert "broken apply" in "".join(notes_of(error.value))
     with pytest.raises(EngineClosedError):
@@ -161,7 +172,7 @@ def test_on_error_engine_ends_the_engine_and_says_who(scripted):
 def test_a_faulty_sampler_ends_the_engine(scripted):
     engine = open_engine(scripted, {"sampler": {"use": f"{HERE}:NanSampler"}})
     engine.add_request("r", "x", SamplingParams())
-    with pytest.raises(PluginFaultError, match=r"plugin 'nan_sampler'.*RuntimeError: broken samp"):
+    with pytest.raises(EngineDeadError, match=r"plugin 'nan_sampler'.*RuntimeError: broken samp"):
         run_to_the_end(engine)
     with pytest.raises(EngineClosedError):
         engine.step()
@@ -269,8 +280,9 @@ def test_a_plugin_that_ends_the_process_is_told_by_its_exit_code(scripted):
     gone(engine.parts.client.pid, 5)
 
 
-class Exits(Dense):
+class Exits(LogitsProcessor):
     contract = 1
+    phase = Phase.MASK
 
     def apply(self, logits, rows):
         os._exit(41)

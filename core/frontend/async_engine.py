@@ -1,0 +1,356 @@
+"""An engine process for programs that run an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from hardpoint.plugins import (
+    EngineClosedError,
+    EngineCoreOutput,
+    EngineDeadError,
+    HardpointError,
+    Manifest,
+    PluginMeter,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    SchedulerStats,
+    StepFault,
+    WaitReason,
+)
+
+from ..engine_sockets import dead
+from ..error_kinds import error_of
+from ..process_client import ProcessClient, no_answer
+from .collector import RequestOutputCollector
+from .frontend import EngineParts, Frontend, Submission
+from .input_processor import NO_EXTRAS, Prompt, RequestExtras
+from .plugin_health import Health
+from .relay import Item, Relay
+from .restarting import Restarter
+
+__all__ = ["AsyncEngine"]
+
+_CHUNK = 64
+_LONG_TEXT = 2000
+
+
+class AsyncEngine:
+    """Joins frontend and engine process in an event loop.
+
+    Everything but the constructor and `close` is for one loop: that of the first use.
+    """
+
+    def __init__(self, parts: EngineParts, relay: Relay, restarter: Restarter) -> None:
+        """Take over the parts; `close` closes them.
+
+        Args:
+            parts: with a ProcessClient.
+            relay: what that client tells of its outputs.
+            restarter: decides whether a dead engine is started anew, and does it.
+        """
+        self.parts = parts
+        self._relay = relay
+        self._restarter = restarter
+        self._frontend = Frontend(parts)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pending: collections.deque[list[EngineCoreOutput]] = collections.deque()
+        self._serials = itertools.count()
+        self._tokenisers: ThreadPoolExecutor | None = None
+        self._restart: asyncio.Task[None] | None = None
+        self._changing = asyncio.Lock()
+        self._fallbacks: dict[str, StepFault] = {}
+        self._closed = False
+        self.dead_error: EngineDeadError | None = None
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        extras: RequestExtras = NO_EXTRAS,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete a prompt; yield outputs as they come.
+
+        Leaving the loop early, or cancelling the task, aborts the request.
+
+        Raises:
+            RequestError, OverloadedError: it is wrong, or too many wait.
+            EngineDeadError: the engine died; the request may be sent again.
+        """
+        kind = params.output_kind if isinstance(params, SamplingParams) else None
+        collector = RequestOutputCollector(kind or RequestOutputKind.CUMULATIVE)
+        submission = await self._submit(prompt, params, request_id, extras, collector)
+        finished = False
+        try:
+            while not finished:
+                output = await collector.get()
+                refused = next((c for c in output.outputs if c.error_kind is not None), None)
+                if refused is not None:
+                    raise error_of(refused.error_kind, refused.error)
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self._forget(submission)
+
+    async def abort(self, ids: str | Iterable[str]) -> None:
+        """End requests, by the user's or internal ids; they yield what they have, and end."""
+        await self._ready()
+        self._send_aborts(self._frontend.abort([ids] if isinstance(ids, str) else ids))
+
+    async def _submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        extras: RequestExtras,
+        collector: RequestOutputCollector,
+    ) -> Submission:
+        """Check a prompt and send it; once more if the engine turns out to have died unnoticed."""
+        await self._ready()
+        request_id = str(next(self._serials)) if request_id is None else request_id
+        token_ids = await self._tokenised(prompt)
+        for attempt in itertools.count():
+            await self._ready()
+            submission = self._frontend.submit(
+                request_id, prompt, params, extras, sink=collector.put, token_ids=token_ids
+            )
+            try:
+                for child in submission.children:
+                    self._client.add_request(child)
+            except EngineDeadError:
+                self._forget(submission)
+                if attempt or not self._restarter.enabled:
+                    raise
+                await self._noticed()
+            except BaseException:
+                self._forget(submission)
+                raise
+            else:
+                break
+        return submission
+
+    async def _tokenised(self, prompt: Prompt) -> list[int] | None:
+        """Return the tokens of a long text, made in another thread; None for all others."""
+        text = self._frontend.input.text_of(prompt)
+        if text is None or len(text) < _LONG_TEXT:
+            return None
+        if self._tokenisers is None:
+            self._tokenisers = ThreadPoolExecutor(1, thread_name_prefix="hardpoint-tokenise")
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._tokenisers, self._frontend.input.tokenise, text)
+
+    def _forget(self, submission: Submission) -> None:
+        """End a request that nobody waits for any more."""
+        self._send_aborts(self._frontend.forget([submission.parent.internal_id]))
+
+    def _send_aborts(self, ids: list[str]) -> None:
+        if ids and not self._closed and self._restart is None and self.dead_error is None:
+            self._client.abort_requests(ids)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine serves, as far as is known."""
+        return not self._closed and self.dead_error is None and self._restart is None
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine is dead and is not started anew; `dead_error` says why."""
+        return self.dead_error is not None
+
+    async def health(self) -> Health:
+        """Return which plugins failed and how often the engine was started anew.
+
+        Raises:
+            EngineDeadError: the engine is dead and is not started anew.
+        """
+        self._fallbacks = await self._call("step_faults")
+        return self._frontend.health(self._fallbacks, self._restarter.count)
+
+    async def why_waiting(self, request_id: str) -> dict[int, WaitReason | None]:
+        """Return why the completions of a request got no tokens in the last step, by index.
+
+        Raises:
+            RequestError: no live request has that id.
+        """
+        await self._ready()
+        live = self._frontend.children_of(request_id)
+        reasons = await self._call("why_waiting", list(live))
+        return dict(zip(live.values(), reasons, strict=True))
+
+    async def set_policy(self, use: str, options: Mapping[str, Any] | None = None) -> Manifest:
+        """Put another scheduling policy in the place of the one there is; no request is lost.
+
+        An engine that is started anew has it too.
+
+        Raises:
+            ConfigError, PluginError: the policy cannot be had; the old one stays.
+        """
+        await self._ready()
+        async with self._changing:
+            parts = self.parts.with_policy(use, options or {})
+            await self._call("set_policy", parts.plugins.manifest)
+            self.parts = dataclasses.replace(parts, client=self.parts.client)
+        return parts.plugins.manifest
+
+    async def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
+        """Forget what is kept for prompts that begin alike."""
+        await self._call("reset_prefix_cache", recompute_running)
+
+    async def scheduler_stats(self) -> SchedulerStats:
+        """Return how the scheduler stands."""
+        stats: SchedulerStats = await self._call("scheduler_stats")
+        return stats
+
+    async def plugin_meters(self) -> dict[str, PluginMeter]:
+        """Return what each logits processor cost so far, by name."""
+        meters: dict[str, PluginMeter] = await self._call("plugin_meters")
+        return meters
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        await self._ready()
+        future = asyncio.wrap_future(self._client.call(method, *args))
+        seconds = self.parts.config.engine.call_timeout_seconds
+        done, _ = await asyncio.wait([future], timeout=seconds)
+        if not done:
+            future.cancel()
+            raise no_answer(method, seconds)
+        return future.result()
+
+    def close(self) -> None:
+        """End the engine; whoever waits is told. In any thread, and twice does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._restarter.close()
+        if self._tokenisers is not None:
+            self._tokenisers.shutdown(wait=False)
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._frontend.fail_all, _closed)
+        self._frontend.close(self.parts.client.close)
+
+    @property
+    def _client(self) -> ProcessClient:
+        client = self.parts.client
+        assert isinstance(client, ProcessClient)
+        return client
+
+    async def _ready(self) -> None:
+        """Wait until the engine serves.
+
+        Raises:
+            EngineClosedError: it was closed.
+            EngineDeadError: it is dead and is not started anew.
+        """
+        self._bind()
+        while True:
+            if self._closed:
+                raise _closed()
+            if self.dead_error is not None:
+                raise dead(self.dead_error)
+            if self._restart is None:
+                return
+            await asyncio.wait([self._restart])
+
+    def _bind(self) -> None:
+        """Belong to the running loop, from the first use on.
+
+        Raises:
+            HardpointError: it belongs to another one.
+        """
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+            self._relay.connect(loop, self._arrived)
+        elif self._loop is not loop:
+            raise HardpointError(
+                "this engine belongs to the event loop in which it was used first, which is "
+                f"{'closed' if self._loop.is_closed() else 'another one'}; "
+                "open one engine per event loop"
+            )
+
+    def _arrived(self, relay: Relay, item: Item) -> None:
+        """Take what the client's threads have brought."""
+        if relay is not self._relay:  # of an engine that is gone
+            return
+        if isinstance(item, Exception):
+            while self._pending:
+                self._take(self._pending.popleft())
+            self._died(item)
+        elif item.outputs:
+            self._pending.append(item.outputs)
+            if len(self._pending) == 1:
+                self._drain()
+
+    def _drain(self) -> None:
+        """Take some of what has come; let others have the loop before the rest."""
+        if not self._pending:  # an end took it all
+            return
+        outputs = self._pending.popleft()
+        if len(outputs) > _CHUNK:
+            self._pending.appendleft(outputs[_CHUNK:])
+        self._take(outputs[:_CHUNK])
+        if self._pending and self._loop is not None:
+            self._loop.call_soon(self._drain)
+
+    def _take(self, outputs: list[EngineCoreOutput]) -> None:
+        try:
+            self._send_aborts(self._frontend.take(outputs).aborts)
+        except Exception as error:  # nobody else would hear of it
+            self._died(error, final=True)
+
+    def _died(self, error: Exception, *, final: bool = False) -> None:
+        """Tell everybody who waits; start the engine anew, or be dead."""
+        if self._closed or self._restart is not None or self.dead_error is not None:
+            return
+        self._relay = Relay()  # nothing of this engine counts any more
+        self._pending.clear()
+        self._frontend.fail_all(lambda: _retryable(error))
+        if not final and self._restarter.may_restart() and self._loop is not None:
+            self._restart = self._loop.create_task(self._start_anew())
+        else:
+            self.dead_error = dead(error)
+
+    async def _start_anew(self) -> None:
+        try:
+            old = self._client
+            await asyncio.to_thread(old.close)
+            client, self._relay = await self._restarter.restart(self.parts)
+            self.parts = dataclasses.replace(self.parts, client=client)
+            assert self._loop is not None
+            self._relay.connect(self._loop, self._arrived)
+            if self._closed:  # in another thread, just now
+                await asyncio.to_thread(client.close)
+        except Exception as error:
+            self.dead_error = dead(error)
+        finally:
+            self._restart = None
+
+    async def _noticed(self) -> None:
+        """Wait until the word of the engine's death has come through to the loop."""
+        relay = self._relay
+        for _ in range(40):
+            if relay is not self._relay or self._restart is not None:
+                return
+            await asyncio.sleep(0.025)
+
+
+def _closed() -> EngineClosedError:
+    return EngineClosedError("the engine is closed")
+
+
+def _retryable(error: Exception) -> EngineDeadError:
+    """Return what a request in flight is told of the engine's death."""
+    told = dead(error)
+    told.args = (f"{error}; the request may be sent again",)
+    return told

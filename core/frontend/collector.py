@@ -1,0 +1,87 @@
+"""Where one request's outputs wait for their consumer: merged, never queued."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hardpoint.plugins import CompletionOutput, RequestOutput, RequestOutputKind
+
+__all__ = ["RequestOutputCollector"]
+
+
+class RequestOutputCollector:
+    """Holds at most one output of a request, however slow its consumer is.
+
+    Deltas that nobody has taken yet become one; of other kinds, the newest of each completion
+    stands. For the thread of one event loop, and one consumer.
+    """
+
+    def __init__(self, kind: RequestOutputKind) -> None:
+        """`kind` is that of the request's outputs."""
+        self._delta = kind is RequestOutputKind.DELTA
+        self._held: RequestOutput | Exception | None = None
+        self._there = asyncio.Event()
+
+    def put(self, item: RequestOutput | Exception) -> None:
+        """Take an output, or the error that ends the request; nothing comes after an error."""
+        held = self._held
+        if isinstance(held, Exception):
+            return
+        if held is None or isinstance(item, Exception):
+            self._held = item
+            self._there.set()
+        else:
+            self._merge(held, item)
+
+    async def get(self) -> RequestOutput:
+        """Wait for what is new.
+
+        Raises:
+            Exception: the error that ended the request.
+        """
+        await self._there.wait()
+        output = self.get_nowait()
+        assert output is not None  # `put` sets the event, and only after it has put something
+        return output
+
+    def get_nowait(self) -> RequestOutput | None:
+        """Return what is new, None if nothing is.
+
+        Raises:
+            Exception: the error that ended the request.
+        """
+        held, self._held = self._held, None
+        self._there.clear()
+        if isinstance(held, Exception):
+            raise held
+        return held
+
+    def _merge(self, held: RequestOutput, new: RequestOutput) -> None:
+        """Make one output of the one that is held and a new one."""
+        there = {completion.index: completion for completion in held.outputs}
+        for completion in new.outputs:
+            if self._delta and completion.index in there:
+                _append(there[completion.index], completion)
+            else:
+                there[completion.index] = completion
+        held.outputs = [there[index] for index in sorted(there)]
+        held.finished = new.finished
+        if not self._delta or held.prompt_logprobs is None:
+            held.prompt_logprobs = new.prompt_logprobs
+        elif new.prompt_logprobs is not None:
+            held.prompt_logprobs += new.prompt_logprobs
+        held.num_cached_tokens = new.num_cached_tokens
+        held.kv_transfer_params = new.kv_transfer_params
+
+
+def _append(held: CompletionOutput, new: CompletionOutput) -> None:
+    """Lay a delta behind another one of the same completion."""
+    held.text += new.text
+    held.token_ids += new.token_ids
+    if held.logprobs is None:
+        held.logprobs = new.logprobs
+    elif new.logprobs is not None:
+        held.logprobs += new.logprobs
+    held.cumulative_logprob = new.cumulative_logprob
+    held.finish_reason, held.stop_reason = new.finish_reason, new.stop_reason
+    held.error, held.error_kind = new.error, new.error_kind

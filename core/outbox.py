@@ -1,0 +1,158 @@
+"""What an engine process has to say to its clients, until it is sent."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs
+
+from .wire import UtilityOutput
+
+__all__ = ["Outbox", "merge"]
+
+_log = logging.getLogger("hardpoint")
+_LOOK_AGAIN_S = 0.01  # how often it is asked whether a client that was behind can take more
+_MOST_HELD = 8192
+
+Message = EngineCoreOutputs | UtilityOutput
+
+
+class Outbox:
+    """Holds messages by client. Putting one in never waits, and does not fill memory.
+
+    What a client has not taken is merged: one entry per request, however many steps it came from.
+    So what is held is at most the outputs of the requests that the client sent, and its answers;
+    once they are many, `is_full` says that no more of its messages should be read.
+    """
+
+    def __init__(self, num_clients: int = 1) -> None:
+        """Start empty."""
+        self._held = [_Held() for _ in range(num_clients)]
+        self._changed = threading.Condition()
+        self._ends_at: float | None = None
+
+    def put(self, client: int, message: Message) -> None:
+        """Add a message; one for a client that there is not is dropped, and logged."""
+        if not 0 <= client < len(self._held):
+            _log.warning("dropped a message for client %d: there are %d", client, len(self._held))
+            return
+        with self._changed:
+            self._held[client].put(message)
+            self._changed.notify()
+
+    def is_full(self, client: int) -> bool:
+        """Whether a client is so far behind that it should send nothing more."""
+        return len(self._held[client]) > _MOST_HELD
+
+    def take(self, can_take: Callable[[int], bool]) -> tuple[int, Message] | None:
+        """Wait for a message to a client that can take one.
+
+        Returns:
+            The client and the message; None when everything is taken after `end`, or its time is
+            over.
+        """
+        with self._changed:
+            while True:
+                waiting = [client for client, held in enumerate(self._held) if len(held)]
+                for client in waiting:
+                    if can_take(client):
+                        return client, self._held[client].take()
+                ends_at = self._ends_at
+                if ends_at is not None and (not waiting or time.monotonic() >= ends_at):
+                    return None
+                self._changed.wait(_LOOK_AGAIN_S if waiting else None)
+
+    def end(self, seconds: float) -> None:
+        """Let `take` return None once everything is taken, or after so many seconds."""
+        with self._changed:
+            self._ends_at = time.monotonic() + seconds
+            self._changed.notify()
+
+
+class _Held:
+    """What waits for one client: outputs first, then answers."""
+
+    def __init__(self) -> None:
+        self._answers: deque[UtilityOutput] = deque()
+        self._outputs: EngineCoreOutputs | None = None
+        self._places: dict[str, int] | None = None  # of requests in `_outputs`, once it is merged
+
+    def __len__(self) -> int:
+        outputs = self._outputs
+        return len(self._answers) + (0 if outputs is None else max(len(outputs.outputs), 1))
+
+    def put(self, message: Message) -> None:
+        if isinstance(message, UtilityOutput):
+            self._answers.append(message)
+        elif self._outputs is None:
+            self._outputs = message
+        else:
+            self._outputs = self._merged(self._outputs, message)
+
+    def take(self) -> Message:
+        outputs = self._outputs
+        if outputs is not None:
+            self._outputs = self._places = None
+            return outputs
+        return self._answers.popleft()
+
+    def _merged(self, held: EngineCoreOutputs, later: EngineCoreOutputs) -> EngineCoreOutputs:
+        if self._places is None:
+            held = msgspec.structs.replace(held, outputs=list(held.outputs))
+            self._places = {output.request_id: i for i, output in enumerate(held.outputs)}
+        for output in later.outputs:
+            place = self._places.get(output.request_id)
+            if place is not None and not held.outputs[place].finished:
+                held.outputs[place] = merge(held.outputs[place], output)
+            else:  # new to the client, or another request that got the id of an ended one
+                self._places[output.request_id] = len(held.outputs)
+                held.outputs.append(output)
+        return msgspec.structs.replace(
+            later,
+            outputs=held.outputs,
+            finished_requests=_either(held.finished_requests, later.finished_requests),
+            scheduler_stats=_latest(held.scheduler_stats, later.scheduler_stats),
+            wave_complete=_latest(held.wave_complete, later.wave_complete),
+            start_wave=_latest(held.start_wave, later.start_wave),
+        )
+
+
+def merge(first: EngineCoreOutput, later: EngineCoreOutput) -> EngineCoreOutput:
+    """Return one output that says what two outputs of one request say."""
+    return msgspec.structs.replace(
+        later,
+        new_token_ids=[*first.new_token_ids, *later.new_token_ids],
+        logprobs=_joined(first.logprobs, later.logprobs),
+        prompt_logprobs=_joined(first.prompt_logprobs, later.prompt_logprobs),
+        events=[*first.events, *later.events],
+        num_cached_tokens=_earliest(first.num_cached_tokens, later.num_cached_tokens),
+        prefill_stats=_earliest(first.prefill_stats, later.prefill_stats),
+        kv_transfer_params=_latest(first.kv_transfer_params, later.kv_transfer_params),
+        pooling_output=_latest(first.pooling_output, later.pooling_output),
+        routed_experts=_latest(first.routed_experts, later.routed_experts),
+        trace_headers=_latest(first.trace_headers, later.trace_headers),
+        num_nans_in_logits=first.num_nans_in_logits + later.num_nans_in_logits,
+    )
+
+
+def _joined(first: Sequence[Any] | None, later: Sequence[Any] | None) -> list[Any] | None:
+    return None if first is None and later is None else [*(first or ()), *(later or ())]
+
+
+def _either(first: set[str] | None, later: set[str] | None) -> set[str] | None:
+    return None if first is None and later is None else (first or set()) | (later or set())
+
+
+def _latest(first: Any, later: Any) -> Any:
+    return first if later is None else later
+
+
+def _earliest(first: Any, later: Any) -> Any:
+    return later if first is None else first

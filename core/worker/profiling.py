@@ -1,0 +1,66 @@
+"""Profiles of what a worker does."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from hardpoint.plugins import HardpointError
+
+__all__ = ["Profiling"]
+
+
+class Profiling:
+    """Makes profiles with torch's profiler, one at a time, each in a file of its own.
+
+    The files are Chrome traces, for Perfetto or chrome://tracing.
+    """
+
+    def __init__(self, folder: str | None, device: torch.device) -> None:
+        """`folder` is made when a profile is started; without one, none can be."""
+        self._folder = folder
+        self._device = device
+        self._profiler: torch.profiler.profile | None = None
+
+    def start(self) -> None:
+        """Begin to record what this thread does, and the device.
+
+        Raises:
+            HardpointError: no folder is configured, or a profile is being made.
+        """
+        if self._folder is None:
+            raise HardpointError(
+                "engine.profile_dir: expected a folder to write profiles to, got nothing"
+            )
+        if self._profiler is not None:
+            raise HardpointError("a profile is being made; stop it before you start another one")
+        Path(self._folder).mkdir(parents=True, exist_ok=True)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        profiler = torch.profiler.profile(activities=activities)
+        profiler.start()
+        self._profiler = profiler
+
+    def stop(self) -> str:
+        """Stop, and return the file that the profile was written to.
+
+        Raises:
+            HardpointError: none is being made.
+        """
+        profiler, self._profiler = self._profiler, None
+        if profiler is None or self._folder is None:
+            raise HardpointError("no profile is being made")
+        profiler.stop()
+        path = Path(self._folder) / f"hardpoint-{os.getpid()}-{time.time_ns()}.json"
+        profiler.export_chrome_trace(str(path))
+        return str(path)
+
+    def close(self) -> None:
+        """Throw away the profile that is being made, if one is."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()

@@ -1,0 +1,293 @@
+"""Engine cores around a scripted executor, whose steps are done when a test says so."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+from hardpoint.builtin_plugins.policies import FirstComeFirstServed
+from hardpoint.builtin_plugins.scheduling import DefaultScheduler
+from hardpoint.core.engine import EngineCore, EngineCoreParts
+from hardpoint.core.engine_loop import EngineLoop, LoopOptions, LoopQueues
+from hardpoint.core.kv_cache import BlockManager
+from hardpoint.core.kv_events import KVEventFanout
+from hardpoint.core.outbox import Outbox
+from hardpoint.core.step_faults import StepFaults
+from hardpoint.plugins import (
+    EngineCoreRequest,
+    ModelRunnerOutput,
+    PolicyContext,
+    SamplingParams,
+    SchedulerContext,
+    SchedulerLimits,
+)
+from hardpoint.plugins.typed import convert
+
+PATIENCE_S = 20.0
+
+
+def next_token(history):
+    digest = hashlib.blake2b(repr(tuple(history)).encode(), digest_size=2).digest()
+    return int.from_bytes(digest, "big")
+
+
+def expected(prompt, count):
+    """The tokens that follow a prompt, however they are computed."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def request(name, prompt=(1, 2, 3), max_tokens=4, **fields):
+    return EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=list(prompt),
+        params=SamplingParams(max_tokens=max_tokens),
+        **fields,
+    )
+
+
+class ScriptedExecutor:
+    """Computes each step when it is started; its futures are done at once, or when told.
+
+    Attributes:
+        depth: of the pipeline.
+        late: whether futures wait for `finish`.
+        calls: what was called, in order.
+        patient: whether they are done at once when somebody waits for them.
+        fail_at: by step, the error of its forward pass.
+        rpc: by method, what workers return, or raise.
+    """
+
+    def __init__(self, depth=1, *, late=False):
+        self.depth = depth
+        self.late = late
+        self.patient = False
+        self.calls = []
+        self.fail_at = {}
+        self.rpc = {}
+        self.rows = {}
+        self.pending = []
+        self.lost = lambda error: None
+        self.during = lambda plan: None
+        self._results = {}
+
+    @property
+    def max_concurrent_batches(self):
+        return self.depth
+
+    def execute_model(self, plan):
+        self.calls.append(("execute", plan.step))
+        result = self._compute(plan)
+        self.during(plan)
+        future = self._future(plan.step)
+        error = self.fail_at.get(plan.step)
+        if plan.total_num_scheduled_tokens:
+            self._results[plan.step] = result
+            self._later(plan.step, future, None, error)
+        else:
+            self._later(plan.step, future, result, error)
+        return future
+
+    def sample_tokens(self, plan):
+        self.calls.append(("sample", plan.step))
+        future = self._future(plan.step)
+        failed = RuntimeError("nothing to sample") if plan.step in self.fail_at else None
+        self._later(plan.step, future, self._results.pop(plan.step, None), failed)
+        return future
+
+    def finish(self, *steps):
+        """Complete the futures of steps, by default of all that were started."""
+        for step, future, result, error in list(self.pending):
+            if steps and step not in steps:
+                continue
+            self.pending.remove((step, future, result, error))
+            _complete(future, result, error)
+
+    def collective_rpc(self, method, args=(), timeout=None):
+        self.calls.append((method, *args) if timeout is None else (method, *args, timeout))
+        answer = self.rpc.get(method)
+        if isinstance(answer, BaseException):
+            raise answer
+        return [answer, answer]
+
+    def on_failure(self, callback):
+        self.lost = callback
+
+    def close(self):
+        self.calls.append(("close",))
+
+    def _future(self, step):
+        return PatientFuture(lambda: self.finish(step)) if self.patient else Future()
+
+    def _later(self, step, future, result, error):
+        if self.late:
+            self.pending.append((step, future, result, error))
+        else:
+            _complete(future, result, error)
+
+    def _compute(self, plan):
+        for name in plan.preempted_request_ids | plan.finished_request_ids:
+            self.rows.pop(name, None)
+        cached = plan.cached_requests
+        computed = dict(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
+        for new in plan.new_requests:
+            name = new.source.request_id
+            self.rows[name] = [*new.source.prompt_token_ids, *new.output_token_ids]
+            computed[name] = new.num_computed_tokens
+        sampled = {}
+        for name, count in plan.num_scheduled_tokens.items():
+            row = self.rows[name]
+            assert computed[name] + count <= len(row), f"{name} has no such token"
+            if computed[name] + count == len(row):
+                row.append(next_token(row))
+                sampled[name] = [row[-1]]
+        return ModelRunnerOutput(sampled_token_ids=sampled)
+
+
+class PatientFuture(Future):
+    """Is done when somebody waits for it, at the latest."""
+
+    def __init__(self, hurry):
+        super().__init__()
+        self._hurry = hurry
+
+    def result(self, timeout=None):
+        if not self.done():
+            self._hurry()
+        return super().result(timeout)
+
+
+def _complete(future, result, error):
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+class Rig:
+    """An engine core with the default scheduler, and what came out of it."""
+
+    def __init__(self, executor=None, *, blocks=64, scheduler=DefaultScheduler, **limits):
+        self.executor = executor or ScriptedExecutor()
+        defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 200}
+        self.limits = SchedulerLimits(
+            **(defaults | {"asynchronous": self.executor.depth > 1} | limits)
+        )
+        self.now = 0.0
+        policy = FirstComeFirstServed(
+            PolicyContext(name="fcfs", options=convert({}, FirstComeFirstServed.Options, path="p"))
+        )
+        self.cache = BlockManager(blocks, 4)
+        self.scheduler = scheduler(
+            SchedulerContext(
+                name="default",
+                options=DefaultScheduler.Options(),
+                limits=self.limits,
+                kv_cache=self.cache,
+                policy=policy,
+                clock=lambda: self.now,
+            )
+        )
+        self.core = EngineCore(
+            EngineCoreParts(
+                self.scheduler,
+                self.executor,
+                self.cache,
+                SimpleNamespace(close=lambda: None),
+                KVEventFanout([], time.time),
+                StepFaults(()),
+            )
+        )
+        self.tokens = {}
+        self.ends = {}
+
+    def add(self, name, **fields):
+        self.core.add_request(request(name, **fields))
+
+    def step(self, *late_aborts):
+        outputs, executed = self.core.step(lambda: list(late_aborts))
+        self.take(outputs)
+        return executed
+
+    def take(self, by_client):
+        for outputs in by_client.values():
+            for output in outputs.outputs:
+                self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+                if output.finished:
+                    self.ends[output.request_id] = str(output.finish_reason)
+
+    def run(self, most=500):
+        for _ in range(most):
+            if not self.core.has_requests():
+                return self.tokens
+            self.step()
+        raise AssertionError("it does not end")
+
+
+class LoopRig(Rig):
+    """The same under a busy loop in a thread of its own."""
+
+    def __init__(self, executor=None, *, options=LoopOptions(), clients=1, **settings):
+        super().__init__(executor, **settings)
+        self.queues = LoopQueues(output=Outbox(clients))
+        self.loop = EngineLoop(self.core, self.queues, options)
+        self.error = None
+        self.answers = {}
+        self.messages = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self):
+        try:
+            self.loop.run()
+        except BaseException as error:
+            self.error = error
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.loop.request_shutdown()
+        self.loop.request_shutdown()
+        self.join()
+
+    def join(self, seconds=PATIENCE_S):
+        self._thread.join(seconds)
+        assert not self._thread.is_alive(), "the loop does not end"
+        self.collect()
+
+    @property
+    def is_running(self):
+        return self._thread.is_alive()
+
+    def send(self, *messages):
+        for message in messages:
+            if isinstance(message, list):
+                self.queues.aborts.put(message)
+            self.queues.input.put(message)
+
+    def collect(self):
+        """Take what the loop has put out."""
+        self.queues.output.end(0)
+        while (item := self.queues.output.take(lambda _client: True)) is not None:
+            client, message = item
+            self.messages.append(item)
+            if hasattr(message, "outputs"):
+                self.take({client: message})
+            else:
+                self.answers[message.call_id] = message
+
+    def until(self, condition, seconds=PATIENCE_S):
+        """Take outputs until something is so."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.collect()
+            if condition():
+                return
+            time.sleep(0.002)
+        raise AssertionError("it did not come to that")

@@ -1,0 +1,146 @@
+"""A client that checks nothing: raw sockets before a real engine process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from hardpoint.core.process.engine_process import EngineProcess
+from hardpoint.core.process.launch import Launch
+from hardpoint.core.wire import (
+    Decoder,
+    Encoder,
+    EngineAddresses,
+    RequestType,
+    UtilityCall,
+    UtilityOutput,
+)
+from hardpoint.plugins import (
+    EngineConfig,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    Origins,
+    SamplingParams,
+    resolve_plugins,
+    typed,
+)
+
+IDENTITY = b"\x00\x00"
+_LIMIT_MS = 10_000
+
+
+@contextlib.contextmanager
+def _standard_error_to(path: Path) -> Iterator[None]:
+    """Have processes that start now write their standard error to a file."""
+    kept = os.dup(2)
+    with path.open("wb") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+class RawClient:
+    """Sends frames as they are, and reads what comes back."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        """Start an engine and wait for its first word."""
+        self.context = zmq.Context()
+        self._folder = tempfile.TemporaryDirectory(prefix="raw-")
+        folder = Path(self._folder.name)
+        addresses = EngineAddresses(inputs=[f"ipc://{folder}/in"], outputs=[f"ipc://{folder}/out"])
+        self.router = self.context.socket(zmq.ROUTER)
+        self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.router.bind(addresses.inputs[0])
+        self.pull = self.context.socket(zmq.PULL)
+        self.pull.bind(addresses.outputs[0])
+        typed_config = typed.convert(config, EngineConfig, path="")
+        manifest = resolve_plugins(typed_config, Origins()).manifest
+        self.log = folder / "log"
+        with _standard_error_to(self.log):
+            self.process = EngineProcess.start(
+                Launch(
+                    address=msgspec.json.encode(addresses).decode(),
+                    manifest=manifest,
+                    config=msgspec.to_builtins(typed_config),
+                    log_level="WARNING",
+                )
+            )
+        self._decoder: Decoder[Any] = Decoder(EngineCoreOutputs | UtilityOutput)
+        self._calls = self._read = 0
+        assert self.router.poll(60_000), "the engine said nothing"
+        assert self.router.recv_multipart()[0] == IDENTITY
+
+    def logged(self) -> str:
+        """What the engine has written to its standard error since this was asked last."""
+        words = self.log.read_text()[self._read :]
+        self._read += len(words)
+        return words
+
+    def send(self, *frames: bytes) -> None:
+        """Send frames, the first of which should be a request type."""
+        self.router.send_multipart([IDENTITY, *frames])
+
+    def say(self, kind: RequestType, message: Any) -> None:
+        """Send a message that is well formed, whatever it says."""
+        self.send(kind, *map(bytes, Encoder().encode(message)))
+
+    def add(self, request_id: str, **fields: Any) -> None:
+        """Send a request; every field may be anything."""
+        self.say(RequestType.ADD, request(request_id, **fields))
+
+    def receive(self, limit_ms: int = _LIMIT_MS) -> EngineCoreOutputs | UtilityOutput:
+        """Wait for the next message."""
+        assert self.pull.poll(limit_ms), "the engine said nothing"
+        return self._decoder.decode(self.pull.recv_multipart())
+
+    def call(self, method: str, *args: Any) -> UtilityOutput:
+        """Call a utility and wait for its answer; what else comes meanwhile is dropped."""
+        self._calls += 1
+        self.say(RequestType.UTILITY, UtilityCall(0, self._calls, method, list(args)))
+        while True:
+            answer = self.receive()
+            if isinstance(answer, UtilityOutput) and answer.call_id == self._calls:
+                return answer
+
+    def ends(self, request_ids: Sequence[str]) -> dict[str, Any]:
+        """Wait until requests end; return their last outputs with all their tokens."""
+        tokens: dict[str, list[int]] = {name: [] for name in request_ids}
+        ended: dict[str, Any] = {}
+        until = time.monotonic() + 20
+        while len(ended) < len(tokens):
+            assert time.monotonic() < until, f"only {sorted(ended)} ended"
+            message = self.receive()
+            for output in getattr(message, "outputs", []):
+                tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+                if output.finished and output.request_id in request_ids:
+                    output.new_token_ids = tokens[output.request_id]
+                    ended[output.request_id] = output
+        return ended
+
+    def close(self) -> None:
+        """End the engine and the sockets."""
+        self.process.close()
+        self.context.destroy(linger=0)
+        self._folder.cleanup()
+
+
+def request(request_id: str, **fields: Any) -> EngineCoreRequest:
+    """A request that is right, but for the fields that are given."""
+    right: dict[str, Any] = {
+        "request_id": request_id,
+        "prompt_token_ids": [1, 2, 3],
+        "params": SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, seed=1),
+        "arrival_time": time.monotonic(),
+    }
+    return EngineCoreRequest(**right | fields)

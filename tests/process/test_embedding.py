@@ -1,0 +1,194 @@
+"""Programs of every sort start an engine process and get their answer. Nothing is asked of them."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+
+import pytest
+from harness import PATH, Program, run_program
+
+ANSWER = " abc abc abc"
+
+
+def body(scripted, *, plugin: str = "", how: str = "") -> str:
+    """Open, generate, print, without a `__main__` guard."""
+    extra = f"{{'plugins': {{'enable': [{plugin!r}]}}}}" if plugin else "{}"
+    return textwrap.dedent(f"""
+        import json
+        from harness import process_config
+        from hardpoint import LLM, SamplingParams
+        llm = LLM(config=process_config({str(scripted)!r}, {extra}))
+        params = SamplingParams(temperature=0.0, max_tokens=20{how})
+        print(json.dumps(llm.generate("say abc", params)[0].outputs[0].text))
+    """)
+
+
+@pytest.mark.parametrize("how", ["file", "-c", "stdin"])
+def test_a_plain_program_without_a_guard(scripted, tmp_path, how):
+    """It does not even close; nothing is printed of that."""
+    with Program(body(scripted), folder=tmp_path, how=how) as program:
+        said, errors = program.finish()
+    assert said == [ANSWER]
+    assert errors == ""
+
+
+def test_in_a_thread_beside_others(scripted, tmp_path):
+    source = f"""
+        import threading
+        said = []
+        def work():
+            exec({body(scripted)!r}, {{}})
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    """
+    assert run_program(source, folder=tmp_path) == [ANSWER, ANSWER]
+
+
+def test_in_an_asyncio_program(scripted, tmp_path):
+    source = f"""
+        import asyncio, json
+        from harness import process_config
+        from hardpoint import AsyncLLM, SamplingParams
+
+        async def one(llm, index):
+            params = SamplingParams(temperature=0.0, max_tokens=20)
+            async for output in llm.generate("say abc", params, f"r{{index}}"):
+                text = output.outputs[0].text
+            return text
+
+        async def main():
+            llm = AsyncLLM(config=process_config({str(scripted)!r}))
+            ticks = 0
+            async def tick():
+                nonlocal ticks
+                while True:
+                    ticks += 1
+                    await asyncio.sleep(0.001)
+            ticker = asyncio.create_task(tick())
+            print(json.dumps(await asyncio.gather(*(one(llm, i) for i in range(8)))))
+            ticker.cancel()
+            print(json.dumps(ticks > 3))
+            llm.close()
+
+        asyncio.run(main())
+    """
+    assert run_program(source, folder=tmp_path) == [[ANSWER] * 8, True]
+
+
+def test_in_a_notebook(scripted, tmp_path, monkeypatch):
+    """A kernel; one cell defines a processor, the next uses it, a third closes."""
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    import os
+
+    known = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(PATH + known))
+    cells = [PROCESSOR, body(scripted, plugin="__main__:Only", how=ONLY), "llm.close()"]
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(textwrap.dedent(cell)) for cell in cells]
+    )
+    kernel = kernel_folder(tmp_path)
+    monkeypatch.setenv("JUPYTER_PATH", str(kernel))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    nbclient.NotebookClient(notebook, timeout=60, kernel_name="this").execute(cwd=str(tmp_path))
+    printed = "".join(
+        output.text for output in notebook.cells[1].outputs if output.name == "stdout"
+    )
+    assert json.loads(printed.strip().splitlines()[-1]) == "A" * 20
+
+
+def kernel_folder(folder):
+    """A kernel that is this very interpreter."""
+    import sys
+
+    specification = folder / "jupyter" / "kernels" / "this"
+    specification.mkdir(parents=True)
+    command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    (specification / "kernel.json").write_text(
+        json.dumps({"argv": command, "display_name": "this", "language": "python"})
+    )
+    return folder / "jupyter"
+
+
+PROCESSOR = """
+    import math
+    from typing import Annotated
+    from msgspec import Meta
+    from hardpoint import plugins
+    from hardpoint.plugins import LogitsProcessor, Phase
+
+    class Only(LogitsProcessor):
+        contract = 1
+        phase = Phase.MASK
+
+        class Arguments(plugins.Arguments):
+            token: Annotated[int, Meta(ge=0, lt=257)]
+
+        def apply(self, logits, rows):
+            kept = logits.clone().fill_(-math.inf)
+            for row, arguments in enumerate(rows.arguments()):
+                kept[row, arguments.token] = 0.0
+            return kept
+"""
+ONLY = ", ignore_eos=True, plugin_args={'only': {'token': llm.tokenizer.encode('A')[0]}}"
+
+
+def test_a_processor_that_the_script_itself_defines(scripted, tmp_path):
+    """Its constrained arguments refuse bad values where the engine is, too."""
+    source = (
+        textwrap.dedent(PROCESSOR)
+        + body(scripted, plugin="__main__:Only", how=ONLY)
+        + textwrap.dedent("""
+        import msgspec
+        request, _ = llm._engine._frontend.input.process(
+            "bad", "say abc", params, __import__("hardpoint.core.frontend.input_processor",
+            fromlist=["NO_EXTRAS"]).NO_EXTRAS, arrival_time=0.0
+        )
+        request.plugin_args["only"] = {"token": 999}  # as a client that checks nothing would
+        llm._engine.parts.client.add_request(request)
+        (output,) = llm._engine.parts.client.get_output(wait=True).outputs
+        print(json.dumps([str(output.finish_reason), output.error]))
+        print(json.dumps(llm.generate("say abc", params)[0].outputs[0].text))
+        """)
+    )
+    text, (reason, error), again = run_program(source, folder=tmp_path)
+    assert text == again == "A" * 20
+    assert reason == "error"
+    assert error == "plugin_args.only.token: expected a whole number <= 256, got 999"
+
+
+def test_a_module_beside_the_script_when_started_from_elsewhere(scripted, tmp_path):
+    here, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    here.mkdir()
+    elsewhere.mkdir()
+    (here / "own_plugins.py").write_text(textwrap.dedent(PROCESSOR))
+    source = body(scripted, plugin="own_plugins:Only", how=ONLY)
+    assert run_program(source, folder=here, cwd=elsewhere) == ["A" * 20]
+
+
+def test_a_program_whose_working_directory_is_gone(scripted, tmp_path):
+    """The working directory is removed while the program runs, before the engine starts."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    source = f"import os, torch; os.rmdir({str(gone)!r})\n" + body(scripted)
+    assert run_program(source, folder=tmp_path, cwd=gone) == [ANSWER]
+
+
+def test_in_a_program_that_forks_afterwards(scripted, tmp_path):
+    """The child ends without taking the engine from its parent."""
+    source = body(scripted) + textwrap.dedent("""
+        import os, sys
+        child = os.fork()
+        if child == 0:
+            del llm
+            sys.exit(0)  # with all that is done at exit
+        assert os.waitpid(child, 0)[1] == 0
+        print(json.dumps(llm.generate("say abc", params)[0].outputs[0].text))
+        llm.close()
+    """)
+    assert run_program(source, folder=tmp_path) == [ANSWER, ANSWER]

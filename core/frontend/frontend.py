@@ -163,7 +163,7 @@ class Frontend:
                 arrival_time=self._clock(),
                 token_ids=token_ids,
             )
-        internal_id = self._internal_id(request_id)
+        internal_id = self._internal_id(request_id, request.params.n)
         parent = ParentRequest(request_id, internal_id, request.params.n, sink)
         children = parent.children(request)
         for child in children:
@@ -225,7 +225,7 @@ class Frontend:
             stack.callback(close_client)
             stack.callback(self._hooks.call, "engine_closing")
 
-    def _internal_id(self, request_id: str) -> str:
+    def _internal_id(self, request_id: str, n: int) -> str:
         """Return an id that no live request has.
 
         Raises:
@@ -236,7 +236,8 @@ class Frontend:
             while internal == request_id or self.output.is_live(internal):
                 internal = f"{request_id}-{secrets.token_hex(4)}"
             return internal
-        if self.output.is_live(request_id) or self.output.is_live(f"0_{request_id}"):
+        children = (f"{index}_{request_id}" for index in range(n if n > 1 else 0))
+        if any(map(self.output.is_live, (request_id, *children))):
             raise RequestError(
                 f"request_id: {request_id!r} is the id of a live request, or of a completion of one"
             )

@@ -16,6 +16,7 @@ import zmq
 from hardpoint.core.process.engine_process import EngineProcess
 from hardpoint.core.process.launch import Launch
 from hardpoint.core.wire import (
+    ENGINE_CORE_DEAD,
     Decoder,
     Encoder,
     EngineAddresses,
@@ -102,7 +103,9 @@ class RawClient:
     def receive(self, limit_ms: int = _LIMIT_MS) -> EngineCoreOutputs | UtilityOutput:
         """Wait for the next message."""
         assert self.pull.poll(limit_ms), "the engine said nothing"
-        return self._decoder.decode(self.pull.recv_multipart())
+        frames = self.pull.recv_multipart()
+        assert frames != [ENGINE_CORE_DEAD], f"the engine died:\n{self.logged()[-4000:]}"
+        return self._decoder.decode(frames)
 
     def call(self, method: str, *args: Any) -> UtilityOutput:
         """Call a utility and wait for its answer; what else comes meanwhile is dropped."""

@@ -120,8 +120,6 @@ def test_request_types_that_are_none_of_a_clients(client, kind):
         ({"prompt_token_ids": [1] * 40_000}, "40000"),
         ({"params": SamplingParams(temperature=-3.0, max_tokens=2)}, "temperature"),
         ({"params": SamplingParams(max_tokens=0)}, "max_tokens"),
-        ({"params": SamplingParams(max_tokens=2, logprobs=9_999)}, "logprobs"),
-        ({"params": SamplingParams(max_tokens=2, logit_bias={9_999: 1.0})}, "logit_bias"),
         ({"plugin_args": {"nobody": {}}}, "nobody"),
         ({"plugin_args": {"slow": {"seconds": "long"}}}, "slow.seconds"),
         ({"plugin_args": {"top_k": {"k": "x"}}}, "top_k"),
@@ -135,6 +133,29 @@ def test_a_wrong_request_ends_with_an_error(client, fields, words):
     assert ends["wrong"].finish_reason is FinishReason.ERROR
     assert words in ends["wrong"].error
     assert ends["beside"].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"params": SamplingParams(max_tokens=2, logprobs=9_999)},
+        {"params": SamplingParams(max_tokens=2, prompt_logprobs=9_999)},
+        {"params": SamplingParams(max_tokens=2, logit_bias={9_999: 1.0})},
+        {"params": SamplingParams(max_tokens=2, stop_token_ids=[9_999])},
+        {"eos_token_ids": [9_999], "params": SamplingParams(max_tokens=3, min_tokens=2)},
+        {"arrival_time": float("nan"), "timeout": float("nan")},
+        {"timeout": -5.0},
+        {"priority": -(1 << 60)},
+        {"child_index": -1},
+        {"tags": {"": "x" * 10_000}},
+        {"cache_salt": ""},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_a_strange_request_harms_nobody(client, expected, fields):
+    client.add("strange", **fields)
+    client.add("beside")
+    assert client.ends(["strange", "beside"])["beside"].new_token_ids == expected
 
 
 def test_outputs_for_clients_that_do_not_exist_are_dropped(client):

@@ -1,0 +1,135 @@
+"""What the frontend costs per output token, in microseconds, beside vLLM's where it is installed.
+
+    python benchmarks/frontend.py [--requests 64] [--tokens 128] [--rounds 5] [--json FILE]
+
+Measured is the output processor: from the engine's outputs, one token per request and step, to
+what a user sees, text included. Text of the demo model's tokenizer, streamed as deltas, without
+statistics. Engines take turns in one process; shown are medians of processor time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hardpoint.core.frontend.output_processor import OutputProcessor
+from hardpoint.core.frontend.parent_request import ParentRequest
+from hardpoint.core.model_source import find_files
+from hardpoint.plugins import (
+    EngineConfig,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    RequestOutputKind,
+    SamplingParams,
+    TokenizerContext,
+    resolve_plugins,
+)
+
+TEXT = (
+    "Once upon a time, in a village between two rivers, there lived a clockmaker who built a new "
+    "clock every winter: small ones of pear wood, tall ones with brass moons (1 of them played a "
+    "tune!), and one, the last, that ran backwards — nobody ever found out why.\n"
+)
+Run = Callable[[], None]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    plugins = resolve_plugins(EngineConfig())
+    files = find_files("smollm2")
+    tokenizer = plugins.create(plugins.one("tokenizers"), TokenizerContext, files=files)
+    ids = (tokenizer.encode(TEXT) * (arguments.tokens // 40 + 1))[: arguments.tokens]
+    runs: dict[str, Run] = {
+        "hardpoint": lambda: _hardpoint(tokenizer, ids, arguments.requests),
+    }
+    if importlib.util.find_spec("vllm"):
+        runs["vllm"] = _vllm(files.path, ids, arguments.requests)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(arguments.rounds + 1):
+        for name, run in runs.items():
+            began = time.thread_time()
+            run()
+            times[name].append(time.thread_time() - began)
+    count = arguments.requests * arguments.tokens
+    found = {name: statistics.median(each[1:]) / count * 1e6 for name, each in times.items()}
+    for name, microseconds in found.items():
+        print(f"{name:10} {microseconds:5.2f} us per output token")
+    if "vllm" in found:
+        ratio = found["hardpoint"] / found["vllm"]
+        print(f"hardpoint / vllm: {ratio:.2f} (aim: at most 0.5)")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(found, indent=1))
+
+
+def _hardpoint(tokenizer: Any, ids: list[int], requests: int) -> None:
+    processor = OutputProcessor(tokenizer)
+    params = SamplingParams(max_tokens=len(ids), output_kind=RequestOutputKind.DELTA)
+    names = [f"request-{i}" for i in range(requests)]
+    for name in names:
+        request = EngineCoreRequest(request_id=name, prompt_token_ids=[1, 2, 3], params=params)
+        processor.add_request(request, None, ParentRequest(name, name, 1))
+    for token in ids[:-1]:
+        outputs = [EngineCoreOutput(request_id=n, new_token_ids=[token]) for n in names]
+        shown = processor.process(outputs)
+        assert len(shown.request_outputs) == requests
+    last = [
+        EngineCoreOutput(request_id=n, new_token_ids=[ids[-1]], finish_reason=FinishReason.LENGTH)
+        for n in names
+    ]
+    processor.process(last)
+
+
+def _vllm(path: Path, ids: list[int], requests: int) -> Run:
+    from transformers import AutoTokenizer
+    from vllm import SamplingParams as TheirParams
+    from vllm.sampling_params import RequestOutputKind as TheirKind
+    from vllm.v1.engine import EngineCoreOutput as TheirOutput
+    from vllm.v1.engine import EngineCoreRequest as TheirRequest
+    from vllm.v1.engine import FinishReason as TheirReason
+    from vllm.v1.engine.output_processor import OutputProcessor as TheirProcessor
+
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+    def run() -> None:
+        processor = TheirProcessor(tokenizer, log_stats=False)
+        names = [f"request-{i}" for i in range(requests)]
+        for name in names:
+            params = TheirParams(max_tokens=len(ids), output_kind=TheirKind.DELTA)
+            known = {
+                "request_id": name,
+                "external_req_id": name,
+                "prompt_token_ids": [1, 2, 3],
+                "sampling_params": params,
+                "arrival_time": 0.0,
+            }
+            fields = dict.fromkeys(TheirRequest.__struct_fields__[:10], None) | known
+            processor.add_request(TheirRequest(**fields), None)
+        for token in ids[:-1]:
+            outputs = [TheirOutput(request_id=n, new_token_ids=[token]) for n in names]
+            shown = processor.process_outputs(outputs)
+            assert len(shown.request_outputs) == requests
+        processor.process_outputs(
+            [
+                TheirOutput(request_id=n, new_token_ids=[ids[-1]], finish_reason=TheirReason.LENGTH)
+                for n in names
+            ]
+        )
+
+    return run
+
+
+if __name__ == "__main__":
+    main()

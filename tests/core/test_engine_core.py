@@ -1,0 +1,268 @@
+"""The engine core: its step, what it refuses, what it logs and what it passes on."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from engine_harness import Rig, ScriptedExecutor, expected, request
+
+from hardpoint.builtin_plugins.scheduling import DefaultScheduler
+from hardpoint.core.failure_report import log_failure
+from hardpoint.plugins import (
+    EngineConfig,
+    HardpointError,
+    LoRARequest,
+    PluginMeter,
+    RequestError,
+    SchedulerOutput,
+)
+
+
+class TestStep:
+    def test_without_requests_nothing_is_called(self):
+        rig = Rig()
+        assert rig.core.step() == ({}, False)
+        assert rig.executor.calls == []
+
+    def test_sampling_follows_a_forward_pass_that_gives_no_result(self):
+        rig = Rig()
+        rig.add("a", max_tokens=1)
+        assert rig.step() is True
+        assert rig.executor.calls == [("execute", 1), ("sample", 1)]
+        assert rig.tokens["a"] == expected([1, 2, 3], 1)
+
+    def test_a_step_that_only_tells_of_ended_requests_computes_nothing(self):
+        rig = Rig()
+        rig.add("a", max_tokens=1)
+        rig.step()
+        assert rig.core.has_requests()
+        assert rig.step() is False
+        assert rig.executor.calls[-1] == ("execute", 2)
+        assert rig.executor.rows == {}
+        assert not rig.core.has_requests()
+
+    def test_outputs_are_by_client(self):
+        rig = Rig()
+        rig.add("a", client_index=0)
+        rig.add("b", client_index=3)
+        outputs, _ = rig.core.step()
+        assert {c: [o.request_id for o in m.outputs] for c, m in outputs.items()} == {
+            0: ["a"],
+            3: ["b"],
+        }
+
+    def test_late_aborts_take_effect_before_the_update(self):
+        rig = Rig()
+        rig.add("a", max_tokens=3)
+        rig.add("b", max_tokens=3)
+        rig.step("a", "unknown")
+        assert not rig.tokens.get("a")
+        rig.run()
+        assert not rig.tokens["a"]
+        assert rig.ends == {"a": "abort", "b": "length"}
+        assert rig.tokens["b"] == expected([1, 2, 3], 3)
+
+    def test_late_aborts_are_asked_for_after_the_model_ran(self):
+        rig = Rig()
+        rig.add("a")
+        seen = []
+        rig.core.step(lambda: (seen.append(list(rig.executor.calls)), [])[1])
+        assert seen == [[("execute", 1), ("sample", 1)]]
+
+
+class TestRequests:
+    def test_a_live_id_is_refused_and_the_first_one_goes_on(self):
+        rig = Rig()
+        rig.add("a", max_tokens=4)
+        rig.step()
+        with pytest.raises(RequestError, match="request_id: 'a' is the id of a live request"):
+            rig.add("a", prompt=[9], max_tokens=2)
+        assert rig.run()["a"] == expected([1, 2, 3], 4)
+
+    def test_an_id_is_free_again_once_its_request_ended(self):
+        rig = Rig()
+        rig.add("a", max_tokens=1)
+        rig.step()
+        rig.add("a", prompt=[9], max_tokens=1)
+        rig.run()
+        assert rig.tokens["a"] == expected([1, 2, 3], 1) + expected([9], 1)
+
+    def test_a_scheduler_that_shows_no_live_requests_can_be_used(self):
+        class Shy(DefaultScheduler):
+            contract = 1
+
+            def live_request(self, request_id):
+                raise NotImplementedError
+
+        rig = Rig(scheduler=Shy)
+        rig.add("a", max_tokens=2)
+        assert rig.run()["a"] == expected([1, 2, 3], 2)
+
+    def test_abort_of_unknown_ids_does_nothing(self):
+        rig = Rig()
+        rig.add("a", max_tokens=2)
+        assert rig.core.abort_requests(["b", "b"]) == {}
+        assert rig.run()["a"] == expected([1, 2, 3], 2)
+
+    def test_abort_of_none_is_everybody(self):
+        rig = Rig()
+        rig.add("a")
+        rig.add("b")
+        rig.take(rig.core.abort_requests(None))
+        assert rig.ends == {"a": "abort", "b": "abort"}
+        assert rig.core.abort_requests(None) == {}
+
+
+class TestFailures:
+    def fail(self, caplog, error, step=2):
+        rig = Rig()
+        rig.executor.fail_at[step] = error
+        rig.add("secret prompt", prompt=[4321, 4322], max_tokens=5)
+        with caplog.at_level(logging.ERROR, "hardpoint"), pytest.raises(type(error)) as caught:
+            rig.run()
+        assert caught.value is error
+        return rig
+
+    def test_plan_and_statistics_are_logged_once_and_the_error_goes_on(self, caplog):
+        rig = self.fail(caplog, ValueError("CUDA error"))
+        (record,) = caplog.records
+        words = record.getMessage()
+        assert "step 2 failed: ValueError: CUDA error" in words
+        assert "'num_scheduled_tokens': {'secret prompt': 1}" in words
+        assert "'cached': {'secret prompt': 2}" in words
+        assert "SchedulerStats(num_running=1" in words
+        rig.executor.fail_at.clear()
+        assert rig.run()["secret prompt"] == expected([4321, 4322], 5)
+
+    def test_contents_of_prompts_are_not_written(self, caplog):
+        self.fail(caplog, ValueError("x"), step=1)
+        assert "'prompt': 2" in caplog.text
+        assert "4321" not in caplog.text
+
+    def test_an_interrupt_is_no_failure(self, caplog):
+        rig = self.fail(caplog, KeyboardInterrupt())
+        assert caplog.records == []
+        rig.executor.fail_at.clear()
+        assert rig.run()["secret prompt"] == expected([4321, 4322], 5)
+
+    def test_options_of_plugins_are_not_written(self, caplog):
+        config = EngineConfig(model="m", plugin={"redis": {"password": "hunter2"}})
+        log_failure(ValueError("x"), SchedulerOutput(step=3), config, lambda: "fine")
+        assert "'model': 'm'" in caplog.text and "['redis']" in caplog.text
+        assert "hunter2" not in caplog.text
+
+    def test_what_cannot_be_shown_hinders_nothing(self, caplog):
+        def broken():
+            raise RuntimeError("no statistics")
+
+        log_failure(ValueError("x"), object(), None, broken)
+        assert "statistics: cannot be shown (RuntimeError: no statistics)" in caplog.text
+        assert "plan: cannot be shown (AttributeError" in caplog.text
+
+    def test_an_error_that_cannot_be_shown_hinders_nothing(self):
+        class Silent(Exception):
+            def __str__(self):
+                raise RuntimeError
+
+        log_failure(Silent(), SchedulerOutput(), None, lambda: "fine")
+
+
+class TestCaches:
+    def test_the_prefix_cache_is_forgotten(self):
+        rig = Rig()
+        for name in ("a", "b"):
+            rig.core.reset_prefix_cache()
+            rig.add(name, prompt=range(9), max_tokens=2)
+            rig.run()
+        assert rig.core.scheduler_stats().prefix_cache.hit_tokens == 0
+
+    @pytest.mark.parametrize("what", ["encoder", "multimodal"])
+    def test_a_cache_that_there_is_not_is_said_to_be_none(self, what):
+        core = Rig().core
+        reset = {"encoder": core.reset_encoder_cache, "multimodal": core.reset_mm_cache}[what]
+        with pytest.raises(HardpointError, match=f"there is no {what} cache"):
+            reset()
+
+    @pytest.mark.parametrize("what", ["prefix", "encoder", "mm"])
+    def test_each_warns_of_unfinished_requests(self, what, caplog):
+        rig = Rig()
+        reset = getattr(rig.core, f"reset_{what}_cache")
+        for count in (0, 2):
+            if count:
+                rig.add("a")
+                rig.add("b")
+            try:
+                reset()
+            except HardpointError:
+                pass
+            assert ("is reset while 2 requests are unfinished" in caplog.text) is bool(count)
+
+
+class TestWorkers:
+    def test_calls_reach_every_worker(self):
+        rig = Rig()
+        rig.executor.rpc["plugin_meters"] = {"top_k": PluginMeter(steps=3)}
+        assert rig.core.collective_rpc("plugin_meters") == [{"top_k": PluginMeter(steps=3)}] * 2
+        assert rig.core.plugin_meters()["top_k"].steps == 3
+
+    def test_a_limit_is_passed_on_only_if_given(self):
+        rig = Rig()
+        rig.core.collective_rpc("list_loras")
+        rig.core.collective_rpc("list_loras", 2.5)
+        assert rig.executor.calls == [("list_loras",), ("list_loras", 2.5)]
+
+    @pytest.mark.parametrize(
+        ("call", "words"),
+        [
+            (("close",), "method: expected one of add_lora, .*stop_profile, got 'close'"),
+            (("sleep", None, [1]), "method: .*got 'sleep'"),
+            (("__init__",), "method: .*got '__init__'"),
+            (("pin_lora",), "expected 1 arguments, got 0"),
+            (("pin_lora", None, [1, 2]), "expected 1 arguments, got 2"),
+            (("pin_lora", None, ["x"]), "lora_id: expected an? .*got 'x'"),
+            (("list_loras", 0.0), "timeout: expected a number > 0, got 0"),
+            (("list_loras", float("nan")), "timeout: expected a number > 0, got nan"),
+        ],
+    )
+    def test_what_is_not_declared_is_refused(self, call, words):
+        rig = Rig()
+        with pytest.raises(RequestError, match=words):
+            rig.core.collective_rpc(*call)
+        assert rig.executor.calls == []
+
+    def test_adapters_are_passed_on(self):
+        rig = Rig()
+        rig.executor.rpc |= {"add_lora": True, "remove_lora": False, "list_loras": [3, 4]}
+        lora = LoRARequest("poems", 3)
+        assert rig.core.add_lora(lora) is True
+        assert rig.core.remove_lora(4) is False
+        assert rig.core.list_loras() == {3, 4}
+        assert rig.core.pin_lora(3) is False
+        assert rig.executor.calls == [
+            ("add_lora", lora),
+            ("remove_lora", 4),
+            ("list_loras",),
+            ("pin_lora", 3),
+        ]
+
+    def test_profiles(self):
+        rig = Rig()
+        rig.executor.rpc["stop_profile"] = "/there/x.json"
+        rig.core.start_profile()
+        assert rig.core.stop_profile() == ["/there/x.json"] * 2
+        assert rig.executor.calls == [("start_profile",), ("stop_profile",)]
+
+
+def test_closing_closes_the_executor_whatever_fails():
+    class Fragile(DefaultScheduler):
+        contract = 1
+
+        def close(self):
+            raise RuntimeError("the scheduler does not close")
+
+    rig = Rig(ScriptedExecutor(), scheduler=Fragile)
+    rig.core.add_request(request("a"))
+    with pytest.raises(RuntimeError, match="does not close"):
+        rig.core.close()
+    assert rig.executor.calls == [("close",)]

@@ -1,0 +1,238 @@
+"""What waits to be sent: in order, merged where a client is behind, and bounded."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hardpoint.core.outbox import Outbox, merge
+from hardpoint.core.wire import UtilityOutput
+from hardpoint.plugins import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    TokenLogprobs,
+)
+
+
+def batch(*outputs, **fields):
+    return EngineCoreOutputs(outputs=list(outputs), **fields)
+
+
+def output(name, tokens=(), **fields):
+    return EngineCoreOutput(request_id=name, new_token_ids=list(tokens), **fields)
+
+
+def taken(outbox, client=0):
+    """Everything that waits for a client."""
+    outbox.end(0)
+    messages = []
+    while (item := outbox.take(lambda number: number == client)) is not None:
+        messages.append(item[1])
+    return messages
+
+
+class TestOrder:
+    def test_a_client_that_keeps_up_gets_the_very_messages(self):
+        outbox, first = Outbox(), batch(output("a", [1]))
+        outbox.put(0, first)
+        client, message = outbox.take(lambda _: True)
+        assert client == 0 and message is first
+
+    def test_outputs_come_before_answers_that_came_after_them(self):
+        outbox = Outbox()
+        outbox.put(0, batch(output("a", finish_reason=FinishReason.ABORT)))
+        outbox.put(0, UtilityOutput.succeeded(1, None))
+        outbox.put(0, UtilityOutput.succeeded(2, None))
+        outputs, *answers = taken(outbox)
+        assert outputs.outputs[0].request_id == "a"
+        assert [answer.call_id for answer in answers] == [1, 2]
+
+    def test_clients_have_nothing_to_do_with_each_other(self):
+        outbox = Outbox(2)
+        for token in range(3):
+            outbox.put(0, batch(output("a", [token])))
+            outbox.put(1, batch(output("a", [token + 10])))
+        assert taken(outbox, 1)[0].outputs[0].new_token_ids == [10, 11, 12]
+        assert taken(outbox, 0)[0].outputs[0].new_token_ids == [0, 1, 2]
+
+    def test_a_client_that_there_is_not_gets_nothing(self, caplog):
+        outbox = Outbox(2)
+        outbox.put(2, batch(output("a", [1])))
+        outbox.put(-1, batch(output("a", [1])))
+        assert taken(outbox) == []
+        assert "dropped a message for client 2: there are 2" in caplog.text
+
+
+class TestMerging:
+    def test_one_entry_per_request(self):
+        outbox = Outbox()
+        for token in range(1000):
+            outbox.put(0, batch(output("a", [token]), output("b", [token])))
+        (merged,) = taken(outbox)
+        assert [o.request_id for o in merged.outputs] == ["a", "b"]
+        assert merged.outputs[0].new_token_ids == list(range(1000))
+
+    def test_the_batch_of_the_engine_is_not_changed(self):
+        outbox, first = Outbox(), batch(output("a", [1]))
+        outbox.put(0, first)
+        outbox.put(0, batch(output("a", [2]), output("b", [3])))
+        taken(outbox)
+        assert first.outputs == [output("a", [1])]
+
+    def test_a_request_that_got_the_id_of_an_ended_one_is_another_one(self):
+        outbox = Outbox()
+        outbox.put(0, batch(output("a", [1], finish_reason=FinishReason.STOP)))
+        outbox.put(0, batch(output("a", [2])))
+        outbox.put(0, batch(output("a", [3], finish_reason=FinishReason.LENGTH)))
+        (merged,) = taken(outbox)
+        assert [(o.new_token_ids, o.finish_reason) for o in merged.outputs] == [
+            ([1], FinishReason.STOP),
+            ([2, 3], FinishReason.LENGTH),
+        ]
+
+    def test_what_is_merged_says_all_that_both_said(self):
+        events = [EngineCoreEvent(EngineCoreEventType(kind), float(kind)) for kind in (1, 2, 3)]
+        row = TokenLogprobs([7], [-0.5], 1)
+        first = output(
+            "a", [1], logprobs=[row], prompt_logprobs=[None, row], events=events[:2],
+            num_cached_tokens=16, num_nans_in_logits=1,
+        )  # fmt: skip
+        later = output(
+            "a", [2], logprobs=[row, row], prompt_logprobs=[row], events=events[2:],
+            finish_reason=FinishReason.STOP, stop_reason=2, num_nans_in_logits=2,
+            kv_transfer_params={"from": "there"},
+        )  # fmt: skip
+        assert merge(first, later) == output(
+            "a", [1, 2], logprobs=[row] * 3, prompt_logprobs=[None, row, row], events=events,
+            num_cached_tokens=16, finish_reason=FinishReason.STOP, stop_reason=2,
+            num_nans_in_logits=3, kv_transfer_params={"from": "there"},
+        )  # fmt: skip
+
+    def test_what_neither_said_is_not_said(self):
+        merged = merge(output("a", [1]), output("a", [2]))
+        assert merged == output("a", [1, 2])
+
+    def test_batches_are_merged_too(self):
+        outbox = Outbox()
+        outbox.put(0, batch(timestamp=1.0, finished_requests={"x"}, wave_complete=4))
+        outbox.put(0, batch(timestamp=2.0, finished_requests={"y"}))
+        (merged,) = taken(outbox)
+        assert merged.timestamp == 2.0
+        assert merged.finished_requests == {"x", "y"}
+        assert merged.wave_complete == 4
+
+
+class TestBounds:
+    def test_what_is_held_grows_with_requests_and_not_with_steps(self):
+        outbox = Outbox()
+        for token in range(20_000):
+            outbox.put(0, batch(output("a", [token])))
+        assert not outbox.is_full(0)
+
+    def test_many_requests_that_a_client_does_not_read_are_many(self):
+        outbox = Outbox(2)
+        for number in range(9000):
+            outbox.put(0, batch(output(f"r{number}", [1], finish_reason=FinishReason.LENGTH)))
+        assert outbox.is_full(0) and not outbox.is_full(1)
+        outbox.take(lambda _: True)
+        assert not outbox.is_full(0)
+
+    def test_so_are_answers(self):
+        outbox = Outbox()
+        for number in range(9000):
+            outbox.put(0, UtilityOutput.succeeded(number, None))
+        assert outbox.is_full(0)
+
+
+class TestWaiting:
+    def test_a_message_wakes_who_waits(self):
+        outbox, got = Outbox(), []
+        thread = threading.Thread(target=lambda: got.append(outbox.take(lambda _: True)))
+        thread.start()
+        time.sleep(0.05)
+        assert got == []
+        outbox.put(0, UtilityOutput.succeeded(1, None))
+        thread.join(5)
+        assert got == [(0, UtilityOutput.succeeded(1, None))]
+
+    def test_a_client_that_can_take_nothing_holds_up_nobody(self):
+        outbox = Outbox(2)
+        outbox.put(0, batch(output("a", [1])))
+        outbox.put(1, batch(output("b", [2])))
+        assert outbox.take(lambda client: client == 1)[0] == 1
+
+    def test_once_it_can_it_is_asked_again(self):
+        outbox = Outbox()
+        outbox.put(0, batch(output("a", [1])))
+        ready = threading.Event()
+        threading.Timer(0.05, ready.set).start()
+        assert outbox.take(lambda _: ready.is_set())[0] == 0
+
+    def test_the_end_waits_until_everything_is_taken(self):
+        outbox = Outbox()
+        outbox.put(0, batch(output("a", [1])))
+        outbox.end(60)
+        assert outbox.take(lambda _: True) is not None
+        assert outbox.take(lambda _: True) is None
+
+    def test_but_not_for_ever(self):
+        outbox = Outbox()
+        outbox.put(0, batch(output("a", [1])))
+        outbox.end(0.1)
+        began = time.monotonic()
+        assert outbox.take(lambda _: False) is None
+        assert 0.1 <= time.monotonic() - began < 2
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(
+        st.one_of(
+            st.none(),  # the client takes what there is
+            st.lists(
+                st.tuples(st.sampled_from("abc"), st.lists(st.integers(0, 9), max_size=3)),
+                max_size=3,
+                unique_by=lambda entry: entry[0],
+            ),
+        ),
+        max_size=30,
+    ),
+    st.sets(st.integers(0, 29)),
+)
+def test_a_client_gets_the_same_tokens_whenever_it_reads(actions, ends):
+    outbox, sent, got = Outbox(), {}, {}
+
+    def read():
+        while len(outbox._held[0]):
+            _, message = outbox.take(lambda _: True)
+            for each in message.outputs:
+                got.setdefault(each.request_id, []).append((each.new_token_ids, each.finished))
+
+    for place, action in enumerate(actions):
+        if action is None:
+            read()
+            continue
+        reason = FinishReason.STOP if place in ends else None
+        outbox.put(0, batch(*(output(name, t, finish_reason=reason) for name, t in action)))
+        for name, tokens in action:
+            sent.setdefault(name, []).append((tokens, reason is not None))
+    read()
+    assert {name: lives(said) for name, said in got.items()} == {
+        name: lives(said) for name, said in sent.items()
+    }
+
+
+def lives(said):
+    """The tokens of the requests that bore a name, one after another."""
+    result = [[]]
+    for tokens, finished in said:
+        result[-1] += tokens
+        if finished:
+            result.append([])
+    return result

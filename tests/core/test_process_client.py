@@ -1,0 +1,455 @@
+"""A client of an engine process: what is sent, what comes back, and the same errors as in-process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+import zmq
+
+from hardpoint import (
+    LLM,
+    ConfigError,
+    EngineDeadError,
+    EngineTimeoutError,
+    HardpointError,
+    OverloadedError,
+    PluginError,
+    RequestError,
+    SamplingParams,
+)
+from hardpoint import plugins
+from hardpoint.core.engine_sockets import EngineSockets, dead
+from hardpoint.core.error_kinds import error_of, kind_of
+from hardpoint.core.wire import (
+    ENGINE_CORE_DEAD,
+    Encoder,
+    EngineCoreReadyResponse,
+    RequestType,
+    UtilityOutput,
+)
+from hardpoint.plugins import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    LogitsProcessor,
+    Phase,
+    PluginLoadError,
+    SchedulingPolicy,
+    hookimpl,
+)
+from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.testing import scripted_config
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+BOTH = pytest.mark.parametrize("in_process", [True, False], ids=["in-process", "own-process"])
+
+
+class Slow(LogitsProcessor):
+    """Takes its time."""
+
+    contract = 1
+    phase = Phase.BIAS
+
+    class Arguments(plugins.Arguments):
+        seconds: float
+
+    def apply(self, logits, rows):
+        time.sleep(max(given.seconds for given in rows.arguments()))
+        return logits
+
+
+class Unbuildable(SchedulingPolicy):
+    """A policy that cannot be built where it lives."""
+
+    contract = 1
+
+    def __init__(self, context):
+        raise OSError("no such disk")
+
+    def key(self, request):
+        return 0
+
+
+class Grows:
+    """Makes prompts too long, as a hook may that does not look."""
+
+    contract = 1
+
+    @hookimpl
+    def request_received(self, request):
+        if "grow" in request.tags:
+            request.prompt_token_ids = [1] * 600
+
+
+def slow(seconds: float, max_tokens: int = 400) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        plugin_args={"slow": {"seconds": seconds}},
+    )
+
+
+def config(folder, *, in_process=False, **engine):
+    return scripted_config(
+        folder,
+        {
+            "engine": {"in_process": in_process, **engine},
+            "plugins": {"enable": [f"{__name__}:Slow", f"{__name__}:Grows"]},
+            "scheduler": {"max_num_seqs": 1, "max_waiting": 3},
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def own(scripted):
+    with LLM(config=config(scripted)) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def here(scripted):
+    with LLM(config=config(scripted, in_process=True)) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(in_process, own, here):
+    return here if in_process else own
+
+
+def text(output) -> str:
+    return output.outputs[0].text
+
+
+def still_serves(llm) -> bool:
+    return text(llm.generate("say abc", GREEDY)[0]) == " abc abc abc"
+
+
+# The same errors in both modes
+
+
+@BOTH
+class TestRefusals:
+    def test_too_many(self, llm):
+        with pytest.raises(OverloadedError) as error:
+            llm.generate(["x"] * 6, slow(0.01, 30))
+        assert type(error.value) is OverloadedError
+        assert str(error.value) == (
+            "overloaded: 3 requests wait, which is the most that may (scheduler.max_waiting); "
+            "try again later"
+        )
+        assert not llm._engine.has_unfinished_requests()
+        assert still_serves(llm)
+
+    def test_completions_too_many(self, llm):
+        many = SamplingParams(n=5, temperature=1.0, seed=1, max_tokens=5)
+        with pytest.raises(OverloadedError, match="overloaded: 3 requests wait"):
+            llm.generate("x", many)
+        assert still_serves(llm)
+
+    def test_what_can_never_run(self, llm):
+        with pytest.raises(RequestError) as error:
+            llm.generate(["x", "x", "x"], GREEDY, tags=[{}, {"grow": "yes"}, {}])
+        assert type(error.value) is RequestError
+        assert str(error.value) == (
+            "prompt: expected at most 511 tokens (max_model_len 512 less one to generate), got 600"
+        )
+        assert not llm._engine.has_unfinished_requests()
+        assert still_serves(llm)
+
+    def test_in_a_stream(self, llm):
+        stream = llm.stream("x", slow(0.0, 100))
+        next(stream)
+        with pytest.raises(RequestError, match="prompt: expected at most 511 tokens"):
+            llm.generate("x", GREEDY, tags={"grow": "yes"})
+        assert sum(len(each.outputs[0].token_ids) for each in stream) == 99  # undisturbed
+        assert still_serves(llm)
+
+    def test_a_policy_that_cannot_be_built(self, llm):
+        with pytest.raises(PluginLoadError) as error:
+            llm.set_policy(f"{__name__}:Unbuildable")
+        assert type(error.value) is PluginLoadError
+        assert "plugin 'unbuildable'" in str(error.value)
+        assert "OSError: no such disk" in str(error.value)
+        assert llm.config.scheduler.policy == "fcfs"
+        assert llm.manifest.generation == 1
+        assert still_serves(llm)
+
+    def test_a_policy_with_options_that_it_has_not(self, llm):
+        with pytest.raises(ConfigError, match=r"plugin.scheduling_policies/fair.wieghts: unknown"):
+            llm.set_policy("fair", {"wieghts": {}})
+        with pytest.raises(PluginError, match="no_such_policy"):
+            llm.set_policy("no_such_policy")
+        assert still_serves(llm)
+
+    def test_what_pools(self, llm):
+        for call in ("encode", "embed", "classify", "score"):
+            with pytest.raises(RequestError, match=f"{call}: this version of Hardpoint has no poo"):
+                getattr(llm, call)(["x"], anything=1)
+
+
+def test_callables_are_for_this_process(own, here):
+    params = SamplingParams(max_tokens=2, logits_processors=[lambda _ids, logits: logits])
+    assert here.generate("x", params)[0].finished
+    with pytest.raises(RequestError) as error:
+        own.generate("x", params)
+    assert str(error.value) == (
+        "logits_processors: callables cannot travel to an engine in a process of its own; "
+        "enable a factory `(params) -> callable or None` as a plugin (plugins.enable), "
+        "which is called there, or run the engine in this process (engine.in_process)"
+    )
+    assert still_serves(own)
+
+
+# Questions
+
+
+def test_questions_over_the_wire(own):
+    engine = own._engine
+    engine.add_request("a", "x", slow(0.01))
+    engine.add_request("b", "x", slow(0.01))
+    engine.step()
+    assert engine.why_waiting("a") == {0: None}
+    assert engine.why_waiting("b")[0].waiting_for.name == "SLOT"
+    stats = own.scheduler_stats()
+    assert (stats.num_running, stats.num_waiting) == (1, 1)
+    engine.abort_requests(["a", "b"])
+    own.reset_prefix_cache(recompute_running=True)
+    meters = own.plugin_meters()
+    assert meters["slow"].rows >= 1
+    assert own.health().ok
+
+
+def test_only_what_is_declared_can_be_called(own):
+    client = own._engine.parts.client
+    with pytest.raises(HardpointError, match="Call to close method failed: WireError: expected o"):
+        client.call("close").result(5)
+    with pytest.raises(HardpointError, match="Call to why_waiting method failed: WireError: requ"):
+        client.call("why_waiting", "r").result(5)
+    assert still_serves(own)
+
+
+def test_a_step_without_requests_returns_at_once(own):
+    assert own._engine.step() == []
+
+
+def test_a_question_that_is_not_answered_in_time(scripted):
+    with LLM(config=config(scripted, call_timeout_seconds=0.2)) as llm:
+        llm._engine.add_request("a", "x", slow(0.7, 1))
+        time.sleep(0.3)  # the step is under way
+        words = r"did not answer scheduler_stats within 0.2 s \(engine.call_timeout_seconds\)"
+        with pytest.raises(EngineTimeoutError, match=words):
+            llm.scheduler_stats()
+        while llm._engine.has_unfinished_requests():
+            llm._engine.step()
+        assert llm.scheduler_stats().num_running == 0  # the late answer disturbs nobody
+        assert still_serves(llm)
+
+
+def test_ctrl_c_ends_the_requests_and_leaves_the_engine(own):
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        own.generate(["x", "y"], slow(0.02))
+    assert not own._engine.has_unfinished_requests()
+    assert own._inboxes == {}
+    assert still_serves(own)
+    stats = own.scheduler_stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+
+
+def test_all_who_wait_are_told_of_its_death(scripted):
+    """A batch, and several questions, at once."""
+    with LLM(config=config(scripted)) as llm:
+        client = llm._engine.parts.client
+        llm._engine.add_request("a", "x", slow(30, 1))
+        time.sleep(0.2)
+        futures = [client.call("scheduler_stats") for _ in range(5)]
+        os.kill(client.pid, signal.SIGKILL)
+        began = time.monotonic()
+        words = rf"^the engine process \(pid {client.pid}\) was killed by signal 9 \(SIGKILL\)$"
+        for future in futures:
+            with pytest.raises(EngineDeadError, match=words):
+                future.result(5)
+        with pytest.raises(EngineDeadError, match=words):
+            client.add_request(
+                EngineCoreRequest(request_id="r", prompt_token_ids=[1], params=GREEDY)
+            )
+        with pytest.raises(EngineDeadError, match=words):
+            llm.generate("x", GREEDY)
+        assert time.monotonic() - began < 1
+        client.abort_requests(["r"])  # it has ended them all
+
+
+# The sockets, against an engine that the test plays
+
+
+class Engine:
+    """The other end."""
+
+    def __init__(self, sockets: EngineSockets) -> None:
+        self.context = zmq.Context()
+        self.input = self.context.socket(zmq.DEALER)
+        self.input.setsockopt(zmq.IDENTITY, sockets.identity)
+        self.input.connect(sockets.addresses.inputs[0])
+        self.output = self.context.socket(zmq.PUSH)
+        self.output.connect(sockets.addresses.outputs[0])
+
+    def say(self, message) -> None:
+        frames = [message] if isinstance(message, bytes) else Encoder().encode(message)
+        self.output.send_multipart(frames)
+
+    def close(self) -> None:
+        self.context.destroy(0)
+
+
+@pytest.fixture
+def line():
+    """Sockets, the engine at their other end, and what was read."""
+    sockets = EngineSockets()
+    engine = Engine(sockets)
+    engine.input.send_multipart(Encoder().encode(EngineCoreReadyResponse(64, 8)))
+    ready = sockets.poll_ready(2000)
+    assert (ready.max_model_len, ready.num_gpu_blocks) == (64, 8)
+    ended: Future = Future()
+    outputs: list = []
+    sockets.read(outputs.append, lambda error: ended.set_result(error))
+    yield sockets, engine, outputs, ended
+    sockets.close()
+    engine.close()
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_an_engine_that_nobody_expects_is_refused():
+    sockets = EngineSockets(index=1)
+    other = Engine(EngineSocketsStub(sockets))
+    other.input.send_multipart(Encoder().encode(EngineCoreReadyResponse(64)))
+    with pytest.raises(HardpointError, match=r"an engine said b'\\x07\\x00', expected b'\\x01"):
+        sockets.poll_ready(2000)
+    assert sockets.poll_ready(1) is None
+    other.close()
+    sockets.close()
+
+
+class EngineSocketsStub:
+    """Addresses of some sockets under another identity."""
+
+    def __init__(self, sockets: EngineSockets) -> None:
+        self.identity, self.addresses = (7).to_bytes(2, "little"), sockets.addresses
+
+
+def test_messages_arrive_whole_and_in_order(line):
+    sockets, engine, outputs, _ = line
+    sockets.send(RequestType.ABORT, ["a", "b"])
+    kind, payload = engine.input.recv_multipart()
+    assert kind == RequestType.ABORT
+    assert payload == b"".join(Encoder().encode(["a", "b"]))
+    for number in range(20):
+        engine.say(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id=str(number))]))
+    until(lambda: len(outputs) == 20)
+    assert [batch.outputs[0].request_id for batch in outputs] == [str(n) for n in range(20)]
+
+
+def test_answers_find_their_calls_in_any_order(line):
+    sockets, engine, outputs, _ = line
+    first, second = (sockets.call("plugin_meters") for _ in range(2))
+    engine.say(UtilityOutput.succeeded(99, "nobody asked"))
+    engine.say(UtilityOutput.failed(1, "scheduler.policy: wrong", "ConfigError"))
+    engine.say(UtilityOutput.succeeded(0, {}))
+    assert first.result(5) == {}
+    with pytest.raises(ConfigError, match="^scheduler.policy: wrong$"):
+        second.result(5)
+    assert outputs == []
+
+
+def test_an_answer_of_another_type_fails_its_call_only(line):
+    sockets, engine, _, ended = line
+    bad, good = (sockets.call("scheduler_stats"), sockets.call("plugin_meters"))
+    engine.say(UtilityOutput.succeeded(0, "no statistics"))
+    engine.say(UtilityOutput.succeeded(1, {}))
+    with pytest.raises(HardpointError, match="scheduler_stats"):
+        bad.result(5)
+    assert good.result(5) == {}
+    assert not ended.done()
+
+
+def test_a_call_that_was_given_up_is_forgotten(line):
+    sockets, engine, _, _ = line
+    given_up, waited_for = (sockets.call("plugin_meters") for _ in range(2))
+    assert given_up.cancel()
+    for number in range(2):
+        engine.say(UtilityOutput.succeeded(number, {}))
+    assert waited_for.result(5) == {}
+
+
+def test_the_dead_marker_ends_reading_without_a_word(line):
+    _, engine, _, ended = line
+    engine.say(ENGINE_CORE_DEAD)
+    assert ended.result(5) is None
+
+
+def test_what_is_no_message_ends_reading_with_the_reason(line):
+    _, engine, _, ended = line
+    engine.say(b"\xc1 garbage")
+    assert isinstance(ended.result(5), HardpointError)
+
+
+def test_after_the_end_nothing_is_sent_and_all_calls_fail(line):
+    sockets, _, _, _ = line
+    future = sockets.call("plugin_meters")
+    sockets.fail(PluginFaultError("plugin 'p' broke"))
+    sockets.fail(ValueError("a later word counts no more"))
+    for attempt in (future.result, lambda: sockets.send(RequestType.ABORT, ["a"])):
+        with pytest.raises(EngineDeadError, match="^plugin 'p' broke$") as error:
+            attempt()
+        assert isinstance(error.value.__cause__, PluginFaultError)
+    with pytest.raises(EngineDeadError, match="plugin 'p' broke"):
+        sockets.call("plugin_meters")
+    assert sockets._calls == {}
+
+
+def test_an_engine_that_is_not_there_cannot_be_reached():
+    sockets = EngineSockets()
+    with pytest.raises(EngineDeadError, match="the engine cannot be reached: "):
+        sockets.send(RequestType.ABORT, ["a"])
+    sockets.close()
+
+
+# Errors as words
+
+
+@pytest.mark.parametrize("name", plugins.errors.__all__)
+def test_every_class_of_the_tree_travels(name):
+    error = getattr(plugins.errors, name)("words")
+    assert kind_of(error) == name
+    assert type(error_of(kind_of(error), str(error))) is type(error)
+    assert str(error_of(name, "words")) == "words"
+
+
+def test_other_classes_travel_as_the_nearest_of_the_tree():
+    class Own(OverloadedError):
+        """A plugin's."""
+
+    assert kind_of(Own("x")) == "OverloadedError"
+    assert kind_of(KeyError("x")) == "HardpointError"
+    for strange in ("no such class", "annotations", None):
+        assert type(error_of(strange, None)) is HardpointError
+
+
+def test_each_who_waits_gets_an_error_of_its_own():
+    first = EngineDeadError("gone")
+    first.add_note("the engine's traceback")
+    again = dead(first)
+    assert again is not first
+    assert (str(again), again.__notes__) == ("gone", ["the engine's traceback"])

@@ -1,0 +1,151 @@
+"""Calls by name: what may be called, with what, and how they are answered."""
+
+from __future__ import annotations
+
+import inspect
+from concurrent.futures import Future
+
+import pytest
+from engine_harness import Rig
+
+from hardpoint.core.engine import EngineCore
+from hardpoint.core.typed_calls import convert_arguments, returned_type
+from hardpoint.core.utilities import UTILITIES, call_utility, result_type
+from hardpoint.core.wire import Decoder, Encoder, UtilityCall, UtilityOutput
+from hardpoint.plugins import (
+    LoRARequest,
+    OverloadedError,
+    RequestError,
+    SchedulerStats,
+    WaitReason,
+    typed,
+)
+
+
+@pytest.fixture
+def core():
+    return Rig().core
+
+
+def ask(core, method, *args):
+    answers = []
+    call_utility(core, UtilityCall(0, 3, method, list(args)), answers.append)
+    (answer,) = answers
+    assert answer.call_id == 3
+    return answer
+
+
+class TestWhatMayBeCalled:
+    def test_every_one_is_a_method_with_declared_types(self):
+        for name in UTILITIES:
+            method = getattr(EngineCore, name)
+            result_type(name)
+            for parameter in list(inspect.signature(method).parameters.values())[1:]:
+                assert parameter.annotation is not inspect.Parameter.empty, name
+
+    @pytest.mark.parametrize(
+        "method", ["close", "step", "_abort", "__class__", "add_request", "abort_requests", "", "x"]
+    )
+    def test_nothing_else_can_be(self, core, method):
+        failure = ask(core, method).failure
+        assert failure.startswith(f"Call to {method} method failed: WireError: expected one of add")
+        assert "why_waiting" in failure
+
+    @pytest.mark.parametrize(
+        ("method", "args", "words"),
+        [
+            ("reset_prefix_cache", ["yes"], "recompute_running: expected true or false, got 'yes'"),
+            ("reset_prefix_cache", [True, 1], "expected 0 to 1 arguments, got 2"),
+            ("why_waiting", [], "expected 1 arguments, got 0"),
+            ("why_waiting", [[1]], "request_ids[0]: expected"),
+            ("pause", ["soon"], 'mode: expected "abort" or "wait" or "keep", got'),
+            ("sleep", [1.5], "level: expected"),
+            ("wake_up", ["weights"], "tags: expected"),
+            ("add_lora", [{"name": "x"}], "lora"),
+        ],
+    )
+    def test_wrong_arguments_fail_the_call_alone(self, core, method, args, words):
+        assert words in ask(core, method, *args).failure
+        assert ask(core, "scheduler_stats").failure is None
+
+    def test_arguments_become_what_is_declared(self):
+        def method(self, lora: LoRARequest, ids: list[int], size: float = 1.0) -> None: ...
+
+        assert convert_arguments(method, [["poems", 2], [1]], RequestError) == [
+            LoRARequest("poems", 2),
+            [1],
+        ]
+
+
+class TestAnswers:
+    def test_a_result_travels_and_is_what_the_method_declares(self, core):
+        encoded = Encoder().encode(ask(core, "scheduler_stats"))
+        answer = Decoder(UtilityOutput).decode(encoded)
+        stats = typed.convert(answer.result.value, result_type("scheduler_stats"), path="it")
+        assert isinstance(stats, SchedulerStats)
+
+    def test_none_is_a_result(self, core):
+        answer = ask(core, "reset_prefix_cache")
+        assert answer.failure is None and answer.result.value is None
+
+    def test_errors_of_the_tree_keep_class_and_words(self, core):
+        core.resume = lambda: (_ for _ in ()).throw(OverloadedError("too many"))
+        answer = ask(core, "resume")
+        assert (answer.kind, answer.failure) == ("OverloadedError", "too many")
+
+    def test_other_errors_say_which_call_failed(self, core):
+        core.resume = lambda: 1 / 0
+        assert ask(core, "resume").failure == (
+            "Call to resume method failed: ZeroDivisionError: division by zero"
+        )
+
+    def test_declared_types_of_futures_are_those_of_their_results(self):
+        assert returned_type(EngineCore.pause) is type(None)
+        assert returned_type(EngineCore.why_waiting) == list[WaitReason | None]
+
+
+class TestFutures:
+    def ask(self, core, future):
+        answers = []
+        core.pause = lambda: future
+        call_utility(core, UtilityCall(0, 3, "pause"), answers.append)
+        return answers
+
+    def test_it_is_answered_when_it_is_done(self, core):
+        future = Future()
+        answers = self.ask(core, future)
+        assert answers == []
+        future.set_result([1, 2])
+        assert answers == [UtilityOutput.succeeded(3, [1, 2])]
+
+    def test_one_that_is_done_is_answered_at_once(self, core):
+        future = Future()
+        future.set_result(5)
+        assert self.ask(core, future) == [UtilityOutput.succeeded(3, 5)]
+
+    def test_one_inside_another_is_waited_for(self, core):
+        outer, inner = Future(), Future()
+        answers = self.ask(core, outer)
+        outer.set_result(inner)
+        assert answers == []
+        inner.set_result("at last")
+        assert answers == [UtilityOutput.succeeded(3, "at last")]
+
+    def test_its_error_is_told(self, core):
+        future = Future()
+        answers = self.ask(core, future)
+        future.set_exception(ValueError("no"))
+        assert answers[0].failure == "Call to pause method failed: ValueError: no"
+
+    def test_an_error_of_the_inner_one_too(self, core):
+        outer, inner = Future(), Future()
+        answers = self.ask(core, outer)
+        outer.set_result(inner)
+        inner.set_exception(OverloadedError("full"))
+        assert (answers[0].kind, answers[0].failure) == ("OverloadedError", "full")
+
+    def test_a_cancelled_one_is_a_failure(self, core):
+        future = Future()
+        answers = self.ask(core, future)
+        future.cancel()
+        assert "CancelledError" in answers[0].failure

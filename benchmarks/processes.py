@@ -62,9 +62,7 @@ def _separate(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
         }
         for title, (config, count) in loads.items():
             engines = {
-                mode: LLM(
-                    config={**config, "max_model_len": 512, "engine": {"in_process": inside}}
-                )
+                mode: LLM(config={**config, "max_model_len": 512, "engine": {"in_process": inside}})
                 for mode, inside in MODES.items()
             }
             try:

@@ -84,7 +84,7 @@ def test_batched_equals_alone(scripted, expected, extra, per_step):
 
 
 def test_prompts_that_begin_alike_share_blocks_and_tokens_stay(scripted, expected):
-    """The second round finds the prompts of the first; a third, salted, finds nothing but its own n."""
+    """The second round finds the prompts of the first; a third one is salted."""
     engine = scripted_engine(scripted, {"kv_cache": {"block_size": 4}})
     run(engine, varied_jobs())
     first = engine.scheduler_stats().prefix_cache

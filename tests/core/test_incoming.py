@@ -1,0 +1,209 @@
+"""What clients send: what becomes a message, what is answered, what is dropped."""
+
+from __future__ import annotations
+
+import logging
+import queue
+
+import msgspec
+import pytest
+from engine_harness import request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hardpoint.core.engine_loop import LoopQueues, Refusal
+from hardpoint.core.incoming import MessageReader, RequestCheck
+from hardpoint.core.outbox import Outbox
+from hardpoint.core.wire import Encoder, RequestType, UtilityCall
+from hardpoint.plugins import EngineCoreRequest, OverloadedError
+
+ADD, ABORT, UTILITY = RequestType.ADD, RequestType.ABORT, RequestType.UTILITY
+
+
+class Desk:
+    """A reader with what came of its messages."""
+
+    def __init__(self, clients=2, check=lambda _request: None):
+        self.queues = LoopQueues(output=Outbox(clients))
+        self.reader = MessageReader(self.queues, check)
+
+    def take(self, kind, message, client=0):
+        frames = message if isinstance(message, list) else Encoder().encode(message)
+        self.reader.take(client, [bytes(kind), *frames])
+        return self
+
+    @property
+    def queued(self):
+        messages = []
+        while True:
+            try:
+                messages.append(self.queues.input.get_nowait())
+            except queue.Empty:
+                return messages
+
+    @property
+    def answers(self):
+        self.queues.output.end(0)
+        messages = []
+        while (item := self.queues.output.take(lambda _: True)) is not None:
+            messages.append(item)
+        return messages
+
+
+def packed(*fields):
+    return [msgspec.msgpack.encode(fields)]
+
+
+class TestMessages:
+    def test_requests_aborts_and_calls(self):
+        desk = Desk()
+        desk.take(ADD, request("a"))
+        desk.take(ABORT, [msgspec.msgpack.encode(["a", "b"])])
+        desk.take(UTILITY, UtilityCall(0, 4, "pause", ["keep"]))
+        assert desk.queued == [request("a"), ["a", "b"], UtilityCall(0, 4, "pause", ["keep"])]
+
+    def test_aborts_are_on_both_lanes(self):
+        desk = Desk().take(ABORT, [msgspec.msgpack.encode(["a"])])
+        assert desk.queues.aborts.get_nowait() == ["a"]
+        assert desk.queued == [["a"]]
+
+    def test_requests_are_looked_at_before_the_loop_gets_them(self):
+        def check(request):
+            raise OverloadedError(f"no room for {request.request_id}")
+
+        (refusal,) = Desk(check=check).take(ADD, request("a", client_index=1), client=1).queued
+        assert (refusal.request_id, refusal.client_index) == ("a", 1)
+        assert isinstance(refusal.error, OverloadedError)
+        assert str(refusal.error) == "no room for a"
+
+
+class TestWhatIsNone:
+    @pytest.mark.parametrize(
+        ("frames", "words"),
+        [
+            (packed("a", "no list", [1]), "EngineCoreRequest.prompt_token_ids: expected a list"),
+            (packed("a", [1, "x"], []), "EngineCoreRequest.prompt_token_ids[1]: expected a whole"),
+            (packed("a"), "EngineCoreRequest: "),
+            ([Encoder().encode(request("a" * 40))[0][:-3]], "truncated"),
+            ([b"\xdc\x00\x17\xa1a\xc1"], "damaged"),
+            ([b"\x93\xd9\x01a\xc1"], "damaged"),
+        ],
+    )
+    def test_a_request_is_refused_by_its_id(self, frames, words):
+        (refusal,) = Desk().take(ADD, frames, client=1).queued
+        assert isinstance(refusal, Refusal)
+        assert set(refusal.request_id) == {"a"}
+        assert refusal.client_index == 1
+        assert words in str(refusal.error)
+
+    @pytest.mark.parametrize(
+        "frames",
+        [
+            [],
+            [b""],
+            [b"\xc1"],
+            [b"\x93\x01\x02\x03"],
+            [b"\x93\xa1"],
+            [b"\x93\xa2\xff\xff\x01"],
+            [b"\x93\xda"],
+            [b"\x93\xda\xff\xffab"],
+            packed(7, [1], []),
+            packed("", [1], []),
+            packed("x" * 5000, 3),
+            packed(),
+        ],
+    )
+    def test_a_request_without_an_id_is_dropped_and_logged(self, frames, caplog):
+        desk = Desk().take(ADD, frames, client=1)
+        assert desk.queued == [] and desk.answers == []
+        assert "dropped a message of client 1: EngineCoreRequest" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("frames", "words"),
+        [
+            (packed(0, 7, "pause", "keep"), "Call to pause method failed: WireError: UtilityCall"),
+            (packed(0, 7), "Call to unknown method failed"),
+            (packed("x", 7, 8), "Call to unknown method failed"),
+            (packed(1, 7, "pause"), "client_index: expected 0, the client that sent it, got 1"),
+        ],
+    )
+    def test_a_call_is_answered_by_its_number(self, frames, words):
+        desk = Desk().take(UTILITY, frames)
+        ((client, answer),) = desk.answers
+        assert (client, answer.call_id) == (0, 7)
+        assert words in answer.failure
+        assert desk.queued == []
+
+    @pytest.mark.parametrize("frames", [[], [b"\x92"], packed(0, "seven"), packed(0, True)])
+    def test_a_call_without_a_number_is_dropped(self, frames, caplog):
+        desk = Desk().take(UTILITY, frames)
+        assert desk.queued == [] and desk.answers == []
+        assert "dropped a message of client 0: UtilityCall" in caplog.text
+
+    @pytest.mark.parametrize("kind", [b"", b"\x04", b"\x05", b"\x07", b"\x00\x00", b"ADD", b"\x02"])
+    def test_unknown_and_inner_types_are_dropped(self, kind, caplog):
+        desk = Desk().take(kind, request("a"))
+        assert desk.queued == [] and desk.answers == []
+        assert "dropped a message of client 0: request type" in caplog.text
+
+    def test_an_abort_that_is_none_is_dropped(self, caplog):
+        desk = Desk().take(ABORT, packed("a", 1))
+        assert desk.queued == [] and desk.queues.aborts.empty()
+        assert "dropped" in caplog.text
+
+    def test_answers_cannot_be_sent_to_another_client(self):
+        (refusal,) = Desk().take(ADD, request("a", client_index=1)).queued
+        assert refusal.client_index == 0
+        assert "client_index: expected 0, the client that sent it, got 1" in str(refusal.error)
+
+
+class TestRequestCheck:
+    @pytest.mark.parametrize(
+        ("fields", "words"),
+        [
+            ({"prompt": []}, "prompt_token_ids: expected at least one token, got none"),
+            ({"prompt": [0, 99, 100]}, "prompt_token_ids: expected token ids from 0 to 99, got 100"),
+            ({"prompt": [5, -1]}, "prompt_token_ids: expected token ids from 0 to 99, got -1"),
+            ({"pooling_params": {"task": "embed"}}, "pooling_params: no model of this engine pools"),
+            ({"prompt_embeds": [[0.5]]}, "prompt_embeds: expected token ids"),
+        ],
+    )
+    def test_what_a_model_could_not_bear(self, fields, words):
+        with pytest.raises(ValueError, match=words):
+            RequestCheck(100)(request("a", **fields))
+
+    def test_the_whole_vocabulary_is_fine(self):
+        RequestCheck(100)(request("a", prompt=[0, 99]))
+
+
+GOOD = [
+    [bytes(ADD), *map(bytes, Encoder().encode(request("some request", prompt=range(40))))],
+    [bytes(ABORT), msgspec.msgpack.encode(["some request", "another"])],
+    [bytes(UTILITY), *map(bytes, Encoder().encode(UtilityCall(0, 70, "pause", ["keep", True])))],
+]
+
+
+@settings(deadline=None, max_examples=400)
+@given(
+    frames=st.one_of(
+        st.sampled_from(GOOD), st.lists(st.binary(max_size=60), min_size=1, max_size=4)
+    ),
+    edits=st.lists(st.tuples(st.integers(0, 200), st.binary(max_size=3)), max_size=4),
+)
+def test_whatever_comes_is_a_message_an_answer_or_a_line_in_the_log(frames, edits):
+    frames = list(frames)
+    for place, data in edits:
+        which = place % len(frames)
+        frame, at = frames[which], place // len(frames)
+        frames[which] = frame[:at] + data + frame[at + len(data) + place % 2 :]
+    desk, lines = Desk(check=RequestCheck(100)), []
+    logger, handler = logging.getLogger("hardpoint"), logging.Handler()
+    handler.emit = lines.append
+    logger.addHandler(handler)
+    try:
+        desk.reader.take(0, frames)
+    finally:
+        logger.removeHandler(handler)
+    queued = desk.queued
+    assert len(queued) + len(desk.answers) + len(lines) == 1
+    assert all(isinstance(m, EngineCoreRequest | list | UtilityCall | Refusal) for m in queued)

@@ -1,0 +1,287 @@
+"""Scheduling and eviction policies with one mistake each, of the kinds that people make."""
+
+from __future__ import annotations
+
+import random
+import time
+
+from hardpoint.plugins import EvictionPolicy, SchedulingPolicy
+
+
+class Fcfs(SchedulingPolicy):
+    """Right: the order of arrival."""
+
+    contract = 1
+
+    def key(self, request):
+        return request.arrival_time
+
+
+class PolicyWithoutContract(Fcfs):
+    """States no contract of its own."""
+
+
+class MixedKeys(Fcfs):
+    contract = 1
+
+    def key(self, request):
+        return request.params.max_tokens
+
+
+class KeysOfNothing(Fcfs):
+    contract = 1
+
+    def key(self, request):
+        return float("nan") if request.priority else request.arrival_time
+
+
+class KeysOfTime(Fcfs):
+    contract = 1
+
+    def key(self, request):
+        return time.perf_counter_ns()
+
+
+class KeysOfChance(Fcfs):
+    contract = 1
+
+    def key(self, request):
+        return random.random()
+
+
+class KeysByCalls(Fcfs):
+    contract = 1
+    calls = 0
+
+    def key(self, request):
+        self.calls += 1
+        return -self.calls
+
+
+class KeyFails(Fcfs):
+    contract = 1
+
+    def key(self, request):
+        return request.tags["tenant"]
+
+
+class ListsAsGroups(Fcfs):
+    contract = 1
+
+    def group(self, request):
+        return [request.priority]
+
+
+class GroupsOfChance(Fcfs):
+    contract = 1
+
+    def group(self, request):
+        return request.priority
+
+    def group_key(self, group, now):
+        return random.random()
+
+
+class NoVictim(Fcfs):
+    contract = 1
+
+    def victim(self, running, load):
+        return None
+
+
+class VictimOfChance(Fcfs):
+    contract = 1
+
+    def victim(self, running, load):
+        return random.choice(running)
+
+
+class PopsVictims(Fcfs):
+    contract = 1
+
+    def victim(self, running, load):
+        return running.pop()
+
+
+class RefusesAlways(Fcfs):
+    contract = 1
+
+    def admit(self, request, load):
+        return "not today"
+
+
+class SaysNo(Fcfs):
+    contract = 1
+
+    def admit(self, request, load):
+        return None if load.num_running else False
+
+
+class Meddles(Fcfs):
+    contract = 1
+
+    def scheduled(self, request, tokens):
+        request.priority -= 1
+
+
+class Hoards(Fcfs):
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.seen = []
+
+    def added(self, request):
+        self.seen.append(request.request_id)
+
+
+class SlowKeys(Fcfs):
+    contract = 1
+
+    def key(self, request):
+        return sum(range(40_000)) * 0 + request.arrival_time
+
+
+class ForgetsBooks(Fcfs):
+    contract = 1
+    state_format = "tokens by priority"
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.had = {}
+
+    def group(self, request):
+        return request.priority
+
+    def group_key(self, group, now):
+        return self.had.get(group, 0)
+
+    def scheduled(self, request, tokens):
+        self.had[request.priority] = self.had.get(request.priority, 0) + tokens
+
+    def export_state(self):
+        return []
+
+
+class SecretBooks(ForgetsBooks):
+    contract = 1
+
+    def export_state(self):
+        return self
+
+
+class LosesItself(Fcfs):
+    contract = 1
+    state_format = "nothing"
+
+    def import_state(self, state):
+        raise KeyError("had")
+
+
+class Oldest(EvictionPolicy):
+    """Right: in the order of release."""
+
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.order = {}
+
+    def released(self, blocks):
+        for block in blocks:
+            self.order[block.block_id] = block.depth
+
+    def taken(self, block_ids):
+        for block in block_ids:
+            del self.order[block]
+
+    def evict(self, count):
+        chosen = list(self.order)[:count]
+        self.taken(chosen)
+        return chosen
+
+
+class EvictionWithoutContract(Oldest):
+    """States no contract of its own."""
+
+
+class ForgetsTaken(Oldest):
+    contract = 1
+
+    def taken(self, block_ids):
+        pass
+
+    def evict(self, count):
+        chosen = list(self.order)[:count]
+        for block in chosen:
+            del self.order[block]
+        return chosen
+
+
+class EvictsTwice(Oldest):
+    contract = 1
+
+    def evict(self, count):
+        chosen = super().evict(count)
+        return chosen[:-1] + chosen[:1]
+
+
+class EvictsTooFew(Oldest):
+    contract = 1
+
+    def evict(self, count):
+        return super().evict(count)[:3]
+
+
+class EvictsTooMany(Oldest):
+    contract = 1
+
+    def evict(self, count):
+        return super().evict(count + 1)
+
+
+class RaisesOnDepth(Oldest):
+    contract = 1
+
+    def released(self, blocks):
+        super().released(blocks)
+        if any(block.depth > 3 for block in blocks):
+            raise IndexError("depth")
+
+
+class EvictsNothing(Oldest):
+    contract = 1
+
+    def evict(self, count):
+        super().evict(count)
+
+
+class KeepsOne(Oldest):
+    contract = 1
+
+    def evict(self, count):
+        if len(self.order) == count == 1:
+            raise LookupError("the last one stays")
+        return super().evict(count)
+
+
+class RemembersAll(Oldest):
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.history = []
+
+    def evict(self, count):
+        chosen = super().evict(count)
+        self.history += chosen
+        return chosen
+
+
+class SortsAll(Oldest):
+    contract = 1
+
+    def evict(self, count):
+        chosen = sorted(self.order, key=lambda block: (-self.order[block], block))[:count]
+        self.taken(chosen)
+        return chosen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -121,7 +121,7 @@ class AsyncLLM:
         timeout: float | None = None,
         tags: Mapping[str, str] | None = None,
         cache_salt: str | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt; yield outputs as they come, as `sampling_params.output_kind` says.
 
         Outputs that the consumer is too slow for are merged into one, so nothing piles up.

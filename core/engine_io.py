@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Sequence
@@ -82,7 +83,8 @@ class EngineIO:
         self._writer.join(seconds + 1)
         if self._writer.is_alive():
             _log.critical("the thread that sends outputs did not end")
-        self._stop.send(b"")
+        with contextlib.suppress(zmq.Again):  # it has ended already
+            self._stop.send(b"", zmq.NOBLOCK)
         self._reader.join(seconds + 1)
         self._stop.close(0)
         self._context.destroy(linger=0 if self._writer.is_alive() else self._linger_ms)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shutil
 import tempfile
@@ -63,6 +64,8 @@ class EngineSockets:
         self._input.bind(self.addresses.inputs[0])
         self._stop = self._context.socket(zmq.PAIR)
         self._stop.bind(_STOP)
+        self._stopped = self._context.socket(zmq.PAIR)  # the reader's
+        self._stopped.connect(_STOP)
         self._lock = threading.Lock()
         self._encoder, self._tracker = Encoder(), SendTracker()
         self._calls: dict[int, tuple[str, Future[Any]]] = {}
@@ -148,18 +151,18 @@ class EngineSockets:
         """Stop reading; close and remove everything. Not from the thread that reads."""
         self.fail(EngineDeadError("the engine was closed"))
         if self._reader is not None:
-            self._stop.send(b"")
+            with contextlib.suppress(zmq.Again):  # it has ended already
+                self._stop.send(b"", zmq.NOBLOCK)
             self._reader.join()
-        for socket in (self._input, self._stop):
+        for socket in (self._input, self._stop, self._stopped):
             socket.close(0)
         self._context.destroy(0)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _read(self, on_outputs: OnOutputs, on_end: OnEnd) -> None:
-        output, stop = self._context.socket(zmq.PULL), self._context.socket(zmq.PAIR)
+        output, stop = self._context.socket(zmq.PULL), self._stopped
         try:
             output.bind(self.addresses.outputs[0])
-            stop.connect(_STOP)
             poller = zmq.Poller()
             poller.register(output, zmq.POLLIN)
             poller.register(stop, zmq.POLLIN)
@@ -178,7 +181,6 @@ class EngineSockets:
             on_end(error)
         finally:
             output.close(0)
-            stop.close(0)
 
     def _answer(self, message: UtilityOutput) -> None:
         """Complete a call; one that nobody waits for any more is forgotten."""

@@ -6,8 +6,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -15,11 +15,13 @@ from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs
 
 from .wire import UtilityOutput
 
-__all__ = ["Outbox", "merge"]
+__all__ = ["Outbox", "absorb"]
 
 _log = logging.getLogger("hardpoint")
 _LOOK_AGAIN_S = 0.01  # how often it is asked whether a client that was behind can take more
 _MOST_HELD = 8192
+
+T = TypeVar("T")
 
 Message = EngineCoreOutputs | UtilityOutput
 
@@ -77,10 +79,11 @@ class Outbox:
 
 
 class _Held:
-    """What waits for one client: outputs first, then answers."""
+    """What waits for one client, in order; outputs stand where the first of them came."""
 
     def __init__(self) -> None:
         self._answers: deque[UtilityOutput] = deque()
+        self._before = 0  # answers that came before the outputs
         self._outputs: EngineCoreOutputs | None = None
         self._places: dict[str, int] | None = None  # of requests in `_outputs`, once it is merged
 
@@ -91,6 +94,7 @@ class _Held:
     def put(self, message: Message) -> None:
         if isinstance(message, UtilityOutput):
             self._answers.append(message)
+            self._before += self._outputs is None
         elif self._outputs is None:
             self._outputs = message
         else:
@@ -98,22 +102,24 @@ class _Held:
 
     def take(self) -> Message:
         outputs = self._outputs
-        if outputs is not None:
-            self._outputs = self._places = None
-            return outputs
-        return self._answers.popleft()
+        if self._before or outputs is None:
+            self._before -= 1
+            return self._answers.popleft()
+        self._outputs = self._places = None
+        self._before = len(self._answers)
+        return outputs
 
     def _merged(self, held: EngineCoreOutputs, later: EngineCoreOutputs) -> EngineCoreOutputs:
         if self._places is None:
-            held = msgspec.structs.replace(held, outputs=list(held.outputs))
+            held = msgspec.structs.replace(held, outputs=[_own(each) for each in held.outputs])
             self._places = {output.request_id: i for i, output in enumerate(held.outputs)}
         for output in later.outputs:
             place = self._places.get(output.request_id)
             if place is not None and not held.outputs[place].finished:
-                held.outputs[place] = merge(held.outputs[place], output)
+                absorb(held.outputs[place], output)
             else:  # new to the client, or another request that got the id of an ended one
                 self._places[output.request_id] = len(held.outputs)
-                held.outputs.append(output)
+                held.outputs.append(_own(output))
         return msgspec.structs.replace(
             later,
             outputs=held.outputs,
@@ -124,26 +130,48 @@ class _Held:
         )
 
 
-def merge(first: EngineCoreOutput, later: EngineCoreOutput) -> EngineCoreOutput:
-    """Return one output that says what two outputs of one request say."""
+def _own(output: EngineCoreOutput) -> EngineCoreOutput:
+    """Return a copy that can be added to."""
     return msgspec.structs.replace(
-        later,
-        new_token_ids=[*first.new_token_ids, *later.new_token_ids],
-        logprobs=_joined(first.logprobs, later.logprobs),
-        prompt_logprobs=_joined(first.prompt_logprobs, later.prompt_logprobs),
-        events=[*first.events, *later.events],
-        num_cached_tokens=_earliest(first.num_cached_tokens, later.num_cached_tokens),
-        prefill_stats=_earliest(first.prefill_stats, later.prefill_stats),
-        kv_transfer_params=_latest(first.kv_transfer_params, later.kv_transfer_params),
-        pooling_output=_latest(first.pooling_output, later.pooling_output),
-        routed_experts=_latest(first.routed_experts, later.routed_experts),
-        trace_headers=_latest(first.trace_headers, later.trace_headers),
-        num_nans_in_logits=first.num_nans_in_logits + later.num_nans_in_logits,
+        output,
+        new_token_ids=list(output.new_token_ids),
+        logprobs=_extended(None, output.logprobs),
+        prompt_logprobs=_extended(None, output.prompt_logprobs),
     )
 
 
-def _joined(first: Sequence[Any] | None, later: Sequence[Any] | None) -> list[Any] | None:
-    return None if first is None and later is None else [*(first or ()), *(later or ())]
+def absorb(held: EngineCoreOutput, later: EngineCoreOutput) -> None:
+    """Have one output, whose lists are its own, say what a later one of its request says too."""
+    held.new_token_ids += later.new_token_ids
+    held.logprobs = _extended(held.logprobs, later.logprobs)
+    held.prompt_logprobs = _extended(held.prompt_logprobs, later.prompt_logprobs)
+    if later.events:
+        held.events = [*held.events, *later.events]
+    if later.finish_reason is not None:
+        held.finish_reason, held.stop_reason = later.finish_reason, later.stop_reason
+        held.error, held.error_kind = later.error, later.error_kind
+        held.faulty_plugin = later.faulty_plugin
+    held.num_nans_in_logits += later.num_nans_in_logits
+    for name in _TOLD_ONCE:
+        if (value := getattr(later, name)) is not None:
+            setattr(held, name, value)
+
+
+_TOLD_ONCE = (
+    "num_cached_tokens",
+    "prefill_stats",
+    "kv_transfer_params",
+    "pooling_output",
+    "routed_experts",
+    "trace_headers",
+)
+
+
+def _extended(held: list[T] | None, later: list[T] | None) -> list[T] | None:
+    if held is None:
+        return None if later is None else list(later)
+    held += later or ()
+    return held
 
 
 def _either(first: set[str] | None, later: set[str] | None) -> set[str] | None:
@@ -152,7 +180,3 @@ def _either(first: set[str] | None, later: set[str] | None) -> set[str] | None:
 
 def _latest(first: Any, later: Any) -> Any:
     return first if later is None else later
-
-
-def _earliest(first: Any, later: Any) -> Any:
-    return later if first is None else first

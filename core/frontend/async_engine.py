@@ -159,11 +159,16 @@ class AsyncEngine:
     @property
     def is_running(self) -> bool:
         """Whether the engine serves, as far as is known."""
-        return not self._closed and self.dead_error is None and self._restart is None
+        if self._closed or self.errored or self._restart is not None:
+            return False
+        return self._relay.failure is None
 
     @property
     def errored(self) -> bool:
         """Whether the engine is dead and is not started anew; `dead_error` says why."""
+        failure = self._relay.failure
+        if failure is not None and not self._restarter.enabled:  # it died before its first use
+            self.dead_error = self.dead_error or dead(failure)
         return self.dead_error is not None
 
     async def health(self) -> Health:

@@ -52,7 +52,7 @@ class Detokenizer:
             if piece := self._stream.step(token):
                 self._pending.clear()
                 self.text += piece
-                if self._find_stop(before):
+                if self._stops and self._find_stop(before):
                     return count
         return None
 
@@ -64,18 +64,17 @@ class Detokenizer:
                 self._pending, skip_special_tokens=self._params.skip_special_tokens
             )
             self._pending.clear()
-            self._find_stop(before)
+            if self._stops:
+                self._find_stop(before)
 
     def certain_length(self, *, finished: bool) -> int:
         """Return how much of `text` no stop string can take back any more."""
-        if finished or self._params.include_stop_str_in_output:
+        if finished or self._longest_stop <= 1 or self._params.include_stop_str_in_output:
             return len(self.text)
-        return max(0, len(self.text) - max(self._longest_stop - 1, 0))
+        return max(0, len(self.text) - self._longest_stop + 1)
 
     def _find_stop(self, before: int) -> bool:
         """Look for the first stop string that ends in the text after `before`; cut there."""
-        if not self._stops:
-            return False
         start = max(0, before - self._longest_stop + 1)
         found = [
             (place, stop) for stop in self._stops if (place := self.text.find(stop, start)) >= 0

@@ -113,7 +113,8 @@ class OutputProcessor:
         for request_id in request_ids:
             if state := self._states.get(request_id):
                 state.end(FinishReason.ABORT)
-                self._show(state, processed)
+                if (request_output := state.output()) is not None:
+                    processed.request_outputs.append((state.parent, request_output))
                 self.drop([request_id])
                 processed.aborts.append(request_id)
         return processed
@@ -136,7 +137,8 @@ class OutputProcessor:
                 self.drop([output.request_id])
                 if not output.finished:
                     processed.aborts.append(output.request_id)
-            self._show(state, processed)
+            if (request_output := state.output()) is not None:
+                processed.request_outputs.append((state.parent, request_output))
         return processed
 
     def _refused(
@@ -147,10 +149,6 @@ class OutputProcessor:
         self.drop(family)
         processed.aborts += [each for each in family if each != output.request_id]
         processed.request_outputs.append((state.parent, state.refused(output)))
-
-    def _show(self, state: RequestState, processed: ProcessedOutputs) -> None:
-        if (request_output := state.output()) is not None:
-            processed.request_outputs.append((state.parent, request_output))
 
 
 def _remove(table: dict[str, list[str]], key: str, value: str) -> None:

@@ -34,11 +34,6 @@ class ParentRequest:
         self._n = n
         self._finished: dict[int, CompletionOutput] = {}
 
-    @property
-    def finished(self) -> bool:
-        """Whether every completion has ended."""
-        return len(self._finished) == self._n
-
     def children(self, request: EngineCoreRequest) -> list[EngineCoreRequest]:
         """Return one request per completion; a single one has the internal id itself."""
         if self._n == 1:
@@ -57,15 +52,22 @@ class ParentRequest:
             for index in range(self._n)
         ]
 
-    def gather(self, completion: CompletionOutput, *, final_only: bool) -> list[CompletionOutput]:
-        """Take a child's completion; return those that are to be shown now, by index.
+    def gather(
+        self, completion: CompletionOutput, *, final_only: bool
+    ) -> tuple[list[CompletionOutput], bool]:
+        """Take a child's completion.
 
-        With `final_only`, nothing until every completion has ended, then all of them.
+        Returns:
+            Those that are to be shown now, by index: with `final_only`, nothing until every
+            completion has ended, then all of them. And whether every one has ended.
         """
+        if self._n == 1:
+            return [completion], completion.finish_reason is not None
         if completion.finish_reason is not None:
             self._finished[completion.index] = completion
+        all_ended = len(self._finished) == self._n
         if not final_only:
-            return [completion]
-        if not self.finished:
-            return []
-        return [self._finished[index] for index in sorted(self._finished)]
+            return [completion], all_ended
+        if not all_ended:
+            return [], False
+        return [self._finished[index] for index in sorted(self._finished)], True

@@ -27,6 +27,12 @@ class Relay:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._method: weakref.WeakMethod[Callable[[Relay, Item], None]] | None = None
 
+    @property
+    def failure(self) -> Exception | None:
+        """The end of the engine, if it came before `connect`."""
+        with self._lock:
+            return next((item for item in self._early if isinstance(item, Exception)), None)
+
     def connect(
         self, loop: asyncio.AbstractEventLoop, method: Callable[[Relay, Item], None]
     ) -> None:

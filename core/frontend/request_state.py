@@ -49,6 +49,11 @@ class RequestState:
         self._detokenizer = (
             Detokenizer(tokenizer, request.prompt_token_ids, params) if params.detokenize else None
         )
+        # Read once per token: looked up once per request.
+        self._final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
+        self._delta = params.output_kind is RequestOutputKind.DELTA
+        self._wants_logprobs = params.logprobs is not None
+        self._wants_prompt_logprobs = params.prompt_logprobs is not None
         self._token_ids: list[int] = []
         self._logprobs: list[Mapping[int, Logprob]] = []
         self._cumulative_logprob = 0.0
@@ -94,9 +99,10 @@ class RequestState:
                 self.finish_reason = FinishReason.STOP
                 self._stop_reason = self._detokenizer.stop_string
         self._token_ids += new
-        for entry in (output.logprobs or [])[: len(new)]:
-            self._cumulative_logprob += entry.logprobs[0]
-            self._logprobs.append(self._decoded(entry))
+        if output.logprobs:
+            for entry in output.logprobs[: len(new)]:
+                self._cumulative_logprob += entry.logprobs[0]
+                self._logprobs.append(self._decoded(entry))
 
     def end(self, reason: FinishReason) -> None:
         """End the request without the engine."""
@@ -117,70 +123,59 @@ class RequestState:
             error=output.error,
             error_kind=output.error_kind,
         )
-        return self._to_user([completion], finished=True, prompt_logprobs=None)
+        return self._to_user([completion], finished=True)
 
     def output(self) -> RequestOutput | None:
         """Return what the user is to see now, if anything."""
         finished = self.finish_reason is not None
-        params = self._request.params
-        kind = params.output_kind
-        if kind is RequestOutputKind.FINAL_ONLY and not finished:
+        if not finished and (self._final_only or self._holds_back()):
             return None
-        if self._holds_back(finished=finished):
+        first_token, first_char = (self._sent_tokens, self._sent_chars) if self._delta else (0, 0)
+        tokens = self._token_ids[first_token:]
+        if self._delta and not finished and not tokens:
             return None
-        delta = kind is RequestOutputKind.DELTA
-        text = self._detokenizer.text if self._detokenizer else ""
-        chars = self._detokenizer.certain_length(finished=finished) if self._detokenizer else 0
-        first_token, first_char = (self._sent_tokens, self._sent_chars) if delta else (0, 0)
-        asked = params.logprobs is not None
-        completion = CompletionOutput(
-            index=self._request.child_index,
-            text=text[first_char:chars],
-            token_ids=self._token_ids[first_token:],
-            cumulative_logprob=self._cumulative_logprob if asked else None,
-            logprobs=self._logprobs[first_token:] if asked else None,
-            finish_reason=str(self.finish_reason) if self.finish_reason is not None else None,
-            stop_reason=self._stop_reason,
-            error=self._error,
-        )
-        if delta and not finished and not completion.token_ids:
-            return None
-        self._sent_tokens, self._sent_chars = len(self._token_ids), max(chars, self._sent_chars)
+        text, detokenizer = "", self._detokenizer
+        if detokenizer is not None:
+            chars = detokenizer.certain_length(finished=finished)
+            text = detokenizer.text[first_char:chars]
+            if chars > self._sent_chars:
+                self._sent_chars = chars
+        completion = CompletionOutput(index=self._request.child_index, text=text, token_ids=tokens)
+        if self._wants_logprobs:
+            completion.cumulative_logprob = self._cumulative_logprob
+            completion.logprobs = self._logprobs[first_token:]
+        if finished:
+            completion.finish_reason = str(self.finish_reason)
+            completion.stop_reason, completion.error = self._stop_reason, self._error
+        self._sent_tokens = len(self._token_ids)
         self._sent_any = True
-        outputs = self.parent.gather(completion, final_only=kind is RequestOutputKind.FINAL_ONLY)
+        outputs, all_ended = self.parent.gather(completion, final_only=self._final_only)
         if not outputs:
             return None
-        part = self._prompt_part(delta=delta)
-        return self._to_user(outputs, finished=self.parent.finished, prompt_logprobs=part)
+        shown = self._to_user(outputs, finished=all_ended)
+        if self._wants_prompt_logprobs:
+            shown.prompt_logprobs = self._prompt_part(delta=self._delta)
+        return shown
 
-    def _holds_back(self, *, finished: bool) -> bool:
+    def _holds_back(self) -> bool:
         """Whether the next output waits for more tokens."""
-        if finished or self._interval == 1 or not self._sent_any:
+        if self._interval == 1 or not self._sent_any:
             return False
         return len(self._token_ids) - self._sent_tokens < self._interval
 
-    def _to_user(
-        self,
-        outputs: list[CompletionOutput],
-        *,
-        finished: bool,
-        prompt_logprobs: list[Mapping[int, Logprob] | None] | None,
-    ) -> RequestOutput:
+    def _to_user(self, outputs: list[CompletionOutput], *, finished: bool) -> RequestOutput:
         return RequestOutput(
             request_id=self.parent.request_id,
             prompt=self._prompt,
             prompt_token_ids=self._request.prompt_token_ids,
             outputs=outputs,
             finished=finished,
-            prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self._num_cached_tokens,
             kv_transfer_params=self._kv_transfer_params,
         )
 
-    def _prompt_part(self, *, delta: bool) -> list[Mapping[int, Logprob] | None] | None:
-        """Return the prompt's log-probabilities, if asked for; with `delta`, those not yet sent."""
-        if self._request.params.prompt_logprobs is None:
-            return None
+    def _prompt_part(self, *, delta: bool) -> list[Mapping[int, Logprob] | None]:
+        """Return the prompt's log-probabilities; with `delta`, those not yet sent."""
         part = self._prompt_logprobs[self._sent_prompt if delta else 0 :]
         self._sent_prompt = len(self._prompt_logprobs)
         return part

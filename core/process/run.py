@@ -80,7 +80,6 @@ def run_engine(launch: Launch, watch: ParentWatch) -> None:
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_DFL)  # another one ends what hangs here
         io.close(failed=failed, heard=not gone.is_set())
-        gc.unfreeze()
         built.core.close()
         spec.loader.close()
 

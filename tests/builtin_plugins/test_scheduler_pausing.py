@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_harness import Connector, HoldsBack, Rig, admitted, reference

@@ -232,10 +232,10 @@ class Rig:
 class LoopRig(Rig):
     """The same under a busy loop in a thread of its own."""
 
-    def __init__(self, executor=None, *, options=LoopOptions(), clients=1, **settings):
+    def __init__(self, executor=None, *, options=None, clients=1, **settings):
         super().__init__(executor, **settings)
         self.queues = LoopQueues(output=Outbox(clients))
-        self.loop = EngineLoop(self.core, self.queues, options)
+        self.loop = EngineLoop(self.core, self.queues, options or LoopOptions())
         self.error = None
         self.answers = {}
         self.messages = []

@@ -149,7 +149,8 @@ class TestFailures:
     def test_options_of_plugins_are_not_written(self, caplog):
         config = EngineConfig(model="m", plugin={"redis": {"password": "hunter2"}})
         log_failure(ValueError("x"), SchedulerOutput(step=3), config, lambda: "fine")
-        assert "'model': 'm'" in caplog.text and "['redis']" in caplog.text
+        assert "'model': 'm'" in caplog.text
+        assert "['redis']" in caplog.text
         assert "hunter2" not in caplog.text
 
     def test_what_cannot_be_shown_hinders_nothing(self, caplog):
@@ -161,11 +162,11 @@ class TestFailures:
         assert "plan: cannot be shown (AttributeError" in caplog.text
 
     def test_an_error_that_cannot_be_shown_hinders_nothing(self):
-        class Silent(Exception):
+        class SilentError(Exception):
             def __str__(self):
                 raise RuntimeError
 
-        log_failure(Silent(), SchedulerOutput(), None, lambda: "fine")
+        log_failure(SilentError(), SchedulerOutput(), None, lambda: "fine")
 
 
 class TestCaches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import subprocess
 import sys
@@ -130,7 +131,7 @@ class TestIdle:
         rig.core.has_requests = lambda: len(steps) < 20
         with rig:
             rig.until(lambda: len(steps) >= 20)
-        gaps = [later - first for first, later in zip(steps, steps[1:], strict=False)]
+        gaps = [later - first for first, later in itertools.pairwise(steps)]
         assert min(gaps) >= 0.001
 
     def test_after_a_step_that_executed_it_does_not_sleep(self, monkeypatch):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardpoint.core.outbox import Outbox, merge
+from hardpoint.core.outbox import _TOLD_ONCE, Outbox, absorb
 from hardpoint.core.wire import UtilityOutput
 from hardpoint.plugins import (
     EngineCoreEvent,
@@ -42,7 +43,8 @@ class TestOrder:
         outbox, first = Outbox(), batch(output("a", [1]))
         outbox.put(0, first)
         client, message = outbox.take(lambda _: True)
-        assert client == 0 and message is first
+        assert client == 0
+        assert message is first
 
     def test_outputs_come_before_answers_that_came_after_them(self):
         outbox = Outbox()
@@ -52,6 +54,18 @@ class TestOrder:
         outputs, *answers = taken(outbox)
         assert outputs.outputs[0].request_id == "a"
         assert [answer.call_id for answer in answers] == [1, 2]
+
+    def test_nothing_is_held_up_by_outputs_that_keep_coming(self):
+        outbox = Outbox()
+        order = []
+        outbox.put(0, batch(output("a", [0])))
+        for number in range(4):
+            outbox.put(0, UtilityOutput.succeeded(number, None))
+            order.append(type(outbox.take(lambda _: True)[1]))
+            outbox.put(0, batch(output("a", [number + 1])))
+        assert order == [EngineCoreOutputs, UtilityOutput, EngineCoreOutputs, UtilityOutput]
+        kinds = [getattr(message, "call_id", "outputs") for message in taken(outbox)]
+        assert kinds == [2, "outputs", 3]
 
     def test_clients_have_nothing_to_do_with_each_other(self):
         outbox = Outbox(2)
@@ -108,15 +122,17 @@ class TestMerging:
             finish_reason=FinishReason.STOP, stop_reason=2, num_nans_in_logits=2,
             kv_transfer_params={"from": "there"},
         )  # fmt: skip
-        assert merge(first, later) == output(
+        absorb(first, later)
+        assert first == output(
             "a", [1, 2], logprobs=[row] * 3, prompt_logprobs=[None, row, row], events=events,
             num_cached_tokens=16, finish_reason=FinishReason.STOP, stop_reason=2,
             num_nans_in_logits=3, kv_transfer_params={"from": "there"},
         )  # fmt: skip
 
     def test_what_neither_said_is_not_said(self):
-        merged = merge(output("a", [1]), output("a", [2]))
-        assert merged == output("a", [1, 2])
+        held = output("a", [1])
+        absorb(held, output("a", [2]))
+        assert held == output("a", [1, 2])
 
     def test_batches_are_merged_too(self):
         outbox = Outbox()
@@ -139,7 +155,8 @@ class TestBounds:
         outbox = Outbox(2)
         for number in range(9000):
             outbox.put(0, batch(output(f"r{number}", [1], finish_reason=FinishReason.LENGTH)))
-        assert outbox.is_full(0) and not outbox.is_full(1)
+        assert outbox.is_full(0)
+        assert not outbox.is_full(1)
         outbox.take(lambda _: True)
         assert not outbox.is_full(0)
 
@@ -236,3 +253,10 @@ def lives(said):
         if finished:
             result.append([])
     return result
+
+
+def test_no_field_of_an_output_is_forgotten():
+    looked_at = {"request_id", "finish_reason", "stop_reason", "error", "error_kind"}
+    looked_at |= {"faulty_plugin", "new_token_ids", "logprobs", "prompt_logprobs", "events"}
+    looked_at |= {"num_nans_in_logits", *_TOLD_ONCE}
+    assert {field.name for field in msgspec.structs.fields(EngineCoreOutput)} == looked_at

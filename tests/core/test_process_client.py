@@ -1,4 +1,4 @@
-"""A client of an engine process: what is sent, what comes back, and the same errors as in-process."""
+"""A client of an engine process: what is sent and what comes back, errors included."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from hardpoint import (
     PluginError,
     RequestError,
     SamplingParams,
+    plugins,
 )
-from hardpoint import plugins
 from hardpoint.core.engine_sockets import EngineSockets, dead
 from hardpoint.core.error_kinds import error_of, kind_of
 from hardpoint.core.wire import (
@@ -438,10 +438,10 @@ def test_every_class_of_the_tree_travels(name):
 
 
 def test_other_classes_travel_as_the_nearest_of_the_tree():
-    class Own(OverloadedError):
+    class OwnError(OverloadedError):
         """A plugin's."""
 
-    assert kind_of(Own("x")) == "OverloadedError"
+    assert kind_of(OwnError("x")) == "OverloadedError"
     assert kind_of(KeyError("x")) == "HardpointError"
     for strange in ("no such class", "annotations", None):
         assert type(error_of(strange, None)) is HardpointError

@@ -86,7 +86,8 @@ class TestAnswers:
 
     def test_none_is_a_result(self, core):
         answer = ask(core, "reset_prefix_cache")
-        assert answer.failure is None and answer.result.value is None
+        assert answer.failure is None
+        assert answer.result.value is None
 
     def test_errors_of_the_tree_keep_class_and_words(self, core):
         core.resume = lambda: (_ for _ in ()).throw(OverloadedError("too many"))

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import textwrap
 
+import nbclient
+import nbformat
 import pytest
 from harness import PATH, Program, run_program
 
@@ -81,11 +85,6 @@ def test_in_an_asyncio_program(scripted, tmp_path):
 
 def test_in_a_notebook(scripted, tmp_path, monkeypatch):
     """A kernel; one cell defines a processor, the next uses it, a third closes."""
-    nbformat = pytest.importorskip("nbformat")
-    nbclient = pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
-    import os
-
     known = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(PATH + known))
     cells = [PROCESSOR, body(scripted, plugin="__main__:Only", how=ONLY), "llm.close()"]
@@ -104,8 +103,6 @@ def test_in_a_notebook(scripted, tmp_path, monkeypatch):
 
 def kernel_folder(folder):
     """A kernel that is this very interpreter."""
-    import sys
-
     specification = folder / "jupyter" / "kernels" / "this"
     specification.mkdir(parents=True)
     command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]

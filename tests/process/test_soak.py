@@ -109,7 +109,9 @@ def test_nothing_is_left_of_2000_requests(scripted, in_process):
 
     wait_until(stands_still, 10, "the last aborts")
     kept = engine._frontend.output
-    assert not (kept._states or kept._by_parent or kept._by_external)
+    assert not kept._states
+    assert not kept._by_parent
+    assert not kept._by_external
     assert not left_over(before)
     assert threading.active_count() == threads
     assert of_engine(pid) == of_theirs

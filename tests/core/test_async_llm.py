@@ -1,0 +1,541 @@
+"""AsyncLLM: many tasks of one event loop, one engine process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from hardpoint import (
+    LLM,
+    AsyncLLM,
+    ConfigError,
+    EngineClosedError,
+    EngineDeadError,
+    EngineTimeoutError,
+    HardpointError,
+    OverloadedError,
+    RequestError,
+    RequestOutputKind,
+    SamplingParams,
+    plugins,
+)
+from hardpoint.core.frontend import async_engine
+from hardpoint.plugins import LogitsProcessor, Phase, hookimpl
+from hardpoint.testing import scripted_config, write_scripted_model
+
+DELTA, CUMULATIVE = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+DELTAS = SamplingParams(temperature=0.0, max_tokens=20, output_kind=DELTA)
+
+
+class Slow(LogitsProcessor):
+    """Takes its time."""
+
+    contract = 1
+    phase = Phase.BIAS
+
+    class Arguments(plugins.Arguments):
+        seconds: float
+
+    def apply(self, logits, rows):
+        time.sleep(max(given.seconds for given in rows.arguments()))
+        return logits
+
+
+class Hooked:
+    """Refuses what is tagged so."""
+
+    contract = 1
+    finished: list[str] = []
+
+    @hookimpl
+    def request_received(self, request):
+        if "refuse" in request.tags:
+            raise ValueError("not today")
+
+    @hookimpl
+    def request_finished(self, output):
+        self.finished.append(output.request_id)
+
+
+def endless(seconds: float = 0.002, max_tokens: int = 20_000, **fields) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        plugin_args={"slow": {"seconds": seconds}},
+        **({"output_kind": DELTA} | fields),
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_scripted_model(
+        tmp_path_factory.mktemp("model"),
+        {"say abc": " abc abc abc", "emoji": "go 😀 on", "long": "0123456789" * 8},
+        max_position_embeddings=1 << 15,
+    )
+
+
+def config(folder, **extra):
+    enable = [f"{__name__}:Slow", f"{__name__}:Hooked"]
+    return scripted_config(folder, {"plugins": {"enable": enable}, **extra})
+
+
+@pytest.fixture(scope="module")
+def shared(folder):
+    """A runner of one loop, and an engine that belongs to it."""
+    with asyncio.Runner() as runner:
+        llm = AsyncLLM(config=config(folder, scheduler={"max_num_seqs": 40, "max_waiting": 40}))
+        yield runner, llm
+        runner.run(llm.aclose())
+
+
+@pytest.fixture
+def run(shared):
+    """Run a test's coroutine function with the engine; nothing may be left of its requests."""
+    runner, llm = shared
+
+    async def checked(main):
+        result = await asyncio.wait_for(main(llm), 30)
+        assert llm._engine._frontend.output.num_unfinished_requests() == 0
+        for _ in range(200):
+            stats = await llm.scheduler_stats()
+            if (stats.num_running, stats.num_waiting) == (0, 0):
+                return result
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"the engine still has requests: {stats}")
+
+    return lambda main: runner.run(checked(main))
+
+
+async def collect(outputs) -> list:
+    return [output async for output in outputs]
+
+
+def joined(outputs, index=0) -> str:
+    return "".join(c.text for o in outputs for c in o.outputs if c.index == index)
+
+
+class TestGenerate:
+    def test_kinds(self, run):
+        async def main(llm):
+            deltas = await collect(llm.generate("say abc", DELTAS))
+            assert joined(deltas) == " abc abc abc"
+            assert [o.finished for o in deltas] == [False] * (len(deltas) - 1) + [True]
+            whole = (await collect(llm.generate("say abc", GREEDY)))[-1]
+            assert (whole.outputs[0].text, whole.outputs[0].finish_reason) == (
+                " abc abc abc",
+                "stop",
+            )
+            final = SamplingParams(
+                temperature=0.0, max_tokens=20, output_kind=RequestOutputKind.FINAL_ONLY
+            )
+            (only,) = await collect(llm.generate("say abc", final))
+            assert only.outputs[0].text == " abc abc abc"
+
+        run(main)
+
+    def test_many_at_once_each_its_own(self, run):
+        async def main(llm):
+            prompts = ["say abc", "emoji", "long"] * 10
+            params = SamplingParams(temperature=0.0, max_tokens=90, output_kind=DELTA)
+            streams = [collect(llm.generate(p, params)) for p in prompts]
+            texts = [joined(outputs) for outputs in await asyncio.gather(*streams)]
+            assert texts == [" abc abc abc", "go 😀 on", "0123456789" * 8] * 10
+
+        run(main)
+
+    def test_completions(self, run):
+        async def main(llm):
+            params = SamplingParams(
+                n=3, temperature=1.0, seed=4, max_tokens=9, ignore_eos=True, output_kind=DELTA
+            )
+            deltas = await collect(llm.generate("x", params))
+            assert sum(len(c.token_ids) for o in deltas for c in o.outputs) == 27
+            return [joined(deltas, index) for index in range(3)]
+
+        assert len(set(run(main))) == 3
+
+    def test_default_ids_differ_and_given_ones_are_kept(self, run):
+        async def main(llm):
+            ids = [(await collect(llm.generate("x", GREEDY)))[0].request_id for _ in range(2)]
+            assert ids[0] != ids[1]
+            twins = [collect(llm.generate(p, DELTAS, "twin")) for p in ("say abc", "emoji")]
+            for outputs, text in zip(
+                await asyncio.gather(*twins), (" abc abc abc", "go 😀 on"), strict=True
+            ):
+                assert {output.request_id for output in outputs} == {"twin"}
+                assert joined(outputs) == text
+
+        run(main)
+
+    def test_extras_reach_the_engine(self, run):
+        async def main(llm):
+            outputs = await collect(llm.generate("x", endless(), timeout=0.1))
+            assert outputs[-1].outputs[0].finish_reason == "timeout"
+            with pytest.raises(RequestError, match="^not today$"):
+                await collect(llm.generate("x", GREEDY, tags={"refuse": "1"}))
+            with pytest.raises(RequestError, match="priority: expected a whole number, got 'hig"):
+                await collect(llm.generate("x", GREEDY, priority="high"))
+
+        run(main)
+
+    @pytest.mark.parametrize(
+        ("prompt", "params", "words"),
+        [
+            ("", GREEDY, "prompt: expected at least one token"),
+            (3, GREEDY, "prompt: expected text or a list of token ids, got int"),
+            ({"text": "x"}, GREEDY, "prompt: expected a mapping with either"),
+            ("x", {"n": 1}, "sampling_params: expected SamplingParams, got dict"),
+            ("x", SamplingParams(top_p=3.0), "top_p: expected a number <= 1"),
+            ("x", SamplingParams(logits_processors=[max]), "logits_processors: callables cannot"),
+            ("x" * 40_000, GREEDY, "prompt: expected at most 32767 tokens"),
+        ],
+    )
+    def test_what_is_wrong_is_refused(self, run, prompt, params, words):
+        async def main(llm):
+            with pytest.raises(RequestError, match=words):
+                await collect(llm.generate(prompt, params))
+
+        run(main)
+
+    def test_too_many_are_refused_as_such(self, run):
+        async def main(llm):
+            tasks = [asyncio.create_task(collect(llm.generate("x", endless()))) for _ in range(99)]
+            done, _ = await asyncio.wait(tasks, timeout=1.0)
+            refused = [task.exception() for task in done]
+            assert len(refused) >= 10
+            assert {type(error) for error in refused} == {OverloadedError}
+            assert "40 requests wait, which is the most that may" in str(refused[0])
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        run(main)
+
+    def test_hooks_hear_of_the_end(self, run):
+        Hooked.finished.clear()
+        run(lambda llm: collect(llm.generate("say abc", GREEDY, "heard")))
+        assert Hooked.finished == ["heard"]
+
+
+class TestLeaving:
+    def test_breaking_out_aborts(self, run):
+        async def main(llm):
+            async for output in llm.generate("x", endless()):
+                assert not output.finished
+                break
+
+        run(main)
+
+    def test_aclose_aborts(self, run):
+        async def main(llm):
+            outputs = llm.generate("x", endless())
+            await anext(outputs)
+            await outputs.aclose()
+
+        run(main)
+
+    def test_cancelling_aborts(self, run):
+        async def main(llm):
+            task = asyncio.create_task(collect(llm.generate("x", endless())))
+            await asyncio.sleep(0.1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        run(main)
+
+    def test_an_error_of_the_consumer_aborts(self, run):
+        async def main(llm):
+            async with contextlib.aclosing(llm.generate("x", endless())) as outputs:
+                async for _ in outputs:
+                    raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            run(main)
+        run(lambda llm: llm.health())  # checks that nothing is left
+
+    @pytest.mark.parametrize("n", [1, 3])
+    def test_abort_ends_it_with_what_it_has(self, run, n):
+        async def main(llm):
+            params = endless(n=n)
+            task = asyncio.create_task(collect(llm.generate("x", params, "mine")))
+            other = asyncio.create_task(collect(llm.generate("x", endless(max_tokens=80))))
+            await asyncio.sleep(0.1)
+            await llm.abort(["mine", "never seen"])
+            outputs = await asyncio.wait_for(task, 1)
+            assert outputs[-1].finished
+            reasons = [c.finish_reason for o in outputs for c in o.outputs if c.finish_reason]
+            assert reasons == ["abort"] * n
+            assert joined(outputs)
+            assert (await other)[-1].outputs[0].finish_reason == "length"
+
+        run(main)
+
+    def test_abort_takes_one_id_as_well(self, run):
+        async def main(llm):
+            outputs = llm.generate("x", endless(), "mine")
+            await anext(outputs)
+            await llm.abort("mine")
+            last = (await collect(outputs))[-1]
+            assert last.outputs[0].finish_reason == "abort"
+
+        run(main)
+
+
+class TestPace:
+    def test_a_slow_consumer_gets_merged_deltas(self, run):
+        async def main(llm):
+            outputs = []
+            params = SamplingParams(temperature=0.0, max_tokens=90, output_kind=DELTA)
+            async for output in llm.generate("long", params):
+                outputs.append(output)
+                await asyncio.sleep(0.1)
+            assert joined(outputs) == "0123456789" * 8
+            assert len(outputs) < 20
+
+        run(main)
+
+    def test_a_consumer_that_never_reads_holds_one_output(self, run):
+        async def main(llm):
+            outputs = llm.generate("x", endless(0.0))
+            await anext(outputs)
+            await asyncio.sleep(0.5)
+            merged = await anext(outputs)
+            assert len(merged.outputs[0].token_ids) > 20
+            await outputs.aclose()
+
+        run(main)
+
+    def test_a_large_batch_lets_others_have_the_loop(self, run, monkeypatch):
+        monkeypatch.setattr(async_engine, "_CHUNK", 4)
+
+        async def main(llm):
+            engine, sizes, turns = llm._engine, [], []
+            take = engine._take
+
+            def noted(outputs):
+                sizes.append(len(outputs))
+                asyncio.get_running_loop().call_soon(turns.append, len(sizes))
+                take(outputs)
+
+            engine._take = noted
+            try:
+                params = SamplingParams(temperature=0.0, max_tokens=90, output_kind=DELTA)
+                streams = [collect(llm.generate("long", params)) for _ in range(20)]
+                for outputs in await asyncio.gather(*streams):
+                    assert joined(outputs) == "0123456789" * 8
+            finally:
+                del engine._take
+            assert max(sizes) == 4
+            assert len(turns) >= len(sizes) - 1
+            assert turns == sorted(set(turns))  # one turn of the loop between two chunks
+
+        run(main)
+
+    def test_a_long_text_is_tokenised_beside_the_loop(self, run):
+        async def main(llm):
+            threads = []
+            tokenizer = llm.tokenizer
+            encode = tokenizer.encode
+
+            def slowly(text, **given):
+                threads.append(threading.current_thread())
+                time.sleep(0.3)
+                return encode(text, **given)
+
+            tokenizer.encode = slowly
+            longest = 0.0
+            try:
+                task = asyncio.create_task(collect(llm.generate("y" * 3000, GREEDY)))
+                while not task.done():
+                    before = time.monotonic()
+                    await asyncio.sleep(0.005)
+                    longest = max(longest, time.monotonic() - before)
+                assert len((await task)[-1].prompt_token_ids) == 3000
+            finally:
+                del tokenizer.encode
+            assert longest < 0.2
+            assert threads[0] is not threading.main_thread()
+
+        run(main)
+
+
+class TestQuestions:
+    def test_all_of_them(self, run):
+        async def main(llm):
+            outputs = llm.generate("x", endless(), "r")
+            await anext(outputs)
+            assert await llm.why_waiting("r") == {0: None}
+            assert (await llm.scheduler_stats()).num_running == 1
+            assert (await llm.plugin_meters())["slow"].rows > 0
+            health = await llm.health()
+            assert (health.ok, health.restarts) == (True, 0)
+            await llm.reset_prefix_cache(recompute_running=True)
+            await outputs.aclose()
+            with pytest.raises(RequestError, match="request_id: 'r' is not a live request"):
+                await llm.why_waiting("r")
+            assert (llm.is_running, llm.errored, llm.dead_error) == (True, False, None)
+
+        run(main)
+
+    def test_the_policy_can_change_under_way(self, run):
+        async def main(llm):
+            task = asyncio.create_task(collect(llm.generate("x", endless(max_tokens=60))))
+            before = llm.manifest.generation
+            await asyncio.gather(llm.set_policy("fair", {"tag": "team"}), llm.set_policy("fcfs"))
+            assert llm.manifest.generation == before + 2
+            assert llm.config.scheduler.policy == "fcfs"
+            with pytest.raises(ConfigError, match="plugin.scheduling_policies/fair.tga: unknown f"):
+                await llm.set_policy("fair", {"tga": "team"})
+            assert (await task)[-1].outputs[0].finish_reason == "length"
+
+        run(main)
+
+    def test_no_answer_in_time(self, folder):
+        async def main():
+            async with AsyncLLM(config=config(folder, engine={"call_timeout_seconds": 0.2})) as llm:
+                task = asyncio.create_task(collect(llm.generate("x", endless(0.8, 1))))
+                await asyncio.sleep(0.3)
+                with pytest.raises(EngineTimeoutError, match=r"scheduler_stats within 0.2 s"):
+                    await llm.scheduler_stats()
+                await task
+                assert (await llm.scheduler_stats()).num_running == 0
+
+        asyncio.run(main())
+
+
+class TestLoops:
+    def test_another_loop_is_told_so(self, shared):
+        runner, llm = shared
+        runner.run(llm.health())
+
+        async def main():
+            with pytest.raises(HardpointError, match="belongs to the event loop in which it was "):
+                await collect(llm.generate("x", GREEDY))
+            with pytest.raises(HardpointError, match="which is another one; open one engine per"):
+                await llm.scheduler_stats()
+
+        thread = threading.Thread(target=asyncio.run, args=(main(),))
+        thread.start()
+        thread.join()
+        runner.run(llm.health())
+
+    def test_a_loop_that_is_over_is_told_too(self, folder):
+        llm = AsyncLLM(config=config(folder))
+        try:
+            asyncio.run(collect(llm.generate("say abc", GREEDY)))
+            with pytest.raises(HardpointError, match="which is closed; open one engine per event"):
+                asyncio.run(llm.health())
+        finally:
+            llm.close()
+
+
+class TestEnd:
+    def test_close_tells_whoever_waits(self, folder):
+        async def main():
+            llm = AsyncLLM(config=config(folder))
+            tasks = [asyncio.create_task(collect(llm.generate("x", endless()))) for _ in range(3)]
+            await asyncio.sleep(0.2)
+            pid = llm._engine._client.pid
+            llm.close()
+            llm.close()
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                assert isinstance(result, EngineClosedError)
+            assert not llm.is_running
+            for call in (llm.health(), llm.abort("x"), collect(llm.generate("x"))):
+                with pytest.raises(EngineClosedError, match="the engine is closed"):
+                    await call
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+
+        asyncio.run(main())
+
+    def test_a_death_is_told_to_all_within_a_second(self, folder):
+        async def main():
+            async with AsyncLLM(config=config(folder)) as llm:
+                pid = llm._engine._client.pid
+
+                async def one(number):
+                    with pytest.raises(EngineDeadError) as error:
+                        await collect(llm.generate([number + 1], endless(0.001)))
+                    return time.monotonic(), str(error.value)
+
+                tasks = [asyncio.create_task(one(number)) for number in range(32)]
+                await asyncio.sleep(0.4)
+                began = time.monotonic()
+                os.kill(pid, signal.SIGKILL)
+                for told, words in await asyncio.gather(*tasks):
+                    assert told - began < 1
+                    assert words == (
+                        f"the engine process (pid {pid}) was killed by signal 9 (SIGKILL); "
+                        "the request may be sent again"
+                    )
+                assert (llm.is_running, llm.errored) == (False, True)
+                assert str(pid) in str(llm.dead_error)
+                for call in (llm.health(), llm.scheduler_stats(), collect(llm.generate("x"))):
+                    with pytest.raises(EngineDeadError, match="was killed by signal 9"):
+                        await call
+
+        asyncio.run(main())
+
+    def test_a_death_before_the_first_use_is_told_too(self, folder):
+        llm = AsyncLLM(config=config(folder))
+        os.kill(llm._engine._client.pid, signal.SIGKILL)
+        time.sleep(0.3)
+        with pytest.raises(EngineDeadError, match="was killed by signal 9"):
+            asyncio.run(collect(llm.generate("x", GREEDY)))
+        llm.close()
+
+    def test_one_that_nobody_holds_is_given_back(self, folder):
+        async def main():
+            llm = AsyncLLM(config=config(folder))
+            await collect(llm.generate("say abc", GREEDY))
+            return llm._engine._client.pid
+
+        pid = asyncio.run(main())
+        gc.collect()
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                return
+            time.sleep(0.02)
+        raise AssertionError(f"process {pid} is still there")
+
+
+class TestOpening:
+    def test_it_never_runs_in_this_process(self, folder):
+        with pytest.raises(ConfigError, match=r"engine.in_process: expected false, for AsyncLLM"):
+            AsyncLLM(config=config(folder, engine={"in_process": True}))
+
+    def test_restart_is_one_of_two(self, folder):
+        with pytest.raises(ConfigError, match='restart: expected "never" or "on_failure", got "?'):
+            AsyncLLM(config=config(folder), restart="always")
+
+    def test_what_the_engine_refuses_is_raised_here(self, folder):
+        small = config(folder, kv_cache={"num_blocks": 2})
+        with pytest.raises(ConfigError, match="kv_cache.num_blocks: one request of 32768 tokens"):
+            AsyncLLM(config=small)
+
+    def test_the_same_as_llm(self, folder, run):
+        prompts = ["say abc", "emoji", "long"]
+        with LLM(config=config(folder)) as llm:
+            expected = [output.outputs[0].text for output in llm.generate(prompts, GREEDY)]
+
+        async def main(llm):
+            return [(await collect(llm.generate(p, GREEDY)))[-1].outputs[0].text for p in prompts]
+
+        assert run(main) == expected

@@ -1,0 +1,199 @@
+"""A dead engine is started anew, if it shall be: with weights and what was changed meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from hardpoint import (
+    AsyncLLM,
+    EngineClosedError,
+    EngineDeadError,
+    RequestOutputKind,
+    SamplingParams,
+)
+from hardpoint.core.frontend.restarting import Restarter
+from hardpoint.plugins import ModelError
+from hardpoint.testing import scripted_config
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+ENDLESS = SamplingParams(
+    temperature=0.0, max_tokens=400, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+)
+
+
+def pid_of(llm) -> int:
+    return llm._engine._client.pid
+
+
+async def collect(outputs) -> list:
+    return [output async for output in outputs]
+
+
+async def kill(llm) -> None:
+    """Kill the engine, and wait until that is known."""
+    os.kill(pid_of(llm), signal.SIGKILL)
+    while llm.is_running:
+        await asyncio.sleep(0.005)
+
+
+async def serves(llm) -> bool:
+    return (await collect(llm.generate("say abc", GREEDY)))[-1].outputs[0].text == " abc abc abc"
+
+
+def test_requests_in_flight_fail_and_the_next_are_served(scripted):
+    async def main():
+        async with AsyncLLM(config=scripted_config(scripted), restart="on_failure") as llm:
+            await llm.set_policy("fair", {"tag": "team", "weights": {"a": 3.0}})
+            manifest, first = llm.manifest, pid_of(llm)
+            streams = [llm.generate([i + 1] * 3, ENDLESS) for i in range(8)]
+            await asyncio.gather(*(anext(stream) for stream in streams))
+            tasks = [asyncio.create_task(collect(stream)) for stream in streams]
+            await asyncio.sleep(0)
+            os.kill(first, signal.SIGKILL)
+            began = time.monotonic()
+            failures = await asyncio.gather(*tasks, return_exceptions=True)
+            assert time.monotonic() - began < 1
+            for failure in failures:
+                assert type(failure) is EngineDeadError
+                assert str(failure).endswith("(SIGKILL); the request may be sent again")
+            assert (llm.is_running, llm.errored) == (False, False)
+
+            # sent again while the new engine starts, they wait for it
+            assert all(await asyncio.gather(*(serves(llm) for _ in range(4))))
+            assert pid_of(llm) != first
+            assert llm.is_running
+            health = await llm.health()
+            assert (health.restarts, health.ok) == (1, True)
+
+            # what was changed lives on, and can be changed again
+            assert llm.manifest == manifest
+            await llm.set_policy("priority")
+            assert llm.manifest.generation == manifest.generation + 1
+            await kill(llm)
+            assert await serves(llm)
+            assert llm.config.scheduler.policy == "priority"
+            assert (await llm.health()).restarts == 2
+
+    asyncio.run(main())
+
+
+def test_one_that_is_dead_when_a_request_comes_is_started_anew(scripted):
+    """Nobody was in flight, so nobody needs to hear of it."""
+
+    async def main():
+        async with AsyncLLM(config=scripted_config(scripted), restart="on_failure") as llm:
+            assert await serves(llm)
+            os.kill(pid_of(llm), signal.SIGKILL)
+            time.sleep(0.3)  # it is dead, and the loop has had no time to hear of it
+            assert await serves(llm)
+            assert (await llm.health()).restarts == 1
+
+    asyncio.run(main())
+
+
+def test_too_many_deaths_are_the_end(scripted):
+    async def main():
+        config = scripted_config(scripted, {"engine": {"max_restarts_per_minute": 1}})
+        async with AsyncLLM(config=config, restart="on_failure") as llm:
+            assert await serves(llm)
+            await kill(llm)
+            assert await serves(llm)
+            last = pid_of(llm)
+            await kill(llm)
+            assert llm.errored
+            for call in (llm.health(), serves(llm)):
+                with pytest.raises(EngineDeadError, match=rf"\(pid {last}\) was killed by signal"):
+                    await call
+
+    asyncio.run(main())
+
+
+def test_closing_while_it_is_started_anew(scripted):
+    async def main():
+        llm = AsyncLLM(config=scripted_config(scripted), restart="on_failure")
+        assert await serves(llm)
+        await kill(llm)
+        waiting = asyncio.create_task(serves(llm))
+        await asyncio.sleep(0.3)
+        await llm.aclose()
+        with pytest.raises(EngineClosedError):
+            await waiting
+
+    asyncio.run(main())
+
+
+# The restarter alone, with engines that the test plays
+
+
+class Client:
+    pid = 7
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def restarter(outcomes, *, clock=lambda: 0.0, most=3, enabled=True) -> Restarter:
+    """One whose starts come to `outcomes`, in order."""
+    remaining = iter(outcomes)
+
+    def connect(_parts):
+        outcome = next(remaining)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome, "relay"
+
+    return Restarter(connect, enabled=enabled, most_per_minute=most, clock=clock)
+
+
+def test_no_more_than_allowed_within_a_minute():
+    now = [0.0]
+    limited = restarter([], clock=lambda: now[0])
+    allowed = []
+    for second in (0, 10, 20, 30, 59, 60, 61, 70, 75, 81):
+        now[0] = float(second)
+        allowed.append(limited.may_restart())
+    assert allowed == [True, True, True, False, False, True, False, True, False, True]
+
+
+def test_never_is_never():
+    assert not restarter([], enabled=False).may_restart()
+
+
+def test_one_that_dies_while_it_starts_is_tried_again():
+    client = Client()
+    several = restarter([EngineDeadError("killed"), EngineDeadError("killed"), client])
+    assert several.may_restart()
+    assert asyncio.run(several.restart("parts")) == (client, "relay")
+    assert several.count == 1
+
+
+def test_but_not_for_ever():
+    limited = restarter([EngineDeadError(f"killed {n}") for n in range(5)], most=2)
+    assert limited.may_restart()
+    with pytest.raises(EngineDeadError, match="killed 1"):
+        asyncio.run(limited.restart("parts"))
+    assert limited.count == 0
+
+
+def test_what_cannot_be_built_is_not_tried_again():
+    broken = restarter([ModelError("the file is gone"), Client()])
+    with pytest.raises(ModelError, match="the file is gone"):
+        asyncio.run(broken.restart("parts"))
+
+
+def test_one_that_was_closed_meanwhile_is_closed():
+    client = Client()
+    late = restarter([client])
+    late.close()
+    assert not late.may_restart()
+    with pytest.raises(EngineClosedError, match="closed while it was started anew"):
+        asyncio.run(late.restart("parts"))
+    assert client.closed

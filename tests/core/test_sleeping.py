@@ -1,0 +1,187 @@
+"""Sleep, wake-up and profiles with workers that hold a real KV cache, here and over ZMQ."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from driving import run
+
+from hardpoint import LLM, HardpointError, SamplingParams
+from hardpoint.core.worker.worker import LocalWorker
+from hardpoint.plugins import LoRARequest
+from hardpoint.testing import scripted_config, scripted_engine
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+DRAWN = SamplingParams(temperature=1.0, seed=7, max_tokens=20, ignore_eos=True, min_tokens=3)
+JOBS = [("greedy", [1] * 9, GREEDY), ("drawn", [2] * 21, DRAWN)]
+
+
+def add_jobs(engine):
+    for name, prompt, params in JOBS:
+        engine.add_request(name, prompt, params)
+
+
+def finish(engine):
+    tokens = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                tokens[output.request_id] = output.outputs[0].token_ids
+    return tokens
+
+
+@pytest.fixture
+def wanted(scripted):
+    engine = scripted_engine(scripted)
+    results = run(engine, JOBS)
+    engine.close()
+    return {name: result[0][0][1] for name, result in results.items()}
+
+
+def worker_of(engine) -> LocalWorker:
+    return engine.parts.client._core._executor._worker
+
+
+class TestMemory:
+    @pytest.mark.parametrize("level", [1, 2])
+    def test_requests_go_on_after_a_sleep_with_the_same_tokens(self, scripted, wanted, level):
+        engine = scripted_engine(scripted)
+        core = engine.parts.client._core
+        add_jobs(engine)
+        for _ in range(5):
+            engine.step()
+        core.sleep(level, "keep").result(0)
+        assert not core.has_requests()
+        core.wake_up()
+        assert finish(engine) == wanted
+        engine.close()
+
+    def test_level_1_gives_the_cache_back_and_level_2_the_model_too(self, scripted):
+        engine = scripted_engine(scripted)
+        core, worker = engine.parts.client._core, worker_of(engine)
+        model = worker.runner._model
+        core.sleep(1).result(0)
+        assert worker.runner._caches == []
+        assert worker.runner._model is model
+        core.wake_up()
+        assert len(worker.runner._caches) == 1
+        core.sleep(2).result(0)
+        with pytest.raises(RuntimeError, match="the worker has no model"):
+            worker.runner  # noqa: B018 - asking is the test
+        core.wake_up()
+        assert worker.runner._model is not model
+        engine.close()
+
+    def test_after_level_2_weights_come_first(self, scripted, wanted):
+        engine = scripted_engine(scripted)
+        core = engine.parts.client._core
+        core.sleep(2).result(0)
+        with pytest.raises(HardpointError, match="tags: expected weights before kv_cache"):
+            core.wake_up(["kv_cache"])
+        core.wake_up(["weights"])
+        assert core.is_sleeping()
+        core.wake_up(["kv_cache"])
+        add_jobs(engine)
+        assert finish(engine) == wanted
+        engine.close()
+
+    def test_an_engine_that_sleeps_can_be_closed(self, scripted):
+        engine = scripted_engine(scripted)
+        engine.parts.client._core.sleep(2).result(0)
+        engine.close()
+
+    def test_weights_elsewhere_cannot_be_moved(self, scripted, monkeypatch):
+        engine = scripted_engine(scripted)
+        worker = worker_of(engine)
+
+        class Spec:
+            class device:  # noqa: N801
+                type = "cuda"
+
+        monkeypatch.setattr(worker, "_spec", Spec)
+        with pytest.raises(HardpointError, match="level: expected 0 or 2, got 1: weights on cuda"):
+            worker.sleep(1)
+        monkeypatch.undo()
+        engine.close()
+
+
+class TestRefusals:
+    def test_workers_hold_no_adapters(self, scripted):
+        engine = scripted_engine(scripted)
+        core = engine.parts.client._core
+        assert core.list_loras() == set()
+        for call in (
+            lambda: core.add_lora(LoRARequest("poems", 1)),
+            lambda: core.remove_lora(1),
+            lambda: core.pin_lora(1),
+        ):
+            with pytest.raises(HardpointError, match="workers of this version hold none"):
+                call()
+        engine.close()
+
+    def test_profiles_need_a_folder(self, scripted):
+        engine = scripted_engine(scripted)
+        core = engine.parts.client._core
+        with pytest.raises(HardpointError, match="engine.profile_dir: expected a folder to write"):
+            core.start_profile()
+        with pytest.raises(HardpointError, match="no profile is being made"):
+            core.stop_profile()
+        engine.close()
+
+
+def test_a_profile_shows_what_ran(scripted, tmp_path):
+    folder = tmp_path / "profiles"
+    engine = scripted_engine(scripted, {"engine": {"profile_dir": str(folder)}})
+    core = engine.parts.client._core
+    core.start_profile()
+    with pytest.raises(HardpointError, match="a profile is being made"):
+        core.start_profile()
+    run(engine, JOBS)
+    (path,) = core.stop_profile()
+    assert Path(path).parent == folder
+    names = {event.get("name", "") for event in json.loads(Path(path).read_text())["traceEvents"]}
+    assert any(name.startswith("aten::") for name in names)
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def llm(scripted, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("profiles")
+    engine = {"in_process": False, "profile_dir": str(folder)}
+    config = scripted_config(scripted, {"engine": engine})
+    with LLM(config=config) as llm:
+        yield llm
+
+
+class TestInAnotherProcess:
+    def call(self, llm, method, *args):
+        return llm._engine.parts.client.call(method, *args).result(30)
+
+    def test_sleep_and_wake(self, llm):
+        before = llm.generate("say abc", GREEDY)[0].outputs[0].token_ids
+        for level in (0, 1, 2):
+            assert self.call(llm, "sleep", level, "wait") is None
+            assert self.call(llm, "is_paused") is True
+            assert self.call(llm, "is_sleeping") is (level > 0)
+            self.call(llm, "wake_up")
+            assert llm.generate("say abc", GREEDY)[0].outputs[0].token_ids == before
+
+    def test_errors_are_those_of_the_engine(self, llm):
+        with pytest.raises(HardpointError, match="level: expected 0, 1 or 2, got 9"):
+            self.call(llm, "sleep", 9)
+        with pytest.raises(HardpointError, match="there is no multimodal cache"):
+            self.call(llm, "reset_mm_cache")
+        with pytest.raises(HardpointError, match="workers of this version hold none"):
+            self.call(llm, "add_lora", LoRARequest("poems", 1))
+
+    def test_workers_can_be_called(self, llm):
+        (meters,) = self.call(llm, "collective_rpc", "plugin_meters")
+        assert "temperature" in meters
+
+    def test_profiles(self, llm):
+        self.call(llm, "start_profile")
+        llm.generate("say abc", GREEDY)
+        (path,) = self.call(llm, "stop_profile")
+        assert Path(path).stat().st_size > 1000

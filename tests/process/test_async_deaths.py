@@ -1,0 +1,303 @@
+"""AsyncLLM and the death of its engine: everybody is told, and, if asked for, a new one serves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import time
+
+import psutil
+import pytest
+from harness import alive, gone, holdings, nothing_left, process_config, told, wait_until
+
+from hardpoint import AsyncLLM, EngineClosedError, RequestOutputKind, SamplingParams
+from hardpoint.plugins import EngineDeadError
+
+SLOW = {"plugins": {"enable": ["slow_plugins:Slow"]}}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+DELTA = RequestOutputKind.DELTA
+
+
+def long(max_tokens: int = 30_000, seconds: float = 0.002) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        output_kind=DELTA,
+        plugin_args={"slow": {"seconds": seconds}},
+    )
+
+
+def pid_of(llm: AsyncLLM) -> int:
+    return llm._engine.parts.client.pid
+
+
+@contextlib.asynccontextmanager
+async def opened(folder, extra=None, **options):
+    """An engine that is gone in the end, whatever became of it."""
+    async with AsyncLLM(config=process_config(folder, extra), **options) as llm:
+        yield llm
+        pid = pid_of(llm)
+    assert not alive(pid)
+
+
+class Streams:
+    """Requests that go on until something happens to them."""
+
+    def __init__(self, llm: AsyncLLM, count: int, params: SamplingParams) -> None:
+        self.tokens = [0] * count
+        self.ended: list[float] = []
+        self.reasons: list[str | None] = []
+        self.tasks = [asyncio.create_task(self._read(llm, i, params)) for i in range(count)]
+
+    async def _read(self, llm: AsyncLLM, index: int, params: SamplingParams) -> None:
+        try:
+            async for output in llm.generate([index + 1], params):
+                self.tokens[index] += len(output.outputs[0].token_ids)
+                if output.finished:
+                    self.reasons.append(output.outputs[0].finish_reason)
+        finally:
+            self.ended.append(time.monotonic())
+
+    async def running(self) -> None:
+        """Wait until each has got tokens."""
+        while not all(self.tokens):
+            assert not self.ended
+            await asyncio.sleep(0.01)
+
+    async def errors(self) -> list[BaseException | None]:
+        """Wait for all; return what was raised."""
+        return list(await asyncio.gather(*self.tasks, return_exceptions=True))
+
+
+async def text(llm: AsyncLLM, prompt: str = "say abc") -> str:
+    async for output in llm.generate(prompt, GREEDY):
+        last = output
+    return last.outputs[0].text
+
+
+async def kill(pid: int, number: int = signal.SIGKILL) -> float:
+    os.kill(pid, number)
+    return time.monotonic()
+
+
+async def noticed(llm: AsyncLLM) -> None:
+    """Wait until the death of the engine has come through."""
+    async with asyncio.timeout(5):
+        while llm.is_running:
+            await asyncio.sleep(0.002)
+
+
+def test_engine_killed_under_32_streams_is_told_to_each(endless):
+    async def main():
+        async with opened(endless, SLOW) as llm:
+            streams = Streams(llm, 32, long())
+            await streams.running()
+            call = asyncio.create_task(llm.scheduler_stats())
+            killed = await kill(pid_of(llm))
+            for error in await streams.errors():
+                assert type(error) is EngineDeadError
+                assert "was killed by signal 9" in str(error)
+                assert "the request may be sent again" in str(error)
+            told("engine killed, last of 32 streams told", max(streams.ended) - killed, 1)
+            with contextlib.suppress(EngineDeadError):
+                await call  # either was quicker
+            assert llm.errored
+            assert not llm.is_running
+            assert "was killed by signal 9" in str(llm.dead_error)
+            for ask in (text(llm), llm.scheduler_stats(), llm.set_policy("fair"), llm.health()):
+                with pytest.raises(EngineDeadError, match="was killed by signal 9"):
+                    await ask
+
+    asyncio.run(main())
+
+
+def test_calls_in_flight_are_told_too(endless):
+    async def main():
+        async with opened(endless, SLOW) as llm:
+            Streams(llm, 1, long(seconds=60))
+            await asyncio.sleep(0.3)
+            calls = [asyncio.create_task(llm.scheduler_stats()) for _ in range(10)]
+            await asyncio.sleep(0.1)
+            killed = await kill(pid_of(llm))
+            for error in await asyncio.gather(*calls, return_exceptions=True):
+                assert type(error) is EngineDeadError
+            told("engine killed, 10 calls told", time.monotonic() - killed, 1)
+
+    asyncio.run(main())
+
+
+def test_a_dead_engine_is_started_anew(scripted):
+    """Weights, policy and everything else are there again; what was in flight has failed."""
+
+    async def main():
+        async with opened(scripted, SLOW, restart="on_failure") as llm:
+            await llm.set_policy("fair")
+            for times in (1, 2):
+                streams = Streams(llm, 32, long(max_tokens=400, seconds=0.02))
+                await streams.running()
+                first = pid_of(llm)
+                killed = await kill(first)
+                assert {type(error) for error in await streams.errors()} == {EngineDeadError}
+                told("restart: last of 32 told", max(streams.ended) - killed, 1)
+                assert await text(llm) == " abc abc abc"  # waits for the new engine
+                told("restart: next request answered", time.monotonic() - killed, 20)
+                assert pid_of(llm) != first
+                assert not alive(first)
+                assert llm.is_running
+                assert not llm.errored
+                assert (await llm.health()).restarts == times
+                assert (await llm.scheduler_stats()).num_running == 0
+            assert llm.config.scheduler.policy == "fair"
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_dies_too_often_stays_dead(scripted):
+    async def main():
+        settings = {"engine": {"max_restarts_per_minute": 1}}
+        async with opened(scripted, settings, restart="on_failure") as llm:
+            await kill(pid_of(llm))
+            await noticed(llm)
+            assert await text(llm) == " abc abc abc"
+            await kill(pid_of(llm))
+            await noticed(llm)
+            assert llm.errored
+            with pytest.raises(EngineDeadError):
+                await text(llm)
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_dies_before_its_first_use_is_known_to_be_dead(scripted):
+    llm = AsyncLLM(config=process_config(scripted))
+    assert llm.is_running
+    os.kill(pid_of(llm), signal.SIGKILL)
+    wait_until(lambda: not llm.is_running, 1, "the news")
+    assert llm.errored
+    assert "was killed by signal 9" in str(llm.dead_error)
+    with pytest.raises(EngineDeadError, match="was killed by signal 9"):
+        asyncio.run(text(llm))
+    llm.close()
+
+
+def test_an_engine_killed_while_it_starts_anew_is_started_once_more(scripted):
+    async def main():
+        async with opened(scripted, restart="on_failure") as llm:
+            first = pid_of(llm)
+            await kill(first)
+            await noticed(llm)
+            assert not llm.errored
+            request = asyncio.create_task(text(llm))
+            second = await newborn(first)
+            await kill(second)
+            assert await request == " abc abc abc"
+            assert pid_of(llm) not in (first, second)
+
+    asyncio.run(main())
+
+
+async def newborn(other: int) -> int:
+    """Wait for an engine process that is not the other one."""
+    while True:
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                if child.pid != other and "--launch-fd" in child.cmdline():
+                    return child.pid
+        await asyncio.sleep(0.005)
+
+
+def test_sigterm_drains_the_streams(endless):
+    async def main():
+        async with opened(endless, SLOW | {"engine": {"drain_seconds": 20.0}}) as llm:
+            streams = Streams(llm, 4, long(max_tokens=60, seconds=0.005))
+            await streams.running()
+            await kill(pid_of(llm), signal.SIGTERM)
+            assert await streams.errors() == [None] * 4
+            assert streams.reasons == ["length"] * 4
+            assert streams.tokens == [60] * 4
+            await asyncio.to_thread(gone, pid_of(llm), 5)
+            with pytest.raises(EngineDeadError):
+                await text(llm)
+
+    asyncio.run(main())
+
+
+def test_closing_tells_those_who_wait(endless):
+    async def main():
+        llm = AsyncLLM(config=process_config(endless, SLOW))
+        streams = Streams(llm, 32, long())
+        await streams.running()
+        began = time.monotonic()
+        await llm.aclose()
+        assert {type(error) for error in await streams.errors()} == {EngineClosedError}
+        told("closed under 32 streams", time.monotonic() - began, 3)
+        with pytest.raises(EngineClosedError):
+            await text(llm)
+
+    asyncio.run(main())
+
+
+def test_cancelled_tasks_end_their_requests(endless):
+    async def main():
+        async with opened(endless, SLOW) as llm:
+            streams = Streams(llm, 16, long())
+            await streams.running()
+            for task in streams.tasks:
+                task.cancel()
+            await streams.errors()
+            began = time.monotonic()
+            while (await llm.scheduler_stats()).num_running:
+                await asyncio.sleep(0.005)
+            told("cancelled, engine idle", time.monotonic() - began, 1)
+            assert (await llm.scheduler_stats()).kv_cache_usage == 0
+            assert not llm._engine._frontend.output._states
+
+    asyncio.run(main())
+
+
+# Nothing remains
+
+
+def test_nothing_remains(endless):
+    async def use(llm: AsyncLLM) -> None:
+        streams = Streams(llm, 8, long())
+        await streams.running()
+        for task in streams.tasks:
+            task.cancel()
+        await streams.errors()
+
+    def closed():
+        async def main():
+            async with opened(endless, SLOW) as llm:
+                await use(llm)
+
+        asyncio.run(main())
+
+    def collected():
+        """The loop has ended, and nobody has closed it."""
+        llm = AsyncLLM(config=process_config(endless, SLOW))
+        pid = pid_of(llm)
+        asyncio.run(use(llm))
+        del llm
+        gc.collect()
+        gone(pid, 10)
+
+    def killed():
+        async def main():
+            async with opened(endless, SLOW, restart="on_failure") as llm:
+                await use(llm)
+                await kill(pid_of(llm))
+                await noticed(llm)
+                await use(llm)
+
+        asyncio.run(main())
+
+    closed()
+    before = holdings()
+    for way in (closed, collected, killed):
+        way()
+        nothing_left(before)

@@ -1,0 +1,128 @@
+"""An engine process that cannot start says why, in its own words, once, and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+from faulty_plugins import Dense
+from harness import holdings, nothing_left, process_config, told
+
+from hardpoint import LLM, AsyncLLM, ConfigError, SamplingParams
+from hardpoint.plugins import EngineDeadError, PluginLoadError
+from hardpoint.testing import scripted_config
+
+HERE = "test_start_errors"
+
+
+class Refuses(Dense):
+    """Cannot be made; what it says is on several lines."""
+
+    contract = 1
+
+    def __init__(self, context):
+        raise OSError("no such thing,\nnot even here")
+
+
+class Exits(Dense):
+    contract = 1
+
+    def __init__(self, context):
+        raise SystemExit(23)
+
+
+class Kills(Dense):
+    contract = 1
+
+    def __init__(self, context):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Hangs(Dense):
+    contract = 1
+
+    def __init__(self, context):
+        time.sleep(120)
+
+
+def enabled(scripted, name: str, **engine):
+    plugins = {"plugins": {"enable": [f"{HERE}:{name}"]}, "engine": engine}
+    return process_config(scripted, plugins)
+
+
+@pytest.fixture(autouse=True)
+def clean(scripted):
+    """Whatever fails, nothing remains of it."""
+    with LLM(config=process_config(scripted)) as llm:  # what is made once is not counted
+        llm.generate("x", SamplingParams(max_tokens=1))
+    del llm
+    before = holdings()
+    yield
+    nothing_left(before)
+
+
+@pytest.mark.parametrize("face", [LLM, AsyncLLM])
+def test_the_real_error_comes_once_with_its_traceback(scripted, face, capfd):
+    with pytest.raises(PluginLoadError, match=r"plugin 'refuses'.*OSError: no such") as error:
+        face(config=enabled(scripted, "Refuses"))
+    (note,) = error.value.__notes__
+    assert note.startswith("In the engine process (pid ")
+    assert note.count('raise OSError("no such thing,') == 1
+    assert capfd.readouterr().err == ""  # the program that catches it need not see it
+
+
+def test_a_configuration_that_fails_in_the_engine_names_its_origin_there_too(scripted):
+    """The KV cache is sized in the engine, with the words of the configuration's origin."""
+    extra = {"kv_cache": {"num_blocks": 2, "block_size": 16}, "max_model_len": 500}
+    words = []
+    for config in (scripted_config(scripted, extra), process_config(scripted, extra)):
+        with pytest.raises(ConfigError, match=r"kv_cache.num_blocks|max_model_len") as error:
+            LLM(config=config)
+        words.append(str(error.value))
+    assert words[0] == words[1]
+    assert "(from argument" in words[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("Exits", "exited with code 23"), ("Kills", "was killed by signal 9 (SIGKILL)")],
+)
+def test_an_end_without_a_word_is_told_by_its_code(scripted, name, words):
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError) as error:
+        LLM(config=enabled(scripted, name))
+    assert words in str(error.value)
+    told(f"{name} told", time.monotonic() - began, 20)
+
+
+def test_a_start_that_hangs_ends_at_the_limit(scripted):
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError, match=r"not ready within 2\.5 s"):
+        LLM(config=enabled(scripted, "Hangs", start_timeout_seconds=2.5))
+    told("hanging start given up", time.monotonic() - began, 8)
+
+
+def test_an_engine_killed_while_it_starts(scripted):
+    def kill():
+        while not (children := psutil.Process().children()):
+            time.sleep(0.01)
+        time.sleep(0.3)
+        killed.append(time.monotonic())
+        children[0].kill()
+
+    killed: list[float] = []
+    threading.Thread(target=kill).start()
+    with pytest.raises(EngineDeadError, match="was killed by signal 9"):
+        LLM(config=enabled(scripted, "Hangs"))
+    told("killed start told", time.monotonic() - killed[0], 1)
+
+
+def test_an_interrupted_start_ends_the_process(scripted):
+    """Ctrl-C while the engine starts."""
+    threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        LLM(config=enabled(scripted, "Hangs"))

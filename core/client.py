@@ -16,6 +16,7 @@ from hardpoint.plugins import (
 )
 
 from .engine import EngineCore
+from .freed_memory import give_back
 
 __all__ = ["EngineCoreClient", "InprocClient"]
 
@@ -114,4 +115,8 @@ class InprocClient:
         """Close the core and let go of it."""
         core = self._core
         del self._core
-        core.close()
+        try:
+            core.close()
+        finally:
+            del core
+            give_back()

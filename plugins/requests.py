@@ -176,9 +176,7 @@ class PrefillStats(msgspec.Struct, array_like=True, frozen=True):
     num_external_tokens: int = 0
 
 
-class EngineCoreOutput(
-    msgspec.Struct, array_like=True, omit_defaults=True, kw_only=True, gc=False
-):
+class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, kw_only=True, gc=False):
     """What one step added to one request.
 
     Attributes:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
-import os
-import signal
 import threading
 import time
 
@@ -16,8 +13,6 @@ from hardpoint import (
     LLM,
     AsyncLLM,
     ConfigError,
-    EngineClosedError,
-    EngineDeadError,
     EngineTimeoutError,
     HardpointError,
     OverloadedError,
@@ -414,7 +409,7 @@ class TestQuestions:
         asyncio.run(main())
 
 
-class TestLoops:
+class TestBesides:
     def test_another_loop_is_told_so(self, shared):
         runner, llm = shared
         runner.run(llm.health())
@@ -429,106 +424,6 @@ class TestLoops:
         thread.start()
         thread.join()
         runner.run(llm.health())
-
-    def test_a_loop_that_is_over_is_told_too(self, folder):
-        llm = AsyncLLM(config=config(folder))
-        try:
-            asyncio.run(collect(llm.generate("say abc", GREEDY)))
-            with pytest.raises(HardpointError, match="which is closed; open one engine per event"):
-                asyncio.run(llm.health())
-        finally:
-            llm.close()
-
-
-class TestEnd:
-    def test_close_tells_whoever_waits(self, folder):
-        async def main():
-            llm = AsyncLLM(config=config(folder))
-            tasks = [asyncio.create_task(collect(llm.generate("x", endless()))) for _ in range(3)]
-            await asyncio.sleep(0.2)
-            pid = llm._engine._client.pid
-            llm.close()
-            llm.close()
-            for result in await asyncio.gather(*tasks, return_exceptions=True):
-                assert isinstance(result, EngineClosedError)
-            assert not llm.is_running
-            for call in (llm.health(), llm.abort("x"), collect(llm.generate("x"))):
-                with pytest.raises(EngineClosedError, match="the engine is closed"):
-                    await call
-            with pytest.raises(ProcessLookupError):
-                os.kill(pid, 0)
-
-        asyncio.run(main())
-
-    def test_a_death_is_told_to_all_within_a_second(self, folder):
-        async def main():
-            async with AsyncLLM(config=config(folder)) as llm:
-                pid = llm._engine._client.pid
-
-                async def one(number):
-                    with pytest.raises(EngineDeadError) as error:
-                        await collect(llm.generate([number + 1], endless(0.001)))
-                    return time.monotonic(), str(error.value)
-
-                tasks = [asyncio.create_task(one(number)) for number in range(32)]
-                await asyncio.sleep(0.4)
-                began = time.monotonic()
-                os.kill(pid, signal.SIGKILL)
-                for told, words in await asyncio.gather(*tasks):
-                    assert told - began < 1
-                    assert words == (
-                        f"the engine process (pid {pid}) was killed by signal 9 (SIGKILL); "
-                        "the request may be sent again"
-                    )
-                assert (llm.is_running, llm.errored) == (False, True)
-                assert str(pid) in str(llm.dead_error)
-                for call in (llm.health(), llm.scheduler_stats(), collect(llm.generate("x"))):
-                    with pytest.raises(EngineDeadError, match="was killed by signal 9"):
-                        await call
-
-        asyncio.run(main())
-
-    def test_a_death_before_the_first_use_is_told_too(self, folder):
-        llm = AsyncLLM(config=config(folder))
-        os.kill(llm._engine._client.pid, signal.SIGKILL)
-        time.sleep(0.3)
-        with pytest.raises(EngineDeadError, match="was killed by signal 9"):
-            asyncio.run(collect(llm.generate("x", GREEDY)))
-        llm.close()
-
-    def test_one_that_nobody_holds_is_given_back(self, folder):
-        async def main():
-            llm = AsyncLLM(config=config(folder))
-            await collect(llm.generate("say abc", GREEDY))
-            return llm._engine._client.pid
-
-        pid = asyncio.run(main())
-        gc.collect()
-        deadline = time.monotonic() + 5
-        while time.monotonic() < deadline:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-            try:
-                os.kill(pid, 0)
-            except ProcessLookupError:
-                return
-            time.sleep(0.02)
-        raise AssertionError(f"process {pid} is still there")
-
-
-class TestOpening:
-    def test_it_never_runs_in_this_process(self, folder):
-        with pytest.raises(ConfigError, match=r"engine.in_process: expected false, for AsyncLLM"):
-            AsyncLLM(config=config(folder, engine={"in_process": True}))
-
-    def test_restart_is_one_of_two(self, folder):
-        with pytest.raises(ConfigError, match='restart: expected "never" or "on_failure", got "?'):
-            AsyncLLM(config=config(folder), restart="always")
-
-    def test_what_the_engine_refuses_is_raised_here(self, folder):
-        small = config(folder, kv_cache={"num_blocks": 2})
-        with pytest.raises(ConfigError, match="kv_cache.num_blocks: one request of 32768 tokens"):
-            AsyncLLM(config=small)
 
     def test_the_same_as_llm(self, folder, run):
         prompts = ["say abc", "emoji", "long"]

@@ -118,15 +118,18 @@ class RawClient:
 
     def ends(self, request_ids: Sequence[str]) -> dict[str, Any]:
         """Wait until requests end; return their last outputs with all their tokens."""
-        tokens: dict[str, list[int]] = {name: [] for name in request_ids}
+        wanted = set(request_ids)
+        tokens: dict[str, list[int]] = {name: [] for name in wanted}
         ended: dict[str, Any] = {}
         until = time.monotonic() + 20
-        while len(ended) < len(tokens):
+        while len(ended) < len(wanted):
             assert time.monotonic() < until, f"only {sorted(ended)} ended"
             message = self.receive()
             for output in getattr(message, "outputs", []):
-                tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
-                if output.finished and output.request_id in request_ids:
+                if output.request_id not in wanted:
+                    continue
+                tokens[output.request_id].extend(output.new_token_ids)
+                if output.finished:
                     output.new_token_ids = tokens[output.request_id]
                     ended[output.request_id] = output
         return ended

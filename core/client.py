@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Any, Protocol
 
-from hardpoint.plugins import (
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    Manifest,
-    PluginMeter,
-    SchedulerStats,
-    StepFault,
-    WaitReason,
-)
+from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest
 
 from .engine import EngineCore
 from .freed_memory import give_back
@@ -43,23 +35,13 @@ class EngineCoreClient(Protocol):
             wait: whether there is something to wait for.
         """
 
-    def why_waiting(self, request_ids: list[str]) -> Sequence[WaitReason | None]:
-        """Return per live request why it got no tokens in the last step; None if it got some."""
+    def ask(self, method: str, *args: Any) -> Any:
+        """Call one of the engine's utilities and wait for its result.
 
-    def set_policy(self, manifest: Manifest) -> None:
-        """Take the scheduling policy of another generation of the manifest, or nothing of it."""
-
-    def reset_prefix_cache(self, recompute_running: bool) -> None:
-        """Forget cached content; with `recompute_running`, compute anew what runs."""
-
-    def scheduler_stats(self) -> SchedulerStats:
-        """Return how the scheduler stands."""
-
-    def step_faults(self) -> dict[str, StepFault]:
-        """Return the decisions that plugins did not take, by plugin name."""
-
-    def plugin_meters(self) -> dict[str, PluginMeter]:
-        """Return what each logits processor cost so far, by name."""
+        Args:
+            method: of EngineCore, one of `core.utilities.UTILITIES`.
+            args: what it declares, by position.
+        """
 
     def close(self) -> None:
         """End the engine."""
@@ -87,29 +69,9 @@ class InprocClient:
         outputs, _ = self._core.step()
         return outputs.get(0) or EngineCoreOutputs()
 
-    def why_waiting(self, request_ids: list[str]) -> Sequence[WaitReason | None]:
-        """Return per live request why it got no tokens in the last step; None if it got some."""
-        return self._core.why_waiting(request_ids)
-
-    def set_policy(self, manifest: Manifest) -> None:
-        """Take the scheduling policy of another generation of the manifest, or nothing of it."""
-        self._core.set_policy(manifest)
-
-    def reset_prefix_cache(self, recompute_running: bool) -> None:
-        """Forget cached content; with `recompute_running`, compute anew what runs."""
-        self._core.reset_prefix_cache(recompute_running)
-
-    def scheduler_stats(self) -> SchedulerStats:
-        """Return how the scheduler stands."""
-        return self._core.scheduler_stats()
-
-    def step_faults(self) -> dict[str, StepFault]:
-        """Return the decisions that plugins did not take, by plugin name."""
-        return self._core.step_faults()
-
-    def plugin_meters(self) -> dict[str, PluginMeter]:
-        """Return what each logits processor cost so far, by name."""
-        return self._core.plugin_meters()
+    def ask(self, method: str, *args: Any) -> Any:
+        """Call a method of the core."""
+        return getattr(self._core, method)(*args)
 
     def close(self) -> None:
         """Close the core and let go of it."""

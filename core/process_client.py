@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,11 +14,6 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     EngineDeadError,
     EngineTimeoutError,
-    Manifest,
-    PluginMeter,
-    SchedulerStats,
-    StepFault,
-    WaitReason,
 )
 
 from .engine_connection import EngineConnection, EngineStart, Sink
@@ -97,39 +92,14 @@ class ProcessClient:
         """
         return self._connection.call(method, *args)
 
-    def why_waiting(self, request_ids: list[str]) -> Sequence[WaitReason | None]:
-        """Return per live request why it got no tokens in the last step; None if it got some."""
-        reasons: Sequence[WaitReason | None] = self._result("why_waiting", request_ids)
-        return reasons
+    def ask(self, method: str, *args: Any) -> Any:
+        """Call one of the engine's utilities and wait for its result.
 
-    def set_policy(self, manifest: Manifest) -> None:
-        """Take the scheduling policy of another generation of the manifest, or nothing of it."""
-        self._result("set_policy", manifest)
-
-    def reset_prefix_cache(self, recompute_running: bool) -> None:
-        """Forget cached content; with `recompute_running`, compute anew what runs."""
-        self._result("reset_prefix_cache", recompute_running)
-
-    def scheduler_stats(self) -> SchedulerStats:
-        """Return how the scheduler stands."""
-        stats: SchedulerStats = self._result("scheduler_stats")
-        return stats
-
-    def step_faults(self) -> dict[str, StepFault]:
-        """Return the decisions that plugins did not take, by plugin name."""
-        faults: dict[str, StepFault] = self._result("step_faults")
-        return faults
-
-    def plugin_meters(self) -> dict[str, PluginMeter]:
-        """Return what each logits processor cost so far, by name."""
-        meters: dict[str, PluginMeter] = self._result("plugin_meters")
-        return meters
-
-    def close(self) -> None:
-        """End the engine, and give back everything. Closing twice does nothing."""
-        self._release()
-
-    def _result(self, method: str, *args: Any) -> Any:
+        Raises:
+            EngineDeadError: the engine is gone.
+            EngineTimeoutError: it did not answer in time.
+            HardpointError: what the utility raised.
+        """
         future = self.call(method, *args)
         try:
             return future.result(self._timeout_s)
@@ -138,6 +108,10 @@ class ProcessClient:
                 raise
             future.cancel()
             raise no_answer(method, self._timeout_s) from None
+
+    def close(self) -> None:
+        """End the engine, and give back everything. Closing twice does nothing."""
+        self._release()
 
 
 def no_answer(method: str, seconds: float) -> EngineTimeoutError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hardpoint.plugins import (
@@ -122,7 +122,8 @@ class LLMEngine:
         """
         self._check_open()
         live = self._frontend.children_of(request_id)
-        return dict(zip(live.values(), self._client.why_waiting(list(live)), strict=True))
+        reasons: Sequence[WaitReason | None] = self._client.ask("why_waiting", list(live))
+        return dict(zip(live.values(), reasons, strict=True))
 
     def set_policy(self, use: str, options: Mapping[str, Any] | None = None) -> Manifest:
         """Put another scheduling policy in the place of the one there is, between two steps.
@@ -141,7 +142,7 @@ class LLMEngine:
         """
         self._check_open()
         parts = self.parts.with_policy(use, options or {})
-        self._client.set_policy(parts.plugins.manifest)
+        self._client.ask("set_policy", parts.plugins.manifest)
         self.parts = parts
         return parts.plugins.manifest
 
@@ -152,23 +153,25 @@ class LLMEngine:
             recompute_running: also compute anew what runs, for example after weights changed.
         """
         self._check_open()
-        self._client.reset_prefix_cache(recompute_running)
+        self._client.ask("reset_prefix_cache", recompute_running)
 
     def scheduler_stats(self) -> SchedulerStats:
         """Return how the scheduler stands."""
         self._check_open()
-        return self._client.scheduler_stats()
+        stats: SchedulerStats = self._client.ask("scheduler_stats")
+        return stats
 
     def health(self) -> Health:
         """Return which plugins failed, what that ended, and which are quarantined."""
         if not self._closed:
-            self._fallbacks = self._client.step_faults()
+            self._fallbacks = self._client.ask("step_faults")
         return self._frontend.health(self._fallbacks)
 
     def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return what each logits processor cost so far, by name."""
         self._check_open()
-        return self._client.plugin_meters()
+        meters: dict[str, PluginMeter] = self._client.ask("plugin_meters")
+        return meters
 
     def close(self) -> None:
         """End the engine and give its memory back. Closing twice does nothing."""

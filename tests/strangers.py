@@ -1,4 +1,4 @@
-"""Distributions by strangers, installed for the length of one test."""
+"""Distributions by strangers, and a program that tells what the engine makes of them."""
 
 import contextlib
 import sys
@@ -52,6 +52,30 @@ class Dry(LogitsProcessor):
 def engine_closing():
     pass
 '''
+
+# A program: what comes of the configuration that its argument is, as JSON.
+RESOLVE = """
+import json, sys
+from hardpoint.plugins import EngineConfig, HardpointError, resolve_plugins
+from hardpoint.plugins.typed import convert
+
+config = convert(json.loads(sys.argv[1]), EngineConfig, path="")
+try:
+    plugins = resolve_plugins(config)
+except HardpointError as error:
+    print(json.dumps({"error": type(error).__name__, "message": str(error)}))
+else:
+    policy = plugins.one("scheduling_policies")
+    print(json.dumps({
+        "on": {f"{e.kind}/{e.name}": [e.value, e.distribution, e.version, e.options, e.origin]
+               for e in plugins.manifest.entries},
+        "policy": [policy.name, policy.value, policy.distribution, policy.version, policy.options],
+        "order": [entry.name for entry, _ in plugins.logits_processors()],
+        "not_enabled": [found.label for found in plugins.not_enabled()],
+        "imported": [name for name in sys.modules if name.startswith("acme_")],
+        "hooks": plugins.hooks().has("request_finished"),
+    }))
+"""
 
 
 class Site:

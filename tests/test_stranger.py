@@ -11,27 +11,7 @@ import sys
 
 import pytest
 from processes import ROOT, run
-
-RESOLVE = """
-import json, sys
-from hardpoint.plugins import EngineConfig, HardpointError, resolve_plugins
-from hardpoint.plugins.typed import convert
-
-config = convert(json.loads(sys.argv[1]), EngineConfig, path="")
-try:
-    plugins = resolve_plugins(config)
-except HardpointError as error:
-    print(json.dumps({"error": type(error).__name__, "message": str(error)}))
-else:
-    print(json.dumps({
-        "on": {f"{e.kind}/{e.name}": [e.value, e.distribution, e.version, e.options, e.origin]
-               for e in plugins.manifest.entries},
-        "order": [entry.name for entry, _ in plugins.logits_processors()],
-        "not_enabled": [found.label for found in plugins.not_enabled()],
-        "imported": [name for name in sys.modules if name.startswith("acme_sampling")],
-        "hooks": plugins.hooks().has("request_finished"),
-    }))
-"""
+from strangers import RESOLVE
 
 COMPOSE = """
 import json, random, sys

@@ -16,6 +16,7 @@ from .scheduling_scenarios import Scenario, play, scenarios
 from .scheduling_settings import builtin_scheduler
 from .scheduling_suite_base import SchedulingSuiteBase, best_of
 from .snapshots import weigh
+from .suite_parts import refuse_replaced_tests
 from .violations import Violation, short
 
 __all__ = ["EvictionPolicySuite"]
@@ -54,7 +55,7 @@ class EvictionPolicySuite(SchedulingSuiteBase):
         """It states its contract, and can be built; its options travel."""
         self._once(
             "the contract: a loader must be able to check and build it",
-            lambda: self._refuse_replaced_tests(EvictionPolicySuite),
+            lambda: refuse_replaced_tests(type(self), EvictionPolicySuite),
             self._check_contract,
             lambda: self._make().close(),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NoReturn
 
@@ -16,7 +15,7 @@ from hardpoint.plugins.logits import LogitsPlugin
 
 from .logits_subject import Case, Subject
 from .searching import Search, describe
-from .seeds import replay_line
+from .suite_parts import fail, replayed
 from .violations import Violation
 
 __all__ = ["LogitsSuiteBase"]
@@ -80,20 +79,6 @@ class LogitsSuiteBase:
         if issubclass(subject.cls, BatchLogitsProcessor) and not subject.cls.supports_drafts:
             pytest.skip("supports_drafts is False: drafts never meet it")
 
-    def _refuse_replaced_tests(self, rule: str, suite: type) -> None:
-        """Refuse a class that replaces a test: a suite that was bent proves nothing."""
-        for name, test in inspect.getmembers(suite, inspect.isfunction):
-            own = getattr(type(self), name)
-            if name.startswith("test_") and own is not test and not _expected_to_fail(own):
-                self._fail(
-                    rule,
-                    Violation(
-                        f"{type(self).__name__} replaces {name}",
-                        "give the additional test another name; to leave a rule out, override its "
-                        "test with one that is marked pytest.mark.xfail(reason=...)",
-                    ),
-                )
-
     def _once(self, rule: str, check: Callable[[], None]) -> None:
         try:
             check()
@@ -123,18 +108,7 @@ class LogitsSuiteBase:
                 ),
             )
         if found is not None:
-            case = f"\n  case:\n{describe(found.drawn)}\n  replay: {replay_line(found.seed)}"
-            self._fail(rule, found.violation, case)
+            self._fail(rule, found.violation, replayed(found, describe(found.drawn)))
 
     def _fail(self, rule: str, violation: Violation, case: str = "") -> NoReturn:
-        cls = self.processor
-        pytest.fail(
-            f"{cls.__module__}.{cls.__qualname__} breaks a rule.\n"
-            f"  rule: {rule}\n  saw: {violation.saw}\n  do: {violation.do}{case}",
-            pytrace=False,
-        )
-
-
-def _expected_to_fail(test: Any) -> bool:
-    marks = getattr(test, "pytestmark", [])
-    return any(mark.name in ("xfail", "skip") and mark.kwargs.get("reason") for mark in marks)
+        fail(self.processor, rule, violation, case)

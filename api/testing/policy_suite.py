@@ -15,6 +15,7 @@ from .scheduling_rules import POLICY, BrokenRule
 from .scheduling_scenarios import Scenario, play, scenarios
 from .scheduling_settings import builtin_scheduler
 from .scheduling_suite_base import SchedulingSuiteBase
+from .suite_parts import refuse_replaced_tests
 
 __all__ = ["SchedulingPolicySuite"]
 
@@ -45,7 +46,7 @@ class SchedulingPolicySuite(SchedulingSuiteBase):
         """It states its contract, and can be built; its options travel."""
         self._once(
             "the contract: a loader must be able to check and build it",
-            lambda: self._refuse_replaced_tests(SchedulingPolicySuite),
+            lambda: refuse_replaced_tests(type(self), SchedulingPolicySuite),
             self._check_contract,
             lambda: self._make().close(),
         )

@@ -14,6 +14,7 @@ from .scheduling_rig import SchedulerRig
 from .scheduling_rules import REFUSAL
 from .scheduling_scenarios import EVENTS, Scenario, play, scenarios, victims
 from .scheduling_suite_base import SchedulingSuiteBase
+from .suite_parts import refuse_replaced_tests
 
 __all__ = ["SchedulerSuite"]
 
@@ -43,7 +44,7 @@ class SchedulerSuite(SchedulingSuiteBase):
         """It states its contract, and can be built; its options travel."""
         self._once(
             _RULE,
-            lambda: self._refuse_replaced_tests(SchedulerSuite),
+            lambda: refuse_replaced_tests(type(self), SchedulerSuite),
             self._check_contract,
             lambda: self._rig().check(),
         )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import pickle
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NoReturn
 
 import msgspec
-import pytest
 from hypothesis import strategies as st
 
 from hardpoint.plugins import KINDS, Component, Context, HardpointError, PluginContractError, typed
@@ -18,7 +16,7 @@ from hardpoint.plugins.loading import Source, check_component, snake_case
 from .scheduling_rules import BrokenRule
 from .scheduling_scenarios import Scenario, crashes
 from .searching import Search, describe
-from .seeds import replay_line
+from .suite_parts import fail, replayed
 from .violations import Violation, short
 
 __all__ = ["SchedulingSuiteBase", "best_of"]
@@ -96,17 +94,6 @@ class SchedulingSuiteBase:
                 "hold plain data only",
             )
 
-    def _refuse_replaced_tests(self, suite: type) -> None:
-        """Refuse a class that replaces a test: a suite that was bent proves nothing."""
-        for name, test in inspect.getmembers(suite, inspect.isfunction):
-            own = getattr(type(self), name)
-            if name.startswith("test_") and own is not test and not _expected_to_fail(own):
-                raise Violation(
-                    f"{type(self).__name__} replaces {name}",
-                    "give the additional test another name; to leave a rule out, override its "
-                    "test with one that is marked pytest.mark.xfail(reason=...)",
-                )
-
     def _once(self, rule: str, *checks: Callable[[], None]) -> None:
         for check in checks:
             try:
@@ -124,19 +111,13 @@ class SchedulingSuiteBase:
     ) -> None:
         """Try a rule on drawn cases; fail with what an author needs to see it again."""
         search = Search(max(1, round(examples * self.examples)), self.replay_seed)
-        found = search.run(_from_one_place(check), **strategies)
+        found = search.run(check, **strategies)
         if found is not None:
-            case = f"\n  case:\n{_told(found.drawn)}\n  replay: {replay_line(found.seed)}"
-            self._fail(rule, found.violation, case)
+            self._fail(rule, found.violation, replayed(found, _told(found.drawn)))
 
     def _fail(self, rule: str, violation: Violation, case: str = "") -> NoReturn:
-        cls = self._component()
         words = violation.rule.words if isinstance(violation, BrokenRule) else rule
-        pytest.fail(
-            f"{cls.__module__}.{cls.__qualname__} breaks a rule.\n"
-            f"  rule: {words}\n  saw: {violation.saw}\n  do: {violation.do}{case}",
-            pytrace=False,
-        )
+        fail(self._component(), words, violation, case)
 
 
 def best_of(rounds: int, work: Callable[[], None]) -> float:
@@ -149,32 +130,8 @@ def best_of(rounds: int, work: Callable[[], None]) -> float:
     return best
 
 
-def _from_one_place(check: Callable[..., None]) -> Callable[..., None]:
-    """Return a check whose violations all come from one line.
-
-    hypothesis takes those of different lines for different bugs, and goes after all of them.
-    """
-
-    def checked(**drawn: Any) -> None:
-        found = None
-        try:
-            check(**drawn)
-        except Violation as violation:
-            found = violation
-        if found is not None:
-            found.__cause__ = found.__context__ = None
-            raise found.with_traceback(None)
-
-    return checked
-
-
 def _told(drawn: dict[str, Any]) -> str:
     scenarios = [value for value in drawn.values() if isinstance(value, Scenario)]
     if not scenarios:
         return describe(drawn)
     return "\n".join(f"    {line}" for line in scenarios[0].code().splitlines())
-
-
-def _expected_to_fail(test: Any) -> bool:
-    marks = getattr(test, "pytestmark", [])
-    return any(mark.name in ("xfail", "skip") and mark.kwargs.get("reason") for mark in marks)

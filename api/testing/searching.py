@@ -56,7 +56,7 @@ class Search:
             Unsatisfiable: nothing could be drawn that suits.
         """
         number = seed_now() if self.seed is None else self.seed
-        found: list[Found] = []
+        found: Found | None = None  # the last one
         deadline = 0.0
 
         @seed(number)
@@ -70,24 +70,24 @@ class Search:
         )
         @given(**strategies)
         def search(**drawn: Any) -> None:
-            nonlocal deadline
-            if found and time.monotonic() > deadline:
+            nonlocal deadline, found
+            if found is not None and time.monotonic() > deadline:
                 raise _SmallEnough
             try:
                 check(**drawn)
             except Violation as violation:
                 deadline = deadline or time.monotonic() + _SHRINKING_SECONDS
-                found.append(Found(violation, drawn, number))
+                found = Found(violation, drawn, number)
                 raise
 
         try:
             search()
         except Violation as violation:
-            if not found:  # it was met while a case was made
+            if found is None:  # it was met while a case was made
                 return Found(violation, {}, number)
         except (Flaky, _SmallEnough):
             pass  # the last one that was found is the smallest
-        return found[-1] if found else None
+        return found
 
 
 def describe(drawn: dict[str, Any]) -> str:

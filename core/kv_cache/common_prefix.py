@@ -5,7 +5,17 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-__all__ = ["common_prefix"]
+__all__ = ["common_prefix", "may_share"]
+
+
+def may_share(tables: Sequence[list[int]], ref_count: Sequence[int], count: int) -> bool:
+    """Whether `count` requests can have a leading block in common in any group.
+
+    Args:
+        tables: those of one of the requests, by group.
+        ref_count: by block id, how many requests have it; 0 for the null block.
+    """
+    return any(table and ref_count[table[0]] >= count for table in tables)
 
 
 def common_prefix(

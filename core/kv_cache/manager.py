@@ -17,7 +17,7 @@ from hardpoint.plugins.kv_cache import (
 
 from .block_hashes import BlockHashes
 from .block_pool import NULL_BLOCK, BlockPool
-from .common_prefix import common_prefix
+from .common_prefix import common_prefix, may_share
 from .events import EventLog
 from .eviction import Eviction, raise_fault
 from .prefixes import first_seen, longest_prefix
@@ -244,8 +244,11 @@ class BlockManager:
 
     def num_common_prefix_blocks(self, running: Sequence[Request]) -> list[int]:
         """Return per group how many leading blocks all running requests share."""
+        first = self._held.get(running[0]) if running else None
+        if first is None or not may_share(first.tables, self._pool.ref_count, len(running)):
+            return [0] * len(self.groups)
         holders = [self._held.get(request) for request in running]
-        if not holders or None in holders:
+        if None in holders:
             return [0] * len(self.groups)
         are_all = len(holders) == len(self._held)
         return [

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kv_events_harness import clients, publishers
 from model_harness import load_model, open_loader
 
 from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
@@ -17,6 +18,20 @@ from hardpoint.plugins import Model
 def _no_grad() -> Iterator[None]:
     with torch.inference_mode():
         yield
+
+
+@pytest.fixture
+def context():
+    """A ZeroMQ context for those who listen to KV events."""
+    with clients() as context:
+        yield context
+
+
+@pytest.fixture
+def open_publisher():
+    """Builds publishers of KV events from options; all are closed, and must leave no thread."""
+    with publishers() as build:
+        yield build
 
 
 @pytest.fixture(scope="session")

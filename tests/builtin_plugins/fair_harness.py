@@ -5,41 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from hardpoint.plugins import (
-    EngineCoreRequest,
-    Load,
-    PolicyContext,
-    Request,
-    RequestStatus,
-    SamplingParams,
-)
-from hardpoint.plugins.typed import convert
+from policies import LOAD, request
 
-LOAD = Load(
-    now=0.0,
-    num_running=1,
-    max_num_seqs=1,
-    num_waiting=1,
-    token_budget=1,
-    num_free_blocks=0,
-    num_blocks=1,
-)
-
-
-def build(cls, **options):
-    checked = convert(options, cls.Options, path="plugin.it")
-    return cls(PolicyContext(name="it", options=checked))
-
-
-def request(name, *, prompt=1, max_tokens=100, arrival=0.0, tenant=None, tags=None, order=0):
-    source = EngineCoreRequest(
-        request_id=name,
-        prompt_token_ids=[1] * prompt,
-        params=SamplingParams(max_tokens=max_tokens),
-        arrival_time=arrival,
-        tags=tags or ({"tenant": tenant} if tenant else {}),
-    )
-    return Request(source, order)
+from hardpoint.plugins import Request, RequestStatus
 
 
 @dataclass(frozen=True)

@@ -12,36 +12,10 @@ import time
 import msgspec
 import pytest
 import zmq
-from kv_events_harness import (
-    Subscriber,
-    answers,
-    ask,
-    batch,
-    clients,
-    publishers,
-    replay,
-    sent,
-)
+from kv_events_harness import Subscriber, answers, ask, batch, replay, sent
 
 from hardpoint.builtin_plugins import kv_event_stream
-from hardpoint.plugins import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    KVEventBatch,
-)
-
-
-@pytest.fixture
-def context():
-    with clients() as context:
-        yield context
-
-
-@pytest.fixture
-def open_publisher():
-    with publishers() as build:
-        yield build
+from hardpoint.plugins import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 
 @pytest.fixture(params=["tcp", "ipc"])

@@ -10,32 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from kv_events_harness import (
-    Subscriber,
-    batch,
-    clients,
-    publishers,
-    threads,
-)
+from kv_events_harness import Subscriber, batch, threads
 
 from hardpoint.builtin_plugins.kv_events import NullPublisher
-from hardpoint.plugins import (
-    ConfigError,
-    PublisherContext,
-)
-
-
-@pytest.fixture
-def context():
-    with clients() as context:
-        yield context
-
-
-@pytest.fixture
-def open_publisher():
-    with publishers() as build:
-        yield build
-
+from hardpoint.plugins import ConfigError, PublisherContext
 
 # Endpoints
 

@@ -9,34 +9,11 @@ import time
 from pathlib import Path
 
 import msgspec
-import pytest
-from kv_events_harness import (
-    batch,
-    clients,
-    publishers,
-    sent,
-)
+from kv_events_harness import batch, sent
 
-from hardpoint.plugins import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    KVEventBatch,
-)
+from hardpoint.plugins import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "kv_events_subscriber.py"
-
-
-@pytest.fixture
-def context():
-    with clients() as context:
-        yield context
-
-
-@pytest.fixture
-def open_publisher():
-    with publishers() as build:
-        yield build
 
 
 def example():

@@ -5,47 +5,18 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policies import LOAD, build, request
 
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed, Priority, ShortestFirst
 from hardpoint.plugins import (
     KINDS,
     ConfigError,
     EngineConfig,
-    EngineCoreRequest,
-    Load,
     PolicyContext,
-    Request,
-    SamplingParams,
     SchedulingPolicy,
     resolve_plugins,
 )
 from hardpoint.plugins.typed import convert
-
-LOAD = Load(
-    now=0.0,
-    num_running=1,
-    max_num_seqs=1,
-    num_waiting=1,
-    token_budget=1,
-    num_free_blocks=0,
-    num_blocks=1,
-)
-
-
-def build(cls, **options):
-    checked = convert(options, cls.Options, path="plugin.it")
-    return cls(PolicyContext(name="it", options=checked))
-
-
-def request(name="r", *, prompt=1, max_tokens=1, arrival=0.0, priority=0):
-    source = EngineCoreRequest(
-        request_id=name,
-        prompt_token_ids=[1] * prompt,
-        params=SamplingParams(max_tokens=max_tokens),
-        arrival_time=arrival,
-        priority=priority,
-    )
-    return Request(source)
 
 
 def order(policy, *requests):

@@ -6,7 +6,7 @@ import pytest
 from scheduler_harness import Connector, Rig, adapter, feature
 
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
-from hardpoint.core.encoder_cache import EncoderCacheManager, encoder_budget
+from hardpoint.core.encoder_cache import EncoderCacheManager
 from hardpoint.plugins import (
     KINDS,
     ConfigError,
@@ -115,12 +115,6 @@ def test_lookahead_is_apart_from_the_number_of_drafts():
         max_num_seqs=1, max_num_batched_tokens=1, max_model_len=1, num_draft_tokens=3
     )
     assert limits.num_lookahead_tokens == 0
-
-
-def test_the_encoder_has_one_budget_for_a_step_and_for_the_cache():
-    assert encoder_budget(64, 100) == 100
-    assert encoder_budget(64, 10) == 64
-    assert encoder_budget(64, 0) == 0
 
 
 def test_finished_ids_by_client_only_where_asked_for():

@@ -136,7 +136,9 @@ def test_common_prefix():
     assert manager.num_common_prefix_blocks(requests[:2]) == [3, 0]
     assert manager.num_common_prefix_blocks(requests[::2]) == [1, 1]
     assert manager.num_common_prefix_blocks(requests) == [1, 0]
-    assert manager.num_common_prefix_blocks([requests[0], make_request("new", TOKENS)]) == [0, 0]
+    new = make_request("new", TOKENS)
+    assert manager.num_common_prefix_blocks([requests[0], new]) == [0, 0]
+    assert manager.num_common_prefix_blocks([new, requests[0]]) == [0, 0]
 
 
 def test_tails_of_all_groups_are_evicted_first():

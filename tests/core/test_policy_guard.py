@@ -9,44 +9,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policies import LOAD, request
 
 from hardpoint.builtin_plugins.policies import Fair, FirstComeFirstServed, Priority
 from hardpoint.core.policy_guard import GuardedPolicy
 from hardpoint.core.step_faults import StepFaults
-from hardpoint.plugins import (
-    EngineCoreRequest,
-    Load,
-    PluginFaultError,
-    PolicyContext,
-    Request,
-    SamplingParams,
-    SchedulingPolicy,
-)
+from hardpoint.plugins import PluginFaultError, PolicyContext, SchedulingPolicy
 from hardpoint.plugins.loading import Source
 
-LOAD = Load(
-    now=0.0,
-    num_running=1,
-    max_num_seqs=1,
-    num_waiting=1,
-    token_budget=1,
-    num_free_blocks=0,
-    num_blocks=1,
-)
 OPTIONAL = ["group", "group_key", "admit", "victim", "added", "scheduled", "preempted", "finished"]
 
-
-def request(name, arrival=0.0, order=0):
-    source = EngineCoreRequest(
-        request_id=name,
-        prompt_token_ids=[1],
-        params=SamplingParams(),
-        arrival_time=arrival,
-    )
-    return Request(source, order)
-
-
-A, B, C = request("a", 1.0), request("b", 2.0), request("c", 3.0)
+A, B, C = (request(name, arrival=at) for name, at in [("a", 1.0), ("b", 2.0), ("c", 3.0)])
 CALLS = {
     "key": (A,),
     "group": (A,),
@@ -283,7 +256,7 @@ class TestNonsense:
 
     def test_a_copy_of_a_request_is_no_victim(self):
         told = Told()
-        guard_of(told, victim=returning(request("a", 1.0))).victim([A, B], LOAD)
+        guard_of(told, victim=returning(request("a", arrival=1.0))).victim([A, B], LOAD)
         assert len(told) == 1
 
     def test_a_policy_cannot_disorder_who_runs(self):
@@ -378,7 +351,8 @@ class TestKeys:
         arrivals = arrivals or range(len(values))
         by_id = {str(i): value for i, value in enumerate(values)}
         guard = guard_of(told, key=lambda self, request: by_id[request.request_id])
-        return [guard.key(request(str(i), at)) for i, at in zip(by_id, arrivals, strict=True)]
+        named = zip(by_id, arrivals, strict=True)
+        return [guard.key(request(name, arrival=at)) for name, at in named]
 
     def test_are_in_the_policys_order(self):
         told = Told()

@@ -9,20 +9,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-import msgspec
-
 from hardpoint.core.build import build_engine
 from hardpoint.core.config import config_from
-from hardpoint.core.error_kinds import error_of
-from hardpoint.core.frontend.input_processor import NO_EXTRAS, Prompt, RequestExtras
+from hardpoint.core.frontend.input_processor import NO_EXTRAS, Prompt
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.plugin_health import Health
 from hardpoint.plugins import (
     EngineConfig,
+    HardpointError,
+    LoRARequest,
     Manifest,
     Origins,
     PluginMeter,
-    RequestError,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
@@ -30,6 +28,7 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 
+from .llm_inputs import PauseWord, accepted, as_list, extras_of, not_yet, one_each, with_kind
 from .progress import ProgressDisplay
 
 __all__ = ["LLM"]
@@ -127,14 +126,15 @@ class LLM:
         Raises:
             RequestError: a prompt or its parameters are wrong; then none of them runs.
             OverloadedError: more would wait than `scheduler.max_waiting`; then none of them runs.
+            HardpointError: the engine is paused.
             EngineDeadError: the engine's process is gone.
         """
-        listed = _as_list(prompts)
+        listed = as_list(prompts)
         given = SamplingParams() if sampling_params is None else sampling_params
-        params = _one_each(given, len(listed), "sampling_params")
-        final = [_with_kind(p, RequestOutputKind.FINAL_ONLY) for p in params]
+        params = one_each(given, len(listed), "sampling_params")
+        final = [with_kind(p, RequestOutputKind.FINAL_ONLY) for p in params]
         said = {"priority": priority, "timeout": timeout, "tags": tags, "cache_salt": cache_salt}
-        extras = _extras(said, len(listed))
+        extras = extras_of(said, len(listed))
         ids = self._add(zip(listed, final, extras, strict=True))
         return self._run(ids)
 
@@ -166,12 +166,12 @@ class LLM:
         """
         params = params or SamplingParams()
         if params.output_kind is RequestOutputKind.CUMULATIVE:
-            params = _with_kind(params, RequestOutputKind.DELTA)
+            params = with_kind(params, RequestOutputKind.DELTA)
         (request_id,) = self._add([(prompt, params, NO_EXTRAS)])
         try:
             finished = False
             while not finished:
-                output = _accepted(self._next([request_id]))
+                output = accepted(self._next([request_id]))
                 yield output
                 finished = output.finished
         finally:
@@ -189,19 +189,19 @@ class LLM:
         Raises:
             RequestError: always.
         """
-        raise _not_yet("encode")
+        raise not_yet("encode")
 
     def embed(self, *_: object, **__: object) -> NoReturn:
         """Refuse, as `encode`."""
-        raise _not_yet("embed")
+        raise not_yet("embed")
 
     def classify(self, *_: object, **__: object) -> NoReturn:
         """Refuse, as `encode`."""
-        raise _not_yet("classify")
+        raise not_yet("classify")
 
     def score(self, *_: object, **__: object) -> NoReturn:
         """Refuse, as `encode`."""
-        raise _not_yet("score")
+        raise not_yet("score")
 
     @property
     def config(self) -> EngineConfig:
@@ -230,25 +230,154 @@ class LLM:
         """
         self._engine.set_policy(use, options)
 
-    def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
-        """Forget what is kept for prompts that begin alike.
-
-        Args:
-            recompute_running: also compute anew what runs, for example after weights changed.
-        """
-        self._engine.reset_prefix_cache(recompute_running=recompute_running)
-
-    def scheduler_stats(self) -> SchedulerStats:
-        """Return how many requests run and wait, and what the KV cache holds and found."""
-        return self._engine.scheduler_stats()
-
     def health(self) -> Health:
         """Return which plugins failed, what that ended, and which are quarantined."""
         return self._engine.health()
 
     def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return what each logits processor cost so far, by name: steps, rows, seconds, faults."""
-        return self._engine.plugin_meters()
+        meters: dict[str, PluginMeter] = self._engine.call_utility("plugin_meters")
+        return meters
+
+    def scheduler_stats(self) -> SchedulerStats:
+        """Return how many requests run and wait, and what the KV cache holds and found."""
+        stats: SchedulerStats = self._engine.call_utility("scheduler_stats")
+        return stats
+
+    def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
+        """Forget what is kept for prompts that begin alike.
+
+        Args:
+            recompute_running: also compute anew what runs, for example after weights changed.
+        """
+        self._engine.call_utility("reset_prefix_cache", recompute_running)
+
+    def reset_encoder_cache(self) -> None:
+        """Forget embeddings of images and the like.
+
+        Raises:
+            HardpointError: there are none.
+        """
+        self._engine.call_utility("reset_encoder_cache")
+
+    def reset_mm_cache(self) -> None:
+        """Forget processed images and the like.
+
+        Raises:
+            HardpointError: there are none.
+        """
+        self._engine.call_utility("reset_mm_cache")
+
+    def pause(self, mode: PauseWord = "abort", *, clear_cache: bool = True) -> None:
+        """Stop giving tokens until `resume`; return once the engine stands still.
+
+        Args:
+            mode: what becomes of requests that are there, such as those of an open `stream`:
+                "abort" ends them, "keep" lets them go on after `resume`, and "wait", which needs
+                an engine in a process of its own, lets those that have begun finish first.
+            clear_cache: forget what is cached for prompts that begin alike.
+
+        Raises:
+            RequestError: an unknown mode, or one that cannot be had here.
+        """
+        self._engine.call_utility("pause", mode, clear_cache)
+
+    def resume(self) -> None:
+        """Go on after a pause.
+
+        Raises:
+            HardpointError: the engine sleeps.
+        """
+        self._engine.call_utility("resume")
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the engine is paused."""
+        return self._engine.is_paused
+
+    def sleep(self, level: int = 1, mode: PauseWord = "abort") -> None:
+        """Pause, then give memory back until `wake_up`.
+
+        Args:
+            level: 0 only pauses; 1 gives the KV cache back and moves weights to CPU memory;
+                2 gives back both, and `wake_up` loads the weights anew.
+            mode: as for `pause`.
+
+        Raises:
+            RequestError: an unknown level or mode.
+            HardpointError: the engine sleeps already.
+        """
+        self._engine.call_utility("sleep", level, mode)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Have memory again, and go on once all of it is there.
+
+        Args:
+            tags: of "weights", "kv_cache" and "scheduling"; None is all of them.
+
+        Raises:
+            RequestError: an unknown tag.
+            HardpointError: scheduling was asked for while some memory would still be asleep.
+        """
+        self._engine.call_utility("wake_up", None if tags is None else list(tags))
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether memory was given back and is not there again."""
+        sleeps: bool = self._engine.call_utility("is_sleeping")
+        return sleeps
+
+    def collective_rpc(
+        self, method: str, timeout: float | None = None, args: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Call a method of every worker; return the results in rank order.
+
+        Args:
+            method: one of those of `Worker` that change nothing that the engine keeps.
+            timeout: seconds; None is no limit.
+            args: by position.
+
+        Raises:
+            RequestError: no such method may be called, or its arguments are wrong.
+            HardpointError: a worker failed, or took too long.
+        """
+        results: list[Any] = self._engine.call_utility(
+            "collective_rpc", method, timeout, list(args)
+        )
+        return results
+
+    def start_profile(self) -> None:
+        """Begin to record what the workers do, for `engine.profile_dir`."""
+        self._engine.call_utility("start_profile")
+
+    def stop_profile(self) -> list[str]:
+        """Return the files that the workers' profiles were written to."""
+        files: list[str] = self._engine.call_utility("stop_profile")
+        return files
+
+    def add_lora(self, lora: LoRARequest) -> bool:
+        """Load an adapter; return whether every worker did.
+
+        Raises:
+            HardpointError: the workers hold no adapters.
+        """
+        added: bool = self._engine.call_utility("add_lora", lora)
+        return added
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; return whether every worker had it."""
+        removed: bool = self._engine.call_utility("remove_lora", lora_id)
+        return removed
+
+    def list_loras(self) -> set[int]:
+        """Return the ids of the adapters that every worker has."""
+        ids: set[int] = self._engine.call_utility("list_loras")
+        return ids
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter, whatever others come; return whether every worker had it."""
+        pinned: bool = self._engine.call_utility("pin_lora", lora_id)
+        return pinned
 
     def close(self) -> None:
         """Give model, cache and processes back. Closing twice does nothing."""
@@ -292,8 +421,14 @@ class LLM:
             for request_id in ids:
                 if inbox := self._inboxes[request_id]:
                     return inbox.popleft()
-            for output in self._engine.step():
+            outputs = self._engine.step()
+            for output in outputs:
                 self._inboxes[output.request_id].append(output)
+            if not outputs and self._engine.is_paused:
+                raise HardpointError(
+                    "the engine is paused, so this would wait for ever; call resume() first, or "
+                    "wake_up() if it sleeps"
+                )
 
     def _drop(self, ids: Sequence[str]) -> None:
         """Forget requests; abort what is left of them."""
@@ -308,7 +443,7 @@ class LLM:
         try:
             with ProgressDisplay(self._progress) as display:
                 while len(results) < len(ids):
-                    output = _accepted(self._next(ids))
+                    output = accepted(self._next(ids))
                     results[output.request_id] = output
                     tokens += sum(len(each.token_ids) for each in output.outputs)
                     speed = tokens / (time.perf_counter() - began)
@@ -322,54 +457,3 @@ class LLM:
         text = self.tokenizer.apply_chat_template(messages)
         # The template writes the special tokens itself.
         return {"prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
-
-
-def _not_yet(call: str) -> RequestError:
-    return RequestError(
-        f"{call}: this version of Hardpoint has no pooling models; use generate, chat or stream"
-    )
-
-
-def _accepted(output: RequestOutput) -> RequestOutput:
-    """Return an output.
-
-    Raises:
-        HardpointError: it says that the engine refused the request; as if the engine were here.
-    """
-    for completion in output.outputs:
-        if completion.error_kind is not None:
-            raise error_of(completion.error_kind, completion.error)
-    return output
-
-
-def _as_list(prompts: Any) -> list[Any]:
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise RequestError(f"prompts: expected a prompt or a list, got {type(prompts).__name__}")
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]
-    return list(prompts)
-
-
-def _extras(said: Mapping[str, Any], count: int) -> list[RequestExtras]:
-    """Return what each prompt says beside its parameters; what is None is left at its default."""
-    columns = {name: _one_each(value, count, name) for name, value in said.items()}
-    return [
-        RequestExtras(**{name: v[i] for name, v in columns.items() if v[i] is not None})
-        for i in range(count)
-    ]
-
-
-def _one_each(value: Any, count: int, what: str) -> list[Any]:
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        if len(value) != count:
-            raise RequestError(f"{what}: expected one or {count}, one per prompt, got {len(value)}")
-        return list(value)
-    return [value] * count
-
-
-def _with_kind(params: Any, kind: RequestOutputKind) -> Any:
-    if not isinstance(params, SamplingParams):
-        return params  # the engine refuses it with its own words
-    return msgspec.structs.replace(params, output_kind=kind)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest
 
 from .engine import EngineCore
 from .freed_memory import give_back
+from .utilities import failure_of, run_utility
 
 __all__ = ["EngineCoreClient", "InprocClient"]
 
@@ -28,19 +30,29 @@ class EngineCoreClient(Protocol):
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests; they give no more outputs."""
 
-    def get_output(self, *, wait: bool) -> EngineCoreOutputs:
+    def get_output(self, *, wait: bool, timeout: float | None = None) -> EngineCoreOutputs | None:
         """Return the next batch of outputs; may be empty.
 
         Args:
             wait: whether there is something to wait for.
+            timeout: seconds to wait for an engine process; None is as long as it takes.
+
+        Returns:
+            None if nothing came in time.
+
+        Raises:
+            EngineDeadError: the engine is gone.
         """
 
-    def ask(self, method: str, *args: Any) -> Any:
+    def call_utility(self, method: str, *args: Any) -> Any:
         """Call one of the engine's utilities and wait for its result.
 
         Args:
             method: of EngineCore, one of `core.utilities.UTILITIES`.
             args: what it declares, by position.
+
+        Raises:
+            HardpointError: what the utility raised.
         """
 
     def close(self) -> None:
@@ -64,14 +76,19 @@ class InprocClient:
         """End requests; they give no more outputs."""
         self._core.abort_requests(request_ids)
 
-    def get_output(self, *, wait: bool) -> EngineCoreOutputs:  # noqa: ARG002
-        """Run one step."""
+    def get_output(self, *, wait: bool, timeout: float | None = None) -> EngineCoreOutputs:  # noqa: ARG002
+        """Run one step, however long it takes."""
         outputs, _ = self._core.step()
         return outputs.get(0) or EngineCoreOutputs()
 
-    def ask(self, method: str, *args: Any) -> Any:
-        """Call a method of the core."""
-        return getattr(self._core, method)(*args)
+    def call_utility(self, method: str, *args: Any) -> Any:
+        """Call a method of the core; its future, if it gives one, is done at once."""
+        try:
+            result = run_utility(self._core, method, args)
+            return result.result(0) if isinstance(result, Future) else result
+        except Exception as error:
+            told = failure_of(method, error)
+            raise told from told.__cause__
 
     def close(self) -> None:
         """Close the core and let go of it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -18,15 +17,20 @@ from hardpoint.plugins import (
 
 from .engine_connection import EngineConnection, EngineStart, Sink
 from .engine_sockets import dead
+from .inbox import Inbox
+from .utilities import UNHURRIED
 from .wire import EngineCoreReadyResponse, RequestType
 
-__all__ = ["EngineStart", "ProcessClient", "no_answer"]
+__all__ = ["EngineStart", "ProcessClient"]
 
 
 class ProcessClient:
     """Starts an engine process, sends it requests, and reads what comes of them.
 
     Implements `EngineCoreClient`. When it is collected without having been closed, it is closed.
+
+    Attributes:
+        start: what the engine was started with.
     """
 
     in_process = False
@@ -43,10 +47,10 @@ class ProcessClient:
             HardpointError: what the engine raised when it was built.
             EngineDeadError: it ended without a word, or was not ready in time.
         """
-        # What waits here is bounded by the tokens that live requests may still give.
-        self._inbox: queue.SimpleQueue[EngineCoreOutputs | Exception] = queue.SimpleQueue()
+        self._inbox = Inbox()
+        self.start = start
         self._timeout_s = start.config.engine.call_timeout_seconds
-        self._connection = EngineConnection(start, sink or self._inbox.put)
+        self._connection = EngineConnection(start, self._inbox.put if sink is None else sink)
         self._release = weakref.finalize(self, self._connection.close)
 
     @property
@@ -60,29 +64,46 @@ class ProcessClient:
         return self._connection.ready
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Send a request. If the engine refuses it, its first output says so."""
+        """Send a request. If the engine refuses it, its first output says so.
+
+        Raises:
+            EngineDeadError: the engine is gone.
+            EngineTimeoutError: it took no message for some seconds.
+            RequestError: the request cannot travel.
+        """
         self._connection.send(RequestType.ADD, request)
 
+    def offer_request(self, request: EngineCoreRequest) -> bool:
+        """Send a request if the engine takes it at once; return whether it was sent.
+
+        Raises:
+            EngineDeadError, RequestError: as `add_request`.
+        """
+        return self._connection.offer(RequestType.ADD, request)
+
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """End requests; they give no more outputs."""
+        """End requests; they give no more outputs. Does not wait; later requests come after it."""
         if ids := list(request_ids):
             with contextlib.suppress(EngineDeadError):  # it has ended them all
-                self._connection.send(RequestType.ABORT, ids)
+                self._connection.post(RequestType.ABORT, ids)
 
-    def get_output(self, *, wait: bool) -> EngineCoreOutputs:
+    def get_output(self, *, wait: bool, timeout: float | None = None) -> EngineCoreOutputs | None:
         """Return the next batch of outputs; an empty one if there is none and `wait` is false.
+
+        Args:
+            wait: whether there is something to wait for.
+            timeout: seconds to wait; None is as long as it takes.
+
+        Returns:
+            None if nothing came in time.
 
         Raises:
             EngineDeadError: the engine is gone.
         """
-        try:
-            item = self._inbox.get(block=wait)
-        except queue.Empty:
-            return EngineCoreOutputs()
+        item = self._inbox.get(timeout if wait else 0)
         if isinstance(item, Exception):
-            self._inbox.put(item)  # for whoever asks again
             raise dead(item)
-        return item
+        return EngineCoreOutputs() if item is None and not wait else item
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         """Call one of the engine's utilities.
@@ -92,7 +113,7 @@ class ProcessClient:
         """
         return self._connection.call(method, *args)
 
-    def ask(self, method: str, *args: Any) -> Any:
+    def call_utility(self, method: str, *args: Any) -> Any:
         """Call one of the engine's utilities and wait for its result.
 
         Raises:
@@ -102,20 +123,24 @@ class ProcessClient:
         """
         future = self.call(method, *args)
         try:
-            return future.result(self._timeout_s)
+            return future.result(self.patience(method))
         except TimeoutError:
             if future.done():  # the engine's own words
                 raise
             future.cancel()
-            raise no_answer(method, self._timeout_s) from None
+            raise self.no_answer(method) from None
+
+    def patience(self, method: str) -> float | None:
+        """Return within how many seconds a call is to be answered, None if that is open."""
+        return None if method in UNHURRIED else self._timeout_s
+
+    def no_answer(self, method: str) -> EngineTimeoutError:
+        """Return what to raise when a call was not answered in time."""
+        return EngineTimeoutError(
+            f"the engine did not answer {method} within {self._timeout_s:g} s "
+            "(engine.call_timeout_seconds)"
+        )
 
     def close(self) -> None:
         """End the engine, and give back everything. Closing twice does nothing."""
         self._release()
-
-
-def no_answer(method: str, seconds: float) -> EngineTimeoutError:
-    """Return what to raise when a call was not answered in time."""
-    return EngineTimeoutError(
-        f"the engine did not answer {method} within {seconds:g} s (engine.call_timeout_seconds)"
-    )

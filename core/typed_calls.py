@@ -27,7 +27,7 @@ def convert_arguments(
     if not required <= len(arguments) <= len(parameters):
         most = len(parameters)
         expected = f"{most}" if required == most else f"{required} to {most}"
-        raise error(f"expected {expected} arguments, got {len(arguments)}")
+        raise error(f"{method.__name__}: expected {expected} arguments, got {len(arguments)}")
     return [
         typed.convert(value, type_, path=name, error=error)
         for value, (name, (type_, _)) in zip(arguments, parameters.items(), strict=False)

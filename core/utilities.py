@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
-from hardpoint.plugins import HardpointError
+from hardpoint.plugins import HardpointError, RequestError
 
 from .engine import EngineCore
 from .error_kinds import kind_of
 from .typed_calls import convert_arguments, returned_type
 from .wire import UtilityCall, UtilityOutput, WireError
 
-__all__ = ["UTILITIES", "Answer", "call_utility", "failed_call", "result_type"]
+__all__ = [
+    "UNHURRIED",
+    "UTILITIES",
+    "Answer",
+    "call_utility",
+    "failed_call",
+    "failure_of",
+    "result_type",
+    "run_utility",
+]
 
 UTILITIES = frozenset(
     {
@@ -42,6 +51,9 @@ UTILITIES = frozenset(
 )
 """Methods of EngineCore; nothing else can be called."""
 
+UNHURRIED = frozenset({"add_lora", "collective_rpc", "pause", "sleep", "stop_profile", "wake_up"})
+"""Those that may rightly take as long as requests or workers do; no limit is set on them."""
+
 Answer = Callable[[UtilityOutput], None]
 """Takes the answer to a call, in whatever thread it was found."""
 
@@ -52,22 +64,45 @@ def call_utility(core: EngineCore, call: UtilityCall, answer: Answer) -> None:
     A future is answered when it is done, and so is one that is another one's result.
     """
     try:
-        if call.method not in UTILITIES:
-            raise WireError(f"expected one of {', '.join(sorted(UTILITIES))}")
-        arguments = convert_arguments(getattr(EngineCore, call.method), call.args, WireError)
-        result = getattr(core, call.method)(*arguments)
+        result = run_utility(core, call.method, call.args)
     except Exception as error:
         answer(failed_call(call, error))
     else:
         _answer(call, result, answer)
 
 
+def run_utility(core: EngineCore, method: str, arguments: Sequence[Any]) -> Any:
+    """Call a method; return its result, which may be a future.
+
+    Raises:
+        RequestError: it is none of `UTILITIES`, or the arguments are not what it declares.
+        Exception: whatever the method raises.
+    """
+    if method not in UTILITIES:
+        raise RequestError(
+            f"method: expected one of {', '.join(sorted(UTILITIES))}, got {method!r}"
+        )
+    converted = convert_arguments(getattr(EngineCore, method), arguments, RequestError)
+    return getattr(core, method)(*converted)
+
+
 def failed_call(call: UtilityCall, error: BaseException) -> UtilityOutput:
-    """Return the answer to a call that raised; errors of Hardpoint's tree keep class and words."""
-    kind, words = kind_of(error), str(error)
-    if kind == HardpointError.__name__:
-        words = f"Call to {call.method} method failed: {type(error).__name__}: {error}"
-    return UtilityOutput.failed(call.call_id, words, kind)
+    """Return the answer to a call that raised."""
+    told = failure_of(call.method, error)
+    return UtilityOutput.failed(call.call_id, str(told), kind_of(told))
+
+
+def failure_of(method: str, error: BaseException) -> HardpointError:
+    """Return what a caller is told of an error: those of Hardpoint's tree as they are.
+
+    A call that cannot be read is a wrong request.
+    """
+    if isinstance(error, HardpointError) and not isinstance(error, WireError):
+        return error
+    kind = RequestError if isinstance(error, WireError) else HardpointError
+    told = kind(f"Call to {method} method failed: {type(error).__name__}: {error}")
+    told.__cause__ = error
+    return told
 
 
 def result_type(method: str) -> Any:

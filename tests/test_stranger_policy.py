@@ -11,25 +11,7 @@ import sys
 
 import pytest
 from processes import ROOT, run
-
-RESOLVE = """
-import json, sys
-from hardpoint.plugins import EngineConfig, HardpointError, resolve_plugins
-from hardpoint.plugins.typed import convert
-
-config = convert(json.loads(sys.argv[1]), EngineConfig, path="")
-try:
-    plugins = resolve_plugins(config)
-except HardpointError as error:
-    print(json.dumps({"error": type(error).__name__, "message": str(error)}))
-else:
-    entry = plugins.one("scheduling_policies")
-    print(json.dumps({
-        "policy": [entry.name, entry.value, entry.distribution, entry.version, entry.options],
-        "not_enabled": [found.label for found in plugins.not_enabled()],
-        "imported": [name for name in sys.modules if name.startswith("acme_scheduling")],
-    }))
-"""
+from strangers import RESOLVE
 
 ORDER = """
 import json, sys
@@ -48,7 +30,7 @@ while engine.has_unfinished_requests():
         if output.finished:
             order.append(output.request_id)
             tokens[output.request_id] = output.outputs[0].token_ids
-    most = max(most, engine.scheduler_stats().num_running)
+    most = max(most, engine.call_utility("scheduler_stats").num_running)
     if swap_to:
         engine.set_policy(swap_to)
         swap_to = None

@@ -3,42 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
-from collections.abc import AsyncGenerator, Iterable, Mapping
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hardpoint.plugins import (
     EngineClosedError,
-    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
     EngineDeadError,
+    FinishReason,
     HardpointError,
     Manifest,
-    PluginMeter,
     RequestOutput,
-    RequestOutputKind,
     SamplingParams,
-    SchedulerStats,
     StepFault,
     WaitReason,
 )
 
 from ..engine_sockets import dead
 from ..error_kinds import error_of
-from ..process_client import ProcessClient, no_answer
+from ..process_client import ProcessClient
 from .collector import RequestOutputCollector
 from .frontend import EngineParts, Frontend, Submission
 from .input_processor import NO_EXTRAS, Prompt, RequestExtras
 from .plugin_health import Health
 from .relay import Item, Relay
 from .restarting import Restarter
+from .turns import Turns
 
 __all__ = ["AsyncEngine"]
 
-_CHUNK = 64
 _LONG_TEXT = 2000
 
 
@@ -61,7 +61,7 @@ class AsyncEngine:
         self._restarter = restarter
         self._frontend = Frontend(parts)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pending: collections.deque[list[EngineCoreOutput]] = collections.deque()
+        self._turns = Turns()
         self._serials = itertools.count()
         self._tokenisers: ThreadPoolExecutor | None = None
         self._restart: asyncio.Task[None] | None = None
@@ -85,8 +85,7 @@ class AsyncEngine:
             RequestError, OverloadedError: it is wrong, or too many wait.
             EngineDeadError: the engine died; the request may be sent again.
         """
-        kind = params.output_kind if isinstance(params, SamplingParams) else None
-        collector = RequestOutputCollector(kind or RequestOutputKind.CUMULATIVE)
+        collector = RequestOutputCollector()
         submission = await self._submit(prompt, params, request_id, extras, collector)
         finished = False
         try:
@@ -117,22 +116,30 @@ class AsyncEngine:
         """Check a prompt and send it; once more if the engine turns out to have died unnoticed."""
         await self._ready()
         request_id = str(next(self._serials)) if request_id is None else request_id
+        arrived = self.parts.clock()
         token_ids = await self._tokenised(prompt)
         for attempt in itertools.count():
             await self._ready()
             submission = self._frontend.submit(
-                request_id, prompt, params, extras, sink=collector.put, token_ids=token_ids
+                request_id,
+                prompt,
+                params,
+                extras,
+                sink=collector.put,
+                token_ids=token_ids,
+                arrived=arrived,
             )
+            collector.kind = submission.children[0].params.output_kind
             try:
                 for child in submission.children:
-                    self._client.add_request(child)
+                    await self._turns.sent(functools.partial(self._offer, self._client, child))
             except EngineDeadError:
-                self._forget(submission)
+                self._forget(submission, FinishReason.ERROR)
                 if attempt or not self._restarter.enabled:
                     raise
                 await self._noticed()
             except BaseException:
-                self._forget(submission)
+                self._forget(submission, FinishReason.ERROR)
                 raise
             else:
                 break
@@ -148,13 +155,23 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._tokenisers, self._frontend.input.tokenise, text)
 
-    def _forget(self, submission: Submission) -> None:
+    def _offer(self, client: ProcessClient, request: EngineCoreRequest) -> bool:
+        """Send a request if the engine takes it now; return whether there is nothing left to do."""
+        ended = not self._frontend.output.is_live(request.request_id)
+        return ended or client.offer_request(request)
+
+    def _forget(self, submission: Submission, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request that nobody waits for any more."""
-        self._send_aborts(self._frontend.forget([submission.parent.internal_id]))
+        self._send_aborts(self._frontend.forget([submission.parent.internal_id], reason))
 
     def _send_aborts(self, ids: list[str]) -> None:
         if ids and not self._closed and self._restart is None and self.dead_error is None:
             self._client.abort_requests(ids)
+
+    @property
+    def engine_pid(self) -> int:
+        """The engine's process id."""
+        return self._client.pid
 
     @property
     def is_running(self) -> bool:
@@ -177,7 +194,7 @@ class AsyncEngine:
         Raises:
             EngineDeadError: the engine is dead and is not started anew.
         """
-        self._fallbacks = await self._call("step_faults")
+        self._fallbacks = await self.call_utility("step_faults")
         return self._frontend.health(self._fallbacks, self._restarter.count)
 
     async def why_waiting(self, request_id: str) -> dict[int, WaitReason | None]:
@@ -188,7 +205,7 @@ class AsyncEngine:
         """
         await self._ready()
         live = self._frontend.children_of(request_id)
-        reasons = await self._call("why_waiting", list(live))
+        reasons = await self.call_utility("why_waiting", list(live))
         return dict(zip(live.values(), reasons, strict=True))
 
     async def set_policy(self, use: str, options: Mapping[str, Any] | None = None) -> Manifest:
@@ -202,32 +219,22 @@ class AsyncEngine:
         await self._ready()
         async with self._changing:
             parts = self.parts.with_policy(use, options or {})
-            await self._call("set_policy", parts.plugins.manifest)
+            await self.call_utility("set_policy", parts.plugins.manifest)
             self.parts = dataclasses.replace(parts, client=self.parts.client)
         return parts.plugins.manifest
 
-    async def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
-        """Forget what is kept for prompts that begin alike."""
-        await self._call("reset_prefix_cache", recompute_running)
+    async def call_utility(self, method: str, *args: Any) -> Any:
+        """Call one of the engine's utilities, as `LLMEngine.call_utility` does.
 
-    async def scheduler_stats(self) -> SchedulerStats:
-        """Return how the scheduler stands."""
-        stats: SchedulerStats = await self._call("scheduler_stats")
-        return stats
-
-    async def plugin_meters(self) -> dict[str, PluginMeter]:
-        """Return what each logits processor cost so far, by name."""
-        meters: dict[str, PluginMeter] = await self._call("plugin_meters")
-        return meters
-
-    async def _call(self, method: str, *args: Any) -> Any:
+        Raises:
+            HardpointError: what the utility raised, or why it could not be asked.
+        """
         await self._ready()
         future = asyncio.wrap_future(self._client.call(method, *args))
-        seconds = self.parts.config.engine.call_timeout_seconds
-        done, _ = await asyncio.wait([future], timeout=seconds)
+        done, _ = await asyncio.wait([future], timeout=self._client.patience(method))
         if not done:
             future.cancel()
-            raise no_answer(method, seconds)
+            raise self._client.no_answer(method)
         return future.result()
 
     def close(self) -> None:
@@ -277,6 +284,8 @@ class AsyncEngine:
         if self._loop is None:
             self._loop = loop
             self._relay.connect(loop, self._arrived)
+            if (statistics := self._frontend.statistics) is not None and statistics.has_sinks:
+                _report_every(loop, statistics.interval_seconds, weakref.WeakMethod(self._report))
         elif self._loop is not loop:
             raise HardpointError(
                 "this engine belongs to the event loop in which it was used first, which is "
@@ -289,37 +298,32 @@ class AsyncEngine:
         if relay is not self._relay:  # of an engine that is gone
             return
         if isinstance(item, Exception):
-            while self._pending:
-                self._take(self._pending.popleft())
             self._died(item)
         elif item.outputs:
-            self._pending.append(item.outputs)
-            if len(self._pending) == 1:
-                self._drain()
+            self._take(item)
 
-    def _drain(self) -> None:
-        """Take some of what has come; let others have the loop before the rest."""
-        if not self._pending:  # an end took it all
-            return
-        outputs = self._pending.popleft()
-        if len(outputs) > _CHUNK:
-            self._pending.appendleft(outputs[_CHUNK:])
-        self._take(outputs[:_CHUNK])
-        if self._pending and self._loop is not None:
-            self._loop.call_soon(self._drain)
-
-    def _take(self, outputs: list[EngineCoreOutput]) -> None:
+    def _take(self, batch: EngineCoreOutputs) -> None:
         try:
-            self._send_aborts(self._frontend.take(outputs).aborts)
+            self._send_aborts(self._frontend.take(batch).aborts)
+            if self._frontend.statistics is not None:
+                self._frontend.statistics.record()
         except Exception as error:  # nobody else would hear of it
             self._died(error, final=True)
+
+    def _report(self) -> bool:
+        """Have the sinks report; return whether there will be more to report."""
+        try:
+            if self._frontend.statistics is not None and not self._closed:
+                self._frontend.statistics.report()
+        except Exception as error:  # of a sink whose faults end the engine
+            self._died(error, final=True)
+        return not self._closed
 
     def _died(self, error: Exception, *, final: bool = False) -> None:
         """Tell everybody who waits; start the engine anew, or be dead."""
         if self._closed or self._restart is not None or self.dead_error is not None:
             return
         self._relay = Relay()  # nothing of this engine counts any more
-        self._pending.clear()
         self._frontend.fail_all(lambda: _retryable(error))
         if not final and self._restarter.may_restart() and self._loop is not None:
             self._restart = self._loop.create_task(self._start_anew())
@@ -348,6 +352,21 @@ class AsyncEngine:
             if relay is not self._relay or self._restart is not None:
                 return
             await asyncio.sleep(0.025)
+
+
+def _report_every(
+    loop: asyncio.AbstractEventLoop,
+    seconds: float,
+    report: weakref.WeakMethod[Callable[[], bool]],
+) -> None:
+    """Call a bound method regularly while it returns true. Does not keep its object alive."""
+
+    def tick() -> None:
+        method = report()
+        if method is not None and method():
+            loop.call_later(seconds, tick)
+
+    loop.call_later(seconds, tick)
 
 
 def _closed() -> EngineClosedError:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hardpoint.plugins import (
     EngineClosedError,
     EngineCoreRequest,
+    EngineDeadError,
+    EngineTimeoutError,
+    FinishReason,
     Manifest,
-    PluginMeter,
-    RequestOutput,
+    PluginFaultError,
     SamplingParams,
-    SchedulerStats,
     StepFault,
     WaitReason,
 )
@@ -21,15 +23,22 @@ from hardpoint.plugins import (
 from ..blame import blamed
 from .frontend import EngineParts, Frontend
 from .input_processor import NO_EXTRAS, Prompt, RequestExtras
+from .parent_request import AnyOutput
 from .plugin_health import Health
 
 __all__ = ["EngineParts", "LLMEngine"]
 
 _log = logging.getLogger("hardpoint")
 
+_STANDING_STILL = frozenset({"pause", "resume", "sleep", "wake_up"})
+
 
 class LLMEngine:
-    """Joins input processor, engine core and output processor. One thread at a time."""
+    """Joins input processor, engine core and output processor. One thread at a time.
+
+    Attributes:
+        is_paused: whether requests stand still until the engine is resumed.
+    """
 
     def __init__(self, parts: EngineParts) -> None:
         """Take over the parts; `close` closes them."""
@@ -38,6 +47,7 @@ class LLMEngine:
         self._frontend = Frontend(parts)
         self._fallbacks: dict[str, StepFault] = {}
         self._closed = False
+        self.is_paused = False
 
     def add_request(
         self,
@@ -69,7 +79,7 @@ class LLMEngine:
             for child in submission.children:
                 self._client.add_request(child)
         except BaseException as error:
-            self.abort_requests([submission.parent.internal_id])
+            self._forget([submission.parent.internal_id], FinishReason.ERROR)
             if isinstance(error, Exception):
                 named = blamed(error, self.parts.plugins)
                 raise named from (error if named is not error else error.__cause__)
@@ -81,25 +91,34 @@ class LLMEngine:
 
         They give no more outputs. Unknown ids are ignored.
         """
-        if not self._closed:  # closing ended them all
-            self._client.abort_requests(self._frontend.forget(request_ids))
+        self._forget(request_ids, FinishReason.ABORT)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has anything to do."""
         return self._frontend.output.num_unfinished_requests() > 0
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, timeout: float | None = None) -> list[AnyOutput]:
         """Run the engine one step, or wait for its next outputs; return what is new.
 
+        It never waits for a paused engine.
+
         An error here is one that no plugin's fault scope contains: it ends the engine. An
-        interrupt ends the live requests and leaves the engine usable.
+        interrupt ends the live requests and leaves the engine usable; a timeout ends nothing.
+
+        Args:
+            timeout: seconds to wait for an engine in a process of its own. None waits as long as
+                it takes; an engine that hangs is then for `engine.watchdog_exits` to end.
 
         Raises:
             EngineDeadError: the engine's process is gone.
+            EngineTimeoutError: it gave no outputs in time.
         """
         self._check_open()
+        if (statistics := self._frontend.statistics) is not None:
+            self._tell(statistics.report_if_due)
+        waits = self.has_unfinished_requests() and not self.is_paused
         try:
-            outputs = self._client.get_output(wait=self.has_unfinished_requests())
+            outputs = self._client.get_output(wait=waits, timeout=timeout)
         except Exception as error:
             self._end()
             named = blamed(error, self.parts.plugins)
@@ -107,9 +126,13 @@ class LLMEngine:
         except BaseException:
             self._abort_all()
             raise
-        taken = self._frontend.take(outputs.outputs)
+        if outputs is None:
+            raise EngineTimeoutError(f"the engine gave no outputs within {timeout} s")
+        taken = self._frontend.take(outputs)
         if taken.aborts:
             self._client.abort_requests(taken.aborts)
+        if statistics is not None and outputs.outputs:
+            self._tell(statistics.record)
         return taken.request_outputs
 
     def why_waiting(self, request_id: str) -> dict[int, WaitReason | None]:
@@ -122,7 +145,7 @@ class LLMEngine:
         """
         self._check_open()
         live = self._frontend.children_of(request_id)
-        reasons: Sequence[WaitReason | None] = self._client.ask("why_waiting", list(live))
+        reasons: Sequence[WaitReason | None] = self.call_utility("why_waiting", list(live))
         return dict(zip(live.values(), reasons, strict=True))
 
     def set_policy(self, use: str, options: Mapping[str, Any] | None = None) -> Manifest:
@@ -140,38 +163,40 @@ class LLMEngine:
         Raises:
             ConfigError, PluginError: the policy cannot be had.
         """
-        self._check_open()
         parts = self.parts.with_policy(use, options or {})
-        self._client.ask("set_policy", parts.plugins.manifest)
+        self.call_utility("set_policy", parts.plugins.manifest)
         self.parts = parts
         return parts.plugins.manifest
 
-    def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
-        """Forget what the KV cache keeps for requests that begin alike.
+    def call_utility(self, method: str, *args: Any) -> Any:
+        """Call one of the engine's utilities, such as "pause" or "scheduler_stats", and wait.
 
         Args:
-            recompute_running: also compute anew what runs, for example after weights changed.
+            method: one of `hardpoint.core.utilities.UTILITIES`; what it does and takes is said at
+                the method of EngineCore of that name.
+            args: by position.
+
+        Returns:
+            What the method returns; where that is a future, its result.
+
+        Raises:
+            RequestError: no such utility, or wrong arguments.
+            HardpointError: what the utility raised.
+            EngineClosedError, EngineDeadError, EngineTimeoutError: it could not be asked.
         """
         self._check_open()
-        self._client.ask("reset_prefix_cache", recompute_running)
-
-    def scheduler_stats(self) -> SchedulerStats:
-        """Return how the scheduler stands."""
-        self._check_open()
-        stats: SchedulerStats = self._client.ask("scheduler_stats")
-        return stats
+        try:
+            return self._client.call_utility(method, *args)
+        finally:
+            if method in _STANDING_STILL:
+                with contextlib.suppress(EngineDeadError):  # it was told of that already
+                    self.is_paused = self._client.call_utility("is_paused")
 
     def health(self) -> Health:
         """Return which plugins failed, what that ended, and which are quarantined."""
         if not self._closed:
-            self._fallbacks = self._client.ask("step_faults")
+            self._fallbacks = self.call_utility("step_faults")
         return self._frontend.health(self._fallbacks)
-
-    def plugin_meters(self) -> dict[str, PluginMeter]:
-        """Return what each logits processor cost so far, by name."""
-        self._check_open()
-        meters: dict[str, PluginMeter] = self._client.ask("plugin_meters")
-        return meters
 
     def close(self) -> None:
         """End the engine and give its memory back. Closing twice does nothing."""
@@ -179,13 +204,25 @@ class LLMEngine:
             self._closed = True
             self._frontend.close(self._client.close)
 
-    def _abort_all(self) -> None:
-        self.abort_requests(self._frontend.output.live_ids())
+    def _tell(self, sinks: Callable[[], None]) -> None:
+        """Have statistics call the sinks; a fault that ends the engine does so."""
+        try:
+            sinks()
+        except PluginFaultError:
+            self._end()
+            raise
+
+    def _forget(self, request_ids: Iterable[str], reason: FinishReason) -> None:
+        if not self._closed:  # closing ended them all
+            self._client.abort_requests(self._frontend.forget(request_ids, reason))
+
+    def _abort_all(self, reason: FinishReason = FinishReason.ABORT) -> None:
+        self._forget(self._frontend.output.live_ids(), reason)
 
     def _end(self) -> None:
         """Abort what is live and close, after an error that nothing contains."""
         try:
-            self._abort_all()
+            self._abort_all(FinishReason.ERROR)
             self.close()
         except Exception:
             _log.exception("closing the engine after an error failed as well")

@@ -128,6 +128,8 @@ class LocalWorker:
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run a step; None means that sampling waits for `sample_tokens`."""
+        if self._runner is None and not plan.total_num_scheduled_tokens:
+            return ModelRunnerOutput()  # asleep; a request ended, of which nothing is left here
         return self.runner.execute(plan)
 
     def sample_tokens(self, plan: SchedulerOutput) -> ModelRunnerOutput:  # noqa: ARG002
@@ -218,7 +220,7 @@ class LocalWorker:
     def runner(self) -> ModelRunner:
         """The runner of the loaded model."""
         if self._runner is None:
-            raise RuntimeError("the worker has no model: it was not loaded, or was closed")
+            raise RuntimeError("the worker has no model: it was not loaded, was closed, or sleeps")
         return self._runner
 
     def _attention(self, spec: WorkerSpec) -> AttentionBackend:

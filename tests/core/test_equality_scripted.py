@@ -87,15 +87,15 @@ def test_prompts_that_begin_alike_share_blocks_and_tokens_stay(scripted, expecte
     """The second round finds the prompts of the first; a third one is salted."""
     engine = scripted_engine(scripted, {"kv_cache": {"block_size": 4}})
     run(engine, varied_jobs())
-    first = engine.scheduler_stats().prefix_cache
+    first = engine.call_utility("scheduler_stats").prefix_cache
     assert run(engine, varied_jobs(), 3) == expected
-    second = engine.scheduler_stats().prefix_cache
+    second = engine.call_utility("scheduler_stats").prefix_cache
     assert second.hit_tokens - first.hit_tokens > 0.7 * (second.queried_tokens / 2)
     for request_id, prompt, params in varied_jobs():
         engine.add_request(request_id, prompt, params, RequestExtras(cache_salt=request_id))
     engine.step()
     own = sum(len(prompt) // 4 * 4 * 2 for _, prompt, params in varied_jobs() if params.n == 3)
-    assert engine.scheduler_stats().prefix_cache.hit_tokens - second.hit_tokens <= own
+    assert engine.call_utility("scheduler_stats").prefix_cache.hit_tokens - second.hit_tokens <= own
     engine.close()
 
 

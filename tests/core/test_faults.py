@@ -126,7 +126,7 @@ def test_31_of_32_are_as_without_it(scripted, without, name, how, words, using):
     for request_id, expected in without.items():
         if request_id != "r6":
             assert [summary(finals[request_id])] == expected, f"{request_id} was disturbed"
-    meters = engine.plugin_meters()
+    meters = engine.call_utility("plugin_meters")
     assert meters[name].faults == 1
     assert engine.health().faults == {name: 1}
     assert engine.health().ok
@@ -272,11 +272,11 @@ def test_device_state_is_kept_moved_and_contained(scripted):
 def test_the_meter_counts_steps_rows_and_time(scripted):
     engine = engine_with(scripted, "Dense")
     run(engine, jobs(count=4, using={0, 1}))
-    meter = engine.plugin_meters()["dense"]
+    meter = engine.call_utility("plugin_meters")["dense"]
     assert meter.steps == 12
     assert meter.rows == 24
     assert 0 < meter.seconds < 5
-    assert engine.plugin_meters()["min_p"].steps == 0
+    assert engine.call_utility("plugin_meters")["min_p"].steps == 0
     engine.close()
 
 
@@ -326,7 +326,7 @@ def test_of_several_batch_level_processors_the_guilty_is_named(scripted, without
     finals = run_all(engine, jobs(guilty={6}, name="whole", how="nan"))
     assert "plugin 'whole'" in finals["r6"].outputs[0].error
     assert "its apply failed: it made logits NaN" in finals["r6"].outputs[0].error
-    assert engine.plugin_meters()["indifferent"].faults == 0
+    assert engine.call_utility("plugin_meters")["indifferent"].faults == 0
     for request_id, expected in without.items():
         if request_id != "r6":
             assert [summary(finals[request_id])] == expected

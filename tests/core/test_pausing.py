@@ -295,6 +295,9 @@ class TestInABusyLoop:
         with LoopRig() as rig:
             rig.executor.rpc["sleep"] = HardpointError("no")
             self.call(rig, 1, "sleep", 2, "keep")
-            assert "HardpointError: no" in self.answer(rig, 1).failure
+            assert (self.answer(rig, 1).failure, self.answer(rig, 1).kind) == (
+                "no",
+                "HardpointError",
+            )
             self.call(rig, 2, "sleep", 7)
             assert "level: expected 0, 1 or 2, got 7" in self.answer(rig, 2).failure

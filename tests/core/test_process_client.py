@@ -31,6 +31,7 @@ from hardpoint.core.wire import (
     EngineCoreReadyResponse,
     RequestType,
     UtilityOutput,
+    WireError,
 )
 from hardpoint.plugins import (
     EngineCoreOutput,
@@ -228,10 +229,12 @@ def test_questions_over_the_wire(own):
 
 def test_only_what_is_declared_can_be_called(own):
     client = own._engine.parts.client
-    with pytest.raises(HardpointError, match="Call to close method failed: WireError: expected o"):
+    with pytest.raises(RequestError, match="method: expected one of add_lora, .*, got 'close'"):
         client.call("close").result(5)
-    with pytest.raises(HardpointError, match="Call to why_waiting method failed: WireError: requ"):
+    with pytest.raises(RequestError, match="request_ids: expected a list, got 'r'"):
         client.call("why_waiting", "r").result(5)
+    with pytest.raises(RequestError, match="^UtilityCall: a builtins.object cannot travel"):
+        client.call("why_waiting", [object()])
     assert still_serves(own)
 
 
@@ -443,6 +446,7 @@ def test_other_classes_travel_as_the_nearest_of_the_tree():
 
     assert kind_of(OwnError("x")) == "OverloadedError"
     assert kind_of(KeyError("x")) == "HardpointError"
+    assert kind_of(WireError("x")) == "RequestError"
     for strange in ("no such class", "annotations", None):
         assert type(error_of(strange, None)) is HardpointError
 

@@ -382,11 +382,11 @@ class TestPrefixCache:
         engine.add_request("b", [7] * 50, ENDLESS)
         for _ in range(5):
             engine.step()
-        engine.reset_prefix_cache()
-        hits = engine.scheduler_stats().prefix_cache.hit_tokens
+        engine.call_utility("reset_prefix_cache")
+        hits = engine.call_utility("scheduler_stats").prefix_cache.hit_tokens
         assert hits == 48
         assert run(engine, [("c", [7] * 50, ENDLESS)])["c"] == expected
-        assert engine.scheduler_stats().prefix_cache.hit_tokens == hits  # "b" stored nothing more
+        assert engine.call_utility("scheduler_stats").prefix_cache.hit_tokens == hits  # "b" stored nothing more
         engine.close()
 
     def test_reset_that_recomputes_what_runs(self, scripted):
@@ -395,11 +395,11 @@ class TestPrefixCache:
         engine.add_request("b", [7] * 50, ENDLESS)
         for _ in range(5):
             engine.step()
-        engine.reset_prefix_cache(recompute_running=True)
-        assert engine.scheduler_stats().num_running == 0
+        engine.call_utility("reset_prefix_cache", True)
+        assert engine.call_utility("scheduler_stats").num_running == 0
         finals = finish(engine)
         assert finals[0].outputs[0].token_ids == expected[0][0][1]
-        assert engine.scheduler_stats().num_preemptions == 1
+        assert engine.call_utility("scheduler_stats").num_preemptions == 1
         engine.close()
 
     def test_prompt_logprobs_are_the_same_with_a_warm_cache(self, scripted):
@@ -433,5 +433,5 @@ def test_an_interrupted_step_loses_nothing_that_follows(scripted):
     core._executor.execute_model = execute
     assert not engine.has_unfinished_requests()
     assert run(engine, [("again", [3] * 40, ENDLESS)]) == expected
-    assert engine.scheduler_stats().kv_cache_usage == 0
+    assert engine.call_utility("scheduler_stats").kv_cache_usage == 0
     engine.close()

@@ -47,16 +47,17 @@ class TestWhatMayBeCalled:
         "method", ["close", "step", "_abort", "__class__", "add_request", "abort_requests", "", "x"]
     )
     def test_nothing_else_can_be(self, core, method):
-        failure = ask(core, method).failure
-        assert failure.startswith(f"Call to {method} method failed: WireError: expected one of add")
-        assert "why_waiting" in failure
+        answer = ask(core, method)
+        assert answer.failure.startswith("method: expected one of add_lora, collective_rpc, ")
+        assert answer.failure.endswith(f"why_waiting, got {method!r}")
+        assert answer.kind == "RequestError"
 
     @pytest.mark.parametrize(
         ("method", "args", "words"),
         [
             ("reset_prefix_cache", ["yes"], "recompute_running: expected true or false, got 'yes'"),
-            ("reset_prefix_cache", [True, 1], "expected 0 to 1 arguments, got 2"),
-            ("why_waiting", [], "expected 1 arguments, got 0"),
+            ("reset_prefix_cache", [True, 1], "reset_prefix_cache: expected 0 to 1 arguments, got 2"),
+            ("why_waiting", [], "why_waiting: expected 1 arguments, got 0"),
             ("why_waiting", [[1]], "request_ids[0]: expected"),
             ("pause", ["soon"], 'mode: expected "abort" or "wait" or "keep", got'),
             ("sleep", [1.5], "level: expected"),

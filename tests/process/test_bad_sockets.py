@@ -169,14 +169,13 @@ def test_a_live_id_is_refused_and_the_first_goes_on(client, expected):
     client.add("twin", plugin_args={"slow": {"seconds": 0.05}})
     client.add("twin")
     seen, tokens = [], []
-    while FinishReason.LENGTH not in seen:
+    while not seen:
         for output in client.receive().outputs:
             tokens += output.new_token_ids
             seen += [output.finish_reason] if output.finished else []
-            if output.finish_reason is FinishReason.ERROR:
-                assert "'twin'" in output.error
-    assert seen == [FinishReason.ERROR, FinishReason.LENGTH]
+    assert seen == [FinishReason.LENGTH]
     assert tokens == expected
+    assert "that has the id of its live request 'twin': request_id: 'twin' is " in client.logged()
 
 
 def test_aborts_of_unknown_ended_and_repeated_ids(client, expected):
@@ -205,9 +204,10 @@ def test_an_abort_right_behind_its_request_wins(client):
     "method", ["close", "step", "__init__", "_scheduler", "", "scheduler_stats ", "abort_requests"]
 )
 def test_what_is_not_on_the_list_is_not_called(client, method):
-    failure = client.call(method).failure
-    assert failure.startswith(f"Call to {method} method failed: ")
-    assert "expected one of" in failure
+    answer = client.call(method)
+    assert answer.failure.startswith("method: expected one of add_lora, ")
+    assert answer.failure.endswith(f", got {method!r}")
+    assert answer.kind == "RequestError"
 
 
 @pytest.mark.parametrize(
@@ -216,15 +216,15 @@ def test_what_is_not_on_the_list_is_not_called(client, method):
         ("reset_prefix_cache", ["yes"], "recompute_running: expected"),
         ("why_waiting", [3], "request_ids: expected"),
         ("why_waiting", [[3]], "request_ids[0]: expected"),
-        ("why_waiting", [], "expected 1 arguments, got 0"),
+        ("why_waiting", [], "why_waiting: expected 1 arguments, got 0"),
         ("set_policy", [{"hardpoint": 3}], "manifest"),
-        ("scheduler_stats", [1, 2], "expected 0 arguments, got 2"),
+        ("scheduler_stats", [1, 2], "scheduler_stats: expected 0 arguments, got 2"),
     ],
 )
 def test_wrong_arguments_are_told_to_the_caller(client, method, args, words):
-    failure = client.call(method, *args).failure
-    assert failure.startswith(f"Call to {method} method failed: ")
-    assert words in failure
+    answer = client.call(method, *args)
+    assert answer.failure.startswith(words)
+    assert answer.kind == "RequestError"
 
 
 def test_calls_that_are_no_calls(client):

@@ -104,7 +104,7 @@ def test_with_policies_that_change_and_requests_that_time_out(scripted, expected
     assert len(aborted) >= 4
     assert not aborted & set(ended)
     assert {i: results[i] for i in expected} == expected
-    assert engine.scheduler_stats().kv_cache_usage == 0
+    assert engine.call_utility("scheduler_stats").kv_cache_usage == 0
     engine.close()
 
 

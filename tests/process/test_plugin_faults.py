@@ -61,16 +61,16 @@ def undisturbed(finals, without, guilty=("r6",)) -> None:
 def test_31_of_32_are_as_without_it(engine, without, name, how, words, using):
     """The plugin used by one, by half, by all, with one guilty."""
     users = {"one": (), "half": range(0, 32, 2), "all": range(32)}[using]
-    faults = engine.plugin_meters()[name].faults
+    faults = engine.call_utility("plugin_meters")[name].faults
     finals = run_all(engine, jobs(using=users, guilty={6}, name=name, how=how))
     guilty = finals["r6"].outputs[0]
     assert guilty.finish_reason == "error"
     assert f"plugin '{name}'" in guilty.error
     assert words in guilty.error
     undisturbed(finals, without)
-    assert engine.plugin_meters()[name].faults == faults + 1
+    assert engine.call_utility("plugin_meters")[name].faults == faults + 1
     assert engine.health().faults[name] >= 1
-    assert engine.scheduler_stats().kv_cache_usage == 0
+    assert engine.call_utility("scheduler_stats").kv_cache_usage == 0
 
 
 @pytest.mark.parametrize(
@@ -243,11 +243,11 @@ def test_a_plugin_that_is_another_version_where_the_engine_is(scripted, tmp_path
         site.install_stranger()
         info = tmp_path / "site" / "stranger-2.0.dist-info"
 
-        def replaced(launch):
+        def replaced(launch, interpreter=None):
             info.rename(tmp_path / "site" / "stranger-3.1.dist-info")
             metadata = tmp_path / "site" / "stranger-3.1.dist-info" / "METADATA"
             metadata.write_text(metadata.read_text().replace("2.0", "3.1"))
-            return start(launch)
+            return start(launch, interpreter)
 
         monkeypatch.setattr(EngineProcess, "start", replaced)
         with pytest.raises(PluginLoadError) as error:

@@ -104,7 +104,7 @@ def test_nothing_is_left_of_2000_requests(scripted, in_process):
     assert min(ends.values()) > 20
 
     def stands_still() -> bool:
-        stats = engine.scheduler_stats()
+        stats = engine.call_utility("scheduler_stats")
         return (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0)
 
     wait_until(stands_still, 10, "the last aborts")

@@ -1,0 +1,231 @@
+"""Pause, sleep, caches, workers, profiles and adapters: the same calls on every face."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from hardpoint import LLM, AsyncLLM, HardpointError, RequestError, RequestOutputKind, SamplingParams
+from hardpoint.core.utilities import UTILITIES
+from hardpoint.plugins import LoRARequest
+from hardpoint.testing import scripted_config
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+LONG = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+DELTAS = SamplingParams(
+    temperature=0.0, max_tokens=20, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+)
+PAUSED = "the engine is paused, so this would wait for ever; call resume() first"
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["in-process", "own-process"])
+def llm(request, scripted, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("profiles")
+    engine = {"in_process": request.param, "profile_dir": str(folder)}
+    with LLM(config=scripted_config(scripted, {"engine": engine})) as llm:
+        llm.here = request.param
+        yield llm
+
+
+def tokens(llm, params=GREEDY):
+    return llm.generate("say abc", params)[0].outputs[0].token_ids
+
+
+class TestPause:
+    def test_what_would_wait_for_ever_says_so(self, llm):
+        before = tokens(llm)
+        for _ in range(2):
+            llm.pause()
+            assert llm.is_paused
+            with pytest.raises(
+                HardpointError, match=PAUSED.replace("(", r"\(").replace(")", r"\)")
+            ):
+                llm.generate("say abc", GREEDY)
+            assert llm.scheduler_stats().num_waiting == 0  # nothing of it is left
+        llm.resume()
+        assert not llm.is_paused
+        assert tokens(llm) == before
+
+    def test_a_stream_that_is_kept_goes_on_after(self, llm):
+        whole = tokens(llm, LONG)
+        stream = llm.stream("say abc", DELTAS)
+        got = next(stream).outputs[0].token_ids
+        llm.pause("keep")
+        with pytest.raises(HardpointError, match="the engine is paused"):
+            llm.generate("other", GREEDY)
+        llm.resume()
+        for output in stream:
+            got = got + output.outputs[0].token_ids
+        assert got == whole
+
+    def test_a_stream_that_is_aborted_ends_with_what_it_has(self, llm):
+        stream = llm.stream("say abc", DELTAS)
+        next(stream)
+        llm.pause("abort")
+        assert [output.outputs[0].finish_reason for output in stream][-1] == "abort"
+        llm.resume()
+
+    def test_wait_needs_somebody_who_steps_the_engine(self, llm):
+        stream = llm.stream("say abc", DELTAS)
+        next(stream)
+        if llm.here:
+            words = "mode: expected 'abort' or 'keep' in an engine that runs in this process"
+            with pytest.raises(RequestError, match=words):
+                llm.pause("wait")
+            assert not llm.is_paused
+        else:
+            llm.pause("wait")  # returns when it has ended
+            llm.resume()
+        assert [output.outputs[0].finish_reason for output in stream][-1] == "length"
+
+    def test_a_step_of_a_paused_engine_returns_at_once(self, llm):
+        engine = llm._engine
+        llm.pause("keep")
+        engine.add_request("a", "say abc", GREEDY)
+        assert engine.step() == []
+        llm.resume()
+        while engine.has_unfinished_requests():
+            engine.step()
+
+    @pytest.mark.parametrize(
+        ("call", "words"),
+        [
+            (lambda llm: llm.pause("soon"), 'mode: expected "abort" or "wait" or "keep", got'),
+            (lambda llm: llm.sleep(9), "level: expected 0, 1 or 2, got 9"),
+            (lambda llm: llm.sleep("1"), "level: expected a whole number, got '1'"),
+            (lambda llm: llm.wake_up(["moon"]), "tags: expected some of weights, kv_cache, sched"),
+            (lambda llm: llm.collective_rpc("close"), "method: expected one of add_lora, list_lo"),
+            (lambda llm: llm.collective_rpc("pin_lora"), "pin_lora: expected 1 arguments, got 0"),
+            (lambda llm: llm.pin_lora("x"), "lora_id: expected a whole number, got 'x'"),
+            (lambda llm: llm._engine.call_utility("close"), "method: expected one of add_lora, co"),
+            (lambda llm: llm._engine.call_utility("resume", 1), "resume: expected 0 arguments, got 1"),
+        ],
+    )
+    def test_wrong_words_are_refused_and_change_nothing(self, llm, call, words):
+        with pytest.raises(RequestError) as error:
+            call(llm)
+        assert str(error.value).startswith(words)
+        assert not llm.is_paused
+        assert not llm.is_sleeping
+
+
+class TestSleep:
+    @pytest.mark.parametrize("level", [0, 1, 2])
+    def test_the_same_tokens_after_it(self, llm, level):
+        before = tokens(llm)
+        llm.sleep(level)
+        assert llm.is_sleeping is (level > 0)
+        with pytest.raises(HardpointError, match=r"call resume\(\) first, or wake_up\(\)"):
+            llm.generate("say abc", GREEDY)
+        assert llm.scheduler_stats().num_waiting == 0  # it was ended while the model was gone
+        llm.wake_up()
+        assert not llm.is_sleeping
+        assert not llm.is_paused
+        assert tokens(llm) == before
+
+    def test_part_by_part(self, llm):
+        llm.sleep(2)
+        with pytest.raises(HardpointError, match=r"the engine sleeps \(weights, kv_cache\)"):
+            llm.resume()
+        with pytest.raises(HardpointError, match=r"the engine sleeps already \(weights, kv_c"):
+            llm.sleep(1)
+        llm.wake_up(["weights"])
+        assert llm.is_sleeping
+        assert llm.is_paused
+        llm.wake_up(("kv_cache",))
+        assert not llm.is_paused
+
+
+class TestTheRest:
+    def test_caches(self, llm):
+        tokens(llm)
+        llm.reset_prefix_cache()
+        with pytest.raises(HardpointError, match="there is no multimodal cache"):
+            llm.reset_mm_cache()
+        with pytest.raises(HardpointError, match="there is no encoder cache"):
+            llm.reset_encoder_cache()
+
+    def test_workers(self, llm):
+        (meters,) = llm.collective_rpc("plugin_meters", timeout=30)
+        assert "temperature" in meters
+        with pytest.raises(RequestError, match="timeout: expected a number > 0, got -1"):
+            llm.collective_rpc("plugin_meters", timeout=-1)
+
+    def test_adapters(self, llm):
+        assert llm.list_loras() == set()
+        for call in (
+            lambda: llm.add_lora(LoRARequest("poems", 1)),
+            lambda: llm.remove_lora(1),
+            lambda: llm.pin_lora(1),
+        ):
+            with pytest.raises(HardpointError, match="workers of this version hold none"):
+                call()
+
+    def test_profiles(self, llm):
+        llm.start_profile()
+        tokens(llm)
+        (path,) = llm.stop_profile()
+        assert Path(path).stat().st_size > 1000
+        with pytest.raises(HardpointError, match="no profile is being made"):
+            llm.stop_profile()
+
+
+def test_on_an_event_loop(scripted, tmp_path):
+    async def main() -> None:
+        engine = {"profile_dir": str(tmp_path)}
+        async with AsyncLLM(config=scripted_config(scripted, {"engine": engine})) as llm:
+
+            async def whole() -> list[int]:
+                async for output in llm.generate("say abc", LONG):
+                    last = output
+                return last.outputs[0].token_ids
+
+            before = await whole()
+            await llm.pause("keep")
+            assert await llm.is_paused()
+            waiting = asyncio.create_task(whole())
+            await asyncio.sleep(0.1)
+            assert not waiting.done()  # another task may resume, so it waits
+            await llm.resume()
+            assert await asyncio.wait_for(waiting, 10) == before
+            running = asyncio.create_task(whole())
+            await asyncio.sleep(0)
+            await llm.pause("wait")
+            await llm.resume()
+            assert await asyncio.wait_for(running, 10) == before
+            await llm.sleep(2)
+            assert await llm.is_sleeping()
+            with pytest.raises(HardpointError, match="the engine sleeps already"):
+                await llm.sleep(1)
+            await llm.wake_up(["weights"])
+            await llm.wake_up()
+            assert not await llm.is_sleeping()
+            assert await whole() == before
+            await llm.start_profile()
+            (path,) = await llm.stop_profile()
+            assert Path(path).exists()
+            (meters,) = await llm.collective_rpc("plugin_meters")
+            assert "temperature" in meters
+            assert await llm.list_loras() == set()
+            for refused in (
+                llm.add_lora(LoRARequest("poems", 1)),
+                llm.remove_lora(1),
+                llm.pin_lora(1),
+                llm.reset_mm_cache(),
+                llm.reset_encoder_cache(),
+            ):
+                with pytest.raises(HardpointError, match="there is no|hold none"):
+                    await refused
+            await llm.reset_prefix_cache(recompute_running=True)
+
+    asyncio.run(main())
+
+
+def test_both_faces_have_every_utility():
+    inside = {"step_faults"}  # a part of health()
+    for face in (LLM, AsyncLLM):
+        missing = {name for name in UTILITIES - inside if not hasattr(face, name)}
+        assert missing <= {"why_waiting"}, face  # of a request that runs beside its caller
+    assert hasattr(AsyncLLM, "why_waiting")

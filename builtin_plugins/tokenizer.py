@@ -9,19 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.decoders import DecodeStream as FastDecodeStream
 
 from hardpoint.plugins import ModelError, RequestError, Tokenizer, TokenizerContext
 
 from .chat_template import render_chat
 from .gguf_tokenizer import build_gguf_tokenizer, special_tokens
 from .loaders.gguf_file import open_gguf
+from .token_stream import TokenStream, TokenTexts
 
 __all__ = ["TransformersTokenizer"]
 
-# Enough tokens for a character of four bytes and a letter before it.
-_PRIMING_TOKENS = 6
-_REPLACEMENT = "\ufffd"
 _TEMPLATE_VARIABLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -51,6 +48,9 @@ class TransformersTokenizer(Tokenizer):
         files.tokenizer.no_truncation()
         files.tokenizer.no_padding()
         self._tokenizer = files.tokenizer
+        self._texts = {
+            skip: TokenTexts(files.tokenizer, skip_special_tokens=skip) for skip in (False, True)
+        }
         self._chat_template = files.chat_template
         self._special = files.special
         eos = files.special.get("eos_token")
@@ -77,9 +77,9 @@ class TransformersTokenizer(Tokenizer):
 
     def decode_stream(
         self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
-    ) -> _Stream:
+    ) -> TokenStream:
         """Return a decoder for the tokens that follow the prompt."""
-        return _Stream(self._tokenizer, prompt_token_ids, skip_special_tokens)
+        return TokenStream(self._texts[skip_special_tokens], prompt_token_ids)
 
     def apply_chat_template(
         self,
@@ -103,55 +103,6 @@ class TransformersTokenizer(Tokenizer):
         return render_chat(
             messages, source, add_generation_prompt=add_generation_prompt, variables=self._special
         )
-
-
-class _Stream:
-    """Decodes one token at a time with the prompt's last tokens as context."""
-
-    def __init__(
-        self, tokenizer: FastTokenizer, prompt: Sequence[int], skip_special_tokens: bool
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._pending: list[int] = []
-        tail = list(prompt[-_PRIMING_TOKENS:])
-        whole = len(tail)
-        # A character that the prompt leaves unfinished belongs to what follows.
-        while whole and self._decode(tail[:whole]).endswith(_REPLACEMENT):
-            whole -= 1
-        self._stream = self._fresh(tail[:whole])
-        self._shown = 0
-        for token_id in tail[whole:]:
-            self.step(token_id)
-        if whole < len(tail):
-            certain = self._decode(tail).rstrip(_REPLACEMENT)
-            self._shown = len(certain) - len(self._decode(tail[:whole]))
-
-    def step(self, token_id: int) -> str | None:
-        """Take one token; return the text that became certain, or None."""
-        self._pending.append(token_id)
-        try:
-            text = self._stream.step(self._tokenizer, token_id)
-        except Exception as cause:  # the library raises nothing narrower
-            if "Invalid prefix" not in str(cause):
-                raise
-            # Later tokens changed the text of earlier ones, so start again after the last text.
-            self._stream = self._fresh([])
-            parts = [self._stream.step(self._tokenizer, pending) for pending in self._pending]
-            text = "".join(part for part in parts if part) or None
-        if text is None:
-            return None
-        self._pending.clear()
-        if self._shown:
-            # Of the prompt's unfinished token, this much was text of the prompt already.
-            text, self._shown = text[self._shown :], 0
-        return text or None
-
-    def _fresh(self, ids: list[int]) -> FastDecodeStream:
-        return FastDecodeStream(ids=ids, skip_special_tokens=self._skip)
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
 
 
 def _read_gguf(path: Path) -> _Files:

@@ -130,8 +130,9 @@ class AsyncLLM:
         Leaving the loop early, or cancelling the task that runs it, aborts the request.
 
         Args:
-            prompt: text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
-            sampling_params: never changed.
+            prompt: as `LLM.generate` takes it.
+            sampling_params: never changed; None is what the model's files recommend, see
+                `default_sampling_params`.
             request_id: outputs carry it; None numbers them. Live requests may share one.
             priority: smaller is more important.
             timeout: seconds after which it ends with finish reason "timeout".
@@ -175,6 +176,15 @@ class AsyncLLM:
     def engine_pid(self) -> int:
         """The process id of the engine; another one after it was started anew."""
         return self._engine.engine_pid
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """What the model can do, as the engine said when it was opened, such as "generate"."""
+        return self._engine.parts.supported_tasks
+
+    def default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of a prompt that brings none: what the model's files recommend."""
+        return self._engine.default_sampling_params()
 
     @property
     def is_running(self) -> bool:

@@ -110,9 +110,11 @@ class LLM:
         """Complete prompts, all in one running batch.
 
         Args:
-            prompts: one prompt or a list. A prompt is text, token ids, `{"prompt": text}` or
-                `{"prompt_token_ids": ids}`.
-            sampling_params: one for all, or one per prompt; never changed.
+            prompts: one prompt or a list. A prompt is text, token ids, `{"prompt": text}`,
+                `{"prompt_token_ids": ids}` or, made ready elsewhere,
+                `{"type": "token", "prompt_token_ids": ids, ...}`.
+            sampling_params: one for all, or one per prompt; never changed. None is what the
+                model's files recommend, see `default_sampling_params`.
             priority: smaller is more important. This and the following: one for all, or one
                 per prompt.
             timeout: seconds after which a prompt ends with finish reason "timeout" and what it
@@ -130,7 +132,7 @@ class LLM:
             EngineDeadError: the engine's process is gone.
         """
         listed = as_list(prompts)
-        given = SamplingParams() if sampling_params is None else sampling_params
+        given = self.default_sampling_params() if sampling_params is None else sampling_params
         params = one_each(given, len(listed), "sampling_params")
         final = [with_kind(p, RequestOutputKind.FINAL_ONLY) for p in params]
         said = {"priority": priority, "timeout": timeout, "tags": tags, "cache_salt": cache_salt}
@@ -164,7 +166,7 @@ class LLM:
         Leaving the loop early aborts the request. Outputs are deltas unless
         `params.output_kind` is FINAL_ONLY.
         """
-        params = params or SamplingParams()
+        params = self.default_sampling_params() if params is None else params
         if params.output_kind is RequestOutputKind.CUMULATIVE:
             params = with_kind(params, RequestOutputKind.DELTA)
         (request_id,) = self._add([(prompt, params, NO_EXTRAS)])
@@ -217,6 +219,15 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self._engine.parts.tokenizer
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """What the model can do, as the engine said when it was opened, such as "generate"."""
+        return self._engine.parts.supported_tasks
+
+    def default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of a prompt that brings none: what the model's files recommend."""
+        return self._engine.default_sampling_params()
 
     def set_policy(self, use: str, options: Mapping[str, Any] | None = None) -> None:
         """Put another scheduling policy in the place of the one there is; no request is lost.
@@ -403,9 +414,9 @@ class LLM:
             for prompt, params, extras in requests:
                 request_id = str(self._requests)
                 self._requests += 1
-                self._engine.add_request(request_id, prompt, params, extras)
-                ids.append(request_id)
+                ids.append(request_id)  # first, so that an interrupt leaves none behind
                 self._inboxes[request_id] = collections.deque()
+                self._engine.add_request(request_id, prompt, params, extras)
         except BaseException:
             self._drop(ids)
             raise
@@ -423,6 +434,7 @@ class LLM:
                     return inbox.popleft()
             outputs = self._engine.step()
             for output in outputs:
+                assert isinstance(output, RequestOutput)  # nothing that pools was added
                 self._inboxes[output.request_id].append(output)
             if not outputs and self._engine.is_paused:
                 raise HardpointError(
@@ -439,15 +451,16 @@ class LLM:
     def _run(self, ids: list[str]) -> list[RequestOutput]:
         """Step until all are finished; return them in the order of `ids`."""
         results: dict[str, RequestOutput] = {}
-        began, tokens = time.perf_counter(), 0
+        began, prompt, tokens = time.perf_counter(), 0, 0
         try:
             with ProgressDisplay(self._progress) as display:
                 while len(results) < len(ids):
                     output = accepted(self._next(ids))
                     results[output.request_id] = output
+                    prompt += len(output.prompt_token_ids)
                     tokens += sum(len(each.token_ids) for each in output.outputs)
-                    speed = tokens / (time.perf_counter() - began)
-                    note = f"{speed:.0f} tokens/s" if tokens else ""
+                    seconds = time.perf_counter() - began
+                    note = f"{prompt / seconds:.0f} prompt, {tokens / seconds:.0f} output tokens/s"
                     display.report("Generating", len(results), len(ids), note)
         finally:
             self._drop(ids)

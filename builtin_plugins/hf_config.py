@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hardpoint.plugins import ModelConfig, ModelError
+from hardpoint.plugins import ModelConfig, ModelError, RequestError, SamplingParams
 
-__all__ = ["ConfigFields", "model_config", "token_ids"]
+__all__ = ["ConfigFields", "default_sampling", "model_config", "token_ids"]
+
+_RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class ConfigFields:
@@ -92,6 +94,7 @@ def model_config(
     *,
     eos_token_ids: Sequence[int],
     dtype: str | None,
+    sampling: Mapping[str, Any] | None = None,
 ) -> ModelConfig:
     """Return the ModelConfig of a Hugging Face config.
 
@@ -100,6 +103,7 @@ def model_config(
         source: names the file in messages.
         eos_token_ids: end-of-sequence tokens.
         dtype: of the weights on disk; None if mixed or unknown.
+        sampling: fields of SamplingParams that the model's files recommend.
 
     Raises:
         ModelError: if `architectures`, `vocab_size` or `max_position_embeddings` is wrong.
@@ -120,7 +124,23 @@ def model_config(
         max_position_embeddings=fields.whole("max_position_embeddings"),
         eos_token_ids=tuple(eos_token_ids),
         dtype=dtype,
+        default_sampling=sampling or {},
     )
+
+
+def default_sampling(generation: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return what a generation_config.json recommends of what SamplingParams has, checked.
+
+    Raises:
+        ModelError: if a value is none that a request may ask for.
+    """
+    given = {name: generation.get(name) for name in _RECOMMENDED}
+    fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    try:
+        params = SamplingParams(**fields).checked()
+    except RequestError as error:
+        raise ModelError(f"{source}: {error}") from None
+    return {name: getattr(params, name) for name in fields}
 
 
 def token_ids(value: Any, name: str, source: str) -> tuple[int, ...]:

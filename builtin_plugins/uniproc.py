@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from hardpoint.plugins import (
     Executor,
     ExecutorContext,
+    GrammarBitmask,
     ModelRunnerOutput,
     SchedulerOutput,
     WorkerInfo,
@@ -41,8 +42,19 @@ class UniprocExecutor(Executor):
         """Run the model."""
         return _done(lambda: self._worker.execute_model(plan))
 
-    def sample_tokens(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """Sample from what the model computed."""
+    def sample_tokens(
+        self, plan: SchedulerOutput, bitmask: GrammarBitmask | None = None
+    ) -> Future[ModelRunnerOutput]:
+        """Sample from what the model computed.
+
+        Raises:
+            NotImplementedError: grammars constrain a request.
+        """
+        if bitmask is not None:
+            raise NotImplementedError(
+                f"the executor {self.name!r} applies no grammars, got a bitmask for "
+                f"{', '.join(dict.fromkeys(bitmask.request_ids))}"
+            )
         return _done(lambda: self._worker.sample_tokens(plan))
 
     def collective_rpc(

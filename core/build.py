@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -32,8 +34,10 @@ from .frontend.frontend import EngineParts
 from .frontend.llm_engine import LLMEngine
 from .frontend.relay import Relay
 from .frontend.restarting import Restarter
+from .frontend.statistics import Statistics, open_statistics
 from .kv_cache import CacheSize
 from .model_source import find_files
+from .opening_log import log_opening
 from .prepare import prepare_worker
 from .process_client import ProcessClient
 from .worker.worker import WorkerSpec
@@ -62,12 +66,13 @@ def build_engine(
         EngineDeadError: the engine has a process of its own, which ended or was not ready in time.
     """
     began = time.perf_counter()
-    prepared = _prepare(config, origins or Origins(), progress)
-    if config.engine.in_process:
-        built = build_core(prepared.spec, prepared.hooks, prepared.origins, clock)
-        parts = prepared.parts(InprocClient(built.core), built.size, clock)
-    else:
-        parts = _in_own_process(prepared, None, clock)
+    prepared = _prepare(config, origins or Origins(), progress, clock)
+    with prepared.closed_on_error():
+        if config.engine.in_process:
+            built = build_core(prepared.spec, prepared.hooks, prepared.origins, clock)
+            parts = prepared.parts(InprocClient(built.core), built.size)
+        else:
+            parts = _in_own_process(prepared, None)
     engine = LLMEngine(parts)
     _start_hooks(parts, prepared, engine.close, time.perf_counter() - began)
     return engine
@@ -89,9 +94,10 @@ def build_async_engine(
         ConfigError, PluginError, ModelError, EngineDeadError: as `build_engine`.
     """
     began = time.perf_counter()
-    prepared = _prepare(config, origins or Origins(), progress)
+    prepared = _prepare(config, origins or Origins(), progress, time.monotonic)
     relay = Relay()
-    parts = _in_own_process(prepared, relay, time.monotonic)
+    with prepared.closed_on_error():
+        parts = _in_own_process(prepared, relay)
     restarter = Restarter(
         _connect, enabled=restart, most_per_minute=config.engine.max_restarts_per_minute
     )
@@ -109,11 +115,29 @@ class _Prepared:
     spec: WorkerSpec
     tokenizer: Tokenizer
     reasoning: ReasoningParser | None
+    clock: Callable[[], float]
+    statistics: Statistics | None
 
-    def parts(
-        self, client: EngineCoreClient, size: CacheSize, clock: Callable[[], float]
-    ) -> EngineParts:
-        """Return the parts of an engine of that size."""
+    @contextlib.contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Give back what is held beside memory, if what is done meanwhile fails."""
+        try:
+            yield
+        except BaseException:
+            if self.statistics is not None:
+                self.statistics.close()
+            raise
+
+    def parts(self, client: EngineCoreClient, size: CacheSize) -> EngineParts:
+        """Return the parts of an engine of that size; its client is closed if it cannot be asked.
+
+        Raises:
+            EngineDeadError: the engine's process has ended since it was ready.
+        """
+        with contextlib.ExitStack() as undo:
+            undo.callback(client.close)
+            tasks = client.call_utility("supported_tasks")
+            undo.pop_all()
         spec = self.spec
         config = msgspec.structs.replace(
             spec.config,
@@ -129,35 +153,43 @@ class _Prepared:
             tokenizer=self.tokenizer,
             reasoning=self.reasoning,
             client=client,
+            supported_tasks=tuple(tasks),
             components=[c for c in (spec.loader, self.tokenizer, self.reasoning) if c is not None],
-            clock=clock,
+            clock=self.clock,
+            statistics=self.statistics,
         )
 
 
-def _prepare(config: EngineConfig, origins: Origins, progress: Progress) -> _Prepared:
+def _prepare(
+    config: EngineConfig, origins: Origins, progress: Progress, clock: Callable[[], float]
+) -> _Prepared:
+    log_opening(config, origins)
     plugins = resolve_plugins(config, origins)
     _announce(plugins)
     hooks = plugins.hooks()
     spec = prepare_worker(config, plugins, origins, progress)
     tokenizer = _tokenizer(config, plugins, spec.loader.context.files)
-    return _Prepared(origins, hooks, spec, tokenizer, _reasoning(config, plugins, tokenizer))
+    reasoning = _reasoning(config, plugins, tokenizer)
+    statistics = open_statistics(config, plugins, clock)
+    return _Prepared(origins, hooks, spec, tokenizer, reasoning, clock, statistics)
 
 
-def _in_own_process(
-    prepared: _Prepared, sink: Sink | None, clock: Callable[[], float]
-) -> EngineParts:
+def _in_own_process(prepared: _Prepared, sink: Sink | None) -> EngineParts:
     """Start an engine process; return the parts of an engine with a client of it."""
     spec = prepared.spec
     start = EngineStart(spec.config, prepared.origins, spec.plugins.manifest, _log_level())
     client = ProcessClient(start, sink)
     size = CacheSize(client.ready.num_gpu_blocks, client.ready.max_model_len)
-    return prepared.parts(client, size, clock)
+    return prepared.parts(client, size)
 
 
 def _connect(parts: EngineParts) -> tuple[ProcessClient, Relay]:
-    """Start another engine process for parts whose client is gone."""
+    """Start another engine process, like the first one, for parts whose client is gone."""
+    assert isinstance(parts.client, ProcessClient)
     relay = Relay()
-    start = EngineStart(parts.config, parts.origins, parts.plugins.manifest, _log_level())
+    start = dataclasses.replace(
+        parts.client.start, config=parts.config, manifest=parts.plugins.manifest
+    )
     return ProcessClient(start, relay), relay
 
 

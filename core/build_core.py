@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import msgspec
 
 from hardpoint.plugins import (
     ConfigError,
@@ -14,10 +17,8 @@ from hardpoint.plugins import (
     EvictionPolicy,
     Executor,
     ExecutorContext,
-    KVEventPublisher,
     Origins,
     PluginFaultError,
-    PluginSet,
     PublisherContext,
     Scheduler,
     SchedulerContext,
@@ -27,13 +28,17 @@ from hardpoint.plugins import (
 from hardpoint.plugins.hook_set import HookSet
 
 from .engine import EngineCore, EngineCoreParts
+from .fanout import create_all
 from .kv_cache import BlockManager, CacheSize, size_cache
 from .kv_events import KVEventFanout
 from .policy_slot import PolicySlot
 from .step_faults import StepFaults
+from .step_log import StepLog
 from .worker.worker import LocalWorker, WorkerSpec
 
 __all__ = ["BuiltCore", "build_core", "limits_of"]
+
+_log = logging.getLogger("hardpoint")
 
 _Clock = Callable[[], float]
 
@@ -79,12 +84,12 @@ def build_core(spec: WorkerSpec, hooks: HookSet, origins: Origins, clock: _Clock
         PluginError: a component could not be built.
     """
     config, plugins = spec.config, spec.plugins
-    on_error = config.plugins.on_error
-    faults = StepFaults([name for name, scope in on_error.items() if scope == "engine"])
+    faults = StepFaults.under(config.plugins.on_error)
     with contextlib.ExitStack() as undo:
         policy = PolicySlot(plugins, faults)
         undo.callback(policy.close)
-        kv_events = _kv_events(plugins, faults)
+        publishers = create_all(plugins, "kv_event_publishers", faults, PublisherContext)
+        kv_events = KVEventFanout(publishers, time.time)
         undo.callback(kv_events.close)
         eviction: EvictionPolicy = plugins.create(plugins.one("eviction_policies"), EvictionContext)
         undo.callback(eviction.close)
@@ -94,7 +99,7 @@ def build_core(spec: WorkerSpec, hooks: HookSet, origins: Origins, clock: _Clock
             create_worker=lambda _rank: LocalWorker(spec),
         )
         undo.callback(executor.close)
-        size = _start(executor, spec, origins)
+        size, config = _start(executor, spec, origins)
         kv_cache = BlockManager(
             size.num_blocks,
             config.kv_cache.block_size,
@@ -107,48 +112,74 @@ def build_core(spec: WorkerSpec, hooks: HookSet, origins: Origins, clock: _Clock
         scheduler: Scheduler = plugins.create(
             plugins.one("schedulers"),
             SchedulerContext,
-            limits=limits_of(
-                config, size.max_model_len, asynchronous=executor.max_concurrent_batches > 1
-            ),
+            limits=_limits(config, size, executor),
             kv_cache=kv_cache,
             policy=policy.policy,
             clock=clock,
             watermark=config.kv_cache.watermark,
             policy_fault=lambda words: policy.report(words, None),
             record=_recorder(hooks, faults),
+            log_stats=config.stats.on,
         )
         parts = EngineCoreParts(
-            scheduler, executor, kv_cache, policy, kv_events, faults, [eviction], config
+            scheduler,
+            executor,
+            kv_cache,
+            policy,
+            kv_events,
+            faults,
+            components=[eviction],
+            config=config,
+            log_stats=config.stats.on,
+            step_log=StepLog() if config.engine.log_steps else None,
         )
         undo.pop_all()
         return BuiltCore(EngineCore(parts), size)
 
 
-def _start(executor: Executor, spec: WorkerSpec, origins: Origins) -> CacheSize:
-    """Load the model and allocate the KV cache."""
+def _start(
+    executor: Executor, spec: WorkerSpec, origins: Origins
+) -> tuple[CacheSize, EngineConfig]:
+    """Load the model and allocate the KV cache; return its size, and the configuration to run."""
     info = executor.start()
+    config = spec.config if info.bytes_per_block else _without_cache(spec)
     try:
-        size = size_cache(spec.config, spec.max_model_len, info)
+        size = size_cache(config, spec.max_model_len, info)
     except ConfigError as error:
         raise ConfigError(origins.locate(str(error))) from None
     if size.max_model_len != spec.max_model_len:
         executor.collective_rpc("set_max_model_len", (size.max_model_len,))
     executor.initialize_cache(size.num_blocks)
-    return size
+    return size, config
 
 
-def _kv_events(plugins: PluginSet, faults: StepFaults) -> KVEventFanout:
-    publishers: list[KVEventPublisher] = []
-    reporters = []
-    try:
-        for entry in plugins.entries("kv_event_publishers"):
-            publishers.append(plugins.create(entry, PublisherContext))
-            reporters.append(faults.reporter(entry.source))
-    except BaseException:
-        for publisher in publishers:
-            publisher.close()
-        raise
-    return KVEventFanout(list(zip(publishers, reporters, strict=True)), time.time)
+def _without_cache(spec: WorkerSpec) -> EngineConfig:
+    """Return the configuration of a model that keeps nothing of one step for the next.
+
+    Raises:
+        ConfigError: a prompt may not fit into one step.
+    """
+    config, most = spec.config, spec.config.scheduler.max_num_batched_tokens
+    if most < spec.max_model_len:
+        raise ConfigError(
+            f"model: {config.model!r} has no KV cache, so that a prompt is computed in one step: "
+            f"scheduler.max_num_batched_tokens: expected at least max_model_len "
+            f"({spec.max_model_len}), got {most}"
+        )
+    _log.warning(
+        "the model %s has no KV cache: prompts are computed in one step each, without "
+        "scheduler.chunked_prefill and kv_cache.prefix_caching",
+        config.model,
+    )
+    replace = msgspec.structs.replace
+    scheduler = replace(config.scheduler, chunked_prefill=False, long_prefill_token_threshold=0)
+    kv_cache = replace(config.kv_cache, prefix_caching=False)
+    return replace(config, scheduler=scheduler, kv_cache=kv_cache)
+
+
+def _limits(config: EngineConfig, size: CacheSize, executor: Executor) -> SchedulerLimits:
+    ahead = executor.max_concurrent_batches > 1
+    return limits_of(config, size.max_model_len, asynchronous=ahead)
 
 
 def _recorder(hooks: HookSet, faults: StepFaults) -> Callable[[StepRecord], None] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +16,15 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     Executor,
     FinishReason,
+    GrammarBitmask,
+    Grammars,
     HardpointError,
-    KVCacheManager,
     LoRARequest,
     Manifest,
     ModelRunnerOutput,
     PluginMeter,
     PluginSet,
+    Request,
     RequestError,
     Scheduler,
     SchedulerOutput,
@@ -31,12 +33,14 @@ from hardpoint.plugins import (
     WaitReason,
 )
 
-from .batch_queue import BatchQueue, start_batch
+from .batch_queue import Batch, BatchQueue, start_batch, with_drafts
 from .failure_report import log_failure
+from .kv_cache import BlockManager
 from .kv_events import KVEventFanout
 from .pausing import Pausing, Surroundings
 from .policy_slot import PolicySlot
 from .step_faults import StepFaults
+from .step_log import StepLog
 from .wire import PauseMode
 from .worker_calls import WorkerCalls
 
@@ -55,16 +59,22 @@ class EngineCoreParts:
     Attributes:
         components: closed with the core, beside those that are named here.
         config: for the log, when a step fails.
+        log_stats: whether outputs say how the scheduler stands.
+        grammars: of structured output, the same that the scheduler has.
+        step_log: is told of every step.
     """
 
     scheduler: Scheduler
     executor: Executor
-    kv_cache: KVCacheManager
+    kv_cache: BlockManager
     policy: PolicySlot
     kv_events: KVEventFanout
     faults: StepFaults
     components: Sequence[Component] = ()
     config: EngineConfig | None = None
+    log_stats: bool = False
+    grammars: Grammars | None = None
+    step_log: StepLog | None = None
 
 
 class EngineCore:
@@ -82,6 +92,8 @@ class EngineCore:
         self._batches = BatchQueue(parts.executor.max_concurrent_batches)
         if parts.executor.max_concurrent_batches > 1:
             self.step = self.step_with_batch_queue  # type: ignore[method-assign]
+        limits = parts.scheduler.context.limits
+        self._takes_drafts = limits.num_draft_tokens > 0 and not limits.asynchronous
         self._workers = WorkerCalls(parts.executor)
         self._pausing = Pausing(
             Surroundings(parts.scheduler, parts.executor, lambda: self._abort(None), self._settle)
@@ -89,23 +101,51 @@ class EngineCore:
 
     # Requests
 
-    def add_request(self, request: EngineCoreRequest) -> None:
+    def add_request(
+        self, request: EngineCoreRequest, block_hashes: list[bytes] | None = None
+    ) -> None:
         """Queue a request.
+
+        Args:
+            request: checked.
+            block_hashes: what `hash_prompt` gave for it; None has them computed when it is its
+                turn.
 
         Raises:
             RequestError: it could never run, its id is that of a live request, or too many wait.
         """
-        if self._is_live(request.request_id):
+        if self._live_request(request.request_id) is not None:
             raise RequestError(f"request_id: {request.request_id!r} is the id of a live request")
         self._scheduler.add_request(request)
+        if block_hashes and (live := self._live_request(request.request_id)) is not None:
+            self._parts.kv_cache.take_hashes(live, block_hashes)
+        if request.kv_transfer_params is not None and self._scheduler.context.connector is None:
+            _log.warning(
+                "request %s has kv_transfer_params, which are ignored: this engine has no KV "
+                "connector, and computes all of it",
+                request.request_id,
+            )
+
+    def client_of(self, request_id: str) -> int | None:
+        """Return which client a live request is of; None if no live request has that id."""
+        live = self._live_request(request_id)
+        return None if live is None else live.source.client_index
+
+    def hash_prompt(self, request: EngineCoreRequest) -> list[bytes]:
+        """Compute what the prefix cache finds a prompt by, before its turn. Safe in any thread."""
+        return self._parts.kv_cache.hash_prompt(request)
 
     def abort_requests(self, request_ids: Iterable[str] | None) -> Outputs:
         """End requests; unknown ids are ignored, None is all of them.
 
         Returns:
-            Their last outputs by client.
+            Their last outputs, one message per client, with the set of ids that ended.
         """
-        return self._scheduler.finish_requests(request_ids, FinishReason.ABORT)
+        outputs = self._scheduler.finish_requests(request_ids, FinishReason.ABORT)
+        for each in outputs.values():
+            ended = {output.request_id for output in each.outputs}
+            each.finished_requests = ended | (each.finished_requests or set())
+        return self._with_stats(outputs)
 
     def has_requests(self) -> bool:
         """Whether a step has anything to do; what a pause holds is nothing to do."""
@@ -128,56 +168,115 @@ class EngineCore:
         """
         if self._unsent or not self._scheduler.has_requests():
             return self._take_unsent(), False
-        plan = self._scheduler.schedule()
-        with self._carrying_out(plan):
-            result = self._execute(plan).result()
+        plan = None
+        try:
+            plan = self._scheduler.schedule()
+            forward = self._execute(plan)
+            bitmask = self._bitmask(plan)
+            result = forward.result()
             if result is None:
-                result = self._executor.sample_tokens(plan).result()
-        self._abort(late_aborts())
-        return self._scheduler.update(plan, result), plan.total_num_scheduled_tokens > 0
+                result = self._executor.sample_tokens(plan, bitmask).result()
+            self._abort(late_aborts())
+            outputs = self._scheduler.update(plan, result)
+        except BaseException as error:
+            self._not_carried_out(plan, error)
+            raise
+        return self._carried_out(plan, outputs)
 
     def step_with_batch_queue(
         self, late_aborts: Callable[[], Sequence[str]] = tuple
     ) -> tuple[Outputs, bool]:
         """The step of an executor that is a pipeline: filling it comes before draining it.
 
-        It waits for the oldest batch only if the queue is full, if that batch is done already, or
-        if no token could be scheduled.
+        It waits for the oldest batch only if the queue is full, if that batch is done already, if
+        no token could be scheduled, or if the newest one cannot be sampled before.
         """
         if self._unsent or not self.has_requests():
             return self._take_unsent(), False
         started = False
-        if self._scheduler.has_requests():
-            plan = self._scheduler.schedule()
-            self._batches.push(start_batch(plan, self._execute, self._executor.sample_tokens))
-            started = plan.total_num_scheduled_tokens > 0
+        if self._batches.is_open and self._scheduler.has_requests():
+            started = self._start_batch()
             if started and self._batches.has_time:
                 return {}, True
         outputs, computed = self._finish_oldest(late_aborts)
+        self._sample_deferred()
         return outputs, started or computed
 
+    def _start_batch(self) -> bool:
+        """Plan and start a batch; return whether it computes anything."""
+        plan = None
+        try:
+            plan = self._scheduler.schedule()
+            sample = None if self._batches.delays(plan) else self._sample
+            self._batches.push(start_batch(plan, self._execute, sample))
+        except BaseException:
+            if plan is not None and not self._batches.has(plan):
+                self._batches.push(Batch.lost(plan))  # plans come back in their order
+            raise
+        return plan.total_num_scheduled_tokens > 0
+
     def _finish_oldest(self, late_aborts: Callable[[], Sequence[str]]) -> tuple[Outputs, bool]:
-        batch = self._batches.pop()
-        with self._carrying_out(batch.plan):
+        self._sample_deferred()
+        batch = None
+        try:
+            batch = self._batches.pop()
+            if batch.is_lost:
+                self._scheduler.plan_lost(batch.plan)
+                return {}, False
             result = batch.result()
-        self._abort(late_aborts())
-        outputs = self._scheduler.update(batch.plan, result)
-        return outputs, batch.plan.total_num_scheduled_tokens > 0
+            self._abort(late_aborts())
+            outputs = self._scheduler.update(batch.plan, result)
+        except BaseException as error:
+            self._not_carried_out(batch.plan if batch else None, error)
+            raise
+        return self._carried_out(batch.plan, outputs)
+
+    def _sample_deferred(self) -> None:
+        """Sample the batch that waits for that, once nothing it depends on is under way."""
+        batch = self._batches.deferred
+        if batch is None or self._batches.delays(batch.plan):
+            return
+        if batch.plan.draft_token_ids:
+            batch.plan = with_drafts(batch.plan, self._executor.take_draft_token_ids())
+        batch.sample(self._sample)
 
     def _execute(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
+        if self._parts.step_log is not None:
+            self._parts.step_log.begins(plan)
         self._parts.kv_events.publish(self._parts.kv_cache.take_events())
         return self._executor.execute_model(plan)
 
-    @contextlib.contextmanager
-    def _carrying_out(self, plan: SchedulerOutput) -> Iterator[None]:
-        """Tell log and scheduler if the plan's results do not come."""
-        try:
-            yield
-        except BaseException as error:
-            if isinstance(error, Exception):
-                log_failure(error, plan, self._parts.config, self._scheduler.stats)
+    def _sample(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        return self._executor.sample_tokens(plan, self._bitmask(plan))
+
+    def _bitmask(self, plan: SchedulerOutput) -> GrammarBitmask | None:
+        """Return which tokens grammars allow; for whoever is in no grammar it costs nothing."""
+        grammars = self._parts.grammars
+        if grammars is None or not plan.structured_request_ids:
+            return None
+        return grammars.bitmask(plan)
+
+    def _carried_out(self, plan: SchedulerOutput, outputs: Outputs) -> tuple[Outputs, bool]:
+        """Do what follows a step; return its outputs and whether it computed anything."""
+        executed = plan.total_num_scheduled_tokens > 0
+        if self._parts.step_log is not None:
+            self._parts.step_log.ends(plan)
+        if executed and self._takes_drafts:
+            drafts = self._executor.take_draft_token_ids()
+            if drafts is not None:
+                self._scheduler.update_drafts(drafts.by_request())
+        return self._with_stats(outputs), executed
+
+    def _not_carried_out(self, plan: SchedulerOutput | None, error: BaseException) -> None:
+        """Tell log and scheduler if a plan's results do not come, or were not taken."""
+        if plan is None:
+            return
+        if not isinstance(error, Exception):
             self._scheduler.plan_lost(plan)
-            raise
+            return
+        log_failure(error, plan, self._parts.config, self._scheduler.stats)
+        with contextlib.suppress(Exception):  # `error` is what is to be told
+            self._scheduler.plan_lost(plan)
 
     # Standing still
 
@@ -232,8 +331,9 @@ class EngineCore:
 
     def reset_prefix_cache(self, recompute_running: bool = False) -> None:
         """Forget cached content; with `recompute_running`, compute anew what runs."""
-        self._warn_of_unfinished("prefix")
         self._scheduler.reset_prefix_cache(recompute_running=recompute_running)
+        if count := self.num_unfinished_requests():
+            _log.warning("the prefix cache was reset while %d requests are unfinished", count)
 
     def reset_encoder_cache(self) -> None:
         """Forget embeddings of images and the like.
@@ -241,7 +341,6 @@ class EngineCore:
         Raises:
             HardpointError: there are none.
         """
-        self._warn_of_unfinished("encoder")
         raise HardpointError("there is no encoder cache: no worker encodes images or sounds")
 
     def reset_mm_cache(self) -> None:
@@ -250,7 +349,6 @@ class EngineCore:
         Raises:
             HardpointError: there are none.
         """
-        self._warn_of_unfinished("multimodal")
         raise HardpointError("there is no multimodal cache: requests bring no images or sounds")
 
     # Workers
@@ -284,6 +382,10 @@ class EngineCore:
     def pin_lora(self, lora_id: int) -> bool:
         """Keep an adapter, whatever others come; return whether every worker had it."""
         return self._workers.pin_lora(lora_id)
+
+    def supported_tasks(self) -> list[str]:
+        """Return what the model can do: models here generate, and none pools."""
+        return ["generate"]
 
     def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return what each logits processor cost so far, by name, in the first worker."""
@@ -323,6 +425,12 @@ class EngineCore:
         """Complete what waited until nothing is left to do."""
         self._pausing.went_idle()
 
+    def flush(self) -> list[Outputs]:
+        """Take the results of all steps that are under way; return what clients were not told."""
+        self._settle()
+        unsent, self._unsent = self._unsent, []
+        return unsent
+
     def leave_loop(self, words: str) -> None:
         """Fail what still waits for the loop to be idle."""
         self._pausing.give_up(words)
@@ -339,11 +447,19 @@ class EngineCore:
             stack.callback(self._scheduler.close)
             stack.callback(self._executor.close)
 
-    def _is_live(self, request_id: str) -> bool:
+    def _with_stats(self, outputs: Outputs) -> Outputs:
+        """Tell each client how the scheduler stands, where anybody wants to know."""
+        if outputs and self._parts.log_stats:
+            stats = self._scheduler.stats()
+            for each in outputs.values():
+                each.scheduler_stats = stats
+        return outputs
+
+    def _live_request(self, request_id: str) -> Request | None:
         try:
-            return self._scheduler.live_request(request_id) is not None
+            return self._scheduler.live_request(request_id)
         except NotImplementedError:  # it shows none, so nobody can tell
-            return False
+            return None
 
     def _take_unsent(self) -> Outputs:
         return self._unsent.pop(0) if self._unsent else {}
@@ -359,7 +475,3 @@ class EngineCore:
         while len(self._batches):
             outputs, _ = self._finish_oldest(tuple)
             self._unsent.append(outputs)
-
-    def _warn_of_unfinished(self, cache: str) -> None:
-        if count := self.num_unfinished_requests():
-            _log.warning("the %s cache is reset while %d requests are unfinished", cache, count)

@@ -9,22 +9,25 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from hardpoint.plugins import (
+    KINDS,
     EngineConfig,
     EngineCoreOutputs,
     EngineDeadError,
     Manifest,
     Origins,
+    PluginEntry,
 )
+from hardpoint.plugins.kinds import Process
 
 from .engine_sockets import EngineSockets, dead
 from .process.engine_process import EngineProcess
-from .process.launch import Launch, main_objects
+from .process.launch import Interpreter, Launch, main_objects
 from .wire import EngineCoreReadyResponse, RequestType
 
 __all__ = ["EngineConnection", "EngineStart", "Sink"]
@@ -42,12 +45,17 @@ class EngineStart:
 
     Attributes:
         log_level: of its logger.
+        engine_index: which engine it is, from 0; clients address it by that.
+        interpreter: what it runs in. Whoever starts the engine anew keeps it, for by then the
+            program may be in another directory.
     """
 
     config: EngineConfig
     origins: Origins
     manifest: Manifest
     log_level: str = "WARNING"
+    engine_index: int = 0
+    interpreter: Interpreter = field(default_factory=Interpreter.current)
 
 
 class EngineConnection:
@@ -71,9 +79,9 @@ class EngineConnection:
         self._closing = self._told = False
         self._telling, self._listening = threading.Lock(), threading.Lock()
         with contextlib.ExitStack() as undo:
-            self._sockets = EngineSockets()
+            self._sockets = EngineSockets(start.engine_index, manifest_hash=start.manifest.hash)
             undo.callback(self._sockets.close)
-            self._process = EngineProcess.start(_launch(start, self._sockets))
+            self._process = EngineProcess.start(_launch(start, self._sockets), start.interpreter)
             undo.callback(self._process.close, 0)
             self.ready = self._wait_until_ready(start.config.engine.start_timeout_seconds)
             undo.pop_all()
@@ -89,21 +97,39 @@ class EngineConnection:
         return self._process.pid
 
     def send(self, kind: RequestType, message: Any) -> None:
-        """Send one message.
+        """Send one message; wait a while if the engine takes none.
 
         Raises:
             EngineDeadError: the engine is gone.
-            EngineTimeoutError: it takes no more messages.
-            WireError: the message cannot travel.
+            EngineTimeoutError: it took no message in that time.
+            RequestError: the message cannot travel.
         """
         self._check_alive()
         self._sockets.send(kind, message)
 
-    def call(self, method: str, *args: Any) -> Future[Any]:
-        """Call one of the engine's utilities; all calls fail when it dies.
+    def offer(self, kind: RequestType, message: Any) -> bool:
+        """Send one message now, or not at all; return whether it was sent.
 
         Raises:
-            EngineDeadError, EngineTimeoutError, WireError: as `send`.
+            EngineDeadError, RequestError: as `send`.
+        """
+        self._check_alive()
+        return self._sockets.offer(kind, message)
+
+    def post(self, kind: RequestType, message: Any) -> None:
+        """Send one message now, or as soon as the engine takes it.
+
+        Raises:
+            EngineDeadError, RequestError: as `send`.
+        """
+        self._check_alive()
+        self._sockets.post(kind, message)
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        """Call one of the engine's utilities; all calls fail when it dies. Does not wait.
+
+        Raises:
+            EngineDeadError, RequestError: as `send`.
         """
         self._check_alive()
         return self._sockets.call(method, *args)
@@ -139,7 +165,9 @@ class EngineConnection:
                 return ready
             if (failure := self._process.failure()) is not None:
                 raise failure
-        raise EngineDeadError(f"the engine was not ready within {seconds:g} s")
+        raise EngineDeadError(
+            f"the engine was not ready within {seconds:g} s (engine.start_timeout_seconds)"
+        )
 
     def _sentinels(self) -> select.poll:
         poller = select.poll()
@@ -175,8 +203,10 @@ class EngineConnection:
             if self._told or self._closing:
                 return
             self._told = True
-        self._sockets.fail(error)
-        self._sink(dead(error))
+        try:
+            self._sockets.fail(error)
+        finally:
+            self._sink(dead(error))
 
 
 _OWN_THREADS = ("EngineCoreOutputs", "EngineWatch")
@@ -188,6 +218,12 @@ def _launch(start: EngineStart, sockets: EngineSockets) -> Launch:
         manifest=start.manifest,
         config=msgspec.to_builtins(start.config),
         origins=start.origins.by_path,
-        main_objects=main_objects(entry.value for entry in start.manifest.entries),
+        main_objects=main_objects(entry.value for entry in start.manifest.entries if _goes(entry)),
         log_level=start.log_level,
+        engine_index=start.engine_index,
     )
+
+
+def _goes(entry: PluginEntry) -> bool:
+    """Whether a plugin is needed in the engine's process."""
+    return KINDS[entry.kind].lives_in != (Process.FRONTEND,)

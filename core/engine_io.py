@@ -9,16 +9,20 @@ from collections.abc import Sequence
 
 import zmq
 
+from hardpoint.plugins import EngineCoreOutputs
+
 from .engine_loop import Failure, LoopQueues
-from .incoming import Check, MessageReader
+from .incoming import Check, HashPrompt, MessageReader
+from .input_line import InputLine
+from .output_frames import OutputFrames
 from .wire import (
     ENGINE_CORE_DEAD,
     Encoder,
     EngineAddresses,
     EngineCoreReadyResponse,
     SendTracker,
-    UtilityOutput,
-    WireError,
+    TensorConsumer,
+    TensorProvider,
 )
 
 __all__ = ["EngineIO"]
@@ -42,20 +46,29 @@ class EngineIO:
         addresses: EngineAddresses,
         queues: LoopQueues,
         check: Check = lambda _request: None,
+        *,
+        consumer: TensorConsumer | None = None,
+        provider: TensorProvider | None = None,
+        hash_prompt: HashPrompt | None = None,
     ) -> None:
         """Connect nothing yet; `start` does.
 
         Args:
-            identity: what clients address the engine by.
+            identity: what clients address the engine by: its index, 2 bytes, little-endian.
             addresses: one input and one output per client.
             queues: to and from the loop.
             check: looks at requests before the loop gets them, in the thread that reads; raises
                 HardpointError where one is wrong.
+            consumer: is offered large tensors of outputs, in the thread that writes.
+            provider: finds those of requests that the clients' consumer took.
+            hash_prompt: is called for each request, in the thread that reads.
         """
         self._identity = identity
+        self._index = int.from_bytes(identity, "little")
         self._addresses = addresses
         self._queues = queues
-        self._messages = MessageReader(queues, check)
+        self._messages = MessageReader(queues, check, provider, hash_prompt)
+        self._outputs = OutputFrames(self._abort, consumer)
         self._linger_ms, self._failed = _LINGER_MS, False
         self._context = zmq.Context(io_threads=1)
         self._stop = self._context.socket(zmq.PAIR)
@@ -90,42 +103,42 @@ class EngineIO:
         self._context.destroy(linger=0 if self._writer.is_alive() else self._linger_ms)
 
     def _read(self) -> None:
-        sockets: list[zmq.Socket[bytes]] = []
-        try:
-            stop = self._context.socket(zmq.PAIR)
-            sockets.append(stop)
-            stop.connect(_STOP)
-            for address in self._addresses.inputs:
-                socket = self._context.socket(zmq.DEALER)
-                sockets.append(socket)
-                socket.setsockopt(zmq.IDENTITY, self._identity)
-                socket.connect(address)
-                socket.send_multipart(Encoder().encode(self._ready))
-            self._read_until_stopped(stop, sockets[1:])
-        except BaseException as error:
-            self._queues.input.put(Failure(error))
-        finally:
-            for socket in sockets:
-                socket.close(0)
+        with contextlib.ExitStack() as undo:
+            try:
+                stop = self._context.socket(zmq.PAIR)
+                undo.callback(stop.close, 0)
+                stop.connect(_STOP)
+                lines = []
+                for client, address in enumerate(self._addresses.inputs):
+                    line = InputLine(self._context, self._identity, address, client)
+                    undo.callback(line.close)
+                    line.socket.send_multipart(Encoder().encode(self._ready))
+                    lines.append(line)
+                self._read_until_stopped(stop, lines)
+            except BaseException as error:
+                self._queues.input.put(Failure(error))
 
-    def _read_until_stopped(
-        self, stop: zmq.Socket[bytes], sockets: Sequence[zmq.Socket[bytes]]
-    ) -> None:
-        poller = zmq.Poller()
-        poller.register(stop, zmq.POLLIN)
+    def _read_until_stopped(self, stop: zmq.Socket[bytes], lines: Sequence[InputLine]) -> None:
         while True:
-            behind = False
-            for client, socket in enumerate(sockets):
+            poller, behind = zmq.Poller(), False
+            poller.register(stop, zmq.POLLIN)
+            for client, line in enumerate(lines):
                 full = self._queues.output.is_full(client)
-                poller.register(socket, 0 if full else zmq.POLLIN)
+                poller.register(line.socket, 0 if full else zmq.POLLIN)
+                poller.register(line.events, zmq.POLLIN)
                 behind |= full
             ready = dict(poller.poll(_LOOK_AGAIN_MS if behind else None))
             if stop in ready:
                 return
-            for client, socket in enumerate(sockets):
-                if socket in ready:
-                    frames = socket.recv_multipart(copy=False)
-                    self._messages.take(client, [frame.buffer for frame in frames])
+            for client, line in enumerate(lines):
+                if line.socket in ready:
+                    self._take(client, line.socket.recv_multipart(copy=False))
+                if line.events in ready:
+                    for frames in line.renew():
+                        self._take(client, frames)
+
+    def _take(self, client: int, frames: Sequence[zmq.Frame]) -> None:
+        self._messages.take(client, [frame.buffer for frame in frames])
 
     def _write(self) -> None:
         sockets: list[zmq.Socket[bytes]] = []
@@ -147,22 +160,27 @@ class EngineIO:
                 socket.close(self._linger_ms)
 
     def _send_all(self, sockets: Sequence[zmq.Socket[bytes]]) -> None:
-        encoder, tracker = Encoder(), SendTracker()
+        tracker = SendTracker()
 
         def can_take(client: int) -> bool:
             return bool(int(sockets[client].getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
 
         while (item := self._queues.output.take(can_take)) is not None:
             client, message = item
+            if isinstance(message, EngineCoreOutputs):
+                message.engine_index = self._index
             buffer = tracker.buffer()
-            try:
-                frames = encoder.encode_into(message, buffer)
-            except WireError as error:
-                if not isinstance(message, UtilityOutput):
-                    raise
-                failed = UtilityOutput.failed(message.call_id, f"the result: {error}")
-                frames = encoder.encode_into(failed, buffer)
+            frames = self._outputs.encode_into(message, buffer)
+            if isinstance(message, EngineCoreOutputs):
+                for output in message.outputs:
+                    if output.finish_reason is not None:
+                        self._messages.told_of_end(client, output.request_id)
             sockets[client].send_multipart(tracker.frames(frames, buffer), copy=False)
+
+    def _abort(self, request_ids: list[str]) -> None:
+        """End requests as a client's message would."""
+        self._queues.aborts.put(request_ids)
+        self._queues.input.put(request_ids)
 
 
 def _send_marker(socket: zmq.Socket[bytes]) -> None:

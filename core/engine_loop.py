@@ -10,17 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hardpoint.plugins import (
-    EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineDeadError,
-    FinishReason,
     HardpointError,
+    PluginFaultError,
 )
 
 from .engine import EngineCore
-from .error_kinds import kind_of
 from .outbox import Outbox
+from .refusal import refusal
 from .utilities import call_utility, failed_call
 from .watchdog import Watchdog
 from .wire import ShutdownState, UtilityCall
@@ -61,14 +60,26 @@ class Failure:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A request that could not be taken before it reached the loop."""
+    """A request that could not be taken before it reached the loop, with an id that is in use."""
 
     request_id: str
     client_index: int
     error: HardpointError
 
 
-Message = EngineCoreRequest | list[str] | UtilityCall | Refusal | Failure | Wakeup
+@dataclass(frozen=True)
+class Prepared:
+    """A request with what was computed of it before it reached the loop.
+
+    Attributes:
+        block_hashes: of its prompt.
+    """
+
+    request: EngineCoreRequest
+    block_hashes: list[bytes]
+
+
+Message = EngineCoreRequest | Prepared | list[str] | UtilityCall | Refusal | Failure | Wakeup
 """What the loop gets; a list of strings are ids to abort."""
 
 
@@ -115,6 +126,10 @@ class EngineLoop:
     def request_shutdown(self) -> None:
         """Begin to end: drain, then stop. Called twice, stop at once. Safe in a signal handler."""
         self._signals += 1
+        self.wake_up()
+
+    def wake_up(self) -> None:
+        """Have a loop that waits for input look around, in whatever thread."""
         self._queues.input.put(Wakeup())
 
     def run(self) -> None:
@@ -130,8 +145,10 @@ class EngineLoop:
                     self._watchdog.step_begins()
                     outputs, executed = self._core.step(self._late_aborts)
                     self._send(outputs)
-                    if not (executed or outputs) and self._core.num_unfinished_requests():
+                    if not (executed or outputs) and self._core.has_requests():
                         time.sleep(_IDLE_SECONDS)
+            for outputs in self._core.flush():
+                self._send(outputs)
             self._handle_queued()  # whoever came too late is told so
         finally:
             self._watchdog.rest()
@@ -198,6 +215,8 @@ class EngineLoop:
         match message:
             case EngineCoreRequest():
                 self._add(message)
+            case Prepared():
+                self._add(message.request, message.block_hashes)
             case list():
                 self._aborts_handled += 1
                 self._send(self._core.abort_requests(message))
@@ -210,24 +229,29 @@ class EngineLoop:
             case Wakeup():
                 pass
 
-    def _add(self, request: EngineCoreRequest) -> None:
+    def _add(self, request: EngineCoreRequest, block_hashes: list[bytes] | None = None) -> None:
         if self._state is not ShutdownState.RUNNING:
             shutting_down = EngineDeadError("the engine is shutting down")
             self._refuse(request.request_id, request.client_index, shutting_down)
             return
         try:
-            self._core.add_request(request)
+            self._core.add_request(request, block_hashes)
+        except PluginFaultError:  # one that is to end the engine
+            raise
         except HardpointError as error:
             self._refuse(request.request_id, request.client_index, error)
 
     def _refuse(self, request_id: str, client_index: int, error: HardpointError) -> None:
-        output = EngineCoreOutput(
-            request_id=request_id,
-            finish_reason=FinishReason.ERROR,
-            error=str(error),
-            error_kind=kind_of(error),
-        )
-        self._send({client_index: EngineCoreOutputs(outputs=[output])})
+        """Tell a client, unless it would take that for the end of its live request of that id."""
+        if self._core.client_of(request_id) == client_index:
+            _log.warning(
+                "dropped a request of client %d that has the id of its live request %r: %s",
+                client_index,
+                request_id,
+                error,
+            )
+            return
+        self._queues.output.put(client_index, refusal(request_id, error))
 
     def _call(self, call: UtilityCall) -> None:
         if self._state is ShutdownState.RUNNING:

@@ -7,6 +7,7 @@ import itertools
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -14,27 +15,44 @@ from typing import Any
 
 import zmq
 
-from hardpoint.plugins import EngineCoreOutputs, EngineDeadError, EngineTimeoutError, typed
+from hardpoint.plugins import (
+    EngineCoreOutputs,
+    EngineDeadError,
+    EngineFaultError,
+    EngineTimeoutError,
+    HardpointError,
+    PluginFaultError,
+    PluginLoadError,
+    typed,
+)
 
 from .error_kinds import error_of
+from .outgoing import MOST_UNREAD, Outgoing
 from .utilities import result_type
 from .wire import (
     ENGINE_CORE_DEAD,
+    MOST_BYTES,
     Decoder,
-    Encoder,
     EngineAddresses,
     EngineCoreReadyResponse,
     RequestType,
-    SendTracker,
+    TensorConsumer,
+    TensorProvider,
     UtilityCall,
     UtilityOutput,
     WireError,
+    decode_handshake,
 )
 
-__all__ = ["EngineSockets", "dead"]
+__all__ = ["SEND_SECONDS", "EngineSockets", "behind", "dead"]
 
-_STOP = "inproc://stop"
-_SEND_TIMEOUT_MS = 10_000
+SEND_SECONDS = 10.0
+"""How long an engine may take no message before whoever sends is told so."""
+
+_TO_READER = "inproc://reader"
+_END, _LOOK = b"end", b"look"
+_LOOK_AGAIN_MS = 20  # how often an engine that was behind is asked whether it takes more
+_PAUSE_S = 0.002
 
 OnOutputs = Callable[[EngineCoreOutputs], None]
 OnEnd = Callable[[Exception | None], None]
@@ -43,16 +61,31 @@ OnEnd = Callable[[Exception | None], None]
 class EngineSockets:
     """Sends to one engine, and reads what comes of it.
 
-    `send` and `call` may be used from several threads.
+    `send`, `offer`, `post` and `call` may be used from several threads.
 
     Attributes:
         identity: what the engine is addressed by.
         addresses: what it connects to.
     """
 
-    def __init__(self, index: int = 0) -> None:
-        """Bind; the engine connects when it is there."""
+    def __init__(
+        self,
+        index: int = 0,
+        *,
+        manifest_hash: str = "",
+        consumer: TensorConsumer | None = None,
+        provider: TensorProvider | None = None,
+    ) -> None:
+        """Bind; the engine connects when it is there.
+
+        Args:
+            index: of the engine.
+            manifest_hash: of the plugin set that the engine is to have.
+            consumer: is offered large tensors of requests and calls.
+            provider: finds those of outputs that the engine's consumer took, in the reader.
+        """
         self.identity = index.to_bytes(2, "little")
+        self._manifest_hash = manifest_hash
         self._folder = Path(tempfile.mkdtemp(prefix="hardpoint-"))
         self.addresses = EngineAddresses(
             inputs=[f"ipc://{self._folder / 'input'}"], outputs=[f"ipc://{self._folder / 'output'}"]
@@ -60,28 +93,43 @@ class EngineSockets:
         self._context = zmq.Context(io_threads=2)
         self._input = self._context.socket(zmq.ROUTER)
         self._input.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._input.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
+        self._input.setsockopt(zmq.SNDHWM, MOST_UNREAD)
+        self._input.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
         self._input.bind(self.addresses.inputs[0])
-        self._stop = self._context.socket(zmq.PAIR)
-        self._stop.bind(_STOP)
-        self._stopped = self._context.socket(zmq.PAIR)  # the reader's
-        self._stopped.connect(_STOP)
+        self._output = self._context.socket(zmq.PULL)
+        self._output.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
+        self._output.bind(self.addresses.outputs[0])
+        self._to_reader = self._context.socket(zmq.PAIR)
+        self._to_reader.bind(_TO_READER)
+        self._words = self._context.socket(zmq.PAIR)  # the reader's, as is the PULL
+        self._words.connect(_TO_READER)
+        self._outgoing = Outgoing(self._input, self.identity, consumer)
+        self._provider = provider
         self._lock = threading.Lock()
-        self._encoder, self._tracker = Encoder(), SendTracker()
         self._calls: dict[int, tuple[str, Future[Any]]] = {}
         self._serials = itertools.count()
         self._dead: Exception | None = None
         self._reader: threading.Thread | None = None
 
     def poll_ready(self, milliseconds: int) -> EngineCoreReadyResponse | None:
-        """Return the engine's first message, if it comes in time."""
+        """Return the engine's first message, if it comes in time.
+
+        Raises:
+            WireError: it is none, of another protocol, or of an engine that nobody expects.
+            PluginLoadError: the engine has other plugins.
+        """
         if not self._input.poll(milliseconds):
             return None
         identity, *frames = self._input.recv_multipart()
         if identity != self.identity:
             raise WireError(f"an engine said {identity!r}, expected {self.identity!r}")
-        decoder: Decoder[EngineCoreReadyResponse] = Decoder(EngineCoreReadyResponse)
-        return decoder.decode(frames)
+        ready = decode_handshake(b"".join(frames), EngineCoreReadyResponse)
+        if ready.manifest_hash != self._manifest_hash:
+            raise PluginLoadError(
+                f"manifest: the engine has the plugin set {ready.manifest_hash}, "
+                f"expected {self._manifest_hash}"
+            )
+        return ready
 
     def read(self, on_outputs: OnOutputs, on_end: OnEnd) -> None:
         """Begin to read, in a thread.
@@ -97,42 +145,57 @@ class EngineSockets:
         self._reader.start()
 
     def send(self, kind: RequestType, message: Any) -> None:
-        """Send one message.
+        """Send one message; wait a while if the engine takes none.
 
         Raises:
             EngineDeadError: the engine is gone.
-            EngineTimeoutError: it takes no more messages.
-            WireError: the message cannot travel.
+            EngineTimeoutError: it took no message for `SEND_SECONDS`.
+            RequestError: the message cannot travel.
         """
-        with self._lock:
-            if self._dead is not None:
-                raise dead(self._dead)
-            self._tracker.collect()
-            frames = self._encoder.encode(message)
-            try:
-                self._input.send_multipart(
-                    [self.identity, kind, *self._tracker.frames(frames)], copy=False
-                )
-            except zmq.Again:
-                raise EngineTimeoutError(
-                    f"the engine took no message for {_SEND_TIMEOUT_MS / 1000:g} s"
-                ) from None
-            except zmq.ZMQError as cause:
-                raise EngineDeadError(f"the engine cannot be reached: {cause}") from cause
+        until = time.monotonic() + SEND_SECONDS
+        while not self.offer(kind, message):
+            if time.monotonic() >= until:
+                raise behind()
+            time.sleep(_PAUSE_S)
 
-    def call(self, method: str, *args: Any) -> Future[Any]:
-        """Call one of the engine's utilities.
+    def offer(self, kind: RequestType, message: Any) -> bool:
+        """Send one message now, or not at all; return whether it was sent.
 
         Raises:
-            EngineDeadError, EngineTimeoutError, WireError: as `send`.
+            EngineDeadError, RequestError: as `send`.
+        """
+        self._check()
+        return self._outgoing.offer(kind, message)
+
+    def post(self, kind: RequestType, message: Any, future: Future[Any] | None = None) -> None:
+        """Send one message now, or as soon as the engine takes it.
+
+        Args:
+            future: of the answer; once it is cancelled, a message that still waits is dropped.
+
+        Raises:
+            EngineDeadError, RequestError: as `send`.
+        """
+        self._check()
+        if self._outgoing.post(kind, message, future):
+            self._tell_reader(_LOOK)
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        """Call one of the engine's utilities; as `post`, this does not wait.
+
+        Raises:
+            EngineDeadError, RequestError: as `send`.
         """
         future: Future[Any] = Future()
-        call_id = next(self._serials)
-        self._calls[call_id] = (method, future)
+        with self._lock:
+            self._check()
+            call_id = next(self._serials)
+            self._calls[call_id] = (method, future)
+        future.add_done_callback(lambda _: self._taken(call_id))  # also when it is given up
         try:
-            self.send(RequestType.UTILITY, UtilityCall(0, call_id, method, list(args)))
+            self.post(RequestType.UTILITY, UtilityCall(0, call_id, method, list(args)), future)
         except BaseException:
-            self._calls.pop(call_id, None)
+            self._taken(call_id)
             raise
         return future
 
@@ -142,8 +205,9 @@ class EngineSockets:
             if self._dead is not None:
                 return
             self._dead = error
-        while self._calls:
-            _, (_, future) = self._calls.popitem()
+            calls, self._calls = self._calls, {}
+        self._outgoing.drop()
+        for _, future in calls.values():
             if future.set_running_or_notify_cancel():
                 future.set_exception(dead(error))
 
@@ -151,24 +215,31 @@ class EngineSockets:
         """Stop reading; close and remove everything. Not from the thread that reads."""
         self.fail(EngineDeadError("the engine was closed"))
         if self._reader is not None:
-            with contextlib.suppress(zmq.Again):  # it has ended already
-                self._stop.send(b"", zmq.NOBLOCK)
+            self._tell_reader(_END)
             self._reader.join()
-        for socket in (self._input, self._stop, self._stopped):
+        self._outgoing.close()
+        for socket in (self._output, self._to_reader, self._words):
             socket.close(0)
         self._context.destroy(0)
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def _check(self) -> None:
+        if self._dead is not None:
+            raise dead(self._dead)
+
+    def _tell_reader(self, word: bytes) -> None:
+        with self._lock, contextlib.suppress(zmq.ZMQError):  # it has ended already
+            self._to_reader.send(word, zmq.NOBLOCK)
+
     def _read(self, on_outputs: OnOutputs, on_end: OnEnd) -> None:
-        output, stop = self._context.socket(zmq.PULL), self._stopped
         try:
-            output.bind(self.addresses.outputs[0])
             poller = zmq.Poller()
-            poller.register(output, zmq.POLLIN)
-            poller.register(stop, zmq.POLLIN)
-            decoder: Decoder[Any] = Decoder(EngineCoreOutputs | UtilityOutput)
-            while stop not in dict(poller.poll()):
-                frames = output.recv_multipart(copy=False)
+            poller.register(self._output, zmq.POLLIN)
+            poller.register(self._words, zmq.POLLIN)
+            decoder: Decoder[Any] = Decoder(
+                EngineCoreOutputs | UtilityOutput, provider=self._provider
+            )
+            while (frames := self._received(poller)) is not None:
                 if frames[0].bytes == ENGINE_CORE_DEAD:
                     on_end(None)
                     return
@@ -180,11 +251,31 @@ class EngineSockets:
         except Exception as error:
             on_end(error)
         finally:
-            output.close(0)
+            self._output.close(0)
+
+    def _received(self, poller: zmq.Poller) -> list[zmq.Frame] | None:
+        """Wait for a message, and meanwhile send what waits; return None at the end."""
+        while True:
+            ready = dict(poller.poll(None if self._all_sent() else _LOOK_AGAIN_MS))
+            if self._words in ready and self._words.recv() == _END:
+                return None  # what came and was not read is nobody's any more
+            if self._output in ready:
+                return self._output.recv_multipart(copy=False)
+
+    def _all_sent(self) -> bool:
+        try:
+            return self._outgoing.flush()
+        except EngineDeadError:  # others find that out, and tell how it ended
+            return True
+
+    def _taken(self, call_id: int) -> tuple[str, Future[Any] | None]:
+        """Return a call, which is no longer waited for; no future if nobody waits."""
+        with self._lock:
+            return self._calls.pop(call_id, ("", None))
 
     def _answer(self, message: UtilityOutput) -> None:
         """Complete a call; one that nobody waits for any more is forgotten."""
-        method, future = self._calls.pop(message.call_id, ("", None))
+        method, future = self._taken(message.call_id)
         if future is None or not future.set_running_or_notify_cancel():
             return
         if message.result is None:
@@ -196,9 +287,18 @@ class EngineSockets:
             future.set_exception(error)
 
 
+def behind() -> EngineTimeoutError:
+    """Return what to raise when an engine takes no messages."""
+    return EngineTimeoutError(f"the engine took no message for {SEND_SECONDS:g} s")
+
+
 def dead(error: Exception) -> EngineDeadError:
     """Return what to raise for an engine that an error ended, anew for each who waits."""
-    raised = EngineDeadError(str(error))
+    words = str(error)
+    if not isinstance(error, HardpointError):
+        words = f"the engine failed: {type(error).__name__}: {error}"
+    by_plugin = isinstance(error, PluginFaultError)
+    raised = EngineFaultError(words) if by_plugin else EngineDeadError(words)
     if isinstance(error, EngineDeadError):
         raised.__cause__ = error.__cause__
         for note in getattr(error, "__notes__", ()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,27 +11,37 @@ import msgspec
 
 from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError
 
-from .engine_loop import LoopQueues, Message, Refusal
+from .engine_loop import LoopQueues, Message, Prepared, Refusal
+from .refusal import refusal
 from .utilities import failed_call
-from .wire import Decoder, RequestType, UtilityCall, WireError
+from .wire import Decoder, RequestType, TensorProvider, UtilityCall, WireError
 
-__all__ = ["Check", "MessageReader", "RequestCheck"]
+__all__ = ["Check", "HashPrompt", "MessageReader", "RequestCheck"]
 
 _log = logging.getLogger("hardpoint")
 
 Check = Callable[[EngineCoreRequest], None]
 """Raises HardpointError where a request is wrong."""
 
+HashPrompt = Callable[[EngineCoreRequest], list[bytes]]
+"""Returns the block hashes of a request's prompt."""
+
 _SHORTEST_ID = 1
 _LONGEST_ID = 1000
 
 
 class RequestCheck:
-    """Looks at what a model could not bear, so that one bad request harms nobody else."""
+    """Looks at what an engine could not bear or would ignore: a bad request harms nobody else."""
 
-    def __init__(self, vocab_size: int) -> None:
-        """`vocab_size` is one more than the largest token id."""
+    def __init__(self, vocab_size: int, engine_index: int = 0) -> None:
+        """Prepare.
+
+        Args:
+            vocab_size: one more than the largest token id.
+            engine_index: of the engine that the requests are for.
+        """
         self._vocab_size = vocab_size
+        self._engine_index = engine_index
 
     def __call__(self, request: EngineCoreRequest) -> None:
         """Check a request.
@@ -42,6 +53,7 @@ class RequestCheck:
             raise RequestError("pooling_params: no model of this engine pools")
         if request.prompt_embeds is not None:
             raise RequestError("prompt_embeds: expected token ids, this engine takes no embeddings")
+        self._check_features(request)
         ids = request.prompt_token_ids
         if not ids:
             raise RequestError("prompt_token_ids: expected at least one token, got none")
@@ -52,6 +64,29 @@ class RequestCheck:
                     f"got {token}"
                 )
 
+    def _check_features(self, request: EngineCoreRequest) -> None:
+        """Refuse what asks for something that nobody here does."""
+        if request.lora is not None:
+            raise RequestError(
+                f"lora: expected none, no worker of this engine holds adapters, got "
+                f"{request.lora.name!r}"
+            )
+        if request.resumable:
+            raise RequestError(
+                "resumable: expected false, this engine takes no prompts in parts, got true"
+            )
+        for name in ("prompt_is_token_ids", "reasoning_parser_kwargs"):
+            if (value := getattr(request, name)) is not None:
+                raise RequestError(
+                    f"{name}: expected none, this engine has no use for it, got {value!r}"
+                )
+        rank = request.data_parallel_rank
+        if rank is not None and rank != self._engine_index:
+            raise RequestError(
+                f"data_parallel_rank: expected {self._engine_index}, the rank of this engine, or "
+                f"none, got {rank}"
+            )
+
 
 class MessageReader:
     """Turns frames into messages for the loop.
@@ -59,18 +94,28 @@ class MessageReader:
     What is no message is answered if it can be read whose it is; else it is dropped, and logged.
     """
 
-    def __init__(self, queues: LoopQueues, check: Check) -> None:
+    def __init__(
+        self,
+        queues: LoopQueues,
+        check: Check,
+        provider: TensorProvider | None = None,
+        hash_prompt: HashPrompt | None = None,
+    ) -> None:
         """Prepare.
 
         Args:
             queues: of the loop.
             check: looks at each request before the loop gets it.
+            provider: finds tensors that travel out of band.
+            hash_prompt: is called for each request here, so that the loop need not do it.
         """
         self._queues = queues
+        self._hash_prompt = hash_prompt
         self._check = check
-        self._requests: Decoder[EngineCoreRequest] = Decoder(EngineCoreRequest)
+        self._live: defaultdict[int, set[str]] = defaultdict(set)  # by client
+        self._requests: Decoder[EngineCoreRequest] = Decoder(EngineCoreRequest, provider=provider)
         self._ids: Decoder[list[str]] = Decoder(list[str])
-        self._calls: Decoder[UtilityCall] = Decoder(UtilityCall)
+        self._calls: Decoder[UtilityCall] = Decoder(UtilityCall, provider=provider)
 
     def take(self, client: int, frames: Sequence[Any]) -> None:
         """Decode one message of a client and queue it."""
@@ -78,12 +123,20 @@ class MessageReader:
         try:
             kind = RequestType.from_wire(frames[0])
             message = self._decoded(kind, client, frames[1:])
-        except (HardpointError, MemoryError) as error:
-            self._refuse(kind, client, frames[1:], error)
+        except Exception as error:  # whatever it is, those who sent other messages are served
+            self._refuse(kind, client, frames[1:], _told(kind, error))
             return
         if isinstance(message, list):
             self._queues.aborts.put(message)
+        elif isinstance(message, Prepared):
+            self._live[client].add(message.request.request_id)
+        elif isinstance(message, EngineCoreRequest):
+            self._live[client].add(message.request_id)
         self._queues.input.put(message)
+
+    def told_of_end(self, client: int, request_id: str) -> None:
+        """Take it that a client was sent a request's last output. Safe in another thread."""
+        self._live[client].discard(request_id)
 
     def _decoded(self, kind: RequestType, client: int, frames: Sequence[Any]) -> Message:
         match kind:
@@ -91,7 +144,9 @@ class MessageReader:
                 request = self._requests.decode(frames)
                 _check_client(request.client_index, client)
                 self._check(request)
-                return request
+                if self._hash_prompt is None:
+                    return request
+                return Prepared(request, self._hash_prompt(request))
             case RequestType.ABORT:
                 return self._ids.decode(frames)
             case RequestType.UTILITY:
@@ -105,18 +160,36 @@ class MessageReader:
         kind: RequestType | None,
         client: int,
         frames: Sequence[Any],
-        error: HardpointError | MemoryError,
+        error: HardpointError,
     ) -> None:
-        known = error if isinstance(error, HardpointError) else WireError("it does not fit memory")
+        """Answer at once, whatever the loop does meanwhile.
+
+        Where the id is that of a request whose end the client does not know yet, the loop decides:
+        the client would take the answer for that end.
+        """
         start = _beginning(frames[0]) if frames else []
         if kind is RequestType.ADD and start and _is_id(start[0]):
-            self._queues.input.put(Refusal(start[0], client, known))
+            if start[0] in self._live[client]:
+                self._queues.input.put(Refusal(start[0], client, error))
+            else:
+                self._queues.output.put(client, refusal(start[0], error))
         elif kind is RequestType.UTILITY and len(start) > 1 and type(start[1]) is int:
             method = start[2] if len(start) > 2 and _is_id(start[2]) else "unknown"
             call = UtilityCall(client, start[1], method)
-            self._queues.output.put(client, failed_call(call, known))
+            self._queues.output.put(client, failed_call(call, error))
         else:
             _log.warning("dropped a message of client %d: %s", client, error)
+
+
+def _told(kind: RequestType | None, error: Exception) -> HardpointError:
+    """Return what the sender is told of an error; one that nobody meant to raise is logged too."""
+    if isinstance(error, HardpointError):
+        return error
+    if isinstance(error, MemoryError):
+        return WireError("it does not fit memory")
+    what = "a message" if kind is None else f"a message of type {kind.name}"
+    _log.error("looking at %s failed", what, exc_info=error)
+    return HardpointError(f"looking at {what} failed: {type(error).__name__}: {error}")
 
 
 def _check_client(named: int, client: int) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hardpoint.plugins import KVEvent, KVEventBatch, KVEventPublisher, PluginFaultError
+from hardpoint.plugins import KVEvent, KVEventBatch, KVEventPublisher
 
+from .fanout import Fanout
 from .step_faults import FaultReporter
 
 __all__ = ["KVEventFanout"]
@@ -27,7 +28,7 @@ class KVEventFanout:
             wall_clock: seconds since 1970.
             data_parallel_rank: of the engine.
         """
-        self._publishers = tuple(publishers)
+        self._publishers = Fanout(publishers)
         self._wall_clock = wall_clock
         self._rank = data_parallel_rank
 
@@ -39,7 +40,7 @@ class KVEventFanout:
         """
         if events and self._publishers:
             batch = KVEventBatch(self._wall_clock(), list(events), self._rank)
-            self._with_each(lambda publisher: publisher.publish(batch), "publish() failed")
+            self._publishers.call(lambda publisher: publisher.publish(batch), "publish")
 
     def close(self) -> None:
         """Close all publishers.
@@ -47,17 +48,4 @@ class KVEventFanout:
         Raises:
             PluginFaultError: a publisher whose faults end the engine failed; all were closed.
         """
-        self._with_each(lambda publisher: publisher.close(), "close() failed")
-
-    def _with_each(self, call: Callable[[KVEventPublisher], None], words: str) -> None:
-        fatal: PluginFaultError | None = None
-        for publisher, report in self._publishers:
-            try:
-                call(publisher)
-            except Exception as cause:
-                try:
-                    report(words, cause)
-                except PluginFaultError as error:
-                    fatal = fatal or error
-        if fatal is not None:
-            raise fatal
+        self._publishers.close()

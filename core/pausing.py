@@ -48,6 +48,7 @@ class Pausing:
         self._state = PauseState.UNPAUSED
         self._asleep: set[str] = set()
         self._waiting: list[tuple[Callable[[], None], Future[None]]] = []
+        self._last_sleep: Future[None] | None = None
         self.has_loop = False
 
     @property
@@ -85,7 +86,7 @@ class Pausing:
 
         Raises:
             RequestError: an unknown level or mode.
-            HardpointError: the engine sleeps already.
+            HardpointError: the engine sleeps already, or is about to.
         """
         if level not in SLEEP_LEVELS:
             raise RequestError(f"level: expected 0, 1 or 2, got {level!r}")
@@ -93,8 +94,11 @@ class Pausing:
             return self.pause(mode, clear_cache=False)
         if self._asleep:
             raise HardpointError(f"the engine sleeps already ({self._sleepers})")
+        if self._last_sleep is not None and not self._last_sleep.done():
+            raise HardpointError("the engine is about to sleep already, once it stands still")
         self._begin(mode)
-        return self._when_idle(lambda: self._lie_down(level))
+        self._last_sleep = self._when_idle(lambda: self._lie_down(level))
+        return self._last_sleep
 
     def wake_up(self, tags: Iterable[str] | None) -> None:
         """Have memory again. Scheduling is resumed once all of it is there.

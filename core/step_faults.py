@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from hardpoint.plugins import PluginFaultError, StepFault
 from hardpoint.plugins.loading import Source
@@ -24,6 +24,11 @@ class StepFaults:
         """`ends_engine` names the plugins whose faults end the engine (`plugins.on_error`)."""
         self._ends_engine = frozenset(ends_engine)
         self._faults: dict[str, StepFault] = {}
+
+    @classmethod
+    def under(cls, on_error: Mapping[str, str]) -> StepFaults:
+        """Return the books where `plugins.on_error` says this."""
+        return cls([name for name, scope in on_error.items() if scope == "engine"])
 
     def reporter(self, source: Source) -> FaultReporter:
         """Return what notes the faults of one plugin.

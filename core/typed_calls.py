@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
+
 from hardpoint.plugins import HardpointError, typed
 
 __all__ = ["convert_arguments", "returned_type"]
@@ -18,6 +20,8 @@ def convert_arguments(
     method: Callable[..., Any], arguments: Sequence[Any], error: type[HardpointError]
 ) -> list[Any]:
     """Return positional arguments of a method, `self` aside, as it declares them.
+
+    A structure may come as a list of its fields or as a table.
 
     Raises:
         `error`: there are too many or too few, or one is of the wrong type.
@@ -29,9 +33,34 @@ def convert_arguments(
         expected = f"{most}" if required == most else f"{required} to {most}"
         raise error(f"{method.__name__}: expected {expected} arguments, got {len(arguments)}")
     return [
-        typed.convert(value, type_, path=name, error=error)
+        _converted(value, type_, name, error)
         for value, (name, (type_, _)) in zip(arguments, parameters.items(), strict=False)
     ]
+
+
+def _converted(value: Any, type_: Any, name: str, error: type[HardpointError]) -> Any:
+    if isinstance(value, Mapping) and _travels_as_list(type_):
+        table = typed.convert(value, _table_of(type_), path=name, error=error)
+        value = [getattr(table, field) for field in table.__struct_fields__]
+    return typed.convert(value, type_, path=name, error=error)
+
+
+def _travels_as_list(type_: Any) -> bool:
+    is_struct = isinstance(type_, type) and issubclass(type_, msgspec.Struct)
+    return is_struct and type_.__struct_config__.array_like
+
+
+@functools.cache
+def _table_of(type_: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """Return a type with the same fields that travels as a table, so that errors name them."""
+    fields = [(field.name, field.type, _default(field)) for field in msgspec.structs.fields(type_)]
+    return msgspec.defstruct(type_.__name__, fields, kw_only=True, forbid_unknown_fields=True)
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    if field.default_factory is not msgspec.NODEFAULT:
+        return msgspec.field(default_factory=field.default_factory)
+    return msgspec.field(default=field.default)
 
 
 @functools.cache

@@ -45,6 +45,7 @@ UTILITIES = frozenset(
         "start_profile",
         "step_faults",
         "stop_profile",
+        "supported_tasks",
         "wake_up",
         "why_waiting",
     }

@@ -18,6 +18,7 @@ from .errors import (
     ConfigError,
     EngineClosedError,
     EngineDeadError,
+    EngineFaultError,
     EngineTimeoutError,
     HardpointError,
     ModelError,
@@ -31,8 +32,11 @@ from .errors import (
     RequestError,
 )
 from .execution import (
+    NO_DRAFT,
+    DraftTokenIds,
     Executor,
     ExecutorContext,
+    GrammarBitmask,
     ModelRunnerOutput,
     PluginMeter,
     RequestFault,
@@ -88,7 +92,7 @@ from .modeling import (
     ModelFiles,
     WeightLoader,
 )
-from .params import RepetitionDetection, RequestOutputKind, SamplingParams
+from .params import PoolingParams, RepetitionDetection, RequestOutputKind, SamplingParams
 from .reasoning import ReasoningContext, ReasoningMarkers, ReasoningParser
 from .registry import PluginSet, resolve_plugins
 from .requests import (
@@ -102,6 +106,7 @@ from .requests import (
     Logprob,
     LoRARequest,
     MultiModalFeature,
+    PoolingRequestOutput,
     PrefillStats,
     RequestOutput,
     TokenLogprobs,
@@ -118,12 +123,15 @@ from .scheduling import (
     SchedulerStats,
 )
 from .scheduling_policy import Load, PolicyContext, SchedulingPolicy
+from .stat_sink import StatSink, StatSinkContext
+from .stats import FinishedRequest, IterationStats, RequestMetrics
 from .step_record import StepRecord, WaitingFor, WaitReason
 from .tokenizing import DecodeStream, Tokenizer, TokenizerContext
 from .typed import Arguments, Options
 
 __all__ = [
     "KINDS",
+    "NO_DRAFT",
     "Added",
     "AllBlocksCleared",
     "Annotated",
@@ -146,6 +154,7 @@ __all__ = [
     "ConfigError",
     "Context",
     "DecodeStream",
+    "DraftTokenIds",
     "Edits",
     "EncoderCache",
     "EngineClosedError",
@@ -156,16 +165,20 @@ __all__ = [
     "EngineCoreOutputs",
     "EngineCoreRequest",
     "EngineDeadError",
+    "EngineFaultError",
     "EngineTimeoutError",
     "EvictionContext",
     "EvictionPolicy",
     "Executor",
     "ExecutorContext",
     "FinishReason",
+    "FinishedRequest",
     "ForwardBatch",
     "Found",
+    "GrammarBitmask",
     "Grammars",
     "HardpointError",
+    "IterationStats",
     "KVCacheGroup",
     "KVCacheManager",
     "KVConnectorScheduler",
@@ -209,6 +222,8 @@ __all__ = [
     "PluginNotFoundError",
     "PluginSet",
     "PolicyContext",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "PrefillStats",
     "PrefixCacheStats",
     "PrepareContext",
@@ -222,6 +237,7 @@ __all__ = [
     "Request",
     "RequestError",
     "RequestFault",
+    "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "RequestStatus",
@@ -238,6 +254,8 @@ __all__ = [
     "SchedulerStats",
     "SchedulingPolicy",
     "SparseLogitsProcessor",
+    "StatSink",
+    "StatSinkContext",
     "StepFault",
     "StepRecord",
     "TensorSpec",

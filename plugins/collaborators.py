@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .execution import GrammarBitmask
 from .kv_cache import BlockIds
 from .live_request import Request
 
@@ -77,7 +78,7 @@ class EncoderCache(Protocol):
 
 
 class Grammars(Protocol):
-    """Readiness of the grammars of structured output."""
+    """The grammars of structured output: who is in one, and what it allows."""
 
     def uses(self, request: Request) -> bool:
         """Whether a grammar constrains a request."""
@@ -87,4 +88,10 @@ class Grammars(Protocol):
 
         Raises:
             RequestError: it cannot be compiled; the request ends with these words.
+        """
+
+    def bitmask(self, plan: SchedulerOutput) -> GrammarBitmask | None:
+        """Return which tokens may be sampled in a step; None if every one may.
+
+        It is asked while the model runs, and only where `plan.structured_request_ids` has some.
         """

@@ -23,6 +23,7 @@ __all__ = [
     "ReasoningConfig",
     "SamplerConfig",
     "SchedulerConfig",
+    "StatsConfig",
     "TokenizerConfig",
 ]
 
@@ -131,6 +132,25 @@ class KVEventsConfig(Strict):
     publishers: list[Reference] = []
 
 
+class StatsConfig(Strict):
+    """Who is told how the engine does. What nobody asks for is not gathered.
+
+    Attributes:
+        sinks: components that take the figures; none by default.
+        request_metrics: whether outputs carry `metrics` when they finish.
+        interval_seconds: how often sinks are asked to show what they gathered.
+    """
+
+    sinks: list[Reference] = []
+    request_metrics: bool = False
+    interval_seconds: Annotated[float, Meta(gt=0)] = 10.0
+
+    @property
+    def on(self) -> bool:
+        """Whether anybody asks for figures."""
+        return bool(self.sinks) or self.request_metrics
+
+
 class EngineProcessConfig(Strict):
     """Where the engine runs, and how it starts and ends.
 
@@ -142,6 +162,7 @@ class EngineProcessConfig(Strict):
         watchdog_seconds: a step that takes longer has the stacks of all threads written to
             stderr; 0 watches nothing.
         watchdog_exits: whether such a step also ends the engine.
+        log_steps: log a line for each step: who computed how much, and how long it took.
         profile_dir: the folder that profiles are written to; None is that none can be made.
         random_request_ids: requests go by ids of their own inside, so that several live ones may
             have one id; else by the caller's, and a second live one is refused.
@@ -156,6 +177,7 @@ class EngineProcessConfig(Strict):
     drain_seconds: Annotated[float, Meta(ge=0)] = 0.0
     watchdog_seconds: Annotated[float, Meta(ge=0)] = 300.0
     watchdog_exits: bool = False
+    log_steps: bool = False
     profile_dir: str | None = None
     random_request_ids: bool = True
     stream_interval: Count = 1
@@ -240,6 +262,7 @@ class EngineConfig(Strict):
     scheduler: SchedulerConfig = SchedulerConfig()
     kv_cache: KVCacheConfig = KVCacheConfig()
     kv_events: KVEventsConfig = KVEventsConfig()
+    stats: StatsConfig = StatsConfig()
     engine: EngineProcessConfig = EngineProcessConfig()
     executor: ExecutorConfig = ExecutorConfig()
     sampler: SamplerConfig = SamplerConfig()

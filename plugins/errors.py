@@ -8,12 +8,14 @@ HardpointError
 │   ├── PluginContractError     it loads but does not keep its kind's contract
 │   ├── PluginConflictError     two components claim one name, or their order cannot be met
 │   └── PluginFaultError        it failed while running
+│       └── EngineFaultError        and so ended the engine; an EngineDeadError too
 ├── ModelError              a model cannot be found, read or supported
 ├── RequestError            a request is wrong; nothing else is disturbed
 │   └── OverloadedError         it is right, but too many wait already; try again later
 ├── EngineClosedError       the engine was closed before the call
 ├── EngineTimeoutError      the engine did not answer a question in time; it may be busy
-└── EngineDeadError         the engine's process is gone; requests in flight may be sent again
+└── EngineDeadError         the engine has ended; requests in flight may be sent again
+    └── EngineFaultError        a plugin's fault ended it; a PluginFaultError too
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ __all__ = [
     "ConfigError",
     "EngineClosedError",
     "EngineDeadError",
+    "EngineFaultError",
     "EngineTimeoutError",
     "HardpointError",
     "ModelError",
@@ -89,4 +92,8 @@ class EngineTimeoutError(HardpointError, TimeoutError):
 
 
 class EngineDeadError(HardpointError):
-    """The engine's process is gone; requests in flight may be sent again to another one."""
+    """The engine has ended; requests in flight may be sent again to another one."""
+
+
+class EngineFaultError(EngineDeadError, PluginFaultError):
+    """A plugin failed in a way that ended the engine; the cause is what it failed with."""

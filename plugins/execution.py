@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from .scheduling import SchedulerOutput
 
 __all__ = [
+    "NO_DRAFT",
+    "DraftTokenIds",
     "Executor",
     "ExecutorContext",
+    "GrammarBitmask",
     "ModelRunnerOutput",
     "PluginMeter",
     "RequestFault",
@@ -26,6 +29,44 @@ __all__ = [
     "Worker",
     "WorkerInfo",
 ]
+
+
+NO_DRAFT = -1
+"""Stands in a plan where a draft is to be put in later, or where there is none; never accepted."""
+
+
+class DraftTokenIds(msgspec.Struct, array_like=True, frozen=True):
+    """What a speculator expects to follow, to be verified by a later step.
+
+    Attributes:
+        request_ids: whose drafts.
+        draft_token_ids: one list per request id, in order.
+    """
+
+    request_ids: list[str]
+    draft_token_ids: list[list[int]]
+
+    def by_request(self) -> dict[str, list[int]]:
+        """Return the drafts by request id.
+
+        Raises:
+            ValueError: there are not as many lists as ids.
+        """
+        return dict(zip(self.request_ids, self.draft_token_ids, strict=True))
+
+
+class GrammarBitmask(msgspec.Struct, array_like=True, frozen=True):
+    """Which tokens the grammars of a step allow.
+
+    Attributes:
+        request_ids: of each row. A request with drafts has a row per draft and one more, one
+            behind the other, in the order of its tokens; requests without a grammar have none.
+        bitmask: int32 array [rows, ceil(vocab_size / 32)]; token t is allowed where bit t % 32 of
+            column t // 32 is set.
+    """
+
+    request_ids: list[str]
+    bitmask: Any
 
 
 class RequestFault(msgspec.Struct, array_like=True, frozen=True):
@@ -82,6 +123,10 @@ class ModelRunnerOutput:
         kv_loaded: requests whose keys and values came from elsewhere and are all there now.
         kv_saved: ended requests whose blocks the KV connector needs no more.
         invalid_block_ids: blocks that could not be loaded; what they should hold is computed.
+        num_nans_in_logits: per request whose logits were damaged, how many were.
+        pooler_output: per request that pools and is computed to its end, what came of it; it
+            ends, and nothing is sampled for it.
+        routed_experts: per request that asked for them, what a mixture of experts chose.
     """
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
@@ -91,6 +136,9 @@ class ModelRunnerOutput:
     kv_loaded: frozenset[str] = frozenset()
     kv_saved: frozenset[str] = frozenset()
     invalid_block_ids: frozenset[int] = frozenset()
+    num_nans_in_logits: dict[str, int] = field(default_factory=dict)
+    pooler_output: dict[str, Any] = field(default_factory=dict)
+    routed_experts: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -213,8 +261,16 @@ class Executor(Component):
         """Start a step; a result of None means that sampling waits for `sample_tokens`."""
 
     @abstractmethod
-    def sample_tokens(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """Finish a step that waits."""
+    def sample_tokens(
+        self, plan: SchedulerOutput, bitmask: GrammarBitmask | None = None
+    ) -> Future[ModelRunnerOutput]:
+        """Finish a step that waits.
+
+        Args:
+            plan: the one that `execute_model` got. In a pipeline it may have drafts by now where
+                it had NO_DRAFT.
+            bitmask: which tokens grammars allow; None where no request of the step is in one.
+        """
 
     @abstractmethod
     def collective_rpc(
@@ -231,6 +287,13 @@ class Executor(Component):
         Raises:
             TimeoutError: they took longer.
         """
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Return the drafts that the last step made, once; None if it made none.
+
+        It is asked where there is speculation only. The default is an executor without.
+        """
+        return None
 
     def on_failure(self, callback: Callable[[BaseException], None]) -> None:
         """Have `callback` called, in any thread, when workers are lost beside a step.

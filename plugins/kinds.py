@@ -19,6 +19,7 @@ from .reasoning import ReasoningParser
 from .sampling import Sampler
 from .scheduling import Scheduler
 from .scheduling_policy import SchedulingPolicy
+from .stat_sink import StatSink
 from .tokenizing import Tokenizer
 
 __all__ = ["KINDS", "PLANNED", "FaultScope", "Kind", "Number", "Process"]
@@ -204,10 +205,19 @@ KINDS: dict[str, Kind] = {
             summary="Tell a model's reasoning from its answer.",
         ),
         Kind(
+            name="stat_sinks",
+            interface=StatSink,
+            number=Number.MANY,
+            lives_in=(Process.FRONTEND,),
+            fault_scope=FaultScope.STEP,
+            chosen_by="stats.sinks",
+            summary="Are told how the engine does.",
+        ),
+        Kind(
             name="hooks",
             interface=None,
             number=Number.MANY,
-            lives_in=(Process.FRONTEND,),
+            lives_in=(Process.FRONTEND, Process.ENGINE),
             fault_scope=FaultScope.REQUEST,
             summary="Behaviour that is not a component: lifecycle, requests, commands.",
         ),
@@ -221,7 +231,6 @@ PLANNED: dict[str, str] = {
     "grammars": "grammar",
     "tool_parsers": "tools",
     "balancers": "balancer",
-    "stat_sinks": "stats",
 }
 """Kinds of the design that this version does not have, with the configuration table that will
 choose them; naming either is refused by name."""

@@ -53,6 +53,7 @@ class ModelConfig:
         max_position_embeddings: longest context that the model was made for.
         eos_token_ids: end-of-sequence tokens that the model's files name.
         dtype: of the weights on disk, "bfloat16" for example; None if mixed or unknown.
+        default_sampling: fields of SamplingParams that the model's files recommend, checked.
     """
 
     architecture: str
@@ -61,6 +62,7 @@ class ModelConfig:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -11,7 +11,7 @@ from msgspec import Meta
 from .errors import RequestError
 from .typed import Strict, convert
 
-__all__ = ["RepetitionDetection", "RequestOutputKind", "SamplingParams"]
+__all__ = ["PoolingParams", "RepetitionDetection", "RequestOutputKind", "SamplingParams"]
 
 TokenId = Annotated[int, Meta(ge=0)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -146,3 +146,19 @@ class SamplingParams(Strict, omit_defaults=True):
         if params.stop_strings and not params.detokenize:
             raise RequestError("stop: stop strings need text, but detokenize is false")
         return msgspec.structs.replace(params, logits_processors=self.logits_processors)
+
+
+class PoolingParams(Strict, omit_defaults=True):
+    """What a request wants of a model that pools: one result for the whole prompt, no tokens.
+
+    Attributes:
+        task: what the result is: a vector for the prompt ("embed") or for each of its tokens
+            ("token_embed"), class probabilities ("classify"), or how well two texts match
+            ("score").
+        dimensions: of a vector that may be cut; None is the model's own number.
+        normalize: whether vectors have length 1; None is what the model was made for.
+    """
+
+    task: Literal["embed", "token_embed", "classify", "score"]
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    normalize: bool | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,20 @@ class ReasoningMarkers:
     start: Sequence[int]
     end: Sequence[int]
 
+    def ended(self, token_ids: Sequence[int]) -> bool:
+        """Whether the last marker in a prompt ends thinking."""
+        return self.thinking_since(token_ids) is None and _end_of_last(self.end, token_ids) > 0
+
+    def thinking_since(self, token_ids: Sequence[int]) -> int | None:
+        """Return the index behind the start marker that a prompt leaves open; None if it does not.
+
+        A prompt may be long and may speak of the markers: the last one decides.
+        """
+        opened, closed = _end_of_last(self.start, token_ids), _end_of_last(self.end, token_ids)
+        # Where both end at one place, one ends with the other; the longer one was meant.
+        opens = opened > closed or (opened == closed > 0 and len(self.start) > len(self.end))
+        return opened if opens else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningContext(Context):
@@ -44,3 +59,15 @@ class ReasoningParser(Component):
     @abstractmethod
     def split(self, text: str) -> tuple[str | None, str]:
         """Return a whole output as (reasoning, content); reasoning is None if there is none."""
+
+
+def _end_of_last(marker: Sequence[int], token_ids: Sequence[int]) -> int:
+    """Return the index behind the marker's last occurrence; 0 if it does not occur."""
+    if not marker:
+        return 0
+    needle, text = array("q", marker).tobytes(), array("q", token_ids).tobytes()
+    width = array("q").itemsize
+    found = text.rfind(needle)
+    while found > 0 and found % width:  # equal bytes, but across tokens
+        found = text.rfind(needle, 0, found + len(needle) - 1)
+    return found // width + len(marker) if found >= 0 else 0

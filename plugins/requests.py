@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from .params import SamplingParams
-from .stats import SchedulerStats
+from .params import PoolingParams, SamplingParams
+from .stats import RequestMetrics, SchedulerStats
 
 __all__ = [
     "CompletionOutput",
@@ -23,6 +23,7 @@ __all__ = [
     "LoRARequest",
     "Logprob",
     "MultiModalFeature",
+    "PoolingRequestOutput",
     "PrefillStats",
     "RequestOutput",
     "TokenLogprobs",
@@ -43,7 +44,7 @@ class FinishReason(IntEnum):
         return self.name.lower()
 
 
-class LoRARequest(msgspec.Struct, array_like=True, frozen=True):
+class LoRARequest(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The adapter that a request runs with.
 
     Attributes:
@@ -55,7 +56,7 @@ class LoRARequest(msgspec.Struct, array_like=True, frozen=True):
     id: int
 
 
-class MultiModalFeature(msgspec.Struct, array_like=True, frozen=True):
+class MultiModalFeature(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One image, sound or video of a prompt, which an encoder turns into embeddings.
 
     Attributes:
@@ -94,9 +95,13 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, kw_
         current_wave: of data-parallel engines, when it was sent.
         trace_headers: of the trace that it belongs to.
         resumable: more of its prompt may follow.
-        reasoning_ended: whether the prompt ends outside of thinking; None where nobody looked.
-        pooling_params: for models that pool, as plain data.
+        reasoning_ended: whether the last thing that the prompt says of thinking is that it ends;
+            None where the model has no reasoning parser.
+        pooling_params: it pools, and gives no tokens; of `params`, only `output_kind` counts.
         prompt_embeds: a tensor [tokens, hidden] in place of token ids.
+        prompt_is_token_ids: where only some of the prompt is embeddings, whether each position is
+            a token id; None where all or none are.
+        reasoning_parser_kwargs: what the reasoning parser is built with for this request.
     """
 
     request_id: str
@@ -120,8 +125,10 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, kw_
     trace_headers: dict[str, str] | None = None
     resumable: bool = False
     reasoning_ended: bool | None = None
-    pooling_params: dict[str, Any] | None = None
+    pooling_params: PoolingParams | None = None
     prompt_embeds: Any = None
+    prompt_is_token_ids: list[bool] | None = None
+    reasoning_parser_kwargs: dict[str, Any] | None = None
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -155,14 +162,15 @@ class EngineCoreEvent(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Something that happened to a request.
 
     Attributes:
-        timestamp: seconds on the engine's clock; comparable within one engine only.
+        timestamp: seconds on the engine's clock, by default now; comparable within one engine
+            only.
     """
 
     type: EngineCoreEventType
-    timestamp: float
+    timestamp: float = msgspec.field(default_factory=time.monotonic)
 
 
-class PrefillStats(msgspec.Struct, array_like=True, frozen=True):
+class PrefillStats(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """How a prompt was computed.
 
     Attributes:
@@ -181,7 +189,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, kw_o
 
     Attributes:
         new_token_ids: in order; empty while a prompt is still being computed.
-        stop_reason: the stop token id that ended it, if it was one of `stop_token_ids`.
+        stop_reason: the stop token id that ended it, if it was one of `stop_token_ids`; text where
+            an engine looks for stop strings itself.
         prompt_logprobs: those of the prompt positions computed since the last output; the
             first position of a prompt has None.
         error: with FinishReason.ERROR, what failed and who is to blame.
@@ -201,7 +210,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, kw_o
     request_id: str
     new_token_ids: list[int] = []
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str | None = None
@@ -223,13 +232,14 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, kw_o
 
 
 class EngineCoreOutputs(
-    msgspec.Struct, array_like=True, omit_defaults=True, kw_only=True, tag=True
+    msgspec.Struct, array_like=True, omit_defaults=True, kw_only=True, tag=True, gc=False
 ):
     """What one step has for one client.
 
     Attributes:
-        timestamp: seconds on the engine's clock.
-        finished_requests: ids that ended since the last step; None where nobody asked for them.
+        timestamp: seconds on the engine's clock; 0.0 becomes now on construction.
+        finished_requests: ids that ended since the last step. Where nobody asked for them, only
+            those that the engine aborted or refused; None is none.
         engine_index: which engine it comes from.
         scheduler_stats: how its scheduler stands; None where nobody asked.
         wave_complete: the wave of data-parallel engines that has ended.
@@ -237,12 +247,16 @@ class EngineCoreOutputs(
     """
 
     outputs: list[EngineCoreOutput] = []
-    timestamp: float = msgspec.field(default_factory=time.monotonic)
+    timestamp: float = 0.0
     finished_requests: set[str] | None = None
     engine_index: int = 0
     scheduler_stats: SchedulerStats | None = None
     wave_complete: int | None = None
     start_wave: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.timestamp == 0.0:
+            self.timestamp = time.monotonic()
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -275,6 +289,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
         error: with "error", what failed and who is to blame.
         error_kind: with "error", the name of the error's class, where the engine refused the
             request.
+        metrics: with its last output, how it went; None unless `stats.request_metrics` is on.
     """
 
     index: int
@@ -286,6 +301,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None
     error: str | None = None
     error_kind: str | None = None
+    metrics: RequestMetrics | None = None
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
@@ -309,3 +325,30 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
     num_cached_tokens: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
+
+    @property
+    def metrics(self) -> RequestMetrics | None:
+        """How its first completion went; see `CompletionOutput.metrics`."""
+        return self.outputs[0].metrics if self.outputs else None
+
+
+class PoolingRequestOutput(msgspec.Struct, kw_only=True):
+    """What a model that pools makes of one prompt.
+
+    Attributes:
+        request_id: the user's.
+        outputs: the result, of the task that `PoolingParams` names; None while there is none.
+        finished: whether it has ended.
+        finish_reason: as of a CompletionOutput.
+        error: with "error", what failed and who is to blame.
+        error_kind: with "error", the name of the error's class, where the engine refused the
+            request.
+    """
+
+    request_id: str
+    outputs: Any
+    prompt_token_ids: list[int]
+    finished: bool
+    finish_reason: str | None = None
+    error: str | None = None
+    error_kind: str | None = None

@@ -84,7 +84,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
         cached_requests: as differences.
         num_scheduled_tokens: per request id, at least 1.
         total_num_scheduled_tokens: their sum.
-        draft_token_ids: per request id, drafts to verify; part of its scheduled tokens.
+        draft_token_ids: per request id, drafts to verify; part of its scheduled tokens. Where they
+            are not known yet, NO_DRAFT keeps their places: the engine puts them in once the step
+            before is done, so that the plan comes back with them.
         encoder_inputs: per request id, indices of the features to encode in this step.
         freed_encoder_inputs: identifiers whose embeddings a worker forgets, before it encodes;
             each is told once, and a worker may never have had it.
@@ -202,8 +204,8 @@ class Scheduler(Component):
     """Hands out each step's token budget. Knows no phases: tokens computed and tokens wanted.
 
     The engine calls it from one thread. Each plan of `schedule` comes back once, in the order in
-    which they were made, to `update` or to `plan_lost`. Under `limits.asynchronous` further plans
-    may be made in between.
+    which they were made, to `update` or to `plan_lost`; where `update` raised or was interrupted,
+    to `plan_lost` after it. Under `limits.asynchronous` further plans may be made in between.
     """
 
     context: SchedulerContext

@@ -1,13 +1,19 @@
-"""Figures that an engine tells of itself."""
+"""Figures that an engine tells of itself and of its requests."""
 
 from __future__ import annotations
 
 import msgspec
 
-__all__ = ["PrefixCacheStats", "SchedulerStats"]
+__all__ = [
+    "FinishedRequest",
+    "IterationStats",
+    "PrefixCacheStats",
+    "RequestMetrics",
+    "SchedulerStats",
+]
 
 
-class PrefixCacheStats(msgspec.Struct, array_like=True):
+class PrefixCacheStats(msgspec.Struct, array_like=True, gc=False):
     """What the prefix cache did since the start.
 
     Attributes:
@@ -21,7 +27,7 @@ class PrefixCacheStats(msgspec.Struct, array_like=True):
     hit_tokens: int = 0
 
 
-class SchedulerStats(msgspec.Struct, array_like=True, kw_only=True):
+class SchedulerStats(msgspec.Struct, array_like=True, kw_only=True, gc=False):
     """How a scheduler stands now, with totals since the start.
 
     Attributes:
@@ -38,3 +44,74 @@ class SchedulerStats(msgspec.Struct, array_like=True, kw_only=True):
     num_preemptions: int = 0
     num_drafts: int = 0
     num_accepted_drafts: int = 0
+
+
+class RequestMetrics(msgspec.Struct, kw_only=True, frozen=True):
+    """How one completion of a prompt went; durations are in seconds.
+
+    Those in the engine are taken on its clock, the others on the frontend's. None is what it did
+    not come to, as far as the frontend was told.
+
+    Attributes:
+        num_cached_tokens: prompt tokens that needed no computing.
+        num_generation_tokens: output tokens, as the user has them.
+        num_preemptions: how often it lost its blocks to others.
+        queue_seconds: in the engine, from its coming to its first step.
+        prefill_seconds: in the engine, from its first step to its first token.
+        decode_seconds: in the engine, from its first token to its last.
+        time_to_first_token: in the frontend, from the request's arrival.
+        e2e_seconds: in the frontend, from the request's arrival to its end.
+    """
+
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_preemptions: int = 0
+    queue_seconds: float | None = None
+    prefill_seconds: float | None = None
+    decode_seconds: float | None = None
+    time_to_first_token: float | None = None
+    e2e_seconds: float | None = None
+
+
+class FinishedRequest(msgspec.Struct, kw_only=True, frozen=True):
+    """A completion that ended.
+
+    Attributes:
+        request_id: the user's.
+        finish_reason: "stop", "length", "abort", "error", "repetition" or "timeout".
+        tags: the request's own.
+    """
+
+    request_id: str
+    finish_reason: str
+    tags: dict[str, str]
+    metrics: RequestMetrics
+
+
+class IterationStats(msgspec.Struct, kw_only=True):
+    """What one batch of an engine's outputs brought. Each completion counts as a request.
+
+    Attributes:
+        engine_index: which engine it comes from.
+        num_prompt_tokens: of prompts whose first token came.
+        num_cached_tokens: those of them that needed no computing.
+        num_generation_tokens: new output tokens, as users have them.
+        num_preemptions: how often requests lost their blocks.
+        time_to_first_token: seconds from arrival, of each request whose first token came; on the
+            frontend's clock.
+        inter_token_latency: seconds between two outputs of a request that brought tokens, usually
+            one; on the engine's clock.
+        finished: requests that ended, in this batch or without one since the last.
+        scheduler: how the scheduler stood afterwards; None where the engine did not say.
+    """
+
+    engine_index: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_preemptions: int = 0
+    time_to_first_token: list[float] = []
+    inter_token_latency: list[float] = []
+    finished: list[FinishedRequest] = []
+    scheduler: SchedulerStats | None = None

@@ -56,7 +56,8 @@ def convert(
     try:
         plain = msgspec.to_builtins(value, str_keys=False, enc_hook=_scalar)
     except TypeError as cause:
-        raise error(f"{join_path(path) or 'value'}: expected plain data: {cause}") from None
+        where = _odd_path(value, path) or "value"
+        raise error(f"{where}: expected plain data: {cause}") from None
     for where, number in _numbers(plain, path):
         if isinstance(number, float) and not math.isfinite(number):
             raise error(f"{where}: expected a finite number, got {number}")
@@ -107,6 +108,27 @@ def _scalar(value: Any) -> Any:
     if callable(item := getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:
         return item()
     raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} is none")
+
+
+def _odd_path(value: Any, path: str) -> str:
+    """Return the path of the innermost part that is no plain data."""
+    for step, part in _parts(value):
+        try:
+            msgspec.to_builtins(part, str_keys=False, enc_hook=_scalar)
+        except TypeError:
+            return _odd_path(part, join_path(path, step))
+    return path
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a value holds, with the step that leads there."""
+    if isinstance(value, msgspec.Struct):
+        for field in value.__struct_fields__:
+            yield field, getattr(value, field)
+    elif isinstance(value, dict):
+        yield from ((str(key), item) for key, item in value.items())
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from ((f"[{index}]", item) for index, item in enumerate(value))
 
 
 def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:

@@ -120,6 +120,12 @@ class SchedulerSuite(SchedulingSuiteBase):
         sometimes = ("grammars", "timeouts", "asynchronous")
         self._situation(80, always=("swaps",), sometimes=sometimes, events=("swap", "abort"))
 
+    def test_pauses(self) -> None:
+        """Some requests get no tokens for a while, or nobody does."""
+        sometimes = ("asynchronous", "transfers", "drafts", "grammars", "timeouts")
+        events = ("pause_new", "pause_all", "resume", "abort", "advance", "reset_all")
+        self._situation(200, always=("pauses",), sometimes=sometimes, events=events)
+
     def test_together(self) -> None:
         """Everything at once."""
         self._situation(300, sometimes=tuple(FEATURES), events=EVENTS)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hardpoint.plugins import BlockIds, Request, RequestError, SchedulerOutput
+from hardpoint.plugins import BlockIds, GrammarBitmask, Request, RequestError, SchedulerOutput
 
 from .scheduling_rules import TRANSFER
 
@@ -138,6 +138,11 @@ class ScriptedConnector:
                 )
             self._told.discard(request_id)
 
+    @property
+    def busy(self) -> bool:
+        """Whether the next plan carries work."""
+        return bool(self._work.loads or self._work.saves)
+
     def concerns(self, request_id: str) -> bool:
         """Whether the next plan carries work for a request."""
         work = self._work
@@ -216,3 +221,7 @@ class ScriptedGrammars:
         if script.fails:
             raise RequestError(f"grammar: that of {request.request_id!r} cannot be compiled")
         return True
+
+    def bitmask(self, plan: SchedulerOutput) -> GrammarBitmask | None:  # noqa: ARG002
+        """Return None: a scheduler does not ask, and every token is allowed."""
+        return None

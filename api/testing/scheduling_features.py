@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from hardpoint.plugins import (
     HardpointError,
     LoRARequest,
     MultiModalFeature,
+    PauseState,
     RepetitionDetection,
     Scheduler,
 )
@@ -28,11 +29,18 @@ class Feature:
         settings: fields of RigSettings that ask for it.
         request: fields of a request that ask for it.
         method: of Scheduler, which it has to override.
+        call: what it must do without a NotImplementedError.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     request: Mapping[str, Any] = field(default_factory=dict)
     method: str | None = None
+    call: Callable[[Scheduler], object] | None = None
+
+
+def _pause(scheduler: Scheduler) -> None:
+    for state in PauseState:
+        scheduler.set_pause(state)
 
 
 FEATURES: dict[str, Feature] = {
@@ -63,6 +71,7 @@ FEATURES: dict[str, Feature] = {
     "faults": Feature(),
     "resets": Feature(method="reset_prefix_cache"),
     "swaps": Feature(method="set_policy"),
+    "pauses": Feature(call=_pause),
 }
 
 
@@ -122,7 +131,18 @@ def _refusal(scheduler: type[Scheduler], options: Mapping[str, Any], *names: str
         ):
             return f"it has no {feature.method}"
     try:
-        SchedulerRig(scheduler, **settings).add("a", [1, 2, 3], **request)
+        rig = SchedulerRig(scheduler, **settings)
+        rig.add("a", [1, 2, 3], **request)
+        return _refused_call(rig.scheduler, names)
     except HardpointError as refusal:
+        return str(refusal)
+
+
+def _refused_call(scheduler: Scheduler, names: tuple[str, ...]) -> str | None:
+    calls = [call for name in names if (call := FEATURES[name].call) is not None]
+    try:
+        for call in calls:
+            call(scheduler)
+    except NotImplementedError as refusal:
         return str(refusal)
     return None

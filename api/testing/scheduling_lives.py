@@ -53,6 +53,7 @@ class Life:
             the same id.
         reported: whether `finished_requests` told its client of it.
         ran: whether a plan had it.
+        loaded: whether the scheduler was told that a connector has loaded what it had.
         cached: tokens that its first plan said are computed.
     """
 
@@ -68,6 +69,7 @@ class Life:
     perhaps_told: bool = False
     reported: bool = False
     ran: bool = False
+    loaded: bool = False
     cached: int | None = None
     num_cached_tokens: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -83,6 +85,11 @@ class Life:
     def ended(self) -> bool:
         """Whether its last output was delivered."""
         return self.finish_reason is not None
+
+    def is_late(self, now: float) -> bool:
+        """Whether its deadline has passed."""
+        timeout = self.source.timeout
+        return timeout is not None and self.source.arrival_time + timeout <= now
 
     @property
     def may_have_ended(self) -> bool:

@@ -17,6 +17,7 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     FinishReason,
     ModelRunnerOutput,
+    PauseState,
     SamplingParams,
     Scheduler,
     SchedulerContext,
@@ -29,6 +30,7 @@ from .scheduling_checks import check_plan, check_record
 from .scheduling_collaborators import ScriptedConnector, ScriptedGrammars
 from .scheduling_kv import WatchedKVCache
 from .scheduling_lives import Life, Script, expected_reply
+from .scheduling_pauses import check_idle, check_paused_plan, never_idle
 from .scheduling_roll import Roll
 from .scheduling_rules import FINISHED, GRAMMAR, LIMITS, PLAN, PROGRESS, RECORD, TRANSFER
 from .scheduling_settings import PolicySource, RigSettings, make_policy
@@ -58,6 +60,7 @@ class SchedulerRig:
         worker: plays executor and workers.
         policy, ledger: the scheduling policy, under watch, and what it was told.
         policy_faults: what the scheduler said of the policy.
+        paused: what `pause` was given last.
         roll: of all requests.
         plans: all of them, in order.
         records: one per plan.
@@ -86,6 +89,7 @@ class SchedulerRig:
         self.worker = ScriptedWorker(settings.windows, settings.block_size, self.next_token)
         self.policy, self.ledger = watched(make_policy(settings.policy))
         self.policy_faults: list[str] = []
+        self.paused = PauseState.UNPAUSED
         self.roll = Roll(report_finished=settings.report_finished)
         self.plans: list[SchedulerOutput] = []
         self.records: list[StepRecord] = []
@@ -229,6 +233,8 @@ class SchedulerRig:
         for request_id in result.faults:
             if (life := self.live.get(request_id)) is not None:
                 life.excuses.add(FinishReason.ERROR)
+        for request_id in result.kv_loaded & set(self.live):
+            self.live[request_id].loaded = True
         self._take(outputs)
         check_standing(self)
         if self.settings.num_draft_tokens:
@@ -267,11 +273,28 @@ class SchedulerRig:
         self.policy, self.ledger = new, ledger
         check_standing(self)
 
+    def pause(self, state: PauseState) -> None:
+        """Let only some requests have tokens from the next plan on, or all of them again."""
+        self.scheduler.set_pause(state)
+        self.paused = state
+        check_standing(self)
+
     def run(self, max_steps: int | None = None) -> dict[str, list[int]]:
         """Take steps until nothing is left to do, then check that nothing is left over.
 
         Returns:
             The tokens of each request.
+
+        Raises:
+            BrokenRule: it takes more than `max_steps` steps, by default `bound`; or a pause holds
+                requests yet.
+        """
+        self.settle(max_steps)
+        self.check()
+        return self.outputs
+
+    def settle(self, max_steps: int | None = None) -> None:
+        """Take steps until nothing is left to do; whom a pause holds stays.
 
         Raises:
             BrokenRule: it takes more than `max_steps` steps, by default `bound`.
@@ -282,6 +305,8 @@ class SchedulerRig:
             if not (self.scheduler.has_requests() or self.worker.transfers.busy):
                 self.deliver()
                 continue
+            if taken >= most and self.paused is not PauseState.UNPAUSED:
+                raise never_idle(self, taken)
             if taken >= most:
                 raise PROGRESS.broken(
                     f"after {taken} steps {sorted(self.live)} have not ended, of which "
@@ -291,8 +316,7 @@ class SchedulerRig:
                 )
             self.step()
             taken += 1
-        self.check()
-        return self.outputs
+        check_idle(self)
 
     @property
     def bound(self) -> int:
@@ -358,6 +382,7 @@ class SchedulerRig:
             raise PLAN.broken(f"step {plan.step} follows step {self.plans[-1].step}")
         self.plans.append(plan)
         check_plan(plan, self.limits, live, self._proposed)
+        check_paused_plan(self, plan)
         for request_id in (*plan.num_scheduled_tokens, *plan.preempted_request_ids):
             self._proposed.pop(request_id, None)
         self.roll.take_plan(plan)

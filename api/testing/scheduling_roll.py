@@ -35,8 +35,7 @@ class Roll:
         """Excuse those whose deadline has passed; return the others that live."""
         live = {}
         for name, life in self.live.items():
-            timeout = life.source.timeout
-            if timeout is not None and life.source.arrival_time + timeout <= now:
+            if life.is_late(now):
                 life.excuses.add(FinishReason.TIMEOUT)
             else:
                 live[name] = life

@@ -17,6 +17,7 @@ __all__ = [
     "GRAMMAR",
     "LIMITS",
     "OUTPUTS",
+    "PAUSE",
     "PLAN",
     "POLICY",
     "POOL",
@@ -132,6 +133,10 @@ EVICTION = Rule(
 GRAMMAR = Rule(
     "grammars: nobody runs before its grammar is ready, and each place is told",
     "ask Grammars.ready before admission, and list exactly the requests that use one",
+)
+PAUSE = Rule(
+    "pause: whom a pause holds gets no tokens, and after it everybody gets theirs",
+    "look at the state that set_pause was given wherever a request gets tokens",
 )
 REFUSAL = Rule(
     "refusals: what could never run is refused at once, and everything else runs",

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hardpoint.plugins import (
     LoRARequest,
     MultiModalFeature,
+    PauseState,
     RepetitionDetection,
     RequestError,
     Scheduler,
@@ -35,6 +36,9 @@ EVENTS = (
     "reset",
     "reset_all",
     "swap",
+    "pause_new",
+    "pause_all",
+    "resume",
 )
 """What may happen beside arrivals and steps."""
 
@@ -72,6 +76,8 @@ class Scenario:
 def play(scheduler: type[Scheduler], scenario: Scenario, **settings: Any) -> SchedulerRig:
     """Let it all happen, then run until everything has ended; return the rig.
 
+    A pause that lasts to the end of the events is complete, nothing left to do, before it is over.
+
     Args:
         scheduler: the class.
         scenario: what happens.
@@ -92,8 +98,11 @@ def play(scheduler: type[Scheduler], scenario: Scenario, **settings: Any) -> Sch
             elif name in ("abort", "abort_between") and rig.live:
                 names = sorted(rig.live)
                 _act(rig, name, names[argument % len(names)], lines)
+            elif name == "resume":
+                _resume(rig, lines, complete=argument)
             elif name not in ("add", "abort", "abort_between"):
                 _act(rig, name, argument, lines)
+        _resume(rig, lines, complete=True)
         lines.append("rig.run()")
         rig.run()
     return rig
@@ -143,6 +152,15 @@ def _act(rig: SchedulerRig, name: str, argument: Any, lines: list[str]) -> None:
     _ACTIONS[name](rig, argument)
 
 
+def _resume(rig: SchedulerRig, lines: list[str], *, complete: bool) -> None:
+    """End a pause, if there is one; if `complete`, once nothing is left to do."""
+    if rig.paused is PauseState.UNPAUSED:
+        return
+    if complete:
+        _act(rig, "settle", None, lines)
+    _act(rig, "resume", None, lines)
+
+
 def _abort_between(rig: SchedulerRig, argument: Any) -> None:
     rig.start()
     rig.abort(argument)
@@ -160,6 +178,10 @@ _ACTIONS: dict[str, Callable[[SchedulerRig, Any], Any]] = {
     "reset": lambda rig, _: rig.reset(),
     "reset_all": lambda rig, _: rig.reset(recompute_running=True),
     "swap": lambda rig, name: rig.swap(name),
+    "pause_new": lambda rig, _: rig.pause(PauseState.PAUSED_NEW),
+    "pause_all": lambda rig, _: rig.pause(PauseState.PAUSED_ALL),
+    "settle": lambda rig, _: rig.settle(),
+    "resume": lambda rig, _: rig.pause(PauseState.UNPAUSED),
 }
 _LINES = {
     "step": "rig.step()",
@@ -171,6 +193,10 @@ _LINES = {
     "reset": "rig.reset()",
     "reset_all": "rig.reset(recompute_running=True)",
     "swap": "rig.swap({!r})",
+    "pause_new": "rig.pause(PauseState.PAUSED_NEW)",
+    "pause_all": "rig.pause(PauseState.PAUSED_ALL)",
+    "settle": "rig.settle()",
+    "resume": "rig.pause(PauseState.UNPAUSED)",
 }
 
 
@@ -239,7 +265,9 @@ def victims(draw: st.DrawFn) -> Scenario:
 
 
 def _needs(event: str) -> set[str]:
-    return {"reset": {"resets"}, "reset_all": {"resets"}, "swap": {"swaps"}}.get(event, set())
+    kinds = {"reset": "resets", "swap": "swaps", "pause": "pauses", "resume": "pauses"}
+    kind = kinds.get(event.partition("_")[0])
+    return {kind} if kind else set()
 
 
 def _event(name: str, policies: tuple[Any, ...]) -> st.SearchStrategy[Event]:
@@ -247,6 +275,8 @@ def _event(name: str, policies: tuple[Any, ...]) -> st.SearchStrategy[Event]:
         return st.tuples(st.just(name), st.integers(0, 3))
     if name == "advance":
         return st.tuples(st.just(name), st.sampled_from([1.0, 4.0]))
+    if name == "resume":
+        return st.tuples(st.just(name), st.booleans())
     if name == "swap":
         return st.tuples(st.just(name), st.sampled_from(policies))
     return st.just((name, None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hardpoint.plugins import (
+    PauseState,
     RequestError,
     Scheduler,
     SchedulerOutput,
@@ -13,6 +14,7 @@ from hardpoint.plugins import (
 )
 
 from .scheduling_lives import Life
+from .scheduling_pauses import check_pause
 from .scheduling_rules import BOOKS, FINISHED, PLAN, POLICY, POOL, RECORD, WAITING
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ def check_standing(rig: SchedulerRig, plan: SchedulerOutput | None = None) -> No
     """
     rig.kv_cache.check()
     _check_counts(rig)
+    check_pause(rig)
     if rig.settings.asks_policy:
         _check_ledger(rig)
     if plan is None:
@@ -82,7 +85,8 @@ def _check_counts(rig: SchedulerRig) -> None:
         raise BOOKS.broken(
             f"num_unfinished_requests is {count}, {len(live)} requests are live: {sorted(live)}"
         )
-    if (live or rig.roll.untold) and not rig.scheduler.has_requests():
+    unpaused = rig.paused is PauseState.UNPAUSED
+    if unpaused and (live or rig.roll.untold) and not rig.scheduler.has_requests():
         what = f"{sorted(live)} are live" if live else f"{sorted(rig.roll.untold)} are to be told"
         raise BOOKS.broken(f"has_requests() is False, but {what}")
     stats = rig.scheduler.stats()
@@ -184,6 +188,7 @@ def _check_reason(rig: SchedulerRig, life: Life, reason: WaitReason) -> None:
         WaitingFor.RESULTS: rig.settings.asynchronous and name in rig.worker.rows,
         WaitingFor.SLOT: len(rig.worker.rows) >= rig.limits.max_num_seqs,
         WaitingFor.NEXT_STEP: name not in rig.worker.rows,
+        WaitingFor.PAUSED: rig.paused is not PauseState.UNPAUSED,
     }
     if not fits.get(reason.waiting_for, True):
         raise WAITING.broken(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from hardpoint.builtin_plugins.hf_config import model_config, token_ids
+from hardpoint.builtin_plugins.hf_config import default_sampling, model_config, token_ids
 from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightLoader
 
 __all__ = ["SafetensorsLoader", "read_json", "read_model_config"]
@@ -98,15 +98,15 @@ def read_model_config(path: Path) -> ModelConfig:
     hf, source = read_json(path), f"{path.parent.name}/{path.name}"
     generation_path = path.parent / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
-    eos = token_ids(
-        generation.get("eos_token_id"), "eos_token_id", f"{path.parent.name}/{generation_path.name}"
-    )
+    generation_source = f"{path.parent.name}/{generation_path.name}"
+    eos = token_ids(generation.get("eos_token_id"), "eos_token_id", generation_source)
     dtype = hf.get("dtype") or hf.get("torch_dtype")
     return model_config(
         hf,
         source,
         eos_token_ids=eos or token_ids(hf.get("eos_token_id"), "eos_token_id", source),
         dtype=str(dtype) if dtype else None,
+        sampling=default_sampling(generation, generation_source),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
@@ -17,6 +16,7 @@ from hardpoint.plugins import (
     Op,
     Phase,
     PrepareContext,
+    ReasoningMarkers,
     Rows,
     SparseLogitsProcessor,
 )
@@ -212,10 +212,8 @@ def _after_prompt(rules: _Rules, prompt: Sequence[int]) -> ThinkingState:
     start marker begins thinking anew.
     """
     start, end = rules.start, rules.end
-    opened, closed = _end_of_last(start.tokens, prompt), _end_of_last(end.tokens, prompt)
-    left = None
-    if opened > closed or (opened == closed > 0 and len(start) > len(end)):
-        left = max(rules.budget - (len(prompt) - opened), 0)
+    since = ReasoningMarkers(start.tokens, end.tokens).thinking_since(prompt)
+    left = None if since is None else max(rules.budget - (len(prompt) - since), 0)
     return _state(rules, left, _progress(start, prompt), _progress(end, prompt))
 
 
@@ -231,13 +229,3 @@ def _progress(marker: _Marker, tokens: Sequence[int]) -> int:
     for token in tokens[max(len(tokens) - len(marker) + 1, 0) :]:
         progress = marker.steps[progress].get(token, 0)
     return progress
-
-
-def _end_of_last(marker: Sequence[int], tokens: Sequence[int]) -> int:
-    """Return the index behind the marker's last occurrence; 0 if it does not occur."""
-    needle, text = array("q", marker).tobytes(), array("q", tokens).tobytes()
-    width = array("q").itemsize
-    found = text.rfind(needle)
-    while found > 0 and found % width:  # equal bytes, but across tokens
-        found = text.rfind(needle, 0, found + len(needle) - 1)
-    return found // width + len(marker) if found >= 0 else 0

@@ -197,6 +197,7 @@ def _place(
 ) -> _Outcome:
     """Find tokens, encoder room and blocks for a request, then let it run."""
     limits = books.limits
+    brought = request.loading if request.request_id in books.loaded else external
     computed = request.num_computed_tokens or prefix.num_tokens + external
     tokens = _wanted(request, computed)
     if 0 < limits.long_prefill_token_threshold < tokens:
@@ -219,7 +220,7 @@ def _place(
     if features:
         take_features(books, request, features, step)
     if request.num_cached_tokens < 0:
-        request.num_cached_tokens = computed
+        request.num_cached_tokens, request.num_external_tokens = computed, brought
     return _Outcome.ADMITTED
 
 

@@ -203,6 +203,7 @@ class Books:
             finish_reason=reason,
             error=error,
             events=request.events,
+            trace_headers=request.source.trace_headers,
         )
         self.finish(request, output)
         return output

@@ -21,7 +21,8 @@ class LiveRequest(Request):
     Attributes:
         loading: tokens that a connector was last asked to load beside the steps.
         no_loading: whether a load of it was in vain, so that it computes everything itself.
-        told_cached: whether an output told how many tokens were cached.
+        num_external_tokens: of the cached ones, those that a connector brought.
+        told_prefill: whether an output told how its prompt was computed.
         longest: prompt and output tokens at which it ends.
     """
 
@@ -35,7 +36,8 @@ class LiveRequest(Request):
         "longest",
         "lora",
         "no_loading",
-        "told_cached",
+        "num_external_tokens",
+        "told_prefill",
     )
 
     def __init__(self, source: EngineCoreRequest, order: int, max_model_len: int) -> None:
@@ -47,7 +49,8 @@ class LiveRequest(Request):
         self.lora = source.lora
         self.loading = 0
         self.no_loading = False
-        self.told_cached = False
+        self.num_external_tokens = 0
+        self.told_prefill = False
         room = params.max_tokens if params.max_tokens is not None else max_model_len
         self.longest = min(self.num_prompt_tokens + room, max_model_len)
         self._eos = frozenset(source.eos_token_ids)
@@ -57,6 +60,12 @@ class LiveRequest(Request):
     def note(self, event: EngineCoreEventType, now: float) -> None:
         """Remember an event for the next output."""
         self.events.append(EngineCoreEvent(event, now))
+
+    def count_as_computed(self, valid: int) -> None:
+        """Take it that of what was cached or brought, only the first `valid` tokens were there."""
+        lost = max(self.num_cached_tokens - valid, 0)
+        self.num_cached_tokens -= lost
+        self.num_external_tokens = max(self.num_external_tokens - lost, 0)
 
     def ends_with(self, token: int) -> FinishReason | None:
         """Return why the request ends with the token that was just appended, if it does."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hardpoint.plugins import (
     EngineCoreOutput,
     FinishReason,
     ModelRunnerOutput,
+    PrefillStats,
     RequestFault,
     RequestStatus,
 )
@@ -39,7 +42,7 @@ def take_results(
     plan = planned.plan
     asynchronous = books.limits.asynchronous
     sampled = result.sampled_token_ids
-    rare = bool(result.faults or result.logprobs or result.prompt_logprobs)
+    rare = _is_rare(result)
     computed = planned.computed_before() if result.prompt_logprobs else {}
     outputs: list[tuple[int, EngineCoreOutput]] = []
     for place, request in enumerate(planned.requests):
@@ -61,21 +64,33 @@ def take_results(
             if asynchronous:
                 request.num_output_placeholders -= len(tokens)
             output = _take_tokens(books, request, tokens)
+        elif rare and request_id in result.pooler_output:
+            output = _take_pooled(books, request, result.pooler_output[request_id])
         if rare:
             output = _with_logprobs(request, computed.get(request_id, 0), result, output)
+            if output is not None:
+                output.num_nans_in_logits = result.num_nans_in_logits.get(request_id, 0)
+                output.routed_experts = result.routed_experts.get(request_id)
         if output is not None:
             outputs.append((request.client_index, output))
     return outputs
 
 
+def _is_rare(result: ModelRunnerOutput) -> bool:
+    """Whether there is more to look at than sampled tokens."""
+    return bool(
+        result.faults
+        or result.logprobs
+        or result.prompt_logprobs
+        or result.num_nans_in_logits
+        or result.pooler_output
+        or result.routed_experts
+    )
+
+
 def _take_tokens(books: Books, request: LiveRequest, tokens: list[int]) -> EngineCoreOutput:
     """Append sampled tokens up to the one that ends the request, if one does."""
-    output = EngineCoreOutput(request_id=request.request_id, new_token_ids=tokens)
-    if not request.told_cached:
-        request.told_cached = True
-        output.num_cached_tokens = max(request.num_cached_tokens, 0)
-    if request.events:
-        output.events, request.events = request.events, []
+    output = _begin_output(request, tokens)
     for count, token in enumerate(tokens, 1):
         request.append(token)
         reason = request.ends_with(token)
@@ -87,6 +102,34 @@ def _take_tokens(books: Books, request: LiveRequest, tokens: list[int]) -> Engin
                 output.new_token_ids = tokens[:count]
             books.finish(request, output)
             break
+    return output
+
+
+def _take_pooled(books: Books, request: LiveRequest, pooled: Any) -> EngineCoreOutput:
+    """End a request that pools: its prompt is computed, and it gives no tokens."""
+    output = _begin_output(request, [])
+    output.pooling_output = pooled
+    output.finish_reason = FinishReason.STOP
+    books.finish(request, output)
+    return output
+
+
+def _begin_output(request: LiveRequest, tokens: list[int]) -> EngineCoreOutput:
+    """Return the output of a step that computed all known tokens of a request."""
+    output = EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=tokens,
+        trace_headers=request.source.trace_headers,
+    )
+    if not request.told_prefill:
+        request.told_prefill = True
+        cached = max(request.num_cached_tokens, 0)
+        output.num_cached_tokens = cached
+        output.prefill_stats = PrefillStats(
+            request.num_prompt_tokens, cached, request.num_external_tokens
+        )
+    if request.events:
+        output.events, request.events = request.events, []
     return output
 
 
@@ -114,7 +157,9 @@ def _with_logprobs(
         fresh = prompt_logprobs[max(request.num_prompt_logprobs - first, 0) :]
         request.num_prompt_logprobs += len(fresh)
         if fresh:
-            output = output or EngineCoreOutput(request_id=request.request_id)
+            output = output or EngineCoreOutput(
+                request_id=request.request_id, trace_headers=request.source.trace_headers
+            )
             output.prompt_logprobs = fresh
     return output
 

@@ -141,10 +141,11 @@ class DefaultScheduler(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """Append what was sampled and end the requests that are done."""
         books, now = self._books, self.context.clock()
-        planned = self._planned.pop(plan.step)
+        planned = self._planned[plan.step]
         if result.invalid_block_ids or result.kv_loaded or result.kv_saved:
-            take_transfers(books, result, [planned, *self._planned.values()], now)
+            take_transfers(books, result, list(self._planned.values()), now)
         outputs = take_results(books, planned, result, self._drafts)
+        del self._planned[plan.step]  # not before: who interrupts this gives the plan up after it
         if books.ended:
             outputs = books.ended + outputs
             books.ended = []
@@ -152,7 +153,9 @@ class DefaultScheduler(Scheduler):
 
     def plan_lost(self, plan: SchedulerOutput) -> None:
         """Tell again what the plan told, and compute its requests anew."""
-        lost = self._planned.pop(plan.step)
+        lost = self._planned.pop(plan.step, None)
+        if lost is None:  # all its results were taken
+            return
         later = list(self._planned.values())
         lose_plan(self._books, lost, later, self.context.clock())
 

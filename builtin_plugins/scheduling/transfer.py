@@ -111,6 +111,7 @@ def _recompute_invalid(books: Books, invalid: frozenset[int], now: float) -> Non
         request.no_loading = True
         valid = min(places) * books.cache.block_size
         books.discard_from(request, valid)
+        request.count_as_computed(valid)
         if request.status is RequestStatus.RUNNING:
             books.preempt(request, now)
         elif request.status is RequestStatus.WAITING_FOR_REMOTE_KV:

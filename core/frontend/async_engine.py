@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import itertools
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
@@ -91,6 +90,7 @@ class AsyncEngine:
         try:
             while not finished:
                 output = await collector.get()
+                assert isinstance(output, RequestOutput)  # nothing that pools was added
                 refused = next((c for c in output.outputs if c.error_kind is not None), None)
                 if refused is not None:
                     raise error_of(refused.error_kind, refused.error)
@@ -104,6 +104,7 @@ class AsyncEngine:
         """End requests, by the user's or internal ids; they yield what they have, and end."""
         await self._ready()
         self._send_aborts(self._frontend.abort([ids] if isinstance(ids, str) else ids))
+        self._turns.look()
 
     async def _submit(
         self,
@@ -132,7 +133,7 @@ class AsyncEngine:
             collector.kind = submission.children[0].params.output_kind
             try:
                 for child in submission.children:
-                    await self._turns.sent(functools.partial(self._offer, self._client, child))
+                    await self._send(self._client, child)
             except EngineDeadError:
                 self._forget(submission, FinishReason.ERROR)
                 if attempt or not self._restarter.enabled:
@@ -155,10 +156,12 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._tokenisers, self._frontend.input.tokenise, text)
 
-    def _offer(self, client: ProcessClient, request: EngineCoreRequest) -> bool:
-        """Send a request if the engine takes it now; return whether there is nothing left to do."""
-        ended = not self._frontend.output.is_live(request.request_id)
-        return ended or client.offer_request(request)
+    async def _send(self, client: ProcessClient, request: EngineCoreRequest) -> None:
+        """Send a request, unless it ends before the engine takes it."""
+        await self._turns.sent(
+            lambda: client.offer_request(request),
+            lambda: not self._frontend.output.is_live(request.request_id),
+        )
 
     def _forget(self, submission: Submission, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request that nobody waits for any more."""
@@ -167,6 +170,10 @@ class AsyncEngine:
     def _send_aborts(self, ids: list[str]) -> None:
         if ids and not self._closed and self._restart is None and self.dead_error is None:
             self._client.abort_requests(ids)
+
+    def default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of a request that brings none: what the model's files recommend."""
+        return self._frontend.input.default_params()
 
     @property
     def engine_pid(self) -> int:

@@ -6,6 +6,8 @@ import asyncio
 
 from hardpoint.plugins import CompletionOutput, RequestOutput, RequestOutputKind
 
+from .parent_request import AnyOutput
+
 __all__ = ["RequestOutputCollector"]
 
 
@@ -13,27 +15,30 @@ class RequestOutputCollector:
     """Holds at most one output of a request, however slow its consumer is.
 
     Deltas that nobody has taken yet become one; of other kinds, the newest of each completion
-    stands. For the thread of one event loop, and one consumer.
+    stands, and of pooled outputs the newest. For the thread of one event loop, and one consumer.
+
+    Attributes:
+        kind: of the request's outputs; to be set before the first of them comes.
     """
 
-    def __init__(self, kind: RequestOutputKind) -> None:
-        """`kind` is that of the request's outputs."""
-        self._delta = kind is RequestOutputKind.DELTA
-        self._held: RequestOutput | Exception | None = None
+    def __init__(self, kind: RequestOutputKind = RequestOutputKind.CUMULATIVE) -> None:
+        """Hold nothing."""
+        self.kind = kind
+        self._held: AnyOutput | Exception | None = None
         self._there = asyncio.Event()
 
-    def put(self, item: RequestOutput | Exception) -> None:
+    def put(self, item: AnyOutput | Exception) -> None:
         """Take an output, or the error that ends the request; nothing comes after an error."""
         held = self._held
         if isinstance(held, Exception):
             return
-        if held is None or isinstance(item, Exception):
+        if isinstance(held, RequestOutput) and isinstance(item, RequestOutput):
+            self._merge(held, item)
+        else:
             self._held = item
             self._there.set()
-        else:
-            self._merge(held, item)
 
-    async def get(self) -> RequestOutput:
+    async def get(self) -> AnyOutput:
         """Wait for what is new.
 
         Raises:
@@ -44,7 +49,7 @@ class RequestOutputCollector:
         assert output is not None  # `put` sets the event, and only after it has put something
         return output
 
-    def get_nowait(self) -> RequestOutput | None:
+    def get_nowait(self) -> AnyOutput | None:
         """Return what is new, None if nothing is.
 
         Raises:
@@ -58,15 +63,16 @@ class RequestOutputCollector:
 
     def _merge(self, held: RequestOutput, new: RequestOutput) -> None:
         """Make one output of the one that is held and a new one."""
+        delta = self.kind is RequestOutputKind.DELTA
         there = {completion.index: completion for completion in held.outputs}
         for completion in new.outputs:
-            if self._delta and completion.index in there:
+            if delta and completion.index in there:
                 _append(there[completion.index], completion)
             else:
                 there[completion.index] = completion
         held.outputs = [there[index] for index in sorted(there)]
         held.finished = new.finished
-        if not self._delta or held.prompt_logprobs is None:
+        if not delta or held.prompt_logprobs is None:
             held.prompt_logprobs = new.prompt_logprobs
         elif new.prompt_logprobs is not None:
             held.prompt_logprobs += new.prompt_logprobs
@@ -85,3 +91,4 @@ def _append(held: CompletionOutput, new: CompletionOutput) -> None:
     held.cumulative_logprob = new.cumulative_logprob
     held.finish_reason, held.stop_reason = new.finish_reason, new.stop_reason
     held.error, held.error_kind = new.error, new.error_kind
+    held.metrics = new.metrics

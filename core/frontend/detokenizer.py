@@ -29,6 +29,7 @@ class Detokenizer:
         self._stops = params.stop_strings
         self._longest_stop = max(map(len, self._stops), default=0)
         self._pending: list[int] = []
+        self._begin = 0
         self.text = ""
         self.stop_string: str | None = None
 
@@ -67,6 +68,15 @@ class Detokenizer:
             if self._stops:
                 self._find_stop(before)
 
+    def resume(self, prompt_token_ids: Sequence[int]) -> None:
+        """Take it that more of the prompt follows what there is; its end counts as at the start."""
+        self._stream = self._tokenizer.decode_stream(
+            prompt_token_ids, skip_special_tokens=self._params.skip_special_tokens
+        )
+        self._pending.clear()
+        self._begin = len(self.text)
+        self.stop_string = None
+
     def certain_length(self, *, finished: bool) -> int:
         """Return how much of `text` no stop string can take back any more."""
         if finished or self._longest_stop <= 1 or self._params.include_stop_str_in_output:
@@ -75,7 +85,7 @@ class Detokenizer:
 
     def _find_stop(self, before: int) -> bool:
         """Look for the first stop string that ends in the text after `before`; cut there."""
-        start = max(0, before - self._longest_stop + 1)
+        start = max(self._begin, before - self._longest_stop + 1)
         found = [
             (place, stop) for stop in self._stops if (place := self.text.find(stop, start)) >= 0
         ]

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from hardpoint.plugins import (
     Component,
     EngineConfig,
-    EngineCoreOutput,
+    EngineCoreOutputs,
     EngineCoreRequest,
+    FinishReason,
     ModelConfig,
     Origins,
     PluginFaultError,
@@ -34,9 +33,12 @@ from ..change_policy import change_policy
 from ..client import EngineCoreClient
 from .input_processor import NO_EXTRAS, InputProcessor, Prompt, RequestExtras
 from .output_processor import OutputProcessor, ProcessedOutputs
-from .parent_request import OutputSink, ParentRequest
+from .parent_request import AnyOutput, OutputSink, ParentRequest
 from .plugin_arguments import PluginArguments
 from .plugin_health import Health, PluginHealth
+from .ready_made import ReadyMade
+from .statistics import Statistics
+from .text_check import check_text
 
 __all__ = ["EngineParts", "Frontend", "Submission", "Taken"]
 
@@ -49,8 +51,10 @@ class EngineParts:
 
     Attributes:
         config: with `max_model_len` and `kv_cache.num_blocks` filled in.
+        supported_tasks: what the engine's model can do, such as "generate".
         components: closed with the engine, last one first.
         clock: seconds; gives requests their arrival times.
+        statistics: closed with the engine; None where nobody asks for figures.
     """
 
     config: EngineConfig
@@ -61,8 +65,10 @@ class EngineParts:
     tokenizer: Tokenizer
     reasoning: ReasoningParser | None
     client: EngineCoreClient
+    supported_tasks: tuple[str, ...]
     components: Sequence[Component]
     clock: Callable[[], float]
+    statistics: Statistics | None = None
 
     def with_policy(self, use: str, options: Mapping[str, Any]) -> EngineParts:
         """Return the parts with another scheduling policy, in the next generation of the manifest.
@@ -95,12 +101,16 @@ class Taken:
         aborts: internal ids of requests that the engine is to end.
     """
 
-    request_outputs: list[RequestOutput]
+    request_outputs: list[AnyOutput]
     aborts: list[str]
 
 
 class Frontend:
-    """Checks and registers requests, and turns outputs into what users see. Talks to no engine."""
+    """Checks and registers requests, and turns outputs into what users see. Talks to no engine.
+
+    Attributes:
+        statistics: whoever takes outputs records and reports; None where nobody asks for figures.
+    """
 
     def __init__(self, parts: EngineParts) -> None:
         """Prepare; the caller closes the parts."""
@@ -108,6 +118,7 @@ class Frontend:
         assert isinstance(config.max_model_len, int)
         self._plugins, self._hooks = parts.plugins, parts.hooks
         self._clock = parts.clock
+        self._tasks = parts.supported_tasks
         self._components = parts.components
         self._health = PluginHealth(parts.plugins, config.plugins.quarantine_after)
         self._arguments = PluginArguments(
@@ -125,7 +136,11 @@ class Frontend:
             seed=config.seed,
             in_process=parts.client.in_process,
         )
-        self.output = OutputProcessor(parts.tokenizer, config.engine.stream_interval)
+        self.statistics = parts.statistics
+        self.output = OutputProcessor(
+            parts.tokenizer, config.engine.stream_interval, parts.statistics
+        )
+        self._ready_made = ReadyMade(self.input, parts.model_config.vocab_size)
         self._random_ids = config.engine.random_request_ids
         if not self._random_ids:
             _log.warning("engine.random_request_ids is off: two live requests cannot share an id")
@@ -139,6 +154,7 @@ class Frontend:
         *,
         sink: OutputSink | None = None,
         token_ids: list[int] | None = None,
+        arrived: float | None = None,
     ) -> Submission:
         """Check a prompt and register its requests.
 
@@ -146,35 +162,43 @@ class Frontend:
             prompt: or a request that was made elsewhere, which is taken as it is.
             sink: where its outputs go.
             token_ids: of a prompt given as text, if it was tokenised already.
+            arrived: when it came, on the clock of the parts; None is now.
 
         Raises:
             RequestError: something is wrong; nothing was registered.
         """
         if not isinstance(request_id, str):
             raise RequestError(f"request_id: expected a string, got {type(request_id).__name__}")
+        check_text(request_id, "request_id")
+        self._check_task("generate")
+        arrived = self._clock() if arrived is None else arrived
         if isinstance(prompt, EngineCoreRequest):
-            request, text = _ready_made(prompt, params, extras), None
+            request, text = self._ready_made.take(prompt, params, extras), None
         else:
             request, text = self.input.process(
                 request_id,
                 prompt,
-                SamplingParams() if params is None else params,
+                self.input.default_params() if params is None else params,
                 extras,
-                arrival_time=self._clock(),
+                arrival_time=arrived,
                 token_ids=token_ids,
             )
-        internal_id = self._internal_id(request_id, request.params.n)
-        parent = ParentRequest(request_id, internal_id, request.params.n, sink)
+            arrived = request.arrival_time
+        n = request.params.n if request.pooling_params is None else 1
+        internal_id = self._internal_id(request_id, n)
+        parent = ParentRequest(request_id, internal_id, n, sink)
         children = parent.children(request)
         for child in children:
             self._received(child)
         for child in children:
-            self.output.add_request(child, text, parent)
+            self.output.add_request(child, text, parent, arrived)
         return Submission(parent, children)
 
-    def take(self, outputs: Sequence[EngineCoreOutput]) -> Taken:
+    def take(self, batch: EngineCoreOutputs) -> Taken:
         """Take a batch of outputs; those of requests with a sink go there."""
-        return self._shown(self.output.process(outputs))
+        if self.statistics is not None:
+            self.statistics.begin(batch)
+        return self._shown(self.output.process(batch.outputs))
 
     def abort(self, ids: Iterable[str]) -> list[str]:
         """End requests by the user's or internal ids; sinks are given what there is so far.
@@ -184,20 +208,25 @@ class Frontend:
         """
         return self._shown(self.output.abort(self.output.live_of(ids))).aborts
 
-    def forget(self, ids: Iterable[str]) -> list[str]:
+    def forget(self, ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[str]:
         """End requests by the user's or internal ids; they give no more outputs.
+
+        Args:
+            reason: for statistics.
 
         Returns:
             Internal ids that the engine is to end.
         """
         live = self.output.live_of(ids)
-        self.output.drop(live)
+        self.output.drop(live, reason)
         return live
 
     def fail_all(self, error: Callable[[], Exception]) -> None:
-        """End every request; each sink gets an error of its own."""
+        """End every request, since the engine is gone; each sink gets an error of its own."""
         parents = self.output.parents()
-        self.output.drop(self.output.live_ids())
+        self.output.drop(self.output.live_ids(), FinishReason.ERROR)
+        if self.statistics is not None:
+            self.statistics.engine_gone()
         for parent in parents:
             if parent.sink is not None:
                 parent.sink(error())
@@ -215,6 +244,8 @@ class Frontend:
 
     def health(self, fallbacks: dict[str, StepFault], restarts: int = 0) -> Health:
         """Return which plugins failed, with what the engine tells of its own."""
+        if self.statistics is not None:
+            fallbacks = fallbacks | self.statistics.faults()
         return self._health.report(fallbacks, restarts)
 
     def close(self, close_client: Callable[[], None]) -> None:
@@ -222,8 +253,16 @@ class Frontend:
         with contextlib.ExitStack() as stack:
             for component in self._components:
                 stack.callback(component.close)
+            if self.statistics is not None:
+                stack.callback(self.statistics.close, self.output.figures())
             stack.callback(close_client)
             stack.callback(self._hooks.call, "engine_closing")
+
+    def _check_task(self, task: str) -> None:
+        if task not in self._tasks:
+            raise RequestError(
+                f"{task}: this model cannot do it; it can: {', '.join(self._tasks) or 'nothing'}"
+            )
 
     def _internal_id(self, request_id: str, n: int) -> str:
         """Return an id that no live request has.
@@ -246,9 +285,9 @@ class Frontend:
     def _shown(self, processed: ProcessedOutputs) -> Taken:
         for fault in processed.faults:
             self._health.record(*fault)
-        outputs = []
+        outputs: list[AnyOutput] = []
         for parent, output in processed.request_outputs:
-            if output.finished:
+            if output.finished and isinstance(output, RequestOutput):
                 self._finished(output)
             if parent.sink is None:
                 outputs.append(output)
@@ -263,7 +302,7 @@ class Frontend:
             cause = fault.__cause__
             message = str(cause) if isinstance(cause, ValueError) else str(fault)
             raise RequestError(message) from fault
-        self._arguments.check_names(request.plugin_args)
+        self._arguments.check(request.plugin_args)
 
     def _finished(self, output: RequestOutput) -> None:
         try:
@@ -271,21 +310,3 @@ class Frontend:
         except PluginFaultError as fault:
             for completion in output.outputs:
                 completion.finish_reason, completion.error = "error", str(fault)
-
-
-def _ready_made(
-    request: EngineCoreRequest, params: SamplingParams | None, extras: RequestExtras
-) -> EngineCoreRequest:
-    """Return a copy of a request that was made elsewhere.
-
-    Raises:
-        RequestError: it has an external id already, or something is said twice.
-    """
-    if request.external_req_id is not None:
-        raise RequestError(
-            f"external_req_id: expected None, for the frontend gives it, "
-            f"got {request.external_req_id!r}"
-        )
-    if params is not None or extras != NO_EXTRAS:
-        raise RequestError("sampling_params: a ready-made EngineCoreRequest brings its own")
-    return msgspec.structs.replace(request)

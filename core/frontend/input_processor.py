@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -19,11 +18,10 @@ from hardpoint.plugins import (
 )
 
 from .plugin_arguments import PluginArguments
+from .prompts import Prompt, ReadPrompt, checked_ids, read_prompt
+from .text_check import check_params_text, check_text
 
 __all__ = ["NO_EXTRAS", "InputProcessor", "Prompt", "RequestExtras"]
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
 
 
 class RequestExtras(typed.Strict):
@@ -35,12 +33,16 @@ class RequestExtras(typed.Strict):
             runs or waits; None is never.
         tags: free words about it, such as {"tenant": "acme"}; for policies and sinks.
         cache_salt: requests with different salts never share cached prompts.
+        arrival_time: seconds on the engine's clock, which is `time.monotonic`; None is now.
+        trace_headers: of the trace that it belongs to.
     """
 
     priority: int = 0
     timeout: Annotated[float, Meta(gt=0)] | None = None
     tags: dict[str, str] = {}
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    arrival_time: float | None = None
+    trace_headers: dict[str, str] | None = None
 
 
 NO_EXTRAS = RequestExtras()
@@ -72,6 +74,13 @@ class InputProcessor:
         self._arguments = arguments
         self._eos_token_ids = sorted({*model_config.eos_token_ids, *tokenizer.eos_token_ids})
         self._random = random.Random(seed) if seed is not None else random.SystemRandom()
+        self._default_params: SamplingParams | None = None
+
+    def default_params(self) -> SamplingParams:
+        """Return the parameters of a request that brings none: what the model's files recommend."""
+        if self._default_params is None:
+            self._default_params = SamplingParams(**self._model_config.default_sampling)
+        return self._default_params
 
     def process(
         self,
@@ -83,10 +92,62 @@ class InputProcessor:
         arrival_time: float = 0.0,
         token_ids: list[int] | None = None,
     ) -> tuple[EngineCoreRequest, str | None]:
-        """Return the request and the prompt's text, if it was given as text.
+        """Return the request and the prompt's text, if that is known.
+
+        What `extras` say wins over what a prompt that was made ready elsewhere says.
 
         Args:
+            arrival_time: seconds on the engine's clock, where neither says it.
             token_ids: of a prompt given as text, from `tokenise`; None tokenises it here.
+
+        Raises:
+            RequestError: naming the field, its value and what would be right.
+        """
+        params = self.checked(params)
+        extras = typed.convert(extras, RequestExtras, path="", error=RequestError)
+        check_text(extras.tags, "tags")
+        check_text(extras.trace_headers, "trace_headers")
+        given = read_prompt(prompt)
+        salt = given.cache_salt if extras.cache_salt is None else extras.cache_salt
+        check_text(salt, "cache_salt")
+        times = (extras.arrival_time, given.arrival_time, arrival_time)
+        token_ids = self._tokens(given, token_ids)
+        params = self._completed(params, len(token_ids))
+        eos = [] if params.ignore_eos else self._eos_token_ids
+        request = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            eos_token_ids=list(eos),
+            arrival_time=next(time for time in times if time is not None),
+            priority=extras.priority,
+            timeout=extras.timeout,
+            tags=extras.tags,
+            cache_salt=salt,
+            trace_headers=extras.trace_headers,
+            reasoning_ended=self._arguments.reasoning_ended(token_ids),
+        )
+        request.plugin_args = self._arguments.resolve(request)
+        # The arguments travel resolved; the originals would only travel twice.
+        request.params = msgspec.structs.replace(params, plugin_args={})
+        return request, given.text
+
+    def text_of(self, prompt: Prompt) -> str | None:
+        """Return the text that is to be tokenised, None if there is none."""
+        given = read_prompt(prompt)
+        return given.text if given.token_ids is None else None
+
+    def tokenise(self, text: str) -> list[int]:
+        """Return a text's tokens. May be called in any thread, one call at a time.
+
+        Raises:
+            RequestError: it is none that UTF-8 can hold.
+        """
+        check_text(text, "prompt")
+        return self._tokenizer.encode(text)
+
+    def checked(self, params: SamplingParams) -> SamplingParams:
+        """Return equal parameters whose every field was checked, also against the model.
 
         Raises:
             RequestError: naming the field, its value and what would be right.
@@ -95,39 +156,8 @@ class InputProcessor:
             raise RequestError(
                 f"sampling_params: expected SamplingParams, got {type(params).__name__}"
             )
-        params = self._checked(params)
-        extras = typed.convert(extras, RequestExtras, path="", error=RequestError)
-        text, token_ids = self._tokens(prompt, token_ids)
-        params = self._completed(params, len(token_ids))
-        eos = [] if params.ignore_eos else self._eos_token_ids
-        request = EngineCoreRequest(
-            request_id=request_id,
-            prompt_token_ids=token_ids,
-            params=params,
-            eos_token_ids=list(eos),
-            arrival_time=arrival_time,
-            priority=extras.priority,
-            timeout=extras.timeout,
-            tags=extras.tags,
-            cache_salt=extras.cache_salt,
-        )
-        request.plugin_args = self._arguments.resolve(request)
-        # The arguments travel resolved; the originals would only travel twice.
-        request.params = msgspec.structs.replace(params, plugin_args={})
-        return request, text
-
-    def text_of(self, prompt: Prompt) -> str | None:
-        """Return the text that is to be tokenised, None if there is none."""
-        if isinstance(prompt, Mapping):
-            prompt = self._from_mapping(prompt)
-        return prompt if isinstance(prompt, str) else None
-
-    def tokenise(self, text: str) -> list[int]:
-        """Return a text's tokens. May be called in any thread, one call at a time."""
-        return self._tokenizer.encode(text)
-
-    def _checked(self, params: SamplingParams) -> SamplingParams:
         params = params.checked()
+        check_params_text(params)
         if params.logits_processors and not self._in_process:
             raise RequestError(
                 "logits_processors: callables cannot travel to an engine in a process of its own; "
@@ -162,15 +192,11 @@ class InputProcessor:
             seed=self._random.getrandbits(63) if params.seed is None else params.seed,
         )
 
-    def _tokens(self, prompt: Prompt, token_ids: list[int] | None) -> tuple[str | None, list[int]]:
-        text: str | None = None
-        if isinstance(prompt, Mapping):
-            prompt = self._from_mapping(prompt)
-        if isinstance(prompt, str):
-            text = prompt
-            token_ids = self.tokenise(text) if token_ids is None else token_ids
-        else:
-            token_ids = self._checked_ids(prompt)
+    def _tokens(self, given: ReadPrompt, token_ids: list[int] | None) -> list[int]:
+        if given.token_ids is not None or given.text is None:
+            token_ids = checked_ids(given.token_ids, self._model_config.vocab_size)
+        elif token_ids is None:
+            token_ids = self.tokenise(given.text)
         if not token_ids:
             raise RequestError("prompt: expected at least one token, got an empty prompt")
         longest = self._max_model_len - 1
@@ -179,30 +205,4 @@ class InputProcessor:
                 f"prompt: expected at most {longest} tokens (max_model_len {self._max_model_len} "
                 f"less one to generate), got {len(token_ids)}"
             )
-        return text, token_ids
-
-    def _from_mapping(self, prompt: Mapping[str, Any]) -> str | Sequence[int]:
-        keys = [key for key in ("prompt", "prompt_token_ids") if key in prompt]
-        if len(keys) != 1 or len(prompt) != 1:
-            raise RequestError(
-                "prompt: expected a mapping with either 'prompt' or 'prompt_token_ids', "
-                f"got the keys {sorted(map(str, prompt))}"
-            )
-        value: str | Sequence[int] = prompt[keys[0]]
-        if keys[0] == "prompt" and not isinstance(value, str):
-            raise RequestError(f"prompt: expected a string, got {type(value).__name__}")
-        return value
-
-    def _checked_ids(self, token_ids: Any) -> list[int]:
-        if not isinstance(token_ids, Sequence) or isinstance(token_ids, bytes | bytearray):
-            raise RequestError(
-                f"prompt: expected text or a list of token ids, got {type(token_ids).__name__}"
-            )
-        vocab_size = self._model_config.vocab_size
-        for index, token in enumerate(token_ids):
-            if type(token) is not int or not 0 <= token < vocab_size:
-                raise RequestError(
-                    f"prompt_token_ids[{index}]: expected a whole number from 0 to "
-                    f"{vocab_size - 1}, got {token!r}"
-                )
-        return list(token_ids)
+        return token_ids

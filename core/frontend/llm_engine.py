@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn, TypeGuard
 
 from hardpoint.plugins import (
     EngineClosedError,
@@ -13,6 +13,7 @@ from hardpoint.plugins import (
     EngineDeadError,
     EngineTimeoutError,
     FinishReason,
+    HardpointError,
     Manifest,
     PluginFaultError,
     SamplingParams,
@@ -21,6 +22,7 @@ from hardpoint.plugins import (
 )
 
 from ..blame import blamed
+from ..engine_sockets import dead
 from .frontend import EngineParts, Frontend
 from .input_processor import NO_EXTRAS, Prompt, RequestExtras
 from .parent_request import AnyOutput
@@ -71,7 +73,9 @@ class LLMEngine:
             OverloadedError: as many requests wait as may. Where the engine runs in a process of
                 its own, it says so with the request's first output.
             EngineClosedError: the engine was closed.
-            EngineDeadError: its process is gone.
+            EngineDeadError: it is gone, or has ended by this; an EngineFaultError if a plugin is
+                to blame.
+            EngineTimeoutError: its process takes no messages.
         """
         self._check_open()
         submission = self._frontend.submit(request_id, prompt, params, extras)
@@ -80,9 +84,8 @@ class LLMEngine:
                 self._client.add_request(child)
         except BaseException as error:
             self._forget([submission.parent.internal_id], FinishReason.ERROR)
-            if isinstance(error, Exception):
-                named = blamed(error, self.parts.plugins)
-                raise named from (error if named is not error else error.__cause__)
+            if _ends_engine(error):
+                self._fail(error)
             raise
         return submission.parent.internal_id
 
@@ -110,7 +113,7 @@ class LLMEngine:
                 it takes; an engine that hangs is then for `engine.watchdog_exits` to end.
 
         Raises:
-            EngineDeadError: the engine's process is gone.
+            EngineDeadError: the engine has ended; an EngineFaultError if a plugin is to blame.
             EngineTimeoutError: it gave no outputs in time.
         """
         self._check_open()
@@ -120,14 +123,12 @@ class LLMEngine:
         try:
             outputs = self._client.get_output(wait=waits, timeout=timeout)
         except Exception as error:
-            self._end()
-            named = blamed(error, self.parts.plugins)
-            raise named from (error if named is not error else error.__cause__)
+            self._fail(error)
         except BaseException:
             self._abort_all()
             raise
         if outputs is None:
-            raise EngineTimeoutError(f"the engine gave no outputs within {timeout} s")
+            raise EngineTimeoutError(f"the engine gave no outputs within {timeout:g} s")
         taken = self._frontend.take(outputs)
         if taken.aborts:
             self._client.abort_requests(taken.aborts)
@@ -192,6 +193,10 @@ class LLMEngine:
                 with contextlib.suppress(EngineDeadError):  # it was told of that already
                     self.is_paused = self._client.call_utility("is_paused")
 
+    def default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of a request that brings none: what the model's files recommend."""
+        return self._frontend.input.default_params()
+
     def health(self) -> Health:
         """Return which plugins failed, what that ended, and which are quarantined."""
         if not self._closed:
@@ -208,9 +213,8 @@ class LLMEngine:
         """Have statistics call the sinks; a fault that ends the engine does so."""
         try:
             sinks()
-        except PluginFaultError:
-            self._end()
-            raise
+        except PluginFaultError as error:
+            self._fail(error)
 
     def _forget(self, request_ids: Iterable[str], reason: FinishReason) -> None:
         if not self._closed:  # closing ended them all
@@ -218,6 +222,15 @@ class LLMEngine:
 
     def _abort_all(self, reason: FinishReason = FinishReason.ABORT) -> None:
         self._forget(self._frontend.output.live_ids(), reason)
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """End, and say so as if the engine had a process of its own."""
+        self._end()
+        named = blamed(error, self.parts.plugins)
+        if named is not error:
+            named.__cause__ = error
+        told = dead(named)
+        raise told from told.__cause__
 
     def _end(self) -> None:
         """Abort what is live and close, after an error that nothing contains."""
@@ -230,3 +243,10 @@ class LLMEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError("the engine is closed")
+
+
+def _ends_engine(error: BaseException) -> TypeGuard[Exception]:
+    """Whether an error is more than a refusal, or word of an end that has come already."""
+    if isinstance(error, PluginFaultError):
+        return not isinstance(error, EngineDeadError)
+    return isinstance(error, Exception) and not isinstance(error, HardpointError)

@@ -9,14 +9,18 @@ from hardpoint.plugins import (
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
-    RequestOutput,
+    RequestError,
     Tokenizer,
 )
 
-from .parent_request import ParentRequest
+from .parent_request import AnyOutput, ParentRequest
+from .pooling_state import PoolingState
 from .request_state import RequestState
+from .statistics import RequestFigures, Statistics
 
 __all__ = ["OutputProcessor", "ProcessedOutputs"]
+
+_State = RequestState | PoolingState
 
 
 @dataclass
@@ -30,7 +34,7 @@ class ProcessedOutputs:
         faults: (plugin, the request's internal id, message) of requests that a plugin ended.
     """
 
-    request_outputs: list[tuple[ParentRequest, RequestOutput]] = field(default_factory=list)
+    request_outputs: list[tuple[ParentRequest, AnyOutput]] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     faults: list[tuple[str, str, str]] = field(default_factory=list)
 
@@ -42,28 +46,59 @@ class OutputProcessor:
     that they gave it, which several live ones may share, or by its internal one.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stream_interval: int = 1) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stream_interval: int = 1,
+        statistics: Statistics | None = None,
+    ) -> None:
         """The tokenizer gives every text.
 
         Args:
             stream_interval: outputs between the first and the last wait for so many new tokens.
+            statistics: is told of every output and every end.
         """
         self._tokenizer = tokenizer
+        self._statistics = statistics
         self._stream_interval = stream_interval
-        self._states: dict[str, RequestState] = {}
+        self._states: dict[str, _State] = {}
         self._by_parent: dict[str, list[str]] = {}
         self._by_external: dict[str, list[str]] = {}
 
     def add_request(
-        self, request: EngineCoreRequest, prompt: str | None, parent: ParentRequest
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        parent: ParentRequest,
+        arrived: float = 0.0,
     ) -> None:
-        """Register a request; to be done before the engine gets it."""
+        """Register a request, or more of the prompt of one; to be done before the engine gets it.
+
+        Args:
+            arrived: seconds on the frontend's clock; for statistics.
+
+        Raises:
+            RequestError: nothing may follow the prompt of the live request of that id.
+        """
         request_id = request.request_id
-        self._states[request_id] = RequestState(
-            request, prompt, parent, self._tokenizer, self._stream_interval
-        )
+        if (known := self._states.get(request_id)) is not None:
+            if known.parts is None:
+                raise RequestError(f"request_id: {request_id!r} is the id of a live request")
+            known.parts.add(request, prompt)
+            return
+        state = self._new_state(request, prompt, parent)
+        if self._statistics is not None:
+            state.figures = RequestFigures(request, arrived)
+        self._states[request_id] = state
         self._by_parent.setdefault(parent.internal_id, []).append(request_id)
         self._by_external.setdefault(parent.request_id, []).append(request_id)
+
+    def _new_state(
+        self, request: EngineCoreRequest, prompt: str | None, parent: ParentRequest
+    ) -> _State:
+        if request.pooling_params is not None:
+            return PoolingState(request, parent)
+        return RequestState(request, prompt, parent, self._tokenizer, self._stream_interval)
 
     def num_unfinished_requests(self) -> int:
         """Return the number of registered requests."""
@@ -99,13 +134,23 @@ class OutputProcessor:
         """Return every live prompt."""
         return list({id(s.parent): s.parent for s in self._states.values()}.values())
 
-    def drop(self, request_ids: Iterable[str]) -> None:
-        """Forget requests by internal ids; they give no more outputs."""
+    def figures(self) -> list[RequestFigures]:
+        """Return those of every live request, for statistics."""
+        return [state.figures for state in list(self._states.values()) if state.figures is not None]
+
+    def drop(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> None:
+        """Forget requests by internal ids; they give no more outputs.
+
+        Args:
+            reason: why they ended, for statistics.
+        """
         for request_id in request_ids:
             state = self._states.pop(request_id, None)
             if state is not None:
                 _remove(self._by_parent, state.parent.internal_id, request_id)
                 _remove(self._by_external, state.parent.request_id, request_id)
+                if self._statistics is not None and state.figures is not None:
+                    self._statistics.ended(state.figures, reason)
 
     def abort(self, request_ids: Iterable[str]) -> ProcessedOutputs:
         """End requests by internal ids; return what they have so far."""
@@ -113,15 +158,16 @@ class OutputProcessor:
         for request_id in request_ids:
             if state := self._states.get(request_id):
                 state.end(FinishReason.ABORT)
+                self.drop([request_id], state.finish_reason or FinishReason.ABORT)
                 if (request_output := state.output()) is not None:
                     processed.request_outputs.append((state.parent, request_output))
-                self.drop([request_id])
                 processed.aborts.append(request_id)
         return processed
 
     def process(self, outputs: Sequence[EngineCoreOutput]) -> ProcessedOutputs:
         """Take a batch; the only loop over it. Unknown ids are skipped: they were aborted."""
         processed = ProcessedOutputs()
+        statistics = self._statistics
         for output in outputs:
             state = self._states.get(output.request_id)
             if state is None:
@@ -129,24 +175,33 @@ class OutputProcessor:
             if output.error_kind is not None:
                 self._refused(state, output, processed)
                 continue
+            parts = state.parts
+            if parts is not None and parts.skips(output):
+                continue
             state.update(output)
+            if statistics is not None and state.figures is not None:
+                statistics.took(state.figures, output, state.num_tokens)
             if output.faulty_plugin is not None:
                 fault = (output.faulty_plugin, state.parent.internal_id, output.error or "")
                 processed.faults.append(fault)
-            if state.finish_reason is not None:
-                self.drop([output.request_id])
+            reason = state.finish_reason
+            if reason is not None and (parts is None or not parts.ends_one(reason)):
+                parts = None
+                self.drop([output.request_id], reason)
                 if not output.finished:
                     processed.aborts.append(output.request_id)
             if (request_output := state.output()) is not None:
                 processed.request_outputs.append((state.parent, request_output))
+            if reason is not None and parts is not None:
+                parts.over(in_engine=output.finished)
         return processed
 
     def _refused(
-        self, state: RequestState, output: EngineCoreOutput, processed: ProcessedOutputs
+        self, state: _State, output: EngineCoreOutput, processed: ProcessedOutputs
     ) -> None:
         """End a prompt of which a completion was refused: all of them run, or none."""
         family = self.live_of([output.request_id])
-        self.drop(family)
+        self.drop(family, FinishReason.ERROR)
         processed.aborts += [each for each in family if each != output.request_id]
         processed.request_outputs.append((state.parent, state.refused(output)))
 

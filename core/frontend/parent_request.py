@@ -7,11 +7,19 @@ from collections.abc import Callable
 
 import msgspec
 
-from hardpoint.plugins import CompletionOutput, EngineCoreRequest, RequestOutput
+from hardpoint.plugins import (
+    CompletionOutput,
+    EngineCoreRequest,
+    PoolingRequestOutput,
+    RequestOutput,
+)
 
-__all__ = ["OutputSink", "ParentRequest"]
+__all__ = ["AnyOutput", "OutputSink", "ParentRequest"]
 
-OutputSink = Callable[[RequestOutput | Exception], None]
+AnyOutput = RequestOutput | PoolingRequestOutput
+"""What users get."""
+
+OutputSink = Callable[[AnyOutput | Exception], None]
 """Takes a request's outputs, or the error that ends it."""
 
 
@@ -53,17 +61,20 @@ class ParentRequest:
         ]
 
     def gather(
-        self, completion: CompletionOutput, *, final_only: bool
+        self, completion: CompletionOutput, *, ended: bool, final_only: bool
     ) -> tuple[list[CompletionOutput], bool]:
         """Take a child's completion.
+
+        Args:
+            ended: nothing of it follows.
 
         Returns:
             Those that are to be shown now, by index: with `final_only`, nothing until every
             completion has ended, then all of them. And whether every one has ended.
         """
         if self._n == 1:
-            return [completion], completion.finish_reason is not None
-        if completion.finish_reason is not None:
+            return [completion], ended
+        if ended:
             self._finished[completion.index] = completion
         all_ended = len(self._finished) == self._n
         if not final_only:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from hardpoint.plugins import (
     PluginEntry,
     PluginSet,
     PrepareContext,
+    ReasoningMarkers,
     ReasoningParser,
     RequestError,
     SamplingParams,
@@ -69,6 +70,7 @@ class PluginArguments:
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
         self._reasoning = reasoning
+        self._markers: ReasoningMarkers | None = None
         self._processors = [
             _Processor(entry, cls, plugins.options(entry))
             for entry, cls in plugins.logits_processors()
@@ -93,6 +95,24 @@ class PluginArguments:
                 resolved[processor.entry.name] = msgspec.to_builtins(prepared, str_keys=False)
         return resolved
 
+    def reasoning_ended(self, prompt_token_ids: Sequence[int]) -> bool | None:
+        """Whether the last that a prompt says of thinking is that it ends; None without a parser.
+
+        Raises:
+            RequestError: the reasoning parser failed.
+        """
+        if self._reasoning is None:
+            return None
+        if self._markers is None:
+            try:
+                self._markers = self._reasoning.markers()
+            except Exception as cause:
+                raise RequestError(
+                    f"reasoning parser {self._reasoning.name!r}: its markers failed: "
+                    f"{type(cause).__name__}: {cause}"
+                ) from cause
+        return self._markers.ended(prompt_token_ids)
+
     def _given(self, processor: _Processor, params: SamplingParams) -> Any:
         """Return a processor's checked arguments, or None if the request does not use it."""
         name, cls = processor.entry.name, processor.cls
@@ -110,7 +130,7 @@ class PluginArguments:
             given, path = {}, f"plugin_args.{name}"
         else:
             return None
-        return typed.convert(given, cls.Arguments, path=path, error=RequestError)
+        return _converted(processor, given, path)
 
     def _wanted(self, processor: _Processor, params: SamplingParams) -> bool:
         """Whether a request uses a processor that it gives no arguments for."""
@@ -149,6 +169,18 @@ class PluginArguments:
             )
         return prepared
 
+    def check(self, plugin_args: Mapping[str, Any]) -> None:
+        """Check arguments that are resolved, for a hook may have changed them.
+
+        Raises:
+            RequestError: one is wrong, or belongs to no plugin that is on.
+        """
+        self.check_names(plugin_args)
+        for processor in self._processors:
+            name = processor.entry.name
+            if name in plugin_args:
+                _converted(processor, plugin_args[name], f"plugin_args.{name}")
+
     def check_names(self, plugin_args: Mapping[str, Any]) -> None:
         """Refuse arguments for a processor that is not on.
 
@@ -174,6 +206,18 @@ class PluginArguments:
                 f"{field}: no logits processor that is on honours it, so {value!r} would be "
                 f"ignored; enable one, or leave it at {getattr(_DEFAULTS, field)!r}"
             )
+
+
+def _converted(processor: _Processor, given: Any, path: str) -> Any:
+    """Return a processor's arguments, checked."""
+    try:
+        return typed.convert(given, processor.cls.Arguments, path=path, error=RequestError)
+    except RequestError:
+        raise
+    except Exception as cause:  # of the plugin's own check
+        raise RequestError(
+            f"{processor.entry.source}: its Arguments failed: {type(cause).__name__}: {cause}"
+        ) from cause
 
 
 def _set_fields(cls: type[LogitsPlugin], params: SamplingParams) -> dict[str, Any]:

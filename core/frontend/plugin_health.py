@@ -16,7 +16,8 @@ class Health(msgspec.Struct, frozen=True):
     Attributes:
         faults: by plugin name, how many distinct requests it ended.
         quarantined: by plugin name, its last fault; requests that use it are refused.
-        fallbacks: by plugin name, the decisions that the built-in default took in its place.
+        fallbacks: by plugin name, the decisions that the built-in default took in its place, and
+            the calls that nothing was lost by.
         restarts: how often a dead engine was started anew.
     """
 

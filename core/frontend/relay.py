@@ -3,35 +3,52 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable
 
+import msgspec
+
 from hardpoint.plugins import EngineCoreOutputs
 
+from ..merging import MergedOutputs
+
 __all__ = ["Relay"]
+
+_CHUNK = 64
+"""Outputs that are handed over at a time; others have the loop before the next ones."""
 
 Item = EngineCoreOutputs | Exception
 
 
 class Relay:
-    """Hands outputs and errors to a method in an event loop's thread.
+    """Hands outputs, and the error that ends them, to a method in an event loop's thread.
 
-    It does not keep the method's object alive. What comes before a loop is known waits for one.
+    It does not keep the method's object alive. What comes before a loop is known, or while the
+    loop is busy, waits here, merged: one entry per request.
     """
 
     def __init__(self) -> None:
         """Connect to nothing yet."""
         self._lock = threading.Lock()
-        self._early: list[Item] = []
+        self._waiting = MergedOutputs()
+        self._rest: EngineCoreOutputs | None = None  # of a batch that is handed over in chunks
+        self._end: Exception | None = None
+        self._scheduled = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._method: weakref.WeakMethod[Callable[[Relay, Item], None]] | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        """How many entries wait."""
+        return len(self._waiting) + (len(self._rest.outputs) if self._rest is not None else 0)
 
     @property
     def failure(self) -> Exception | None:
         """The end of the engine, if it came before `connect`."""
         with self._lock:
-            return next((item for item in self._early if isinstance(item, Exception)), None)
+            return self._end if self._loop is None else None
 
     def connect(
         self, loop: asyncio.AbstractEventLoop, method: Callable[[Relay, Item], None]
@@ -39,23 +56,48 @@ class Relay:
         """Hand over to a bound method, called with this relay and the item."""
         with self._lock:
             self._loop, self._method = loop, weakref.WeakMethod(method)
-            early, self._early = self._early, []
-        for item in early:
-            self(item)
+            wake = self._scheduled = self._has_more()
+        if wake:
+            loop.call_soon(self._deliver)
 
     def __call__(self, item: Item) -> None:
         """Take an item, in any thread."""
         with self._lock:
-            loop = self._loop
-            if loop is None:
-                self._early.append(item)
-                return
-        try:
-            loop.call_soon_threadsafe(self._deliver, item)
-        except RuntimeError:  # the loop is closed, so nobody waits any more
-            pass
+            if isinstance(item, Exception):
+                self._end = item
+            else:
+                self._waiting.put(item)
+            loop = None if self._scheduled else self._loop
+            self._scheduled = self._loop is not None
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # it is closed, so nobody waits any more
+                loop.call_soon_threadsafe(self._deliver)
 
-    def _deliver(self, item: Item) -> None:
+    def _deliver(self) -> None:
         method = self._method() if self._method is not None else None
-        if method is not None:
-            method(self, item)
+        if method is None:  # nobody is there to take anything, and nobody will be
+            return
+        with self._lock:
+            item = self._next()
+            more = self._scheduled = self._has_more()
+        try:
+            if item is not None:
+                method(self, item)
+        finally:
+            if more and self._loop is not None:
+                self._loop.call_soon(self._deliver)  # behind those whom this woke
+
+    def _has_more(self) -> bool:
+        return self._rest is not None or len(self._waiting) > 0 or self._end is not None
+
+    def _next(self) -> Item | None:
+        """Return some outputs; the end once there are none any more."""
+        batch = self._waiting.take() if self._rest is None else self._rest
+        self._rest = None
+        if batch is None:
+            end, self._end = self._end, None
+            return end
+        if len(batch.outputs) > _CHUNK:
+            self._rest = msgspec.structs.replace(batch, outputs=batch.outputs[_CHUNK:])
+            batch = msgspec.structs.replace(batch, outputs=batch.outputs[:_CHUNK])
+        return batch

@@ -19,12 +19,19 @@ from hardpoint.plugins import (
 
 from .detokenizer import Detokenizer
 from .parent_request import ParentRequest
+from .prompt_parts import PromptPart, PromptParts
+from .statistics import RequestFigures
 
 __all__ = ["RequestState"]
 
 
 class RequestState:
-    """One request's text, tokens and log-probabilities so far."""
+    """One request's text, tokens and log-probabilities so far.
+
+    Attributes:
+        figures: for statistics; None where nobody asks for them.
+        parts: where its prompt comes in parts; else None.
+    """
 
     def __init__(
         self,
@@ -43,8 +50,11 @@ class RequestState:
         params = request.params
         self.parent = parent
         self.finish_reason: FinishReason | None = None
+        self.figures: RequestFigures | None = None
+        self.parts = PromptParts(self._begin) if request.resumable else None
         self._request = request
         self._prompt = prompt
+        self._prompt_token_ids = request.prompt_token_ids
         self._tokenizer = tokenizer
         self._detokenizer = (
             Detokenizer(tokenizer, request.prompt_token_ids, params) if params.detokenize else None
@@ -73,6 +83,11 @@ class RequestState:
         """Which of the `n` completions this is."""
         return self._request.child_index
 
+    @property
+    def num_tokens(self) -> int:
+        """How many output tokens it has."""
+        return len(self._token_ids)
+
     def update(self, output: EngineCoreOutput) -> None:
         """Take one engine output."""
         new = output.new_token_ids
@@ -92,12 +107,10 @@ class RequestState:
             )
             if taken is not None:
                 new = new[:taken]
-                self.finish_reason = FinishReason.STOP
             elif output.finished:
                 self._detokenizer.finish()
             if self._detokenizer.stop_string is not None:
-                self.finish_reason = FinishReason.STOP
-                self._stop_reason = self._detokenizer.stop_string
+                self._stopped_by(self._detokenizer.stop_string)
         self._token_ids += new
         if output.logprobs:
             for entry in output.logprobs[: len(new)]:
@@ -106,12 +119,24 @@ class RequestState:
 
     def end(self, reason: FinishReason) -> None:
         """End the request without the engine."""
-        self.finish_reason = reason
+        self.finish_reason, self.parts = reason, None
         if self._detokenizer is not None:
             self._detokenizer.finish()
             if self._detokenizer.stop_string is not None:
-                self.finish_reason = FinishReason.STOP
-                self._stop_reason = self._detokenizer.stop_string
+                self._stopped_by(self._detokenizer.stop_string)
+
+    def _stopped_by(self, stop_string: str) -> None:
+        """The text is whole, so it is no matter what else would have ended it: but for a fault."""
+        if self.finish_reason is not FinishReason.ERROR:
+            self.finish_reason, self._stop_reason = FinishReason.STOP, stop_string
+
+    def _begin(self, part: PromptPart) -> None:
+        """Take it that the answer to another part of the prompt follows."""
+        self._prompt_token_ids = [*self._prompt_token_ids, *part.token_ids]
+        if part.text is not None:
+            self._prompt = (self._prompt or "") + part.text
+        if self._detokenizer is not None:
+            self._detokenizer.resume(self._prompt_token_ids)
 
     def refused(self, output: EngineCoreOutput) -> RequestOutput:
         """Return what the user is to see of a request that the engine refused."""
@@ -122,13 +147,15 @@ class RequestState:
             finish_reason=str(FinishReason.ERROR),
             error=output.error,
             error_kind=output.error_kind,
+            metrics=self.figures.metrics if self.figures is not None else None,
         )
         return self._to_user([completion], finished=True)
 
     def output(self) -> RequestOutput | None:
         """Return what the user is to see now, if anything."""
         finished = self.finish_reason is not None
-        if not finished and (self._final_only or self._holds_back()):
+        ended = finished and (self.parts is None or not self.parts.ends_one(self.finish_reason))
+        if (self._final_only and not ended) or (not finished and self._holds_back()):
             return None
         first_token, first_char = (self._sent_tokens, self._sent_chars) if self._delta else (0, 0)
         tokens = self._token_ids[first_token:]
@@ -147,9 +174,13 @@ class RequestState:
         if finished:
             completion.finish_reason = str(self.finish_reason)
             completion.stop_reason, completion.error = self._stop_reason, self._error
+            if self.figures is not None:
+                completion.metrics = self.figures.metrics
         self._sent_tokens = len(self._token_ids)
         self._sent_any = True
-        outputs, all_ended = self.parent.gather(completion, final_only=self._final_only)
+        outputs, all_ended = self.parent.gather(
+            completion, ended=ended, final_only=self._final_only
+        )
         if not outputs:
             return None
         shown = self._to_user(outputs, finished=all_ended)
@@ -167,7 +198,7 @@ class RequestState:
         return RequestOutput(
             request_id=self.parent.request_id,
             prompt=self._prompt,
-            prompt_token_ids=self._request.prompt_token_ids,
+            prompt_token_ids=self._prompt_token_ids,
             outputs=outputs,
             finished=finished,
             num_cached_tokens=self._num_cached_tokens,

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.plugins import Request
+from hardpoint.plugins import EngineCoreRequest, Request
 
 __all__ = ["NO_PARENT", "BlockHashes"]
 
@@ -59,6 +59,16 @@ class BlockHashes:
         if len(hashes) < num_blocks:
             self._extend(request, hashes)
         return hashes
+
+    def of_prompt(self, source: EngineCoreRequest) -> list[bytes]:
+        """Return the hashes of the blocks that a prompt fills. Safe in any thread."""
+        hashes: list[bytes] = []
+        self._extend(Request(source), hashes)
+        return hashes
+
+    def take(self, request: Request, hashes: list[bytes]) -> None:
+        """Have the hashes of a request's prompt, which were computed before; it had none yet."""
+        self._by_request.setdefault(request, hashes)
 
     def drop(self, request: Request) -> None:
         """Forget a request."""

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from hardpoint.core.step_faults import FaultReporter
-from hardpoint.plugins import EvictionPolicy, Request, RequestStatus
+from hardpoint.plugins import EngineCoreRequest, EvictionPolicy, Request, RequestStatus
 from hardpoint.plugins.kv_cache import (
     BlockIds,
     CachedPrefix,
@@ -120,6 +120,17 @@ class BlockManager:
         A window saves nothing here: one step may compute all tokens at once.
         """
         return -(-num_tokens // self.block_size) * len(self.groups)
+
+    def hash_prompt(self, source: EngineCoreRequest) -> list[bytes]:
+        """Return what `take_hashes` wants of a request; nothing without prefix caching.
+
+        Safe in any thread: it looks at nothing that changes.
+        """
+        return self._hashes.of_prompt(source) if self._caching else []
+
+    def take_hashes(self, request: Request, hashes: list[bytes]) -> None:
+        """Have what `hash_prompt` gave for a live request that holds nothing yet."""
+        self._hashes.take(request, hashes)
 
     def lookup(self, request: Request) -> CachedPrefix:
         """Return what the cache has of a request, leaving at least one token to compute."""

@@ -44,10 +44,12 @@ def size_cache(config: EngineConfig, max_model_len: int, info: WorkerInfo) -> Ca
 
 def _room(config: EngineConfig, per_request: int, info: WorkerInfo) -> tuple[int, str, str]:
     """Return how many blocks there may be, the path that says so, and the limit in words."""
-    cache = config.kv_cache
+    cache, enough = config.kv_cache, per_request * config.scheduler.max_num_seqs
     if cache.num_blocks is not None:
         path = "kv_cache.num_blocks"
         return cache.num_blocks, path, f"{path} = {cache.num_blocks}"
+    if not info.bytes_per_block:  # blocks without content take no memory
+        return enough, "max_model_len", "nothing"
     if cache.memory_bytes is not None:
         path = "kv_cache.memory_bytes"
         fitting = cache.memory_bytes // info.bytes_per_block
@@ -55,7 +57,7 @@ def _room(config: EngineConfig, per_request: int, info: WorkerInfo) -> tuple[int
     share = cache.memory_fraction or info.cache_share
     fitting = min(
         int(info.available_bytes * share) // info.bytes_per_block,
-        per_request * config.scheduler.max_num_seqs,
+        enough,
     )
     return (
         fitting,

@@ -12,12 +12,16 @@ import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 LENGTH = struct.Struct("!Q")
 """Every frame on the launch socket is preceded by its length in bytes."""
+
+LAUNCH_SECONDS = 120.0
+"""How long the parent may take to say what this process is to do."""
 
 _MOST_CHARACTERS = 16_000
 """Most of a message or a traceback that is reported, so that it fits the socket's buffer."""
@@ -36,8 +40,11 @@ def main(run: Callable[..., None] | None = None) -> None:
     channel = socket.socket(fileno=int(sys.argv[2]))
     channel.set_inheritable(False)
     try:
-        parent = _prepare(json.loads(_frame(channel)))
-        _serve(channel, parent, run)
+        deadline = time.monotonic() + LAUNCH_SECONDS
+        parent = _prepare(json.loads(_frame(channel, deadline)))
+        launch = _frame(channel, deadline)
+        channel.settimeout(None)
+        _serve(channel, parent, launch, run)
     except SystemExit:
         raise
     except BaseException as error:
@@ -45,14 +52,16 @@ def main(run: Callable[..., None] | None = None) -> None:
         sys.exit(1)
 
 
-def _serve(channel: socket.socket, parent: int, run: Callable[..., None] | None) -> None:
+def _serve(
+    channel: socket.socket, parent: int, launch: bytes, run: Callable[..., None] | None
+) -> None:
     from hardpoint.core.process.child import serve  # noqa: PLC0415 - found by the parent's path
 
     if run is None:
         from hardpoint.core.process.run import run_engine  # noqa: PLC0415
 
         run = run_engine
-    serve(channel, parent, _frame(channel), run)
+    serve(channel, parent, launch, run)
 
 
 def _prepare(interpreter: dict[str, Any]) -> int:
@@ -66,15 +75,21 @@ def _prepare(interpreter: dict[str, Any]) -> int:
     return int(interpreter["pid"])
 
 
-def _frame(channel: socket.socket) -> bytes:
-    (length,) = LENGTH.unpack(_read(channel, LENGTH.size))
-    return _read(channel, length)
+def _frame(channel: socket.socket, deadline: float) -> bytes:
+    (length,) = LENGTH.unpack(_read(channel, LENGTH.size, deadline))
+    return _read(channel, length, deadline)
 
 
-def _read(channel: socket.socket, size: int) -> bytes:
+def _read(channel: socket.socket, size: int, deadline: float) -> bytes:
     data = bytearray()
     while len(data) < size:
-        part = channel.recv(min(size - len(data), 1 << 20))
+        channel.settimeout(max(deadline - time.monotonic(), 0.001))
+        try:
+            part = channel.recv(min(size - len(data), 1 << 20))
+        except TimeoutError:
+            raise TimeoutError(
+                f"launch: expected {size} bytes within {LAUNCH_SECONDS:g} s, got {len(data)}"
+            ) from None
         if not part:
             sys.exit(1)  # the parent is gone, so nobody is left to be told
         data += part

@@ -27,7 +27,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine needs.
 
     Attributes:
-        address: where the parent waits for the handshake.
+        address: the EngineAddresses that the engine connects to, as JSON.
         manifest: the plugins, the same in every process.
         config: an EngineConfig as plain data.
         origins: by dotted path, where configuration values came from.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
-import signal
 import threading
 import time
-from types import FrameType
 
 import msgspec
 
@@ -16,19 +15,22 @@ from hardpoint.plugins import EngineConfig, Origins, PluginLoadError, PluginSet
 from hardpoint.plugins.discovery import discover
 
 from ..blame import blamed
-from ..build_core import build_core
+from ..build_core import BuiltCore, build_core
 from ..engine_io import EngineIO
 from ..engine_loop import EngineLoop, LoopOptions, LoopQueues
 from ..incoming import RequestCheck
 from ..outbox import Outbox
 from ..prepare import prepare_worker
 from ..wire import EngineAddresses, EngineCoreReadyResponse
+from ..worker.worker import WorkerSpec
 from .child import ParentWatch
+from .labels import engine_name, log_as, name_process
 from .launch import Launch
+from .signals import handle_signals, restore_signals
 
 __all__ = ["run_engine"]
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_log = logging.getLogger("hardpoint")
 
 _ABANDONED_SECONDS = 4.0  # to end in order, after the parent has gone
 
@@ -39,23 +41,38 @@ def run_engine(launch: Launch, watch: ParentWatch) -> None:
     Raises:
         HardpointError: the engine cannot be built; the parent raises it too.
     """
-    logging.basicConfig(format="%(levelname)s engine: %(message)s")
-    logging.getLogger("hardpoint").setLevel(launch.log_level)
+    name_process(engine_name(launch.engine_index))
+    log_as(launch.engine_index, launch.log_level)
     config = msgspec.convert(launch.config, EngineConfig)
     origins = Origins(launch.origins)
     plugins = PluginSet(launch.manifest)
     check_versions(plugins)
-    spec = prepare_worker(config, plugins, origins, lambda _what, _done, _total: None)
-    built = build_core(spec, plugins.hooks(), origins, time.monotonic)
+    with contextlib.ExitStack() as closing:  # each is closed, whatever another one raises
+        spec = prepare_worker(config, plugins, origins, lambda _what, _done, _total: None)
+        closing.callback(spec.loader.close)
+        built = build_core(spec, plugins.hooks(), origins, time.monotonic)
+        closing.callback(built.core.close)
+        _serve(launch, watch, spec, built, closing)
+
+
+def _serve(
+    launch: Launch,
+    watch: ParentWatch,
+    spec: WorkerSpec,
+    built: BuiltCore,
+    closing: contextlib.ExitStack,
+) -> None:
+    """Be there for clients. What is opened is closed with `closing`, clients are told then."""
     addresses = msgspec.json.decode(launch.address, type=EngineAddresses)
     queues = LoopQueues(output=Outbox(len(addresses.outputs)))
-    settings = config.engine
+    settings = spec.config.engine
     loop = EngineLoop(
         built.core,
         queues,
         LoopOptions(settings.drain_seconds, settings.watchdog_seconds, settings.watchdog_exits),
     )
-    _handle_signals(loop)
+    closing.callback(restore_signals)
+    handle_signals(loop)
     gone = threading.Event()
 
     def abandon() -> None:
@@ -65,38 +82,36 @@ def run_engine(launch: Launch, watch: ParentWatch) -> None:
 
     watch.on_gone(abandon, grace_s=_ABANDONED_SECONDS)
     identity = launch.engine_index.to_bytes(2, "little")
-    io = EngineIO(identity, addresses, queues, RequestCheck(spec.model_config.vocab_size))
+    check = RequestCheck(spec.model_config.vocab_size, launch.engine_index)
+    io = EngineIO(identity, addresses, queues, check, hash_prompt=built.core.hash_prompt)
     gc.collect()
     gc.freeze()  # what lives as long as the engine need not be looked at again
-    io.start(EngineCoreReadyResponse(built.size.max_model_len, built.size.num_blocks))
-    failed = True
+    io.start(_ready(spec, built))
     try:
         loop.run()
-        failed = False
-    except Exception as error:
-        named = blamed(error, plugins)
+    except BaseException as error:
+        _log.critical("the engine failed", exc_info=error)
+        _end(io, failed=True, heard=not gone.is_set())
+        if not isinstance(error, Exception):
+            raise
+        named = blamed(error, spec.plugins)
         raise named from (error if named is not error else error.__cause__)
-    finally:
-        for number in _SIGNALS:
-            signal.signal(number, signal.SIG_DFL)  # another one ends what hangs here
-        io.close(failed=failed, heard=not gone.is_set())
-        built.core.close()
-        spec.loader.close()
+    _log.info("the engine exits, as it was told to")
+    _end(io, failed=False, heard=not gone.is_set())
 
 
-def _handle_signals(loop: EngineLoop) -> None:
-    """Have the loop end in order at the first signal, soon at the second; a third one kills."""
-    seen = 0
+def _ready(spec: WorkerSpec, built: BuiltCore) -> EngineCoreReadyResponse:
+    return EngineCoreReadyResponse(
+        manifest_hash=spec.plugins.manifest.hash,
+        max_model_len=built.size.max_model_len,
+        num_gpu_blocks=built.size.num_blocks,
+    )
 
-    def handle(number: int, _frame: FrameType | None) -> None:
-        nonlocal seen
-        seen += 1
-        if seen > 1:
-            signal.signal(number, signal.SIG_DFL)
-        loop.request_shutdown()
 
-    for number in _SIGNALS:
-        signal.signal(number, handle)
+def _end(io: EngineIO, *, failed: bool, heard: bool) -> None:
+    """Tell clients what is left to tell; from now on, a signal ends what hangs here."""
+    restore_signals()
+    io.close(failed=failed, heard=heard)
 
 
 def check_versions(plugins: PluginSet) -> None:

@@ -47,6 +47,15 @@ class LogitsPipeline:
         """Return what each processor cost so far, by name."""
         return {stage.name: stage.meter for stage in self.stages}
 
+    def fault(self, name: str, what: str, cause: Exception) -> RequestFault:
+        """Return the fault of a request whose arguments a processor could not take.
+
+        Args:
+            name: of the processor.
+            what: of it failed.
+        """
+        return self._by_name[name].fault(what, cause)
+
     def start(self, request: LogitsRequest) -> RequestFault | None:
         """Build the states of a request that took its row; return who failed to."""
         for name in request.arguments:

@@ -1,10 +1,11 @@
 """What processes say to each other: the messages, their encoding, and sending without copies."""
 
-from .codec import Decoder, Encoder
+from .codec import MOST_BYTES, Decoder, Encoder
 from .errors import WireError
 from .handshake import (
     PROTOCOL_VERSION,
     EngineAddresses,
+    EngineCoreReadyResponse,
     HandshakeMetadata,
     Hello,
     Ready,
@@ -16,7 +17,6 @@ from .messages import (
     KEEP_RANK,
     NOTIFICATION_CALL,
     SHUTDOWN_RANK,
-    EngineCoreReadyResponse,
     EngineNotification,
     PauseMode,
     ReconfigureRequest,
@@ -28,15 +28,17 @@ from .messages import (
     UtilityResult,
 )
 from .sending import SendTracker
-from .tensors import TensorConsumer, TensorProvider
+from .tensors import Buffer, TensorConsumer, TensorProvider
 
 __all__ = [
     "COORDINATOR_CLIENT",
     "ENGINE_CORE_DEAD",
     "KEEP_RANK",
+    "MOST_BYTES",
     "NOTIFICATION_CALL",
     "PROTOCOL_VERSION",
     "SHUTDOWN_RANK",
+    "Buffer",
     "Decoder",
     "Encoder",
     "EngineAddresses",

@@ -31,12 +31,16 @@ from .tensors import (
     tensor_from,
 )
 
-__all__ = ["INLINE_BELOW", "Decoder", "Encoder"]
+__all__ = ["INLINE_BELOW", "MOST_BYTES", "Decoder", "Encoder"]
 
 T = TypeVar("T")
 
 INLINE_BELOW = 256
 """Bytes; a smaller tensor travels inside the main frame."""
+
+MOST_BYTES = 4 << 30
+"""Of one frame: room for the embeddings of a million tokens of 2,048 numbers of two bytes, while a
+mistaken or hostile message cannot take all memory. Neither sent nor received beyond."""
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _ARRAYS = (np.ndarray, np.memmap)
@@ -53,15 +57,21 @@ class Encoder:
     """
 
     def __init__(
-        self, *, inline_below: int = INLINE_BELOW, consumer: TensorConsumer | None = None
+        self,
+        *,
+        inline_below: int = INLINE_BELOW,
+        most_bytes: int = MOST_BYTES,
+        consumer: TensorConsumer | None = None,
     ) -> None:
         """Prepare.
 
         Args:
             inline_below: tensors and arrays of fewer bytes travel inside the main frame.
+            most_bytes: a message with a larger frame is refused.
             consumer: is offered every tensor that would not.
         """
         self._inline_below = inline_below
+        self._most_bytes = most_bytes
         self._consumer = consumer
         self._encoder = msgpack.Encoder(enc_hook=self._extension)
         self._frames: list[Buffer] = []
@@ -75,9 +85,9 @@ class Encoder:
         frames: list[Buffer] = [b""]
         self._frames = frames
         try:
-            if self._consumer is not None:
-                self._consumer.new_message()
+            self._begin()
             frames[0] = self._encoder.encode(message)
+            self._check_size(frames)
         except _UNSENDABLE as cause:
             raise _unsendable(cause, message) from None
         finally:
@@ -93,9 +103,9 @@ class Encoder:
         frames: list[Buffer] = [buffer]
         self._frames = frames
         try:
-            if self._consumer is not None:
-                self._consumer.new_message()
+            self._begin()
             self._encoder.encode_into(message, buffer)
+            self._check_size(frames)
         except _UNSENDABLE as cause:
             raise _unsendable(cause, message) from None
         finally:
@@ -122,10 +132,31 @@ class Encoder:
         if self._consumer is not None and not (
             tensor.is_cpu and tensor.nbytes < self._inline_below
         ):
-            data = self._consumer.offer(tensor)
+            data = self._offered(self._consumer, tensor)
         if data is None:
             data = self._placed(tensor_bytes(tensor), inline=tensor.is_cpu)
         return _payload((dtype, shape, data))
+
+    def _begin(self) -> None:
+        if self._consumer is None:
+            return
+        try:
+            self._consumer.new_message()
+        except Exception as cause:
+            raise _consumer_failed(cause) from cause
+
+    def _offered(self, consumer: TensorConsumer, tensor: torch.Tensor) -> dict[str, Any] | None:
+        try:
+            return consumer.offer(tensor)
+        except Exception as cause:
+            raise _consumer_failed(cause) from cause
+
+    def _check_size(self, frames: Sequence[Buffer]) -> None:
+        largest = max(map(len, frames))
+        if largest > self._most_bytes:
+            raise ValueError(
+                f"expected frames of at most {self._most_bytes} bytes, got one of {largest}"
+            )
 
     def _placed(self, data: Buffer, *, inline: bool = True) -> Buffer | int:
         """Return small data as it is, for large data the number of its new frame."""
@@ -262,6 +293,10 @@ def _steps_to(value: Any, wanted: object) -> list[str] | None:
         if (steps := _steps_to(item, wanted)) is not None:
             return [step, *steps]
     return None
+
+
+def _consumer_failed(cause: Exception) -> WireError:
+    return WireError(f"the consumer of out-of-band tensors failed: {type(cause).__name__}: {cause}")
 
 
 def _unsendable(cause: Exception, message: Any) -> WireError:

@@ -1,4 +1,8 @@
-"""The words by which an engine process and its frontend find together: Hello, metadata, Ready."""
+"""The words by which an engine process and its frontend find together.
+
+An engine that its frontend starts gets by its launch what Hello and metadata would say, and says
+one word, EngineCoreReadyResponse. The other three are for engines on other hosts.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from .tensors import Buffer
 __all__ = [
     "PROTOCOL_VERSION",
     "EngineAddresses",
+    "EngineCoreReadyResponse",
     "HandshakeMetadata",
     "Hello",
     "Ready",
@@ -26,6 +31,7 @@ PROTOCOL_VERSION = 1
 """Rises with every change of the order, number or meaning of fields that travel."""
 
 Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
 
 
 class EngineAddresses(
@@ -90,6 +96,25 @@ class Ready(msgspec.Struct, array_like=True, frozen=True, kw_only=True, gc=False
     parallel_config_hash: str | None = None
 
 
+class EngineCoreReadyResponse(
+    msgspec.Struct, array_like=True, frozen=True, kw_only=True, gc=False, tag="SERVING"
+):
+    """The first message of an engine on each input socket.
+
+    Attributes:
+        manifest_hash: of the plugin set that it loaded; its clients have the same one.
+        max_model_len: may be smaller than what was configured.
+        num_gpu_blocks: 0 if there is no KV cache.
+        dp_stats_address: of the coordinator's statistics; None without data parallel.
+    """
+
+    protocol: int = PROTOCOL_VERSION
+    manifest_hash: str
+    max_model_len: Positive
+    num_gpu_blocks: Count = 0
+    dp_stats_address: str | None = None
+
+
 class _Opening(msgspec.Struct, array_like=True):
     """How every handshake message of every version begins."""
 
@@ -97,7 +122,7 @@ class _Opening(msgspec.Struct, array_like=True):
     protocol: int
 
 
-T = TypeVar("T", Hello, HandshakeMetadata, Ready)
+T = TypeVar("T", Hello, HandshakeMetadata, Ready, EngineCoreReadyResponse)
 
 
 def decode_handshake(frame: Buffer, *types: type[T]) -> T:

@@ -21,7 +21,6 @@ __all__ = [
     "KEEP_RANK",
     "NOTIFICATION_CALL",
     "SHUTDOWN_RANK",
-    "EngineCoreReadyResponse",
     "EngineNotification",
     "PauseMode",
     "ReconfigureRequest",
@@ -178,22 +177,6 @@ class StartWave(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     wave: Count
     engine_index: int
-
-
-class EngineCoreReadyResponse(
-    msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False
-):
-    """The first message of an engine on each input socket.
-
-    Attributes:
-        max_model_len: may be smaller than what was configured.
-        num_gpu_blocks: 0 if there is no KV cache.
-        dp_stats_address: of the coordinator's statistics; None without data parallel.
-    """
-
-    max_model_len: Positive
-    num_gpu_blocks: Count = 0
-    dp_stats_address: str | None = None
 
 
 class ReconfigureRequest(

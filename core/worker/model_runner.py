@@ -16,7 +16,6 @@ from hardpoint.plugins import (
     ModelRunnerOutput,
     NewRequest,
     PluginMeter,
-    RequestError,
     RequestFault,
     SchedulerOutput,
     TokenLogprobs,
@@ -158,11 +157,7 @@ class ModelRunner:
             stop_token_ids=source.stop_token_ids,
             child_index=source.child_index,
         )
-        fault: RequestFault | None = None
-        try:
-            request.arguments = self._arguments(source)
-        except HardpointError as cause:  # a hook may have changed them since they were checked
-            fault = RequestFault(str(cause))
+        fault = self._take_arguments(request, source)
         (block_ids,) = new.block_ids
         self._batch.add(request, outputs, block_ids, new.num_computed_tokens)
         fault = fault or self._sampling.pipeline.start(request)
@@ -170,13 +165,27 @@ class ModelRunner:
             request.arguments = {}  # nothing runs for it until it is told and removed
             self._broken[request.request_id] = fault
 
-    def _arguments(self, source: EngineCoreRequest) -> dict[str, Any]:
-        for name in source.plugin_args.keys() - self._argument_types:
-            raise RequestError(f"plugin_args.{name}: no logits processor of that name is on")
-        return {
-            name: typed.convert(plain, self._argument_types[name], path=f"plugin_args.{name}")
-            for name, plain in source.plugin_args.items()
-        }
+    def _take_arguments(
+        self, request: LogitsRequest, source: EngineCoreRequest
+    ) -> RequestFault | None:
+        """Convert a request's arguments; return who refuses them.
+
+        The frontend has looked at them, but a plugin's own checks may end otherwise here.
+        """
+        arguments: dict[str, Any] = {}
+        for name, plain in source.plugin_args.items():
+            if name not in self._argument_types:
+                return RequestFault(f"plugin_args.{name}: no logits processor of that name is on")
+            try:
+                arguments[name] = typed.convert(
+                    plain, self._argument_types[name], path=f"plugin_args.{name}"
+                )
+            except HardpointError as cause:
+                return RequestFault(str(cause), name)
+            except Exception as cause:
+                return self._sampling.pipeline.fault(name, "Arguments", cause)
+        request.arguments = arguments
+        return None
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.compute_logits(hidden).float()

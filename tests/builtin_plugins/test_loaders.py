@@ -72,6 +72,14 @@ class TestSafetensors:
         self.edit(folder, "generation_config.json", eos_token_id=eos)
         assert open_loader(SafetensorsLoader, folder).config().eos_token_ids == expected
 
+    def test_generation_config_recommends_how_to_sample(self, folder: Path) -> None:
+        assert open_loader(SafetensorsLoader, folder).config().default_sampling == {}
+        said = {"temperature": 1, "top_k": 20, "min_p": None, "do_sample": True, "num_beams": 2}
+        self.edit(folder, "generation_config.json", **said)
+        for loader in (SafetensorsLoader, DummyLoader):
+            found = open_loader(loader, folder).config().default_sampling
+            assert found == {"temperature": 1.0, "top_k": 20}
+
     @pytest.mark.parametrize(
         ("name", "fields", "words"),
         [
@@ -81,6 +89,8 @@ class TestSafetensors:
             ("config.json", {"max_position_embeddings": None}, "max_position_embeddings: missing"),
             ("config.json", {"quantization_config": {"bits": 4}}, "expected none .*'bits': 4"),
             ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id: expected a token id"),
+            ("generation_config.json", {"top_p": 7}, "top_p: expected a number <= 1, got 7"),
+            ("generation_config.json", {"temperature": "hot"}, "temperature: expected a number >= 0"),
         ],
     )
     def test_wrong_fields_are_refused(self, name, fields, words, folder: Path) -> None:

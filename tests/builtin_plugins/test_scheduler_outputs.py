@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from scheduler_harness import Rig, next_token
+import pytest
+from scheduler_harness import Connector, Rig, next_token
 
-from hardpoint.plugins import EngineCoreEventType, FinishReason, TokenLogprobs
+from hardpoint.plugins import (
+    EngineCoreEventType,
+    FinishReason,
+    PoolingParams,
+    PrefillStats,
+    TokenLogprobs,
+)
 
 
 def entries(*positions):
@@ -90,3 +97,132 @@ def test_a_deadline_after_the_end_is_nothing():
     rig.step()
     assert rig.records[-1].timed_out == []
     assert rig.ends["a"].finish_reason is FinishReason.LENGTH
+
+
+# How a prompt was computed
+
+
+def prefills(rig, most=50):
+    """What outputs tell of prompts until everybody has ended, by request."""
+    told = {}
+    for _ in range(most):
+        if not rig.scheduler.has_requests():
+            return told
+        for name, output in rig.update(rig.plan()).items():
+            if output.prefill_stats is not None:
+                assert output.num_cached_tokens == output.prefill_stats.num_cached_tokens
+                told.setdefault(name, []).append((output.prefill_stats, rig.tokens[name][:]))
+    raise AssertionError("it does not end")
+
+
+def test_a_prompt_in_one_step():
+    rig = Rig()
+    rig.add("a", prompt=9, max_tokens=3)
+    ((stats, tokens),) = prefills(rig)["a"]
+    assert stats == PrefillStats(9, 0, 0)
+    assert len(tokens) == 1
+
+
+def test_a_prompt_in_chunks_is_told_of_with_the_last_one():
+    rig = Rig(max_num_batched_tokens=4)
+    rig.add("a", prompt=10, max_tokens=3)
+    for _ in range(2):
+        assert rig.update(rig.plan()) == {}
+    assert [stats for stats, _ in prefills(rig)["a"]] == [PrefillStats(10, 0, 0)]
+
+
+def test_cached_tokens_are_counted():
+    rig = Rig()
+    for name in ("a", "b"):
+        rig.add(name, prompt=list(range(10)), max_tokens=2)
+        ((stats, _),) = prefills(rig)[name]
+    assert stats == PrefillStats(10, 8, 0)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_preemption_does_not_make_it_told_twice(steps):
+    rig = Rig(max_num_batched_tokens=4)
+    rig.add("a", prompt=10, max_tokens=5)
+    told = []
+    for _ in range(steps):
+        told += [o.prefill_stats for o in rig.update(rig.plan()).values()]
+    rig.scheduler.reset_prefix_cache(recompute_running=True)
+    told += [stats for stats, _ in prefills(rig).get("a", [])]
+    assert [stats for stats in told if stats] == [PrefillStats(10, 0, 0)]
+
+
+def connected(**found):
+    return Rig(surroundings={"connector": Connector(**found)})
+
+
+def fill(rig, name, num_tokens):
+    request = rig.live(name)
+    rig.executor.fill(request, rig.cache.block_ids(request), num_tokens)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_tokens_that_a_connector_brought_are_counted(beside):
+    rig = connected(a=(8, beside))
+    rig.add("a", prompt=list(range(10)), max_tokens=2)
+    plan = rig.plan()
+    fill(rig, "a", 8)
+    outputs = rig.update(plan, kv_loaded=frozenset({"a"} if beside else ()))
+    outputs = outputs or rig.update(rig.plan())
+    assert outputs["a"].prefill_stats == PrefillStats(10, 8, 8)
+
+
+def test_tokens_that_were_not_brought_after_all_are_not():
+    rig = connected(a=(8, False))
+    rig.add("a", prompt=list(range(10)), max_tokens=2)
+    plan = rig.plan()
+    fill(rig, "a", 8)
+    second = rig.cache.block_ids(rig.live("a"))[0][1]
+    assert rig.update(plan, invalid_block_ids=frozenset({second})) == {}
+    ((stats, _),) = prefills(rig)["a"]
+    assert stats == PrefillStats(10, 4, 4)
+
+
+# What else workers tell
+
+
+def test_trace_headers_come_with_every_output():
+    rig = Rig()
+    headers = {"traceparent": "00-1"}
+    rig.add("a", max_tokens=2, trace_headers=headers)
+    rig.add("b", max_tokens=2)
+    rig.add("c", trace_headers=headers)
+    outputs = rig.update(rig.plan())
+    assert [outputs[name].trace_headers for name in "abc"] == [headers, None, headers]
+    assert rig.update(rig.plan())["a"].trace_headers == headers
+    assert rig.abort("c", reason=FinishReason.ABORT)["c"].trace_headers == headers
+
+
+def test_damaged_logits_and_chosen_experts_come_with_the_tokens():
+    rig = Rig()
+    rig.add("a")
+    rig.add("b")
+    outputs = rig.update(rig.plan(), num_nans_in_logits={"a": 3}, routed_experts={"b": [[1, 2]]})
+    assert [outputs[name].num_nans_in_logits for name in "ab"] == [3, 0]
+    assert [outputs[name].routed_experts for name in "ab"] == [None, [[1, 2]]]
+    outputs = rig.update(rig.plan())
+    assert (outputs["a"].num_nans_in_logits, outputs["b"].routed_experts) == (0, None)
+
+
+def test_a_request_that_pools_ends_with_what_came_of_it_and_no_token():
+    rig = Rig(surroundings={"log_stats": True}, max_num_batched_tokens=8)
+    rig.add("p", prompt=6, pooling_params=PoolingParams(task="embed"))
+    rig.add("a", prompt=6, max_tokens=2)
+    plan = rig.plan()
+    result = rig.executor.execute(plan)
+    del result.sampled_token_ids["p"]
+    outputs = rig.update(plan, result, pooler_output={"p": [0.5, 1.5]})
+    output = outputs["p"]
+    assert (output.pooling_output, output.new_token_ids) == ([0.5, 1.5], [])
+    assert output.finish_reason is FinishReason.STOP
+    assert output.stop_reason is None
+    assert output.prefill_stats == PrefillStats(6, 0, 0)
+    assert [event.type for event in output.events] == [1, 2]
+    assert rig.live("p") is None
+    rig.run()
+    assert len(rig.tokens["a"]) == 2
+    assert rig.tokens["p"] == []

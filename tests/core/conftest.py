@@ -1,12 +1,14 @@
-"""Engine processes that run a few lines of a test's own."""
+"""Engine processes that run a few lines of a test's own, and served loops."""
 
 from __future__ import annotations
 
 import pytest
+from io_harness import Served
 from launch_harness import CHILD, PARENT, launch, write_child
 
 from hardpoint.core.process.engine_process import EngineProcess
 from hardpoint.core.process.launch import Launch
+from hardpoint.testing import scripted_engine
 
 
 @pytest.fixture
@@ -36,3 +38,28 @@ def parent(tmp_path):
         return PARENT.format(lib=str(tmp_path / "lib"), program=str(program))
 
     return text
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """Start loops with their threads and clients; all are closed when the test ends."""
+    opened = []
+
+    def start(*args, **options):
+        served = Served(tmp_path, *args, **options)
+        opened.append(served)
+        return served
+
+    yield start
+    for served in opened:
+        served.close(heard=False)
+        for client in served.clients:
+            client.close()
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer(scripted):
+    """The scripted model's tokenizer: one token per byte."""
+    engine = scripted_engine(scripted)
+    engine.close()
+    return engine.parts.tokenizer

@@ -58,6 +58,8 @@ class ScriptedExecutor:
         depth: of the pipeline.
         late: whether futures wait for `finish`.
         calls: what was called, in order.
+        sampled: by step, the plan and the bitmask that sampling got.
+        drafts: what `take_draft_token_ids` gives.
         patient: whether they are done at once when somebody waits for them.
         fail_at: by step, the error of its forward pass.
         rpc: by method, what workers return, or raise.
@@ -68,6 +70,8 @@ class ScriptedExecutor:
         self.late = late
         self.patient = False
         self.calls = []
+        self.sampled = {}
+        self.drafts = None
         self.fail_at = {}
         self.rpc = {}
         self.rows = {}
@@ -93,8 +97,9 @@ class ScriptedExecutor:
             self._later(plan.step, future, result, error)
         return future
 
-    def sample_tokens(self, plan):
+    def sample_tokens(self, plan, bitmask=None):
         self.calls.append(("sample", plan.step))
+        self.sampled[plan.step] = (plan, bitmask)
         future = self._future(plan.step)
         failed = RuntimeError("nothing to sample") if plan.step in self.fail_at else None
         self._later(plan.step, future, self._results.pop(plan.step, None), failed)
@@ -114,6 +119,10 @@ class ScriptedExecutor:
         if isinstance(answer, BaseException):
             raise answer
         return [answer, answer]
+
+    def take_draft_token_ids(self):
+        self.calls.append(("drafts",))
+        return self.drafts
 
     def on_failure(self, callback):
         self.lost = callback
@@ -141,11 +150,17 @@ class ScriptedExecutor:
             computed[name] = new.num_computed_tokens
         sampled = {}
         for name, count in plan.num_scheduled_tokens.items():
-            row = self.rows[name]
-            assert computed[name] + count <= len(row), f"{name} has no such token"
-            if computed[name] + count == len(row):
-                row.append(next_token(row))
-                sampled[name] = [row[-1]]
+            row, drafts = self.rows[name], plan.draft_token_ids.get(name, ())
+            end = computed[name] + count
+            assert end <= len(row) + len(drafts), f"{name} has no such token"
+            if end < len(row):
+                continue
+            sampled[name] = [next_token(row)]
+            for draft in drafts:
+                if draft != sampled[name][-1]:
+                    break
+                sampled[name].append(next_token([*row, *sampled[name]]))
+            row += sampled[name]
         return ModelRunnerOutput(sampled_token_ids=sampled)
 
 
@@ -172,7 +187,18 @@ def _complete(future, result, error):
 class Rig:
     """An engine core with the default scheduler, and what came out of it."""
 
-    def __init__(self, executor=None, *, blocks=64, scheduler=DefaultScheduler, **limits):
+    def __init__(
+        self,
+        executor=None,
+        *,
+        blocks=64,
+        scheduler=DefaultScheduler,
+        connector=None,
+        grammars=None,
+        step_log=None,
+        log_stats=False,
+        **limits,
+    ):
         self.executor = executor or ScriptedExecutor()
         defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 200}
         self.limits = SchedulerLimits(
@@ -191,6 +217,9 @@ class Rig:
                 kv_cache=self.cache,
                 policy=policy,
                 clock=lambda: self.now,
+                connector=connector,
+                grammars=grammars,
+                log_stats=log_stats,
             )
         )
         self.core = EngineCore(
@@ -201,6 +230,9 @@ class Rig:
                 SimpleNamespace(close=lambda: None),
                 KVEventFanout([], time.time),
                 StepFaults(()),
+                grammars=grammars,
+                step_log=step_log,
+                log_stats=log_stats,
             )
         )
         self.tokens = {}

@@ -21,7 +21,7 @@ from hardpoint import (
     SamplingParams,
     plugins,
 )
-from hardpoint.core.frontend import async_engine
+from hardpoint.core.frontend import relay
 from hardpoint.plugins import LogitsProcessor, Phase, hookimpl
 from hardpoint.testing import scripted_config, write_scripted_model
 
@@ -300,6 +300,18 @@ class TestPace:
 
         run(main)
 
+    def test_a_kind_given_as_its_number_is_that_kind(self, run):
+        async def main(llm):
+            params = SamplingParams(temperature=0.0, max_tokens=90, output_kind=int(DELTA))
+            outputs = []
+            async for output in llm.generate("long", params):
+                outputs.append(output)
+                await asyncio.sleep(0.1)
+            assert joined(outputs) == "0123456789" * 8
+            assert len(outputs) < 20
+
+        run(main)
+
     def test_a_consumer_that_never_reads_holds_one_output(self, run):
         async def main(llm):
             outputs = llm.generate("x", endless(0.0))
@@ -312,16 +324,16 @@ class TestPace:
         run(main)
 
     def test_a_large_batch_lets_others_have_the_loop(self, run, monkeypatch):
-        monkeypatch.setattr(async_engine, "_CHUNK", 4)
+        monkeypatch.setattr(relay, "_CHUNK", 4)
 
         async def main(llm):
             engine, sizes, turns = llm._engine, [], []
             take = engine._take
 
-            def noted(outputs):
-                sizes.append(len(outputs))
+            def noted(batch):
+                sizes.append(len(batch.outputs))
                 asyncio.get_running_loop().call_soon(turns.append, len(sizes))
-                take(outputs)
+                take(batch)
 
             engine._take = noted
             try:

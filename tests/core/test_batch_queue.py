@@ -198,6 +198,23 @@ class TestStep:
         assert rig.tokens == {"a": expected([1, 2, 3], 3), "b": expected([7, 8], 3)}
 
 
+class TestFlush:
+    def test_what_nobody_was_told_comes_out_in_the_end(self):
+        rig = pipeline(3)
+        rig.add("a", max_tokens=8, timeout=5.0)
+        rig.step()
+        rig.now = 10.0
+        rig.add("b", max_tokens=8)
+        rig.step()  # plans without "a", whose end is told with the results of a step
+        assert rig.ends == {}
+        rig.executor.finish()
+        for outputs in rig.core.flush():
+            rig.take(outputs)
+        assert rig.ends == {"a": "timeout"}
+        assert rig.tokens["b"] == expected([1, 2, 3], 1)
+        assert rig.core.flush() == []
+
+
 class TestFailures:
     def test_the_original_error_is_raised_and_the_plan_is_given_back(self, caplog):
         rig = Rig(ScriptedExecutor(2))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import sys
+from types import SimpleNamespace
 
 import pytest
 from engine_harness import Rig, ScriptedExecutor, expected, request
 
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
+from hardpoint.core.engine import EngineCore
 from hardpoint.core.failure_report import log_failure
 from hardpoint.plugins import (
     EngineConfig,
@@ -113,6 +117,53 @@ class TestRequests:
         assert rig.ends == {"a": "abort", "b": "abort"}
         assert rig.core.abort_requests(None) == {}
 
+    def test_each_client_hears_of_its_aborted_ones_in_one_message(self):
+        rig = Rig()
+        for name, client in (("a", 0), ("b", 0), ("c", 2)):
+            rig.add(name, client_index=client)
+        rig.step()
+        outputs = rig.core.abort_requests(None)
+        assert {client: message.finished_requests for client, message in outputs.items()} == {
+            0: {"a", "b"},
+            2: {"c"},
+        }
+        for message in outputs.values():
+            for output in message.outputs:
+                assert (output.new_token_ids, str(output.finish_reason)) == ([], "abort")
+        outputs, _ = rig.core.step()
+        assert outputs == {}
+
+    def test_those_that_end_by_themselves_are_in_no_set(self):
+        rig = Rig()
+        rig.add("a", max_tokens=1)
+        outputs, _ = rig.core.step()
+        assert outputs[0].finished_requests is None
+
+
+class TestTransferParameters:
+    def words(self, caplog):
+        return [r.getMessage() for r in caplog.records if "kv_transfer_params" in r.getMessage()]
+
+    def test_without_a_connector_they_are_warned_of_once_and_nothing_is_transferred(self, caplog):
+        rig = Rig()
+        rig.add("a", max_tokens=3, kv_transfer_params={"from": "there"})
+        rig.add("b", max_tokens=3)
+        assert rig.run() == {name: expected([1, 2, 3], 3) for name in "ab"}
+        (words,) = self.words(caplog)
+        assert words.startswith("request a has kv_transfer_params, which are ignored: this engine")
+
+    def test_with_one_they_are_not(self, caplog):
+        connector = SimpleNamespace(
+            get_num_new_matched_tokens=lambda request, computed: (0, False),
+            update_state_after_alloc=lambda request, block_ids, tokens: None,
+            build_connector_meta=lambda plan: None,
+            request_finished=lambda request, block_ids: (False, None),
+        )
+        rig = Rig(connector=connector)
+        rig.add("a", max_tokens=3, kv_transfer_params={"from": "there"})
+        assert rig.run()["a"] == expected([1, 2, 3], 3)
+        assert self.words(caplog) == []
+
 
 class TestFailures:
     def fail(self, caplog, error, step=2):
@@ -185,19 +236,36 @@ class TestCaches:
         with pytest.raises(HardpointError, match=f"there is no {what} cache"):
             reset()
 
-    @pytest.mark.parametrize("what", ["prefix", "encoder", "mm"])
-    def test_each_warns_of_unfinished_requests(self, what, caplog):
+    def test_unfinished_requests_are_warned_of(self, caplog):
         rig = Rig()
-        reset = getattr(rig.core, f"reset_{what}_cache")
-        for count in (0, 2):
-            if count:
-                rig.add("a")
-                rig.add("b")
-            try:
-                reset()
-            except HardpointError:
-                pass
-            assert ("is reset while 2 requests are unfinished" in caplog.text) is bool(count)
+        rig.core.reset_prefix_cache()
+        assert caplog.records == []
+        rig.add("a")
+        rig.add("b")
+        rig.core.reset_prefix_cache()
+        words = [record.getMessage() for record in caplog.records]
+        assert words == ["the prefix cache was reset while 2 requests are unfinished"]
+
+    @pytest.mark.parametrize("what", ["encoder", "mm"])
+    def test_a_reset_that_is_refused_is_not_said_to_be_done(self, what, caplog):
+        rig = Rig()
+        rig.add("a")
+        with pytest.raises(HardpointError, match="there is no"):
+            getattr(rig.core, f"reset_{what}_cache")()
+        assert caplog.records == []
+
+    def test_a_prefix_cache_that_cannot_be_reset_is_not_said_to_be(self, caplog):
+        class Without(DefaultScheduler):
+            contract = 1
+
+            def reset_prefix_cache(self, *, recompute_running=False):
+                raise self._lacks("has no prefix cache to reset")
+
+        rig = Rig(scheduler=Without)
+        rig.add("a")
+        with pytest.raises(NotImplementedError, match="has no prefix cache to reset"):
+            rig.core.reset_prefix_cache()
+        assert caplog.records == []
 
 
 class TestWorkers:
@@ -267,3 +335,68 @@ def test_closing_closes_the_executor_whatever_fails():
     with pytest.raises(RuntimeError, match="does not close"):
         rig.core.close()
     assert rig.executor.calls == [("close",)]
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt at a line of the core's own code, as a signal may."""
+
+    def __init__(self, at):
+        self.left = at
+        self.file = inspect.getsourcefile(EngineCore)
+
+    def __call__(self, frame, event, _arg):
+        if frame.f_code.co_filename != self.file:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+def interrupted_at(line, depth, rig):
+    """Take one step that is interrupted at its n-th line; whether it came to that."""
+    tracing = sys.gettrace()
+    sys.settrace(Interrupter(line))
+    try:
+        rig.step()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(tracing)
+    return False
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_interrupt_at_any_line_of_a_step_loses_no_plan(depth):
+    line, interrupted = 0, True
+    while interrupted:
+        rig = Rig(ScriptedExecutor(depth))
+        rig.add("a", max_tokens=6)
+        rig.add("b", max_tokens=2)
+        rig.step()
+        rig.step()  # "b" has ended, which the next plan tells
+        interrupted = interrupted_at(line, depth, rig)
+        rig.run()
+        assert rig.ends["a"] == "length", f"line {line}"
+        assert rig.executor.rows == {}, f"line {line}"
+        assert rig.cache.num_free_blocks == rig.cache.num_usable_blocks
+        line += 1
+    assert line > 10
+
+
+def test_who_breaks_a_step_is_told_though_the_plan_cannot_be_given_back():
+    class Broken(DefaultScheduler):
+        contract = 1
+
+        def update(self, plan, result):
+            raise ValueError("the first error")
+
+        def plan_lost(self, plan):
+            raise ValueError("the second error")
+
+    rig = Rig(scheduler=Broken)
+    rig.add("a")
+    with pytest.raises(ValueError, match="the first error"):
+        rig.step()

@@ -3,138 +3,24 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
-import pytest
 import zmq
 from engine_harness import PATIENCE_S, LoopRig, ScriptedExecutor, expected, request
+from io_harness import ME, READY
 
 from hardpoint.core import engine_io
 from hardpoint.core.engine_io import EngineIO
-from hardpoint.core.incoming import RequestCheck
 from hardpoint.core.wire import (
-    ENGINE_CORE_DEAD,
-    Decoder,
     Encoder,
     EngineAddresses,
-    EngineCoreReadyResponse,
     RequestType,
     UtilityCall,
     UtilityOutput,
 )
-from hardpoint.plugins import EngineCoreOutputs
 
-READY = EngineCoreReadyResponse(200, 64)
-ME = b"\x00\x00"
 LONG = 190
-
-
-class Client:
-    """The other end, with what it was told."""
-
-    def __init__(self, folder, number, *, receive_at_most=1000):
-        self.input_address = f"ipc://{folder}/in{number}"
-        self.output_address = f"ipc://{folder}/out{number}"
-        self._context = zmq.Context()
-        self.input = self._context.socket(zmq.ROUTER)
-        self.input.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.input.bind(self.input_address)
-        self.output = self._context.socket(zmq.PULL)
-        self.output.setsockopt(zmq.RCVHWM, receive_at_most)
-        self.output.bind(self.output_address)
-        self._decoder = Decoder(EngineCoreOutputs | UtilityOutput)
-        self.tokens, self.errors, self.answers = {}, {}, {}
-        self.ends, self.messages, self.dead = {}, 0, False
-
-    def wait_until_ready(self):
-        assert self.input.poll(PATIENCE_S * 1000)
-        identity, *frames = self.input.recv_multipart()
-        assert identity == ME
-        return Decoder(EngineCoreReadyResponse).decode(frames)
-
-    def send(self, kind, message):
-        self.raw(bytes(kind), *Encoder().encode(message))
-
-    def raw(self, *frames):
-        self.input.send_multipart([ME, *frames])
-
-    def read(self, seconds=0.01):
-        """Take one message, if it comes in time."""
-        if not self.output.poll(seconds * 1000):
-            return False
-        frames = self.output.recv_multipart()
-        self.messages += 1
-        if frames == [ENGINE_CORE_DEAD]:
-            self.dead = True
-            return True
-        message = self._decoder.decode(frames)
-        if isinstance(message, UtilityOutput):
-            self.answers[message.call_id] = message
-            return True
-        for output in message.outputs:
-            self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
-            if output.finished:
-                self.ends[output.request_id] = str(output.finish_reason)
-                self.errors[output.request_id] = output.error
-        return True
-
-    def until(self, condition):
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert time.monotonic() < deadline, "it did not come to that"
-            self.read()
-
-    def close(self):
-        self._context.destroy(0)
-
-
-class Served:
-    """A loop with its threads, and clients."""
-
-    def __init__(self, folder, executor=None, *, clients=1, receive_at_most=1000):
-        self.clients = [
-            Client(folder, number, receive_at_most=receive_at_most) for number in range(clients)
-        ]
-        self.rig = LoopRig(executor, clients=clients, max_num_seqs=64)
-        self.io = EngineIO(
-            ME,
-            EngineAddresses(
-                inputs=[client.input_address for client in self.clients],
-                outputs=[client.output_address for client in self.clients],
-            ),
-            self.rig.queues,
-            RequestCheck(100_000),
-        )
-        self.io.start(READY)
-        self.rig._thread.start()
-        for client in self.clients:
-            assert client.wait_until_ready() == READY
-        self.closed = False
-
-    def close(self, *, failed=False, heard=True):
-        if self.closed:
-            return
-        self.closed = True
-        self.rig.loop.request_shutdown()
-        self.rig.loop.request_shutdown()
-        self.rig._thread.join(PATIENCE_S)
-        self.io.close(failed=failed, heard=heard)
-
-
-@pytest.fixture
-def serve(tmp_path):
-    opened = []
-
-    def start(*args, **options):
-        served = Served(tmp_path, *args, **options)
-        opened.append(served)
-        return served
-
-    yield start
-    for served in opened:
-        served.close(heard=False)
-        for client in served.clients:
-            client.close()
 
 
 class TestTraffic:
@@ -285,6 +171,32 @@ class TestTheEnd:
         began = time.monotonic()
         served.close(heard=False)
         assert time.monotonic() - began < 1
+
+    def test_a_sender_that_hangs_is_waited_for_5_s_and_no_longer(self, serve, monkeypatch, caplog):
+        served, hangs, go_on = serve(), threading.Event(), threading.Event()
+
+        def hang(message, buffer):
+            hangs.set()
+            assert go_on.wait(PATIENCE_S)
+            return [buffer]
+
+        monkeypatch.setattr(served.io._outputs, "encode_into", hang)
+        served.rig.queues.output.put(0, UtilityOutput.succeeded(1, None))
+        assert hangs.wait(PATIENCE_S)
+        joined, join = [], served.io._writer.join
+        monkeypatch.setattr(served.io._writer, "join", lambda s: (joined.append(s), join(0.01)))
+        closing = threading.Thread(target=served.close)
+        closing.start()
+        wanted = "the thread that sends outputs did not end"
+        deadline = time.monotonic() + PATIENCE_S
+        while wanted not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        go_on.set()
+        closing.join(PATIENCE_S)
+        assert joined == [5.0]
+        (record,) = [r for r in caplog.records if r.getMessage() == wanted]
+        assert record.levelname == "CRITICAL"
 
     def test_an_address_that_cannot_be_ends_the_loop(self, tmp_path):
         rig = LoopRig()

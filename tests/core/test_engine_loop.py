@@ -82,6 +82,30 @@ class TestInput:
             rig.until(lambda: lasts(rig).get("a", request).finish_reason is FinishReason.LENGTH)
         assert rig.tokens["a"] == expected([1, 2, 3], 3)
 
+    def test_aborts_that_come_in_mid_step_are_one_call(self):
+        rig = LoopRig()
+        started, go_on = threading.Event(), threading.Event()
+
+        def during(plan):
+            if plan.num_scheduled_tokens:
+                started.set()
+                assert go_on.wait(PATIENCE_S)
+
+        calls, finish = [], rig.scheduler.finish_requests
+        rig.scheduler.finish_requests = lambda ids, why: (
+            calls.append(list(ids)),
+            finish(ids, why),
+        )[1]
+        rig.executor.during = during
+        with rig:
+            rig.send(*[request(name, max_tokens=LONG) for name in "abc"])
+            assert started.wait(PATIENCE_S)
+            rig.send(["a"], ["b", "unknown"], ["c"])
+            go_on.set()
+            rig.until(lambda: len(rig.ends) == 3)
+            first = calls[0]
+        assert first == ["a", "b", "unknown", "c"]
+
     def test_while_idle_the_fast_lane_is_emptied(self):
         with LoopRig() as rig:
             for _ in range(20):
@@ -98,6 +122,19 @@ class TestInput:
         assert client == 1
         assert message.outputs[0].error == "request_id: 'a' is the id of a live request"
         assert message.outputs[0].error_kind == "RequestError"
+        assert message.finished_requests == {"a"}
+
+    def test_a_refusal_does_not_end_the_live_request_of_its_id(self, caplog):
+        with LoopRig(Slow()) as rig:
+            rig.send(request("a", max_tokens=20), request("a", prompt=[9]))
+            rig.send(Refusal("a", 0, RequestError("prompt: too odd")))
+            rig.until(lambda: rig.ends == {"a": "length"})
+        assert rig.tokens["a"] == expected([1, 2, 3], 20)
+        assert not [o for _, message in rig.messages for o in message.outputs if o.error]
+        dropped = "dropped a request of client 0 that has the id of its live request 'a': "
+        words = [record.getMessage() for record in caplog.records]
+        assert f"{dropped}request_id: 'a' is the id of a live request" in words
+        assert f"{dropped}prompt: too odd" in words
 
     def test_what_was_refused_before_is_answered(self):
         with LoopRig() as rig:
@@ -123,11 +160,12 @@ class TestIdle:
             time.sleep(0.05)
             assert len(rig.executor.calls) == calls
 
-    def test_where_nothing_can_be_executed_it_sleeps_a_little(self):
+    @pytest.mark.parametrize("unfinished", [1, 0])  # none: a connector saves what ended
+    def test_where_nothing_can_be_executed_it_sleeps_a_little(self, unfinished):
         rig = LoopRig()
         steps = []
         rig.core.step = lambda late_aborts: (steps.append(time.perf_counter()), ({}, False))[1]
-        rig.core.num_unfinished_requests = lambda: 1 if len(steps) < 20 else 0
+        rig.core.num_unfinished_requests = lambda: unfinished if len(steps) < 20 else 0
         rig.core.has_requests = lambda: len(steps) < 20
         with rig:
             rig.until(lambda: len(steps) >= 20)
@@ -159,6 +197,25 @@ class TestShutdown:
             rig.send(request("a", max_tokens=LONG))
             rig.until(lambda: rig.tokens.get("a"))
             rig.loop.request_shutdown()
+            rig.join()
+        assert rig.ends == {"a": "abort"}
+
+    def test_an_abort_in_the_last_step_is_told(self):
+        rig = LoopRig()
+        started, go_on = threading.Event(), threading.Event()
+
+        def during(plan):
+            if plan.num_scheduled_tokens:
+                started.set()
+                assert go_on.wait(PATIENCE_S)
+
+        rig.executor.during = during
+        with rig:
+            rig.send(request("a", max_tokens=LONG))
+            assert started.wait(PATIENCE_S)
+            rig.send(["a"])
+            rig.loop.request_shutdown()
+            go_on.set()
             rig.join()
         assert rig.ends == {"a": "abort"}
 
@@ -285,7 +342,7 @@ class TestCalls:
             rig.send(UtilityCall(0, 5, "close"), UtilityCall(0, 6, "why_waiting", [["x"]]))
             rig.send(request("a"))
             rig.until(lambda: rig.ends and len(rig.answers) == 2)
-        assert rig.answers[5].failure.startswith("Call to close method failed: WireError: expected")
+        assert rig.answers[5].failure.startswith("method: expected one of add_lora")
         assert "'x' is not a live request" in rig.answers[6].failure
 
 

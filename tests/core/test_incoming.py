@@ -15,7 +15,7 @@ from hardpoint.core.engine_loop import LoopQueues, Refusal
 from hardpoint.core.incoming import MessageReader, RequestCheck
 from hardpoint.core.outbox import Outbox
 from hardpoint.core.wire import Encoder, RequestType, UtilityCall
-from hardpoint.plugins import EngineCoreRequest, OverloadedError
+from hardpoint.plugins import EngineCoreRequest, LoRARequest, OverloadedError, PoolingParams
 
 ADD, ABORT, UTILITY = RequestType.ADD, RequestType.ABORT, RequestType.UTILITY
 
@@ -49,6 +49,11 @@ class Desk:
             messages.append(item)
         return messages
 
+    @property
+    def refused(self):
+        """Outputs of requests that were refused, with the client that is told."""
+        return [(client, output) for client, message in self.answers for output in message.outputs]
+
 
 def packed(*fields):
     return [msgspec.msgpack.encode(fields)]
@@ -71,10 +76,27 @@ class TestMessages:
         def check(request):
             raise OverloadedError(f"no room for {request.request_id}")
 
-        (refusal,) = Desk(check=check).take(ADD, request("a", client_index=1), client=1).queued
-        assert (refusal.request_id, refusal.client_index) == ("a", 1)
-        assert isinstance(refusal.error, OverloadedError)
-        assert str(refusal.error) == "no room for a"
+        desk = Desk(check=check).take(ADD, request("a", client_index=1), client=1)
+        assert desk.queued == []
+        ((client, refused),) = desk.refused
+        assert (refused.request_id, client) == ("a", 1)
+        assert refused.error_kind == "OverloadedError"
+        assert refused.error == "no room for a"
+
+    def test_with_an_id_in_use_the_loop_decides(self):
+        desk = Desk(check=RequestCheck(100))
+        desk.take(ADD, request("a"))
+        desk.take(ADD, request("a", prompt=[100]))
+        desk.take(ADD, request("a", prompt=[100], client_index=1), client=1)
+        first, refusal = desk.queued
+        assert first == request("a")
+        assert isinstance(refusal, Refusal)
+        assert (refusal.request_id, refusal.client_index) == ("a", 0)
+        assert "got 100" in str(refusal.error)
+        assert [client for client, _ in desk.refused] == [1]
+        desk.reader.told_of_end(0, "a")
+        desk.take(ADD, request("a", prompt=[100]))
+        assert [client for client, _ in desk.refused] == [0]
 
 
 class TestWhatIsNone:
@@ -90,11 +112,14 @@ class TestWhatIsNone:
         ],
     )
     def test_a_request_is_refused_by_its_id(self, frames, words):
-        (refusal,) = Desk().take(ADD, frames, client=1).queued
-        assert isinstance(refusal, Refusal)
-        assert set(refusal.request_id) == {"a"}
-        assert refusal.client_index == 1
-        assert words in str(refusal.error)
+        desk = Desk().take(ADD, frames, client=1)
+        assert desk.queued == []
+        ((client, refused),) = desk.refused
+        assert set(refused.request_id) == {"a"}
+        assert client == 1
+        assert str(refused.finish_reason) == "error"
+        assert words in refused.error
+        assert refused.error_kind == "RequestError"
 
     @pytest.mark.parametrize(
         "frames",
@@ -133,6 +158,7 @@ class TestWhatIsNone:
         ((client, answer),) = desk.answers
         assert (client, answer.call_id) == (0, 7)
         assert words in answer.failure
+        assert answer.kind == "RequestError"
         assert desk.queued == []
 
     @pytest.mark.parametrize("frames", [[], [b"\x92"], packed(0, "seven"), packed(0, True)])
@@ -156,9 +182,9 @@ class TestWhatIsNone:
         assert "dropped" in caplog.text
 
     def test_answers_cannot_be_sent_to_another_client(self):
-        (refusal,) = Desk().take(ADD, request("a", client_index=1)).queued
-        assert refusal.client_index == 0
-        assert "client_index: expected 0, the client that sent it, got 1" in str(refusal.error)
+        ((client, refused),) = Desk().take(ADD, request("a", client_index=1)).refused
+        assert client == 0
+        assert "client_index: expected 0, the client that sent it, got 1" in refused.error
 
 
 class TestRequestCheck:
@@ -168,13 +194,26 @@ class TestRequestCheck:
             ({"prompt": []}, "prompt_token_ids: expected at least one token, got none"),
             ({"prompt": [0, 99, 100]}, "prompt_token_ids: expected .* from 0 to 99, got 100"),
             ({"prompt": [5, -1]}, "prompt_token_ids: expected token ids from 0 to 99, got -1"),
-            ({"pooling_params": {"task": "embed"}}, "pooling_params: no model of this"),
+            ({"pooling_params": PoolingParams(task="embed")}, "pooling_params: no model of this"),
             ({"prompt_embeds": [[0.5]]}, "prompt_embeds: expected token ids"),
+            ({"lora": LoRARequest("poems", 1)}, "lora: expected none, .* adapters, got 'poems'"),
+            ({"resumable": True}, "resumable: expected false, .* got true"),
+            ({"prompt_is_token_ids": [True]}, r"prompt_is_token_ids: expected none.*got \[True\]"),
+            (
+                {"reasoning_parser_kwargs": {"a": 1}},
+                "reasoning_parser_kwargs: expected none.*got {",
+            ),
+            ({"data_parallel_rank": 1}, "data_parallel_rank: expected 0, .* or none, got 1"),
         ],
     )
     def test_what_a_model_could_not_bear(self, fields, words):
         with pytest.raises(ValueError, match=words):
             RequestCheck(100)(request("a", **fields))
+
+    def test_the_own_rank_may_be_asked_for(self):
+        RequestCheck(100, 3)(request("a", data_parallel_rank=3))
+        with pytest.raises(ValueError, match="data_parallel_rank: expected 3, .* got 0"):
+            RequestCheck(100, 3)(request("a", data_parallel_rank=0))
 
     def test_the_whole_vocabulary_is_fine(self):
         RequestCheck(100)(request("a", prompt=[0, 99]))

@@ -9,7 +9,8 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardpoint.core.outbox import _TOLD_ONCE, Outbox, absorb
+from hardpoint.core.merging import _TOLD_ONCE, absorb
+from hardpoint.core.outbox import Outbox
 from hardpoint.core.wire import UtilityOutput
 from hardpoint.plugins import (
     EngineCoreEvent,

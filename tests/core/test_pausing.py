@@ -240,6 +240,32 @@ class TestSleep:
         with pytest.raises(HardpointError, match=r"sleeps already \(weights, kv_cache\)"):
             rig.core.sleep(2)
 
+    def test_a_second_sleep_before_the_first_one_began_is_refused(self):
+        rig = Rig()
+        loop = Waits(rig)
+        rig.add("a", max_tokens=3)
+        rig.step()
+        first = rig.core.sleep(1, WAIT)
+        with pytest.raises(HardpointError, match="is about to sleep already, once it stands still"):
+            rig.core.sleep(2, ABORT)
+        loop.run_until_idle()
+        assert first.result(0) is None
+        assert rig.ends == {"a": "length"}
+        assert sleeps(rig) == [("sleep", 1)]
+
+    def test_one_that_was_given_up_is_not_in_the_way(self):
+        rig = Rig()
+        loop = Waits(rig)
+        rig.add("a", max_tokens=3)
+        rig.step()
+        rig.core.sleep(1, WAIT).cancel()
+        given_up = rig.core.sleep(2, WAIT)
+        rig.core.resume()
+        assert isinstance(given_up.exception(0), HardpointError)
+        rig.core.sleep(1, WAIT)
+        loop.run_until_idle()
+        assert sleeps(rig) == [("sleep", 1)]
+
     def test_a_worker_that_cannot_is_told_and_the_engine_can_go_on(self):
         rig = Rig()
         rig.executor.rpc["sleep"] = HardpointError("level: expected 0 or 2, got 1")

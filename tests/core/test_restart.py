@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -92,6 +93,23 @@ def test_one_that_is_dead_when_a_request_comes_is_started_anew(scripted):
             time.sleep(0.3)  # it is dead, and the loop has had no time to hear of it
             assert await serves(llm)
             assert (await llm.health()).restarts == 1
+
+    asyncio.run(main())
+
+
+def test_a_program_that_went_elsewhere_gets_the_same_engine_again(scripted, tmp_path, monkeypatch):
+    (tmp_path / "model").symlink_to(scripted)
+    monkeypatch.chdir(tmp_path)
+
+    async def main():
+        async with AsyncLLM(config=scripted_config("model"), restart="on_failure") as llm:
+            assert await serves(llm)
+            monkeypatch.chdir("/")
+            monkeypatch.setattr(sys, "path", [*sys.path, "/elsewhere"])
+            await kill(llm)
+            assert await serves(llm)
+            assert (await llm.health()).restarts == 1
+            assert os.readlink(f"/proc/{pid_of(llm)}/cwd") == str(tmp_path)
 
     asyncio.run(main())
 

@@ -56,7 +56,11 @@ class TestWhatMayBeCalled:
         ("method", "args", "words"),
         [
             ("reset_prefix_cache", ["yes"], "recompute_running: expected true or false, got 'yes'"),
-            ("reset_prefix_cache", [True, 1], "reset_prefix_cache: expected 0 to 1 arguments, got 2"),
+            (
+                "reset_prefix_cache",
+                [True, 1],
+                "reset_prefix_cache: expected 0 to 1 arguments, got 2",
+            ),
             ("why_waiting", [], "why_waiting: expected 1 arguments, got 0"),
             ("why_waiting", [[1]], "request_ids[0]: expected"),
             ("pause", ["soon"], 'mode: expected "abort" or "wait" or "keep", got'),
@@ -76,6 +80,32 @@ class TestWhatMayBeCalled:
             LoRARequest("poems", 2),
             [1],
         ]
+
+    def test_a_structure_may_come_as_a_table(self, core):
+        core._parts.executor.rpc["add_lora"] = True
+        answer = ask(core, "add_lora", {"name": "x", "id": 2})
+        assert (answer.failure, answer.result.value) == (None, True)
+        assert core._parts.executor.calls == [("add_lora", LoRARequest("x", 2))]
+
+    @pytest.mark.parametrize(
+        ("table", "words"),
+        [
+            ({"name": "x"}, "lora.id: "),
+            ({"name": "x", "id": "two"}, "lora.id: expected"),
+            ({"name": "x", "id": 2, "ib": 3}, "lora.ib: unknown field"),
+            ("x", "lora: expected"),
+        ],
+    )
+    def test_a_table_is_checked_by_its_names(self, core, table, words):
+        failure = ask(core, "add_lora", table).failure
+        assert failure.startswith(words), failure
+        assert core._parts.executor.calls == []
+
+    def test_what_a_table_leaves_out_has_its_default(self):
+        def method(self, call: UtilityCall) -> None: ...
+
+        table = {"client_index": 1, "call_id": 2, "method": "resume"}
+        assert convert_arguments(method, [table], RequestError) == [UtilityCall(1, 2, "resume")]
 
 
 class TestAnswers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 import weakref
 from typing import Any
 
@@ -17,20 +18,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from msgspec import msgpack
 from processes import run
+from wire_strategies import BATCHES, FIELDS, PLAIN, REQUESTS
 
 from hardpoint.core.wire import Decoder, Encoder, WireError
 from hardpoint.plugins import (
     EngineCoreEvent,
     EngineCoreEventType,
-    EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
-    FinishReason,
-    LoRARequest,
-    MultiModalFeature,
-    RequestOutputKind,
     SamplingParams,
-    TokenLogprobs,
 )
 
 TENSOR, ARRAY, SLICE = 1, 2, 3
@@ -260,55 +256,10 @@ def test_typed_tensors():
 
 # Typed messages
 
-TEXT = st.text(max_size=8)
-TOKENS = st.lists(st.integers(0, 2**31), max_size=20)
-FLOATS = st.floats(allow_nan=False)
-PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | FLOATS | TEXT,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
-    max_leaves=8,
-)
-PARAMS = st.builds(
-    SamplingParams,
-    temperature=st.floats(0, 4),
-    top_p=st.floats(0.1, 1),
-    stop=TEXT.filter(bool) | st.lists(TEXT.filter(bool), max_size=2),
-    stop_token_ids=TOKENS,
-    logit_bias=st.dictionaries(st.integers(0, 99), st.floats(-100, 100), max_size=3),
-    seed=st.none() | st.integers(-(2**63), 2**63 - 1),
-    allowed_token_ids=st.none() | TOKENS.filter(bool),
-    output_kind=st.sampled_from(RequestOutputKind),
-)
-REQUESTS = st.builds(
-    EngineCoreRequest,
-    request_id=TEXT,
-    prompt_token_ids=TOKENS,
-    params=PARAMS,
-    eos_token_ids=TOKENS,
-    plugin_args=st.dictionaries(TEXT, st.dictionaries(TEXT, PLAIN, max_size=2), max_size=2),
-    arrival_time=FLOATS,
-    priority=st.integers(-9, 9),
-    tags=st.dictionaries(TEXT, TEXT, max_size=2),
-    timeout=st.none() | FLOATS,
-    cache_salt=st.none() | TEXT,
-    lora=st.none() | st.builds(LoRARequest, TEXT, st.integers(1, 9)),
-    features=st.lists(st.builds(MultiModalFeature, TEXT, st.just(3), st.just(4)), max_size=2),
-    kv_transfer_params=st.none() | st.dictionaries(TEXT, PLAIN, max_size=3),
-)
-LOGPROBS = st.builds(TokenLogprobs, TOKENS, st.lists(FLOATS, max_size=3), st.integers(1, 9))
-OUTPUTS = st.builds(
-    EngineCoreOutput,
-    request_id=TEXT,
-    new_token_ids=TOKENS,
-    finish_reason=st.none() | st.sampled_from(FinishReason),
-    stop_reason=st.none() | st.integers(0, 99),
-    logprobs=st.none() | st.lists(LOGPROBS, max_size=2),
-    prompt_logprobs=st.none() | st.lists(st.none() | LOGPROBS, max_size=2),
-    error=st.none() | TEXT,
-    events=st.lists(
-        st.builds(EngineCoreEvent, st.sampled_from(EngineCoreEventType), FLOATS), max_size=2
-    ),
-)
+
+@pytest.mark.parametrize("cls", FIELDS, ids=lambda cls: cls.__name__)
+def test_strategies_have_every_field(cls):
+    assert set(FIELDS[cls]) == set(cls.__struct_fields__)
 
 
 @FEW
@@ -320,10 +271,24 @@ def test_requests_are_lossless(request):
 
 
 @FEW
-@given(st.lists(OUTPUTS, max_size=4), st.none() | st.sets(TEXT, max_size=3))
-def test_outputs_are_lossless(outputs, finished):
-    batch = EngineCoreOutputs(outputs=outputs, finished_requests=finished)
+@given(BATCHES)
+def test_outputs_are_lossless(batch):
     assert cross(batch, EngineCoreOutputs) == batch
+
+
+def test_a_batch_without_a_time_is_of_now():
+    before = time.monotonic()
+    batches = [EngineCoreOutputs(), EngineCoreOutputs(timestamp=0.0)]
+    assert all(before <= batch.timestamp <= time.monotonic() for batch in batches)
+    assert EngineCoreOutputs(timestamp=0.5).timestamp == 0.5
+    assert cross(batches[0], EngineCoreOutputs).timestamp == batches[0].timestamp
+
+
+def test_an_event_without_a_time_is_of_now():
+    before = time.monotonic()
+    event = EngineCoreEvent(EngineCoreEventType.QUEUED)
+    assert before <= event.timestamp <= time.monotonic()
+    assert cross(event, EngineCoreEvent) == event
 
 
 def test_tensors_in_untyped_fields():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -35,6 +38,21 @@ from hardpoint.core.wire import (
     WireError,
     decode_handshake,
 )
+from hardpoint.plugins import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    LoRARequest,
+    MultiModalFeature,
+    PrefillStats,
+    SamplingParams,
+    SchedulerStats,
+    TokenLogprobs,
+)
+from hardpoint.plugins.kv_cache import PrefixCacheStats
 
 TEXT = st.text(max_size=9)
 MAYBE = st.none() | TEXT
@@ -66,7 +84,13 @@ EVERYTHING = st.one_of(
     st.builds(UtilityOutput.succeeded, COUNT, PLAIN),
     st.builds(UtilityOutput.failed, COUNT, TEXT),
     st.builds(StartWave, COUNT, COUNT),
-    st.builds(EngineCoreReadyResponse, COUNT.map(lambda n: n + 1), COUNT, MAYBE),
+    st.builds(
+        EngineCoreReadyResponse,
+        manifest_hash=TEXT,
+        max_model_len=COUNT.map(lambda n: n + 1),
+        num_gpu_blocks=COUNT,
+        dp_stats_address=MAYBE,
+    ),
     st.builds(Hello, local=st.booleans(), headless=st.booleans()),
     st.builds(
         HandshakeMetadata,
@@ -210,8 +234,12 @@ def test_neither_and_both_are_refused():
 
 
 def test_the_ready_response_has_defaults():
-    assert decode_plain(EngineCoreReadyResponse, [4096]) == EngineCoreReadyResponse(4096, 0, None)
-    assert refusal(decode_plain, EngineCoreReadyResponse, [0]) == (
+    plain = ["SERVING", 1, "abc", 4096]
+    ready = EngineCoreReadyResponse(manifest_hash="abc", max_model_len=4096)
+    assert decode_plain(EngineCoreReadyResponse, plain) == ready
+    assert (ready.num_gpu_blocks, ready.dp_stats_address) == (0, None)
+    plain[3] = 0
+    assert refusal(decode_plain, EngineCoreReadyResponse, plain) == (
         "EngineCoreReadyResponse.max_model_len: expected a whole number >= 1"
     )
 
@@ -249,6 +277,8 @@ def test_handshake_messages_begin_with_status_and_version():
     assert msgpack.decode(encoded(METADATA))[:2] == ["INIT", 1]
     ready = Ready(local=True, headless=False)
     assert msgpack.decode(encoded(ready)) == ["READY", 1, True, False, 0, None, None]
+    serving = EngineCoreReadyResponse(manifest_hash="abc", max_model_len=64)
+    assert msgpack.decode(encoded(serving)) == ["SERVING", 1, "abc", 64, 0, None]
 
 
 def test_handshake_messages_are_told_apart():
@@ -326,3 +356,90 @@ def test_types_without_containers_of_anything_are_not_tracked():
         "ReconfigureRequest",
         "StartWave",
     }
+
+
+# What is part of the protocol
+
+FIELDS = {
+    EngineCoreRequest: """
+        request_id prompt_token_ids params eos_token_ids plugin_args arrival_time priority
+        child_index client_index tags timeout cache_salt lora features kv_transfer_params
+        external_req_id data_parallel_rank current_wave trace_headers resumable reasoning_ended
+        pooling_params prompt_embeds prompt_is_token_ids reasoning_parser_kwargs
+    """,
+    EngineCoreOutput: """
+        request_id new_token_ids finish_reason stop_reason logprobs prompt_logprobs error
+        faulty_plugin events num_cached_tokens kv_transfer_params error_kind pooling_output
+        num_nans_in_logits prefill_stats routed_experts trace_headers
+    """,
+    EngineCoreOutputs: """
+        outputs timestamp finished_requests engine_index scheduler_stats wave_complete start_wave
+    """,
+    UtilityCall: "client_index call_id method args",
+    UtilityOutput: "call_id failure result kind",
+}
+
+
+@pytest.mark.parametrize("cls", FIELDS, ids=lambda cls: cls.__name__)
+def test_fields_and_their_order_belong_to_this_version_of_the_protocol(cls):
+    """Whoever changes this table raises PROTOCOL_VERSION with it."""
+    assert PROTOCOL_VERSION == 1
+    assert " ".join(cls.__struct_fields__) == " ".join(FIELDS[cls].split())
+    assert cls.__struct_config__.array_like
+    assert cls.__struct_config__.omit_defaults
+
+
+@pytest.mark.parametrize(
+    ("member", "number", "word"),
+    [
+        (FinishReason.STOP, 0, "stop"),
+        (FinishReason.LENGTH, 1, "length"),
+        (FinishReason.ABORT, 2, "abort"),
+        (FinishReason.ERROR, 3, "error"),
+        (FinishReason.REPETITION, 4, "repetition"),
+        (FinishReason.TIMEOUT, 5, "timeout"),
+    ],
+)
+def test_finish_reasons(member, number, word):
+    assert (int(member), str(member)) == (number, word)
+    assert decode_plain(FinishReason, number) is member
+    assert len(FinishReason) == 6
+
+
+def test_event_types():
+    names = [(event.name, int(event)) for event in EngineCoreEventType]
+    assert names == [("QUEUED", 1), ("SCHEDULED", 2), ("PREEMPTED", 3)]
+
+
+HIGH_RATE = [
+    EngineCoreOutputs(outputs=[EngineCoreOutput(request_id="a", new_token_ids=[1])]),
+    EngineCoreOutput(request_id="a", new_token_ids=[1]),
+    TokenLogprobs([1], [0.0], 1),
+    EngineCoreEvent(EngineCoreEventType.QUEUED),
+    PrefillStats(3),
+    LoRARequest("a", 1),
+    MultiModalFeature("a", 0, 1),
+    SchedulerStats(
+        num_running=1, num_waiting=0, kv_cache_usage=0.5, prefix_cache=PrefixCacheStats()
+    ),
+]
+
+
+@pytest.mark.parametrize("message", HIGH_RATE, ids=lambda message: type(message).__name__)
+def test_messages_of_every_step_are_not_tracked_by_the_collector(message):
+    assert not gc.is_tracked(message)
+    assert not gc.is_tracked(Decoder(type(message)).decode(encoded(message)))
+
+
+class Engine:
+    """Holds a live request whose parameters hold the engine."""
+
+    def __init__(self):
+        params = SamplingParams(logits_processors=[lambda ids, logits: (self, logits)[1]])
+        self.live = EngineCoreRequest(request_id="a", prompt_token_ids=[1], params=params)
+
+
+def test_a_request_is_tracked_since_callables_in_it_may_refer_to_whoever_holds_it():
+    gone = weakref.ref(Engine())
+    gc.collect()
+    assert gone() is None

@@ -125,6 +125,27 @@ def test_the_pool_is_bounded(sockets):
     assert tracker.num_free == 0
 
 
+def test_the_pool_is_bounded_however_many_come_back_at_once(sockets):
+    sender, receiver, address = sockets
+    sender.connect(f"{address}-nobody")
+    tracker = SendTracker(copy_below=0)
+    buffers = [tracker.buffer() for _ in range(10)]
+    for number, buffer in enumerate(buffers):
+        frames = Encoder().encode_into([number] * 1000, buffer)
+        sender.send_multipart(tracker.frames(frames, buffer), copy=False)
+    del frames
+    tracker.collect()
+    assert (tracker.num_pending, tracker.num_free) == (10, 0)
+    receiver.bind(f"{address}-nobody")
+    for number in range(10):
+        assert Decoder().decode(receiver.recv_multipart()) == [number] * 1000
+    eventually(lambda: done(tracker))
+    assert tracker.num_free == tracker._max_free == 4
+    kept = [tracker.buffer() for _ in range(4)]
+    assert all(any(one is buffer for buffer in buffers) for one in kept)
+    assert not any(tracker.buffer() is buffer for buffer in buffers)
+
+
 def test_memory_lives_until_it_is_sent(sockets):
     sender, receiver, address = sockets
     sender.connect(f"{address}-nobody")

@@ -16,6 +16,7 @@ from hardpoint.plugins import (
     PluginNotFoundError,
     Sampler,
     SchedulingPolicy,
+    StatSink,
 )
 
 DEFAULTS = {
@@ -302,3 +303,14 @@ class TestLists:
         assert str(error.value).startswith(
             "kv_events.publishers[1]: no kv_event_publishers component is called 'zqm'"
         )
+
+    def test_each_kind_has_a_list_of_its_own(self, installed):
+        installed.offer("stat_sinks/log", component(StatSink))
+        installed.offer("stat_sinks/file", component(StatSink))
+        assert installed.resolve().entries("stat_sinks") == []
+        plugins = installed.resolve(stats={"sinks": ["file", "stat_sinks/log"]})
+        assert [e.name for e in plugins.entries("stat_sinks")] == ["file", "log"]
+        with pytest.raises(ConfigError, match="choose it with stats.sinks"):
+            installed.resolve(plugins={"enable": ["log"]})
+        with pytest.raises(PluginNotFoundError, match=r"stats.sinks\[0\]: no stat_sinks component"):
+            installed.resolve(stats={"sinks": ["lgo"]})

@@ -216,3 +216,19 @@ def test_msgspec_still_words_its_errors_as_we_read_them():
     with pytest.raises(msgspec.ValidationError) as error:
         msgspec.convert({"biases": {7: 200.0}}, Outer)
     assert str(error.value) == "Expected `float` <= 100.0 - at `$.biases[...]`"
+
+
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [
+        (object(), "options"),
+        ({"anything": object()}, "options.anything"),
+        (Outer(anything=[1, {"a": object()}]), "options.anything[1].a"),
+        ({"anything": (1, {object()})}, "options.anything[1][0]"),
+        ({"mapped": {"x": object(), "y": 1}}, "options.mapped.x"),
+    ],
+)
+def test_what_is_no_plain_data_is_named_by_its_path(value, where):
+    with pytest.raises(ConfigError) as error:
+        convert(value, Outer, path="options")
+    assert str(error.value) == f"{where}: expected plain data: a builtins.object is none"

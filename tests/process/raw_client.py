@@ -54,8 +54,15 @@ def _standard_error_to(path: Path) -> Iterator[None]:
 class RawClient:
     """Sends frames as they are, and reads what comes back."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        """Start an engine and wait for its first word."""
+    def __init__(
+        self,
+        config: dict[str, Any],
+        *,
+        log_level: str = "WARNING",
+        waits: bool = True,
+        **options: Any,
+    ) -> None:
+        """Start an engine, with `options` of EngineProcess.start; wait for its first word."""
         self.context = zmq.Context()
         self._folder = tempfile.TemporaryDirectory(prefix="raw-")
         folder = Path(self._folder.name)
@@ -74,11 +81,14 @@ class RawClient:
                     address=msgspec.json.encode(addresses).decode(),
                     manifest=manifest,
                     config=msgspec.to_builtins(typed_config),
-                    log_level="WARNING",
-                )
+                    log_level=log_level,
+                ),
+                **options,
             )
         self._decoder: Decoder[Any] = Decoder(EngineCoreOutputs | UtilityOutput)
         self._calls = self._read = 0
+        if not waits:
+            return
         assert self.router.poll(60_000), "the engine said nothing"
         assert self.router.recv_multipart()[0] == IDENTITY
 

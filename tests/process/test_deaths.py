@@ -119,7 +119,9 @@ def test_frontend_that_ends_by_an_error_ends_the_engine(endless, tmp_path):
         told("frontend exited, engine gone", gone(engine, 10), 5)
 
 
-# SIGTERM
+# SIGTERM and SIGINT
+
+BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["term", "int"])
 
 
 def test_sigterm_lets_requests_finish_within_the_limit(opened, endless):
@@ -164,37 +166,44 @@ def test_the_drain_limit_is_enforced(opened, endless):
     gone(pid, 10)
 
 
-def test_a_second_sigterm_ends_the_drain_at_once(opened, endless):
+@pytest.mark.parametrize(
+    ("number", "second"),
+    [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGTERM)],
+    ids=["twice", "both"],
+)
+def test_a_second_signal_ends_the_drain_at_once(opened, endless, number, second):
     llm = opened(endless, SLOW | {"engine": {"drain_seconds": 60.0}})
     pid = pid_of(llm)
     add(llm, 4, long())
     llm._engine.step()
-    os.kill(pid, signal.SIGTERM)
+    os.kill(pid, number)
     time.sleep(0.3)
     assert alive(pid)
     began = time.monotonic()
-    os.kill(pid, signal.SIGTERM)
+    os.kill(pid, second)
     assert finals(llm) == ["abort"] * 4
     gone(pid, 10)
-    told("second SIGTERM, engine gone", time.monotonic() - began, 2)
+    told("second signal, engine gone", time.monotonic() - began, 2)
 
 
-def test_sigterm_without_a_drain_aborts(opened, endless):
+@BOTH
+def test_a_signal_without_a_drain_aborts(opened, endless, number):
     llm = opened(endless, SLOW)
     pid = pid_of(llm)
     add(llm, 4, long())
     llm._engine.step()
     began = time.monotonic()
-    os.kill(pid, signal.SIGTERM)
+    os.kill(pid, number)
     assert finals(llm) == ["abort"] * 4
     gone(pid, 10)
-    told("SIGTERM, engine gone", time.monotonic() - began, 2)
+    told("signal, engine gone", time.monotonic() - began, 2)
 
 
-def test_an_idle_engine_hears_sigterm_and_its_end_is_told(opened, endless):
+@BOTH
+def test_an_idle_engine_hears_a_signal_and_its_end_is_told(opened, endless, number):
     llm = opened(endless)
     pid = pid_of(llm)
-    os.kill(pid, signal.SIGTERM)
+    os.kill(pid, number)
     told("idle engine gone", gone(pid, 10), 2)
     with pytest.raises(EngineDeadError, match=r"exited with code 0|cannot be reached"):
         llm.generate("x", GREEDY)

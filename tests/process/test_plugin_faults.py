@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import types
 
@@ -13,7 +14,14 @@ from harness import gone, open_engine, process_config
 from strangers import open_site
 from test_faults import DENSE_WORDS, SPARSE_WORDS, jobs, run_all
 
-from hardpoint import LLM, EngineClosedError, RequestError, RequestOutputKind, SamplingParams
+from hardpoint import (
+    LLM,
+    EngineClosedError,
+    RequestError,
+    RequestOutputKind,
+    SamplingParams,
+    plugins,
+)
 from hardpoint.core.process.engine_process import EngineProcess
 from hardpoint.plugins import (
     EngineDeadError,
@@ -286,3 +294,49 @@ class Exits(LogitsProcessor):
 
     def apply(self, logits, rows):
         os._exit(41)
+
+
+# Arguments that only the engine's process refuses
+
+
+class Elsewhere(LogitsProcessor):
+    """Its arguments are right in the process of the tests only."""
+
+    contract = 1
+    phase = Phase.MASK
+
+    class Arguments(plugins.Arguments):
+        how: str = ""
+
+        def __post_init__(self):
+            if os.environ["TESTS"] != str(os.getpid()):
+                if self.how == "refuse":
+                    raise ValueError("how: not in this process")
+                raise LookupError("nothing here")
+
+    def apply(self, logits, rows):
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("refuse", r"^plugin_args\.elsewhere: how: not in this process"),
+        ("break", r"^plugin 'elsewhere'.*: its Arguments failed: LookupError: nothing here$"),
+    ],
+)
+def test_arguments_that_are_wrong_in_the_engine_only(scripted, monkeypatch, how, words):
+    monkeypatch.setenv("TESTS", str(os.getpid()))
+    enable = [f"{__name__}:Elsewhere"]
+    settings = {"plugins": {"enable": enable, "quarantine_after": 2}}
+    with LLM(config=process_config(scripted, settings)) as llm:
+        for times in (1, 2):
+            bad = SamplingParams(plugin_args={"elsewhere": {"how": how}})
+            final = llm.generate(["x", "say abc"], [bad, SamplingParams(temperature=0.0)])
+            (broken,), (well,) = (output.outputs for output in final)
+            assert broken.finish_reason == "error"
+            assert re.search(words, broken.error)
+            assert well.text == " abc abc abc"
+            assert llm.health().faults == {"elsewhere": times}
+        with pytest.raises(RequestError, match=r"plugin_args\.elsewhere: the plugin is quarant"):
+            llm.generate("x", bad)

@@ -2,17 +2,66 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from harness import open_engine
 
-from hardpoint import RequestError, SamplingParams
+from hardpoint import (
+    AsyncLLM,
+    EngineClosedError,
+    EngineDeadError,
+    PluginError,
+    RequestError,
+    SamplingParams,
+    plugins,
+)
+from hardpoint.builtin_plugins.scheduling.scheduler import DefaultScheduler
 from hardpoint.core.frontend.input_processor import RequestExtras
-from hardpoint.plugins import EngineCoreRequest
-from hardpoint.testing import scripted_engine
+from hardpoint.plugins import (
+    EngineCoreRequest,
+    EngineFaultError,
+    LogitsProcessor,
+    Phase,
+    PluginFaultError,
+    hookimpl,
+)
+from hardpoint.testing import scripted_config, scripted_engine
 
 HALF = "\ud800"  # of a pair
 WORDS = r"expected text that UTF-8 can hold, got '\ud800' at character "
-ENABLED = {"plugins": {"enable": ["faulty_plugins:Dense"]}}
+HERE = __name__
+ENABLED = {
+    "plugins": {
+        "enable": ["faulty_plugins:Dense", f"{HERE}:Meddling", f"{HERE}:Odd"],
+        "quarantine_after": 1,
+    }
+}
+
+
+class Meddling:
+    """Spoils the arguments of requests that are tagged so."""
+
+    contract = 1
+
+    @hookimpl
+    def request_received(self, request):
+        if "spoil" in request.tags:
+            request.plugin_args["dense"] = {"how": 3}
+
+
+class Odd(LogitsProcessor):
+    """Its own check of its arguments is broken."""
+
+    contract = 1
+    phase = Phase.MASK
+
+    class Arguments(plugins.Arguments):
+        def __post_init__(self):
+            raise LookupError("no such table")
+
+    def apply(self, logits, rows):
+        return logits
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +148,109 @@ def test_a_wrong_object_is_named_by_its_path(engine):
     params = SamplingParams(plugin_args={"dense": {"how": ["x", object()]}})
     with pytest.raises(RequestError, match=r"^plugin_args\.dense\.how\[1\]: expected plain data: "):
         engine.add_request("r", "x", params)
+
+
+def test_arguments_that_a_hook_has_spoilt(engine):
+    """The plugin is not at fault, so it is not told to be."""
+    with pytest.raises(RequestError, match=r"^plugin_args\.dense\.how: expected a string, got 3$"):
+        engine.add_request("r", "x", None, RequestExtras(tags={"spoil": "yes"}))
+    request = EngineCoreRequest(
+        request_id="r",
+        prompt_token_ids=[1],
+        params=SamplingParams(),
+        plugin_args={"dense": {"how": 3}},
+    )
+    with pytest.raises(RequestError, match=r"^plugin_args\.dense\.how: expected a string, got 3$"):
+        engine.add_request("r", request)
+    assert engine.health().faults == {}
+
+
+def test_arguments_whose_own_check_is_broken(engine):
+    words = r"^plugin 'odd'.*: its Arguments failed: LookupError: no such table$"
+    with pytest.raises(RequestError, match=words):
+        engine.add_request("r", "x", SamplingParams(plugin_args={"odd": {}}))
+
+
+# Faults that end the engine
+
+RAISES = {"plugin_args": {"dense": {"how": "raise"}}}
+
+
+class BrokenAdd(DefaultScheduler):
+    """Takes no request."""
+
+    contract = 1
+
+    def add_request(self, request):
+        raise LookupError("no room")
+
+
+class BrokenStep(DefaultScheduler):
+    """Schedules nothing."""
+
+    contract = 1
+
+    def schedule(self):
+        raise LookupError("no plan")
+
+
+@pytest.mark.parametrize("opens", [scripted_engine, open_engine], ids=["inside", "apart"])
+@pytest.mark.parametrize(
+    ("settings", "fields", "words"),
+    [
+        (
+            {"enable": ["faulty_plugins:Dense"], "on_error": {"dense": "engine"}},
+            RAISES,
+            "plugin 'dense'.*apply failed: RuntimeError: broken apply",
+        ),
+        ({"sampler": "faulty_plugins:NanSampler"}, {}, "plugin 'nan_sampler'.*RuntimeError: bro"),
+        ({"scheduler": f"{HERE}:BrokenStep"}, {}, "plugin 'broken_step'.*LookupError: no plan"),
+        ({"scheduler": f"{HERE}:BrokenAdd"}, {}, "plugin 'broken_add'.*LookupError: no room"),
+    ],
+    ids=["logits", "sampler", "schedule", "add"],
+)
+def test_a_fault_that_ends_the_engine(scripted, opens, settings, fields, words):
+    """It may be caught as the end of the engine or as the plugin's fault."""
+    tables = ("sampler", "scheduler")
+    settings = {k: {"use": v} for k, v in settings.items() if k in tables} or {"plugins": settings}
+    engine = opens(scripted, settings)
+    with pytest.raises(EngineDeadError, match=words) as error:
+        complete(engine, SamplingParams(**fields))
+    assert type(error.value) is EngineFaultError
+    assert isinstance(error.value, PluginError)
+    assert type(error.value.__cause__) is PluginFaultError
+    with pytest.raises(EngineClosedError):
+        engine.step()
+
+
+def complete(engine, params) -> None:
+    engine.add_request("r", "x", params)
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def test_the_same_in_an_event_loop(scripted):
+    async def main():
+        config = scripted_config(scripted, {"scheduler": {"use": f"{HERE}:BrokenStep"}})
+        async with AsyncLLM(config=config) as llm:
+            with pytest.raises(EngineFaultError, match="plugin 'broken_step'.*no plan"):
+                await anext(llm.generate("x"))
+            with pytest.raises(EngineFaultError, match="plugin 'broken_step'.*no plan"):
+                await anext(llm.generate("later"))
+
+    asyncio.run(main())
+
+
+def test_a_failure_of_the_engine_itself(scripted, monkeypatch):
+    engine = scripted_engine(scripted)
+    engine.add_request("r", "x")
+    cause = ZeroDivisionError("by nobody")
+
+    def broken(*_):
+        raise cause
+
+    monkeypatch.setattr(engine.parts.client._core, "step", broken)
+    with pytest.raises(EngineDeadError, match="^the engine failed: ZeroDivisionError: by nobody$"):
+        engine.step()
+    with pytest.raises(EngineClosedError):
+        engine.step()

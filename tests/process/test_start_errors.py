@@ -101,7 +101,8 @@ def test_an_end_without_a_word_is_told_by_its_code(scripted, name, words):
 
 def test_a_start_that_hangs_ends_at_the_limit(scripted):
     began = time.monotonic()
-    with pytest.raises(EngineDeadError, match=r"not ready within 2\.5 s"):
+    words = r"not ready within 2\.5 s \(engine.start_timeout_seconds\)"
+    with pytest.raises(EngineDeadError, match=words):
         LLM(config=enabled(scripted, "Hangs", start_timeout_seconds=2.5))
     told("hanging start given up", time.monotonic() - began, 8)
 

@@ -1,0 +1,77 @@
+"""A request that pools, as the frontend keeps it: it gives no tokens and no text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hardpoint.plugins import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    PoolingRequestOutput,
+    RequestOutputKind,
+)
+
+from .parent_request import ParentRequest
+from .statistics import RequestFigures
+
+__all__ = ["PoolingState"]
+
+
+class PoolingState:
+    """What there is so far of one request that pools; stands beside RequestState.
+
+    Attributes:
+        figures: for statistics; None where nobody asks for them.
+        index: it is the only one of its prompt.
+        num_tokens: it has no output tokens.
+        parts: its prompt comes whole.
+    """
+
+    index = 0
+    num_tokens = 0
+    parts: None = None
+
+    def __init__(self, request: EngineCoreRequest, parent: ParentRequest) -> None:
+        """Start with nothing."""
+        self.parent = parent
+        self.finish_reason: FinishReason | None = None
+        self.figures: RequestFigures | None = None
+        self._request = request
+        self._final_only = request.params.output_kind is RequestOutputKind.FINAL_ONLY
+        self._result: Any = None
+        self._error: str | None = None
+
+    def update(self, output: EngineCoreOutput) -> None:
+        """Take one engine output."""
+        self.finish_reason, self._error = output.finish_reason, output.error
+        if output.pooling_output is not None:
+            self._result = output.pooling_output
+
+    def end(self, reason: FinishReason) -> None:
+        """End the request without the engine."""
+        self.finish_reason = reason
+
+    def refused(self, output: EngineCoreOutput) -> PoolingRequestOutput:
+        """Return what the user is to see of a request that the engine refused."""
+        self.finish_reason, self._error = FinishReason.ERROR, output.error
+        refusal = self._to_user()
+        refusal.error_kind = output.error_kind
+        return refusal
+
+    def output(self) -> PoolingRequestOutput | None:
+        """Return what the user is to see now, if anything."""
+        if self.finish_reason is None and (self._final_only or self._result is None):
+            return None
+        return self._to_user()
+
+    def _to_user(self) -> PoolingRequestOutput:
+        finished = self.finish_reason is not None
+        return PoolingRequestOutput(
+            request_id=self.parent.request_id,
+            outputs=self._result,
+            prompt_token_ids=self._request.prompt_token_ids,
+            finished=finished,
+            finish_reason=str(self.finish_reason) if finished else None,
+            error=self._error,
+        )

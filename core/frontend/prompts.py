@@ -1,0 +1,112 @@
+"""What a prompt may be given as."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from hardpoint.plugins import RequestError, typed
+
+__all__ = ["Prompt", "ReadPrompt", "checked_ids", "read_prompt"]
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; or, made ready elsewhere,
+`{"type": "token", "prompt_token_ids": ids}` with, if you like, `prompt`, `cache_salt` and
+`arrival_time`."""
+
+_KEYS = ("prompt", "prompt_token_ids")
+
+
+@dataclass(frozen=True)
+class ReadPrompt:
+    """A prompt, whatever it was given as.
+
+    Attributes:
+        text: of the prompt, if it is known.
+        token_ids: not looked at yet; None where the text is to be tokenised.
+        cache_salt: where the request names none.
+        arrival_time: seconds on the engine's clock, where the request names none.
+    """
+
+    text: str | None = None
+    token_ids: Any = None
+    cache_salt: str | None = None
+    arrival_time: float | None = None
+
+
+class _TokenInput(typed.Strict):
+    """A prompt that was made ready elsewhere."""
+
+    type: Literal["token"]
+    prompt_token_ids: list[int]
+    prompt: str | None = None
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    arrival_time: float | None = None
+
+
+def read_prompt(prompt: Prompt) -> ReadPrompt:
+    """Return what was given.
+
+    Raises:
+        RequestError: it is a mapping of another form.
+    """
+    if isinstance(prompt, str):
+        return ReadPrompt(text=prompt)
+    if not isinstance(prompt, Mapping):
+        return ReadPrompt(token_ids=prompt)
+    if "type" in prompt:
+        return _ready(prompt)
+    keys = [key for key in _KEYS if key in prompt]
+    if len(keys) != 1 or len(prompt) != 1:
+        raise RequestError(
+            "prompt: expected a mapping with either 'prompt' or 'prompt_token_ids', "
+            f"got the keys {sorted(map(str, prompt))}"
+        )
+    value = prompt[keys[0]]
+    if keys[0] == "prompt_token_ids":
+        return ReadPrompt(token_ids=_listed(value))
+    if not isinstance(value, str):
+        raise RequestError(f"prompt: expected a string, got {type(value).__name__}")
+    return ReadPrompt(text=value)
+
+
+def _ready(prompt: Mapping[str, Any]) -> ReadPrompt:
+    # The ids, which may be many, are looked at once, where every prompt's are.
+    rest = {key: [] if key == "prompt_token_ids" else value for key, value in prompt.items()}
+    checked = typed.convert(rest, _TokenInput, path="prompt", error=RequestError)
+    token_ids = _listed(prompt["prompt_token_ids"])
+    return ReadPrompt(checked.prompt, token_ids, checked.cache_salt, checked.arrival_time)
+
+
+def _listed(token_ids: Any) -> Any:
+    if not _is_list(token_ids):
+        raise RequestError(
+            f"prompt_token_ids: expected a list of token ids, got {type(token_ids).__name__}"
+        )
+    return token_ids
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
+def checked_ids(token_ids: Any, vocab_size: int) -> list[int]:
+    """Return token ids as a list of its own.
+
+    Raises:
+        RequestError: naming what is no token id.
+    """
+    if not _is_list(token_ids):
+        raise RequestError(
+            f"prompt: expected text or a list of token ids, got {type(token_ids).__name__}"
+        )
+    for index, token in enumerate(token_ids):
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise RequestError(
+                f"prompt_token_ids[{index}]: expected a whole number from 0 to "
+                f"{vocab_size - 1}, got {token!r}"
+            )
+    return list(token_ids)

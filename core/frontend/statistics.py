@@ -1,0 +1,283 @@
+"""Figures of the requests that go through a frontend, and who is told of them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+
+from hardpoint.plugins import (
+    EngineConfig,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishedRequest,
+    FinishReason,
+    IterationStats,
+    PluginFaultError,
+    PluginSet,
+    PrefixCacheStats,
+    RequestMetrics,
+    SchedulerStats,
+    StatSink,
+    StatSinkContext,
+    StepFault,
+)
+
+from ..fanout import Fanout, create_all
+from ..step_faults import StepFaults
+
+__all__ = ["RequestFigures", "Statistics", "open_statistics"]
+
+_log = logging.getLogger("hardpoint")
+
+_Clock = Callable[[], float]
+
+
+def open_statistics(config: EngineConfig, plugins: PluginSet, clock: _Clock) -> Statistics | None:
+    """Build the sinks and what feeds them; None if nobody asks for figures.
+
+    Args:
+        clock: seconds; gives requests their arrival times.
+
+    Raises:
+        PluginError: a sink could not be built.
+    """
+    if not config.stats.on:
+        return None
+    faults = StepFaults.under(config.plugins.on_error)
+    sinks: Fanout[StatSink] = Fanout(
+        create_all(plugins, "stat_sinks", faults, StatSinkContext, clock=clock, model=config.model)
+    )
+    return Statistics(
+        sinks,
+        faults,
+        clock,
+        request_metrics=config.stats.request_metrics,
+        interval_seconds=config.stats.interval_seconds,
+    )
+
+
+class RequestFigures:
+    """What is known so far of one live request.
+
+    Attributes:
+        arrived: seconds on the frontend's clock; all other times are on the engine's.
+        metrics: what its last output is to carry.
+    """
+
+    __slots__ = (
+        "arrived",
+        "ended",
+        "first_token_at",
+        "last_token_at",
+        "metrics",
+        "num_cached_tokens",
+        "num_generation_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "queued_at",
+        "request_id",
+        "scheduled_at",
+        "tags",
+        "time_to_first_token",
+    )
+
+    def __init__(self, request: EngineCoreRequest, arrived: float) -> None:
+        """Know what the request itself tells."""
+        self.request_id = request.external_req_id or request.request_id
+        self.tags = request.tags
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_cached_tokens = 0
+        self.num_generation_tokens = 0
+        self.num_preemptions = 0
+        self.arrived = arrived
+        self.queued_at: float | None = None
+        self.scheduled_at: float | None = None
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+        self.time_to_first_token: float | None = None
+        self.ended = False
+        self.metrics: RequestMetrics | None = None
+
+    def at_the_end(self, now: float) -> RequestMetrics:
+        """Return all of it; `now` is on the frontend's clock."""
+        return RequestMetrics(
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_generation_tokens=self.num_generation_tokens,
+            num_preemptions=self.num_preemptions,
+            queue_seconds=_between(self.queued_at, self.scheduled_at),
+            prefill_seconds=_between(self.scheduled_at, self.first_token_at),
+            decode_seconds=_between(self.first_token_at, self.last_token_at),
+            time_to_first_token=self.time_to_first_token,
+            e2e_seconds=now - self.arrived,
+        )
+
+
+class Statistics:
+    """Gathers figures while a batch of outputs is processed, and hands them to the sinks.
+
+    For one thread at a time, but for `close`. What ends between two batches is told with the next
+    one, or with the next report. Sinks that are not closed are when this is collected.
+    """
+
+    def __init__(
+        self,
+        sinks: Fanout[StatSink],
+        faults: StepFaults,
+        clock: _Clock,
+        *,
+        request_metrics: bool = False,
+        interval_seconds: float = 10.0,
+    ) -> None:
+        """Begin the first interval.
+
+        Args:
+            sinks: their faults are told to `faults`.
+            clock: seconds; gives requests their arrival times.
+            request_metrics: whether outputs carry metrics when they finish.
+            interval_seconds: from one report to the next.
+        """
+        self.has_sinks = bool(sinks)
+        self.interval_seconds = interval_seconds
+        self._sinks, self._faults, self._clock = sinks, faults, clock
+        self._request_metrics = request_metrics
+        self._stats = IterationStats()
+        self._now = self._engine_now = 0.0
+        self._reported_at = clock() if sinks else 0.0
+        self._lock = threading.RLock()
+        self._closed = False
+        self._release = weakref.finalize(self, sinks.close)
+
+    def faults(self) -> dict[str, StepFault]:
+        """Return the calls of sinks that failed, by name."""
+        return self._faults.report()
+
+    def begin(self, outputs: EngineCoreOutputs) -> None:
+        """Take it that a batch of outputs is processed from now on."""
+        self._now, self._engine_now = self._clock(), outputs.timestamp
+        self._stats.engine_index = outputs.engine_index
+        if outputs.scheduler_stats is not None:
+            self._stats.scheduler = outputs.scheduler_stats
+
+    def took(self, request: RequestFigures, output: EngineCoreOutput, num_tokens: int) -> None:
+        """Take an output of the batch; `num_tokens` are all that the user has of it by now."""
+        if output.events:
+            self._take_events(request, output)
+        if output.num_cached_tokens is not None:
+            request.num_cached_tokens = output.num_cached_tokens
+        new = num_tokens - request.num_generation_tokens
+        if new <= 0:
+            return
+        stats, now = self._stats, self._engine_now
+        if request.last_token_at is None:
+            request.first_token_at = now
+            request.time_to_first_token = self._now - request.arrived
+            stats.time_to_first_token.append(request.time_to_first_token)
+            stats.num_prompt_tokens += request.num_prompt_tokens
+            stats.num_cached_tokens += request.num_cached_tokens
+        else:
+            stats.inter_token_latency.append(now - request.last_token_at)
+        request.last_token_at = now
+        request.num_generation_tokens = num_tokens
+        stats.num_generation_tokens += new
+
+    def ended(self, request: RequestFigures, reason: FinishReason) -> None:
+        """Take it that a request ended, with a batch or without one."""
+        if request.ended:
+            return
+        request.ended = True
+        metrics = request.at_the_end(self._clock())
+        if self._request_metrics:
+            request.metrics = metrics
+        if self.has_sinks:
+            self._stats.finished.append(
+                FinishedRequest(
+                    request_id=request.request_id,
+                    finish_reason=str(reason),
+                    tags=request.tags,
+                    metrics=metrics,
+                )
+            )
+
+    def engine_gone(self) -> None:
+        """Take it that there is no engine any more: nothing runs or waits there."""
+        self._stats.scheduler = SchedulerStats(
+            num_running=0, num_waiting=0, kv_cache_usage=0.0, prefix_cache=PrefixCacheStats()
+        )
+
+    def record(self) -> None:
+        """Hand what was gathered to the sinks.
+
+        Raises:
+            PluginFaultError: a sink whose faults end the engine failed; all were told.
+        """
+        stats, self._stats = self._stats, IterationStats()
+        if self.has_sinks:
+            self._tell(lambda sink: sink.record(stats), "record")
+
+    def report(self) -> None:
+        """Have the sinks show what they gathered.
+
+        Raises:
+            PluginFaultError: a sink whose faults end the engine failed; all were told.
+        """
+        if self.has_sinks:
+            self._reported_at = self._clock()
+            if self._stats.finished or self._stats.scheduler is not None:
+                self.record()
+            self._tell(lambda sink: sink.report(), "report")
+
+    def report_if_due(self) -> None:
+        """Report if the interval has passed.
+
+        Raises:
+            PluginFaultError: as `report`.
+        """
+        if self.has_sinks and self._clock() - self._reported_at >= self.interval_seconds:
+            self.report()
+
+    def close(self, live: Iterable[RequestFigures] = ()) -> None:
+        """Report a last time and close the sinks. In any thread, and twice does nothing.
+
+        Args:
+            live: requests that end by it.
+
+        Raises:
+            PluginFaultError: a sink whose faults end the engine could not close; all were closed.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            for request in live:
+                self.ended(request, FinishReason.ABORT)
+            try:
+                self.report()
+            except PluginFaultError as fault:
+                _log.warning("%s, while the engine is closed", fault)
+            finally:
+                self._closed = True
+                self._release()
+
+    def _tell(self, call: Callable[[StatSink], None], method: str) -> None:
+        with self._lock:
+            if not self._closed:
+                self._sinks.call(call, method)
+
+    def _take_events(self, request: RequestFigures, output: EngineCoreOutput) -> None:
+        for event in output.events:
+            if event.type is EngineCoreEventType.PREEMPTED:
+                request.num_preemptions += 1
+                self._stats.num_preemptions += 1
+            elif event.type is EngineCoreEventType.SCHEDULED:
+                if request.scheduled_at is None:
+                    request.scheduled_at = event.timestamp
+            elif request.queued_at is None:
+                request.queued_at = event.timestamp
+
+
+def _between(first: float | None, second: float | None) -> float | None:
+    return None if first is None or second is None else second - first

@@ -1,0 +1,358 @@
+"""Clients of real engine processes that are slow, stopped, or told nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+import time
+
+import pytest
+import zmq
+from test_process_client import GREEDY, config, slow, still_serves
+
+from hardpoint import (
+    LLM,
+    AsyncLLM,
+    ConfigError,
+    EngineDeadError,
+    EngineTimeoutError,
+    RequestOutputKind,
+    SamplingParams,
+)
+from hardpoint.core.outgoing import Outgoing
+from hardpoint.core.wire import Encoder, RequestType
+from hardpoint.plugins import EngineCoreOutputs
+from hardpoint.testing import scripted_config, write_scripted_model
+
+LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def own(scripted):
+    with LLM(config=config(scripted)) as llm:
+        yield llm
+
+
+def readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "EngineCoreOutputs"]
+
+
+@contextlib.contextmanager
+def output_of(llm):
+    """A socket at the place where the engine's outputs go."""
+    context = zmq.Context()
+    socket = context.socket(zmq.PUSH)
+    socket.connect(llm._engine.parts.client._connection._sockets.addresses.outputs[0])
+    yield socket
+    context.destroy(0)
+
+
+# Threads
+
+
+def test_one_reader_per_engine_and_none_without(scripted):
+    before = readers()
+    with LLM(config=config(scripted)):
+        (reader,) = set(readers()) - set(before)
+        assert reader.daemon
+    assert readers() == before
+    with pytest.raises(ConfigError, match=r"kv_cache.num_blocks"):
+        LLM(config=config(scripted) | {"kv_cache": {"num_blocks": 2}})
+    assert readers() == before
+
+
+# What is sent
+
+
+def test_the_text_of_a_prompt_stays_here(own, monkeypatch):
+    sent: list[bytes] = []
+    send = Outgoing._sent
+
+    def noted(outgoing, frames):
+        sent.append(b"|".join(frame.bytes for frame in frames))
+        return send(outgoing, frames)
+
+    monkeypatch.setattr(Outgoing, "_sent", noted)
+    assert still_serves(own)
+    assert [each[:1] for each in sent] == [RequestType.ADD]
+    assert b"say abc" not in sent[0]
+
+
+# Waiting
+
+
+def test_a_step_that_waits_no_longer_than_asked(own):
+    engine = own._engine
+    engine.add_request("a", "x", slow(0.7, 1))
+    began = time.monotonic()
+    with pytest.raises(EngineTimeoutError, match="^the engine gave no outputs within 0.2 s$"):
+        engine.step(timeout=0.2)
+    assert 0.2 <= time.monotonic() - began < 0.7
+    (output,) = engine.step(timeout=10)  # nothing was lost
+    assert output.finished
+    assert engine.step(timeout=0.01) == []  # there is nothing to wait for
+    assert still_serves(own)
+
+
+def test_a_batch_without_outputs_is_a_step_without_any(own):
+    engine = own._engine
+    engine.add_request("a", "x", slow(0.5, 1))
+    with output_of(own) as socket:
+        socket.send_multipart(Encoder().encode(EngineCoreOutputs()))
+        assert engine.step() == []
+    (output,) = engine.step()
+    assert output.finished
+
+
+def test_who_never_steps_holds_one_entry_per_request(scripted):
+    prompts = [[number + 1] for number in range(32)]
+    settings = {"engine": {"in_process": False}, "scheduler": {"max_num_seqs": 32}}
+    with LLM(config=scripted_config(scripted, settings)) as llm:
+        engine, client = llm._engine, llm._engine.parts.client
+        expected = [output.outputs[0] for output in llm.generate(prompts, LONG)]
+        for number, prompt in enumerate(prompts):
+            engine.add_request(str(number), prompt, LONG)
+        most, running = 0, 1
+        while running:
+            stats = client.call_utility("scheduler_stats")
+            running = stats.num_running + stats.num_waiting
+            most = max(most, len(client._inbox))
+            time.sleep(0.02)
+        time.sleep(0.1)
+        assert 0 < most <= len(client._inbox) == 32
+        outputs = {}
+        while engine.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in engine.step(timeout=5)}
+        for number, completion in enumerate(expected):
+            got = outputs[str(number)].outputs[0]
+            assert (got.text, got.token_ids) == (completion.text, completion.token_ids)
+
+
+# Nonsense
+
+
+def test_nonsense_at_the_output_address_ends_all_waiting(scripted):
+    with LLM(config=config(scripted)) as llm:
+        client = llm._engine.parts.client
+        llm._engine.add_request("a", "x", slow(30, 1))
+        time.sleep(0.2)
+        ends: list[tuple[float, BaseException]] = []
+
+        def wait(call):
+            try:
+                call()
+            except BaseException as error:
+                ends.append((time.monotonic(), error))
+
+        futures = [client.call("scheduler_stats") for _ in range(5)]
+        waits = [future.result for future in futures]
+        waits += [
+            lambda: client.call_utility("plugin_meters"),
+            lambda: client.get_output(wait=True),
+        ]
+        threads = [threading.Thread(target=wait, args=(each,)) for each in waits]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.2)
+        assert ends == []
+        with output_of(llm) as socket:
+            began = time.monotonic()
+            socket.send(b"\xc1")
+            for thread in threads:
+                thread.join(5)
+        assert len(ends) == 7
+        assert max(told for told, _ in ends) - began < 1
+        assert {type(error) for _, error in ends} == {EngineDeadError}
+        assert len({str(error) for _, error in ends}) == 1
+        pid = client.pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+# An engine that stands still
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory):
+    return write_scripted_model(
+        tmp_path_factory.mktemp("model"),
+        {"say abc": " abc abc abc"},
+        max_position_embeddings=1 << 15,
+    )
+
+
+@contextlib.asynccontextmanager
+async def stopped(llm):
+    """The engine process gets no time, until this is left."""
+    os.kill(llm._engine._client.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it may have been killed meanwhile
+            os.kill(llm._engine._client.pid, signal.SIGCONT)
+
+
+class Pulse:
+    """Notes for how long the loop stood still."""
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+        self._task = asyncio.create_task(self._beat())
+
+    async def _beat(self) -> None:
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(0.005)
+            self.longest = max(self.longest, time.monotonic() - began - 0.005)
+
+    def end(self) -> float:
+        self._task.cancel()
+        return self.longest
+
+
+async def collect(llm, prompt, params=GREEDY) -> list:
+    return [output async for output in llm.generate(prompt, params)]
+
+
+async def until_it_takes_no_more(llm) -> list[asyncio.Task]:
+    """Send large requests, one after another, until one of them waits to be sent."""
+    tasks = []
+    while not llm._engine._turns.num_waiting:
+        tasks.append(asyncio.create_task(collect(llm, [1 + len(tasks) % 90] * 8000)))
+        await asyncio.sleep(0.002)
+        assert len(tasks) < 2000
+    return tasks
+
+
+@pytest.fixture(scope="module")
+def shared(roomy):
+    """A runner of one loop, and an engine that belongs to it."""
+    settings = {
+        "engine": {"call_timeout_seconds": 0.5},
+        "scheduler": {"max_num_seqs": 64, "max_num_batched_tokens": 8192},
+    }
+    with asyncio.Runner() as runner:
+        llm = AsyncLLM(config=scripted_config(roomy, settings))
+        runner.run(collect(llm, "say abc"))
+        yield runner, llm
+        runner.run(llm.aclose())
+
+
+@pytest.fixture
+def serve(shared):
+    """Run a test with the engine, which serves afterwards and holds nothing."""
+    runner, llm = shared
+
+    async def checked(main):
+        await main(llm)
+        for _ in range(400):
+            with contextlib.suppress(EngineTimeoutError):
+                stats = await llm.scheduler_stats()
+                if (stats.num_running, stats.num_waiting) == (0, 0):
+                    break
+            await asyncio.sleep(0.05)
+        else:
+            raise AssertionError("the engine still has requests")
+        (*_, last) = await collect(llm, "say abc")
+        assert last.outputs[0].text == " abc abc abc"
+        assert llm._engine._frontend.output.num_unfinished_requests() == 0
+        assert llm._engine._turns.num_waiting == 0
+        assert (llm.is_running, llm.dead_error) == (True, None)
+
+    return lambda main: runner.run(asyncio.wait_for(checked(main), 60))
+
+
+def test_a_stopped_engine_holds_up_nothing_but_its_requests(serve):
+    async def main(llm):
+        async with stopped(llm):
+            tasks = await until_it_takes_no_more(llm)
+            pulse = Pulse()
+            more = [asyncio.create_task(collect(llm, [7] * 8000)) for _ in range(5)]
+            with pytest.raises(EngineTimeoutError, match="did not answer scheduler_stats within"):
+                await llm.scheduler_stats()
+            for task in tasks + more[1:]:
+                task.cancel()
+            for end in await asyncio.gather(*tasks, *more[1:], return_exceptions=True):
+                assert isinstance(end, asyncio.CancelledError)
+            await llm.abort("nobody")
+            assert pulse.end() < 0.5
+            assert not more[0].done()
+        (*_, last) = await more[0]  # it is sent when there is room
+        assert last.finished
+
+    serve(main)
+
+
+def test_a_request_that_cannot_be_sent_is_told_so(serve, monkeypatch):
+    async def main(llm):
+        monkeypatch.setattr(llm._engine._turns, "_seconds", 0.2)
+        async with stopped(llm):
+            tasks = await until_it_takes_no_more(llm)
+            began = time.monotonic()
+            for attempt in (collect(llm, [1] * 8000), collect(llm, "x", LONG)):
+                with pytest.raises(EngineTimeoutError, match="^the engine took no message for 10 "):
+                    await attempt
+            assert 0.2 <= time.monotonic() - began < 2
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    serve(main)
+
+
+def test_a_request_that_is_aborted_before_it_is_sent_never_runs(serve):
+    async def main(llm):
+        async with stopped(llm):
+            tasks = await until_it_takes_no_more(llm)
+            params = SamplingParams(max_tokens=20_000, ignore_eos=True, n=2)
+            outputs = llm.generate([3] * 8000, params, "mine")
+            task = asyncio.create_task(anext(outputs))
+            await asyncio.sleep(0.05)
+            await llm.abort("mine")
+            output = await asyncio.wait_for(task, 5)
+            assert [each.finish_reason for each in output.outputs] == ["abort", "abort"]
+            for each in tasks:
+                each.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await outputs.aclose()
+
+    serve(main)
+
+
+def test_those_that_wait_to_be_sent_hear_of_the_death(roomy):
+    async def main():
+        async with AsyncLLM(config=scripted_config(roomy)) as llm:
+            await collect(llm, "say abc")
+            async with stopped(llm):
+                tasks = await until_it_takes_no_more(llm)
+                tasks += [asyncio.create_task(collect(llm, [7] * 8000)) for _ in range(5)]
+                await asyncio.sleep(0.1)
+                began = time.monotonic()
+                os.kill(llm._engine._client.pid, signal.SIGKILL)
+                ends = await asyncio.gather(*tasks, return_exceptions=True)
+                assert time.monotonic() - began < 1.5
+                assert {type(end) for end in ends} == {EngineDeadError}
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_busy_loop_finds_one_entry_per_request(serve):
+    async def main(llm):
+        params = SamplingParams(
+            temperature=0.0, max_tokens=600, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+        )
+        relay = llm._engine._relay
+        tasks = [asyncio.create_task(collect(llm, [n + 1], params)) for n in range(8)]
+        most = 0
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0.01)
+            time.sleep(0.1)  # as a careless program does
+            most = max(most, relay.num_waiting)
+        assert 0 < most <= 8
+        for task in tasks:
+            assert sum(len(each.outputs[0].token_ids) for each in task.result()) == 600
+
+    serve(main)

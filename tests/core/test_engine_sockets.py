@@ -1,0 +1,395 @@
+"""The client's sockets, against an engine that the test plays."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import zmq
+from fake_engine import READY, Engine
+
+from hardpoint import (
+    ConfigError,
+    EngineDeadError,
+    EngineTimeoutError,
+    HardpointError,
+    PluginError,
+)
+from hardpoint.core import engine_sockets
+from hardpoint.core.engine_sockets import EngineSockets
+from hardpoint.core.wire import (
+    ENGINE_CORE_DEAD,
+    Decoder,
+    Encoder,
+    RequestType,
+    UtilityCall,
+    UtilityOutput,
+)
+from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs
+from hardpoint.plugins.errors import PluginFaultError
+
+
+@pytest.fixture
+def line():
+    """Sockets, the engine at their other end, and what was read."""
+    sockets = EngineSockets()
+    engine = Engine(sockets)
+    engine.ready()
+    ready = sockets.poll_ready(2000)
+    assert (ready.max_model_len, ready.num_gpu_blocks) == (64, 8)
+    ended: Future = Future()
+    outputs: list = []
+    sockets.read(outputs.append, lambda error: ended.set_result(error))
+    yield sockets, engine, outputs, ended
+    sockets.close()
+    engine.close()
+
+
+@pytest.fixture
+def bound():
+    """Sockets that no engine has connected to yet."""
+    sockets = EngineSockets(manifest_hash="abc")
+    yield sockets
+    sockets.close()
+
+
+@pytest.fixture
+def stuck(line):
+    """The same as `line`; the engine reads nothing, until it takes no more."""
+    sockets, _, _, _ = line
+    fill(sockets)
+    return line
+
+
+def fill(sockets) -> int:
+    """Send until nothing is taken any more; return how many messages that took."""
+    count = refused = 0
+    while refused < 20:
+        if sockets.offer(RequestType.ABORT, ["x" * 4000]):
+            count, refused = count + 1, 0
+            assert count < 5000
+        else:
+            refused += 1
+            time.sleep(0.005)
+    return count
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_an_engine_that_nobody_expects_is_refused():
+    sockets = EngineSockets(index=1)
+    other = Engine(sockets, identity=(7).to_bytes(2, "little"))
+    other.ready()
+    with pytest.raises(HardpointError, match=r"an engine said b'\\x07\\x00', expected b'\\x01"):
+        sockets.poll_ready(2000)
+    assert sockets.poll_ready(1) is None
+    other.close()
+    sockets.close()
+
+
+def test_messages_arrive_whole_and_in_order(line):
+    sockets, engine, outputs, _ = line
+    sockets.send(RequestType.ABORT, ["a", "b"])
+    kind, payload = engine.input.recv_multipart()
+    assert kind == RequestType.ABORT
+    assert payload == b"".join(Encoder().encode(["a", "b"]))
+    for number in range(20):
+        engine.say(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id=str(number))]))
+    until(lambda: len(outputs) == 20)
+    assert [batch.outputs[0].request_id for batch in outputs] == [str(n) for n in range(20)]
+
+
+def test_answers_find_their_calls_in_any_order(line):
+    sockets, engine, outputs, _ = line
+    first, second = (sockets.call("plugin_meters") for _ in range(2))
+    engine.say(UtilityOutput.succeeded(99, "nobody asked"))
+    engine.say(UtilityOutput.failed(1, "scheduler.policy: wrong", "ConfigError"))
+    engine.say(UtilityOutput.succeeded(0, {}))
+    assert first.result(5) == {}
+    with pytest.raises(ConfigError, match="^scheduler.policy: wrong$"):
+        second.result(5)
+    assert outputs == []
+
+
+def test_an_answer_of_another_type_fails_its_call_only(line):
+    sockets, engine, _, ended = line
+    bad, good = (sockets.call("scheduler_stats"), sockets.call("plugin_meters"))
+    engine.say(UtilityOutput.succeeded(0, "no statistics"))
+    engine.say(UtilityOutput.succeeded(1, {}))
+    with pytest.raises(HardpointError, match="scheduler_stats"):
+        bad.result(5)
+    assert good.result(5) == {}
+    assert not ended.done()
+
+
+def test_a_call_that_was_given_up_is_forgotten(line):
+    sockets, engine, _, _ = line
+    given_up, waited_for = (sockets.call("plugin_meters") for _ in range(2))
+    assert given_up.cancel()
+    for number in range(2):
+        engine.say(UtilityOutput.succeeded(number, {}))
+    assert waited_for.result(5) == {}
+
+
+def test_the_dead_marker_ends_reading_without_a_word(line):
+    _, engine, _, ended = line
+    engine.say(ENGINE_CORE_DEAD)
+    assert ended.result(5) is None
+
+
+def test_what_is_no_message_ends_reading_with_the_reason(line):
+    _, engine, _, ended = line
+    engine.say(b"\xc1 garbage")
+    assert isinstance(ended.result(5), HardpointError)
+
+
+def test_after_the_end_nothing_is_sent_and_all_calls_fail(line):
+    sockets, _, _, _ = line
+    future = sockets.call("plugin_meters")
+    sockets.fail(PluginFaultError("plugin 'p' broke"))
+    sockets.fail(ValueError("a later word counts no more"))
+    for attempt in (future.result, lambda: sockets.send(RequestType.ABORT, ["a"])):
+        with pytest.raises(EngineDeadError, match="^plugin 'p' broke$") as error:
+            attempt()
+        assert isinstance(error.value.__cause__, PluginFaultError)
+    with pytest.raises(EngineDeadError, match="plugin 'p' broke"):
+        sockets.call("plugin_meters")
+    assert sockets._calls == {}
+
+
+def test_an_engine_that_is_not_there_cannot_be_reached():
+    sockets = EngineSockets()
+    with pytest.raises(EngineDeadError, match="the engine cannot be reached: "):
+        sockets.send(RequestType.ABORT, ["a"])
+    sockets.close()
+
+
+# Before the engine is there
+
+
+def test_one_context_and_both_addresses_from_the_start(bound):
+    assert bound._context.get(zmq.IO_THREADS) == 2
+    assert bound._input.context is bound._output.context is bound._context
+    addresses = bound.addresses.inputs + bound.addresses.outputs
+    assert [Path(each.removeprefix("ipc://")).is_socket() for each in addresses] == [True, True]
+
+
+def test_what_comes_before_somebody_reads_is_not_lost():
+    sockets = EngineSockets()
+    engine = Engine(sockets)
+    for number in range(5):
+        engine.say(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id=str(number))]))
+    time.sleep(0.1)
+    outputs: list = []
+    sockets.read(outputs.append, lambda _: None)
+    until(lambda: len(outputs) == 5)
+    sockets.close()
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("word", "error", "words"),
+    [
+        (
+            ["SERVING", 2, "abc", 64],
+            HardpointError,
+            "protocol version: expected 1, got 2; frontend and engine need the same version of ",
+        ),
+        (["SERVING", 0], HardpointError, "protocol version: expected 1, got 0; "),
+        (READY, PluginError, "manifest: the engine has the plugin set , expected abc"),
+        (["SERVING", 1, "abd", 64], PluginError, "the plugin set abd, expected abc"),
+        (["SERVING", 1, "abc"], HardpointError, "EngineCoreReadyResponse: expected a list of at"),
+        (["READY", 1, True, True], HardpointError, "status: invalid value 'READY'"),
+        (3, HardpointError, "handshake: expected a list, got a whole number"),
+    ],
+)
+def test_an_engine_that_does_not_fit_is_refused(bound, word, error, words):
+    engine = Engine(bound)
+    engine.ready(word)
+    with pytest.raises(error) as raised:
+        bound.poll_ready(2000)
+    assert words in str(raised.value)
+    engine.close()
+
+
+# Strangers, and words that nobody expects
+
+
+def test_a_second_first_word_breaks_nothing(line):
+    sockets, engine, outputs, ended = line
+    engine.ready()
+    engine.ready(["SERVING", 9])
+    sockets.send(RequestType.ABORT, ["a"])
+    assert engine.heard()[0] == RequestType.ABORT
+    engine.say(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id="a")]))
+    until(lambda: outputs)
+    assert not ended.done()
+
+
+def test_a_second_engine_of_that_name_gets_nothing(line):
+    """A ROUTER hands an identity over only where it is told to."""
+    sockets, engine, _, _ = line
+    thief = Engine(sockets)
+    thief.ready()
+    time.sleep(0.1)
+    for number in range(10):
+        sockets.send(RequestType.ABORT, [str(number)])
+    got = [Decoder(list[str]).decode(engine.heard()[1:]) for _ in range(10)]
+    assert got == [[str(number)] for number in range(10)]
+    assert thief.heard(0.1) is None
+    thief.close()
+
+
+# The end
+
+
+def test_closing_does_not_wait_for_what_is_not_read():
+    sockets = EngineSockets()
+    engine = Engine(sockets)
+    taken: list = []
+
+    def slowly(batch):
+        taken.append(batch)
+        time.sleep(0.01)
+
+    sockets.read(slowly, lambda _: None)
+    for number in range(1000):
+        engine.say(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id=str(number))]))
+    until(lambda: taken)
+    began = time.monotonic()
+    sockets.close()
+    assert time.monotonic() - began < 1
+    count = len(taken)
+    assert count < 500
+    time.sleep(0.1)
+    assert len(taken) == count
+    engine.close()
+
+
+def test_calls_answered_while_all_are_failed():
+    """Every future ends one way or the other, and nothing else is raised, however they meet."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(30):
+            answered_while_failed()
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def answered_while_failed() -> None:
+    sockets = EngineSockets()
+    engine = Engine(sockets)
+    engine.ready()
+    assert sockets.poll_ready(2000) is not None
+    ended: list = []
+    sockets.read(lambda _: None, ended.append)
+    futures = [sockets.call("plugin_meters") for _ in range(100)]
+    late: list = []
+
+    def more():
+        try:
+            while True:
+                late.append(sockets.call("plugin_meters"))
+        except EngineDeadError as error:
+            late.append(error)
+
+    caller = threading.Thread(target=more)
+    caller.start()
+    for number in range(100):
+        engine.say(UtilityOutput.succeeded(number, {}))
+    until(lambda: any(future.done() for future in futures))
+    sockets.fail(EngineDeadError("gone"))
+    caller.join(5)
+    assert isinstance(late.pop(), EngineDeadError)
+    for future in futures + late:
+        assert isinstance(future.exception(5), EngineDeadError | None)
+    assert sockets._calls == {}
+    sockets.close()
+    assert ended == []
+    engine.close()
+
+
+# An engine that takes nothing
+
+
+def test_requests_are_turned_away_and_what_must_arrive_waits(stuck):
+    sockets, engine, _, _ = stuck
+    began = time.monotonic()
+    sockets.post(RequestType.ABORT, ["late"])
+    given_up, waited_for = (sockets.call("plugin_meters") for _ in range(2))
+    assert not sockets.offer(RequestType.ADD, "a request")
+    assert time.monotonic() - began < 0.1
+    assert given_up.cancel()
+    read = []
+    while (message := engine.heard(0.5)) is not None:
+        read.append(message)
+    read = read[-2:]  # before them, what filled the pipe
+    assert [message[0] for message in read] == [RequestType.ABORT, RequestType.UTILITY]
+    assert Decoder(list[str]).decode(read[0][1:]) == ["late"]
+    call = Decoder(UtilityCall).decode(read[1][1:])
+    engine.say(UtilityOutput.succeeded(call.call_id, {}))
+    assert waited_for.result(5) == {}
+    assert sockets.offer(RequestType.ADD, "a request")
+
+
+def test_calls_that_are_given_up_do_not_pile_up(stuck):
+    sockets, _, _, _ = stuck
+    for _ in range(500):
+        assert sockets.call("plugin_meters").cancel()
+    assert len(sockets._outgoing._backlog) <= 1
+    assert sockets._calls == {}
+
+
+def test_whoever_can_wait_is_told_in_the_end(stuck, monkeypatch):
+    sockets, _, _, _ = stuck
+    monkeypatch.setattr(engine_sockets, "SEND_SECONDS", 0.2)
+    began = time.monotonic()
+    with pytest.raises(EngineTimeoutError, match="^the engine took no message for 0.2 s$"):
+        sockets.send(RequestType.ADD, "a request")
+    assert 0.2 <= time.monotonic() - began < 1
+
+
+def test_whoever_waits_to_send_is_told_of_the_death(stuck):
+    sockets, _, _, _ = stuck
+    threading.Timer(0.1, sockets.fail, (EngineDeadError("it was killed"),)).start()
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError, match="^it was killed$"):
+        sockets.send(RequestType.ADD, "a request")
+    assert time.monotonic() - began < 1
+
+
+def test_whoever_waits_to_send_goes_on_when_the_engine_does(stuck):
+    sockets, engine, _, _ = stuck
+
+    def read():
+        time.sleep(0.1)
+        while engine.heard(0.3) is not None:
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    began = time.monotonic()
+    sockets.send(RequestType.ABORT, ["a"])
+    assert 0.05 < time.monotonic() - began < 2
+    reader.join(5)
+
+
+def test_what_waits_for_an_engine_that_died_is_forgotten(stuck):
+    sockets, engine, _, _ = stuck
+    sockets.post(RequestType.ABORT, ["late"])
+    sockets.fail(EngineDeadError("it was killed"))
+    assert sockets._outgoing.flush()
+    with pytest.raises(EngineDeadError, match="^it was killed$"):
+        sockets.post(RequestType.ABORT, ["later"])
+    while (message := engine.heard(0.2)) is not None:
+        assert Decoder(list[str]).decode(message[1:]) == ["x" * 4000]

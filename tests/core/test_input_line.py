@@ -1,0 +1,89 @@
+"""What one frame may weigh, and what becomes of a connection that brings more."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+import zmq
+from engine_harness import PATIENCE_S, expected, request
+
+from hardpoint.core import engine_sockets, input_line
+from hardpoint.core.engine_sockets import EngineSockets
+from hardpoint.core.wire import MOST_BYTES, Encoder, RequestType, WireError
+
+MIB = 1 << 20
+
+
+def heard(caplog) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "client 0 was cut" in r.getMessage()]
+
+
+def wait(condition, what: str) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until, what
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(input_line, "MOST_BYTES", MIB)
+
+
+def test_a_frame_that_is_too_large_is_not_received(small, serve, caplog):
+    """What came before it is answered, and so is what comes once the connection is there again."""
+    (client,) = serve().clients
+    client.send(RequestType.ADD, request("before"))
+    client.raw(bytes(RequestType.ADD), bytes(2 * MIB))
+    wait(lambda: heard(caplog), "the engine did not connect again")
+    client.send(RequestType.ADD, request("after"))
+    client.until(lambda: len(client.ends) == 2)
+    assert client.tokens == dict.fromkeys(("before", "after"), expected([1, 2, 3], 4))
+    (words,) = heard(caplog)
+    assert words == (
+        "the connection to client 0 was cut, as for a frame of more than 1048576 bytes; "
+        "it is there again, what was sent meanwhile is lost"
+    )
+
+
+def test_again_and_again(small, serve, caplog):
+    served = serve(clients=2)
+    first, second = served.clients
+    for times in range(1, 4):
+        first.raw(bytes(RequestType.ABORT), bytes(2 * MIB))
+        wait(lambda times=times: len(heard(caplog)) == times, "the engine did not connect again")
+        second.send(RequestType.ADD, request(f"r{times}", client_index=1))
+        second.until(lambda times=times: f"r{times}" in second.ends)
+    first.send(RequestType.ADD, request("last"))
+    first.until(lambda: first.ends)
+
+
+def test_a_client_that_goes_is_no_news(serve, caplog):
+    caplog.set_level(logging.WARNING)
+    served = serve(clients=2)
+    first, second = served.clients
+    first.close()
+    second.send(RequestType.ADD, request("a", client_index=1))
+    second.until(lambda: second.ends)
+    time.sleep(0.3)
+    assert heard(caplog) == []
+
+
+def test_what_is_too_large_is_not_sent():
+    encoder = Encoder(most_bytes=100)
+    for encode in (encoder.encode, lambda text: encoder.encode_into(text, bytearray())):
+        with pytest.raises(WireError, match="^str: expected frames of at most 100 bytes, got one"):
+            encode("x" * 100)
+        assert encode("x" * 90)
+
+
+def test_the_clients_sockets_have_the_bound_too():
+    sockets = EngineSockets()
+    try:
+        for socket in (sockets._input, sockets._output):
+            assert socket.getsockopt(zmq.MAXMSGSIZE) == engine_sockets.MOST_BYTES == MOST_BYTES
+    finally:
+        sockets.close()
+    assert MOST_BYTES == 4 << 30

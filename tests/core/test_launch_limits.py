@@ -1,0 +1,86 @@
+"""A child whose parent stops in the middle of the launch does not wait for ever."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hardpoint.core.process import engine_process
+from hardpoint.core.process.__main__ import LAUNCH_SECONDS, LENGTH
+from hardpoint.core.process.failure import Failure
+from hardpoint.core.process.launch import Interpreter
+
+PROGRAM = """
+from hardpoint.core.process import __main__ as entry
+entry.LAUNCH_SECONDS = 0.5
+entry.main(lambda launch, watch: None)
+"""
+FIRST = Interpreter.current().encode()
+LIMIT_S = 20.0
+
+
+def half(frame: bytes) -> bytes:
+    return LENGTH.pack(len(frame)) + frame[: len(frame) // 2]
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        (b"", "launch: expected 8 bytes within 0.5 s, got 0"),
+        (b"\0\0\0", "launch: expected 8 bytes within 0.5 s, got 3"),
+        (half(b"x" * 100), "launch: expected 100 bytes within 0.5 s, got 50"),
+        (
+            LENGTH.pack(len(FIRST)) + FIRST + half(b"y" * 70_000),
+            "launch: expected 70000 bytes within 0.5 s, got 35000",
+        ),
+    ],
+    ids=["nothing", "half a length", "half of the first", "half of the second"],
+)
+def test_the_child_ends_by_itself(sent, words):
+    ours, theirs = socket.socketpair()
+    child = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "--launch-fd", str(theirs.fileno())],
+        pass_fds=(theirs.fileno(),),
+        stderr=subprocess.PIPE,
+    )
+    theirs.close()
+    with ours:
+        ours.sendall(sent)
+        ours.settimeout(LIMIT_S)
+        heard = b""
+        while part := ours.recv(1 << 16):
+            heard += part
+        assert child.wait(LIMIT_S) == 1
+    assert child.stderr.read() == b""
+    child.stderr.close()
+    failure = Failure.of(heard)
+    assert failure.types[0] == "builtins:TimeoutError"
+    assert failure.message == words
+
+
+def test_the_limit_is_longer_than_a_parent_takes():
+    assert LAUNCH_SECONDS > engine_process._SEND_TIMEOUT_S
+
+
+def test_time_is_not_given_anew_with_every_byte():
+    ours, theirs = socket.socketpair()
+    child = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "--launch-fd", str(theirs.fileno())],
+        pass_fds=(theirs.fileno(),),
+    )
+    theirs.close()
+    with ours:
+        ours.sendall(LENGTH.pack(1 << 20))
+        until = time.monotonic() + LIMIT_S
+        while child.poll() is None:
+            assert time.monotonic() < until
+            try:
+                ours.sendall(b"x")
+            except OSError:
+                break
+            time.sleep(0.05)
+        assert child.wait(LIMIT_S) == 1

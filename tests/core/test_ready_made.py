@@ -1,0 +1,129 @@
+"""Requests that were made elsewhere: checked alike wherever the engine runs, and never changed."""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import pytest
+
+from hardpoint import RequestError, SamplingParams
+from hardpoint.core.build import build_engine
+from hardpoint.plugins import EngineConfig, EngineCoreRequest, PoolingParams, hookimpl, typed
+from hardpoint.testing import scripted_config
+
+FOUR = {"max_tokens": 4, "ignore_eos": True}
+
+
+class Meddler:
+    """Changes what it gets in place."""
+
+    contract = 1
+
+    @hookimpl
+    def request_received(self, request):
+        request.prompt_token_ids.append(1)
+        request.tags["seen"] = "yes"
+        for arguments in request.plugin_args.values():
+            arguments.clear()
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["in_process", "own_process"])
+def engine(request, scripted):
+    config = scripted_config(
+        scripted,
+        {
+            "engine": {"in_process": request.param},
+            "plugins": {"enable": [{"use": f"{__name__}:Meddler", "name": "meddler"}]},
+        },
+    )
+    sys.path.append(str(request.path.parent))
+    engine = build_engine(typed.convert(config, EngineConfig, path=""))
+    yield engine
+    engine.close()
+    sys.path.remove(str(request.path.parent))
+
+
+def ready(prompt=(5, 6, 7), params=None, **fields) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id="x",
+        prompt_token_ids=list(prompt),
+        params=SamplingParams(**(FOUR | (params or {}))),
+        **fields,
+    )
+
+
+def test_a_sound_one_runs(engine):
+    engine.add_request("mine", ready(child_index=2))
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert outputs[-1].finished
+    assert outputs[-1].outputs[0].finish_reason == "length"
+    assert outputs[-1].outputs[0].index == 2
+    assert outputs[-1].prompt_token_ids == [5, 6, 7, 1]  # as the hook would have it
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_callers_object_stays_as_it_is(engine, n):
+    request = ready(
+        params={"n": n}, plugin_args={"temperature": {"temperature": 0.5}}, tags={"tenant": "acme"}
+    )
+    before = copy.deepcopy(request)
+    internal = engine.add_request("mine", request)
+    engine.abort_requests([internal])
+    assert request == before
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"prompt": [1, 99_999]}, "prompt_token_ids: expected token ids from 0 to 256, got 99999"),
+        ({"prompt": [-1]}, "prompt_token_ids: expected token ids from 0 to 256, got -1"),
+        ({"prompt": []}, "prompt_token_ids: expected at least one token, got none"),
+        ({"prompt": ["a"]}, r"prompt_token_ids\[0\]: expected a whole number"),
+        ({"params": {"temperature": -3.0}}, "temperature: expected a number >= 0, got -3.0"),
+        ({"params": {"min_tokens": 9}}, r"min_tokens: expected at most max_tokens \(4\), got 9"),
+        ({"params": {"logprobs": 999}}, "logprobs: expected at most the vocabulary's 257, got 999"),
+        ({"params": {"plugin_args": {"a": {}}}}, "params.plugin_args: expected none"),
+        ({"pooling_params": PoolingParams(task="embed")}, "pooling_params: no model of this engin"),
+        ({"prompt_embeds": [[0.5]]}, "prompt_embeds: expected token ids"),
+        ({"priority": "high"}, "priority: expected a whole number, got a string"),
+        ({"tags": {"a": object()}}, "a builtins.object cannot travel"),
+        ({"cache_salt": "\ud800"}, "cache_salt: expected text that UTF-8 can hold"),
+        ({"client_index": 3}, "client_index: expected 0, the client that sends it, got 3"),
+        ({"external_req_id": "theirs"}, "external_req_id: expected None, for the frontend gives"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_wrong_one_is_refused_before_the_engine_has_it(engine, fields, words):
+    with pytest.raises(RequestError, match=words):
+        engine.add_request("mine", ready(**fields))
+    assert not engine.has_unfinished_requests()
+
+
+def test_params_of_another_type(engine):
+    request = ready()
+    request.params = {"max_tokens": 3}
+    with pytest.raises(RequestError, match="sampling_params: expected SamplingParams, got dict"):
+        engine.add_request("mine", request)
+
+
+def test_callables_only_where_they_can_be_called(engine):
+    calls = []
+
+    def watch(output_ids, logits):
+        calls.append(len(output_ids))
+        return logits
+
+    request = ready(params={"logits_processors": [watch]}, plugin_args={"callables": {}})
+    if not engine.parts.client.in_process:
+        with pytest.raises(
+            RequestError, match="logits_processors: callables cannot travel to an e"
+        ):
+            engine.add_request("mine", request)
+        return
+    engine.add_request("mine", request)
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert calls == [0, 1, 2, 3]

@@ -1,0 +1,193 @@
+"""From threads to an event loop: merged while it is busy, and in chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+
+import pytest
+
+from hardpoint.core.frontend import relay as module
+from hardpoint.core.frontend.relay import Relay
+from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, EngineDeadError, FinishReason
+
+END = EngineDeadError("gone")
+
+
+class Taker:
+    """Notes what it is handed."""
+
+    def __init__(self) -> None:
+        self.items: list = []
+        self.threads: set = set()
+
+    def take(self, relay, item) -> None:
+        self.items.append(item)
+        self.threads.add(threading.current_thread())
+
+    def tokens(self) -> dict[str, list[int]]:
+        result: dict[str, list[int]] = {}
+        for item in self.items:
+            for each in getattr(item, "outputs", []):
+                result.setdefault(each.request_id, []).extend(each.new_token_ids)
+        return result
+
+
+def batch(token: int, names, **fields) -> EngineCoreOutputs:
+    return EngineCoreOutputs(
+        outputs=[EngineCoreOutput(request_id=n, new_token_ids=[token], **fields) for n in names]
+    )
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def in_thread(call) -> None:
+    """Run something in another thread, while the loop of this one stands still."""
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(10)
+
+
+def connected() -> tuple[Relay, Taker]:
+    relay, taker = Relay(), Taker()
+    relay.connect(asyncio.get_running_loop(), taker.take)
+    return relay, taker
+
+
+def test_a_loop_that_keeps_up_gets_the_very_batches():
+    async def main():
+        relay, taker = connected()
+        sent = [batch(number, "ab") for number in range(5)]
+        for each in sent:
+            in_thread(lambda each=each: relay(each))
+            await settle()
+        assert [taken is each for taken, each in zip(taker.items, sent, strict=True)] == [True] * 5
+        assert taker.threads == {threading.main_thread()}
+
+    asyncio.run(main())
+
+
+def test_a_busy_loop_finds_one_entry_per_request():
+    async def main():
+        relay, taker = connected()
+        names = [f"r{number}" for number in range(32)]
+        in_thread(lambda: [relay(batch(token, names)) for token in range(1000)])
+        assert relay.num_waiting == 32
+        assert len(asyncio.get_running_loop()._ready) <= 2
+        await settle()
+        assert relay.num_waiting == 0
+        assert taker.tokens() == {name: list(range(1000)) for name in names}
+        assert len(taker.items) == 1
+
+    asyncio.run(main())
+
+
+def test_chunks_leave_the_loop_to_others(monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK", 4)
+
+    async def main():
+        relay, taker = connected()
+        turns = []
+
+        async def other():
+            while len(taker.items) < 4:
+                turns.append(len(taker.items))
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(other())
+        await asyncio.sleep(0)
+        relay(batch(1, [f"r{number}" for number in range(14)]))
+        await task
+        assert [len(item.outputs) for item in taker.items] == [4, 4, 4, 2]
+        assert {1, 2, 3} <= set(turns)
+        assert list(taker.tokens()) == [f"r{number}" for number in range(14)]
+
+    asyncio.run(main())
+
+
+def test_what_comes_between_chunks_comes_after_them(monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK", 1)
+
+    async def main():
+        relay, taker = connected()
+        relay(batch(1, "abc"))
+        await asyncio.sleep(0)
+        relay(batch(2, "abc"))
+        relay(batch(3, "abc", finish_reason=FinishReason.STOP))
+        relay(END)
+        await settle()
+        assert taker.tokens() == {name: [1, 2, 3] for name in "abc"}
+        assert taker.items[-1] is END
+        assert len([item for item in taker.items if item is END]) == 1
+
+    asyncio.run(main())
+
+
+def test_what_came_before_the_loop_waits_for_it():
+    relay, taker = Relay(), Taker()
+    assert relay.failure is None
+    for token in range(3):
+        relay(batch(token, "a"))
+    relay(END)
+    assert relay.failure is END
+
+    async def main():
+        relay.connect(asyncio.get_running_loop(), taker.take)
+        assert relay.failure is None  # it is on its way to those who wait
+        assert taker.items == []
+        await settle()
+
+    asyncio.run(main())
+    assert taker.tokens() == {"a": [0, 1, 2]}
+    assert taker.items[-1] is END
+
+
+def test_an_error_of_the_taker_does_not_lose_the_rest(monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK", 1)
+
+    class Breaks(Taker):
+        def take(self, relay, item) -> None:
+            super().take(relay, item)
+            if len(self.items) == 1:
+                raise ValueError("broken")
+
+    async def main():
+        relay, taker, failures = Relay(), Breaks(), []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: failures.append(str(context["exception"])))
+        relay.connect(loop, taker.take)
+        relay(batch(1, "abc"))
+        await settle()
+        assert taker.tokens() == {name: [1] for name in "abc"}
+        assert failures == ["broken"]
+
+    asyncio.run(main())
+
+
+def test_it_keeps_nobody_alive():
+    async def main():
+        relay, taker = connected()
+        items = taker.items
+        del taker
+        gc.collect()
+        for token in range(100):
+            relay(batch(token, "ab"))
+        await settle()
+        assert items == []
+        assert relay.num_waiting <= 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("item", [END, EngineCoreOutputs()])
+def test_a_closed_loop_is_nobody(item):
+    async def main():
+        return connected()
+
+    relay, taker = asyncio.run(main())
+    relay(item)
+    assert taker.items == []

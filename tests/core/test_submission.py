@@ -1,0 +1,125 @@
+"""From a call to the engine: in which order things happen, and what an interrupt leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import pytest
+
+from hardpoint import LLM, AsyncLLM, SamplingParams
+from hardpoint.testing import scripted_config, scripted_engine
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=3)
+MANY = SamplingParams(n=4, temperature=1.0, seed=1, max_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def llm(scripted):
+    with LLM(config=scripted_config(scripted)) as llm:
+        yield llm
+
+
+def test_one_tokenizer_for_all(llm):
+    frontend = llm._engine._frontend
+    assert frontend.input._tokenizer is llm.tokenizer
+    assert frontend.output._tokenizer is llm.tokenizer
+
+
+def test_prompts_are_rendered_one_at_a_time(llm, monkeypatch):
+    """The first request is in the engine before the last prompt was looked at."""
+    events = []
+    client, encode = llm._engine.parts.client, llm.tokenizer.encode
+    add = client.add_request
+
+    def noted_encode(text, **given):
+        events.append(("encode", text))
+        return encode(text, **given)
+
+    def noted_add(request):
+        events.append(("add", llm.tokenizer.decode(request.prompt_token_ids)))
+        add(request)
+
+    monkeypatch.setattr(llm.tokenizer, "encode", noted_encode)
+    monkeypatch.setattr(client, "add_request", noted_add)
+    llm.generate(["one", "two", "three"], GREEDY)
+    assert events == [
+        (what, text) for text in ("one", "two", "three") for what in ("encode", "add")
+    ]
+
+
+def test_registration_comes_before_sending(scripted):
+    engine = scripted_engine(scripted)
+    client, known = engine.parts.client, engine._frontend.output
+    add, sent = client.add_request, []
+
+    def noted(request):
+        sent.append((request.child_index, known.is_live(request.request_id)))
+        add(request)
+
+    client.add_request = noted
+    engine.add_request("r", "x", MANY)
+    assert sent == [(index, True) for index in range(4)]
+    engine.close()
+
+
+def test_in_an_event_loop_too(scripted):
+    async def main():
+        async with AsyncLLM(config=scripted_config(scripted)) as llm:
+            client, known = llm._engine.parts.client, llm._engine._frontend.output
+            offer, sent = client.offer_request, []
+
+            def noted(request):
+                sent.append((request.child_index, known.is_live(request.request_id)))
+                return offer(request)
+
+            client.offer_request = noted
+            outputs = [output async for output in llm.generate("x", MANY)]
+            assert outputs[-1].finished
+            assert sent == [(index, True) for index in range(4)]
+
+    asyncio.run(main())
+
+
+def test_an_interrupt_while_prompts_are_added_leaves_none_behind(llm, monkeypatch):
+    engine = llm._engine
+    add, calls = engine.add_request, []
+
+    def interrupted(*given):
+        internal = add(*given)
+        calls.append(internal)
+        if len(calls) == 2:  # the engine has it, and the caller does not know yet
+            raise KeyboardInterrupt
+        return internal
+
+    monkeypatch.setattr(engine, "add_request", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b", "c"], GREEDY)
+    assert not engine.has_unfinished_requests()
+    assert engine.parts.client._core.num_unfinished_requests() == 0
+    assert llm._inboxes == {}
+    monkeypatch.undo()
+    assert llm.generate("a", GREEDY)[0].finished
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_a_prompt_that_comes_again_is_cached(scripted, in_process):
+    config = scripted_config(scripted, {"engine": {"in_process": in_process}})
+    with LLM(config=config) as llm:
+        first, second = (llm.generate([[7] * 40], GREEDY)[0] for _ in range(2))
+    assert first.num_cached_tokens == 0
+    assert second.num_cached_tokens == 32  # whole blocks of 16
+
+
+def test_the_progress_bar_tells_both_speeds(scripted, capfd):
+    with LLM(config=scripted_config(scripted), progress=True) as llm:
+        capfd.readouterr()
+        llm.generate(["say abc", "long"], GREEDY)
+        shown = capfd.readouterr().err
+        llm._progress = False
+        llm.generate("say abc", GREEDY)
+        assert capfd.readouterr().err == ""
+    assert "Generating" in shown
+    assert "2/2" in shown
+    prompt, output = re.findall(r"(\d+) prompt, (\d+) output tokens/s", shown)[-1]
+    assert int(prompt) / int(output) == pytest.approx(11 / 6, rel=0.05)  # tokens of both

@@ -1,0 +1,170 @@
+"""Strategies of the messages between frontend and engine, with every one of their fields."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from hardpoint.plugins import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    LoRARequest,
+    MultiModalFeature,
+    PoolingParams,
+    PrefillStats,
+    RequestOutputKind,
+    SamplingParams,
+    SchedulerStats,
+    TokenLogprobs,
+)
+from hardpoint.plugins.kv_cache import PrefixCacheStats
+from hardpoint.plugins.params import RepetitionDetection
+
+TEXT = st.text(max_size=8)
+TOKENS = st.lists(st.integers(0, 2**31), max_size=20)
+FLOATS = st.floats(allow_nan=False)
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | FLOATS | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = {}
+
+
+def whole(cls, **fields):
+    """A strategy of a struct that names every one of its fields."""
+    FIELDS[cls] = fields
+    return st.builds(cls, **fields)
+
+
+MAYBE_TEXT = st.none() | TEXT
+HEADERS = st.none() | st.dictionaries(TEXT, TEXT, max_size=2)
+TABLE = st.none() | st.dictionaries(TEXT, PLAIN, max_size=3)
+COUNT = st.integers(0, 2**40)
+PARAMS = whole(
+    SamplingParams,
+    n=st.integers(1, 4),
+    temperature=st.floats(0, 4),
+    top_p=st.floats(0.1, 1),
+    top_k=st.integers(-1, 99),
+    min_p=st.floats(0, 1),
+    seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+    max_tokens=st.none() | st.integers(1, 99),
+    min_tokens=st.integers(0, 9),
+    stop=TEXT.filter(bool) | st.lists(TEXT.filter(bool), max_size=2),
+    stop_token_ids=TOKENS,
+    ignore_eos=st.booleans(),
+    logprobs=st.none() | st.integers(-1, 9),
+    prompt_logprobs=st.none() | st.integers(-1, 9),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0.5, 2),
+    logit_bias=st.dictionaries(st.integers(0, 99), st.floats(-100, 100), max_size=3),
+    bad_words=st.lists(TEXT.filter(bool), max_size=2),
+    allowed_token_ids=st.none() | TOKENS.filter(bool),
+    skip_special_tokens=st.booleans(),
+    include_stop_str_in_output=st.booleans(),
+    detokenize=st.booleans(),
+    output_kind=st.sampled_from(RequestOutputKind),
+    repetition_detection=st.none()
+    | whole(
+        RepetitionDetection,
+        max_pattern=st.integers(1, 99),
+        min_pattern=st.integers(1, 99),
+        min_count=st.integers(2, 9),
+    ),
+    thinking_token_budget=st.none() | st.integers(0, 99),
+    logits_processors=st.just([]),  # callables do not travel
+    plugin_args=st.dictionaries(TEXT, PLAIN, max_size=2),
+)
+POOLING = whole(
+    PoolingParams,
+    task=st.sampled_from(["embed", "token_embed", "classify", "score"]),
+    dimensions=st.none() | st.integers(1, 99),
+    normalize=st.none() | st.booleans(),
+)
+FEATURES = whole(
+    MultiModalFeature, identifier=TEXT, offset=st.integers(0, 9), length=st.integers(1, 9)
+)
+REQUESTS = whole(
+    EngineCoreRequest,
+    request_id=TEXT,
+    prompt_token_ids=TOKENS,
+    params=PARAMS,
+    eos_token_ids=TOKENS,
+    plugin_args=st.dictionaries(TEXT, st.dictionaries(TEXT, PLAIN, max_size=2), max_size=2),
+    arrival_time=FLOATS,
+    priority=st.integers(-9, 9),
+    child_index=st.integers(0, 9),
+    client_index=st.integers(0, 9),
+    tags=st.dictionaries(TEXT, TEXT, max_size=2),
+    timeout=st.none() | FLOATS,
+    cache_salt=MAYBE_TEXT,
+    lora=st.none() | whole(LoRARequest, name=TEXT, id=st.integers(1, 9)),
+    features=st.lists(FEATURES, max_size=2),
+    kv_transfer_params=TABLE,
+    external_req_id=MAYBE_TEXT,
+    data_parallel_rank=st.none() | st.integers(0, 9),
+    current_wave=COUNT,
+    trace_headers=HEADERS,
+    resumable=st.booleans(),
+    reasoning_ended=st.none() | st.booleans(),
+    pooling_params=st.none() | POOLING,
+    prompt_embeds=PLAIN,
+    prompt_is_token_ids=st.none() | st.lists(st.booleans(), max_size=9),
+    reasoning_parser_kwargs=TABLE,
+)
+LOGPROBS = whole(
+    TokenLogprobs,
+    token_ids=TOKENS,
+    logprobs=st.lists(FLOATS, max_size=3),
+    rank=st.integers(1, 9),
+)
+EVENTS = whole(EngineCoreEvent, type=st.sampled_from(EngineCoreEventType), timestamp=FLOATS)
+PREFILL = whole(
+    PrefillStats, num_prompt_tokens=COUNT, num_cached_tokens=COUNT, num_external_tokens=COUNT
+)
+OUTPUTS = whole(
+    EngineCoreOutput,
+    request_id=TEXT,
+    new_token_ids=TOKENS,
+    finish_reason=st.none() | st.sampled_from(FinishReason),
+    stop_reason=st.integers(0, 99) | MAYBE_TEXT,
+    logprobs=st.none() | st.lists(LOGPROBS, max_size=2),
+    prompt_logprobs=st.none() | st.lists(st.none() | LOGPROBS, max_size=2),
+    error=MAYBE_TEXT,
+    faulty_plugin=MAYBE_TEXT,
+    events=st.lists(EVENTS, max_size=2),
+    num_cached_tokens=st.none() | COUNT,
+    kv_transfer_params=TABLE,
+    error_kind=MAYBE_TEXT,
+    pooling_output=PLAIN,
+    num_nans_in_logits=COUNT,
+    prefill_stats=st.none() | PREFILL,
+    routed_experts=PLAIN,
+    trace_headers=HEADERS,
+)
+CACHE_STATS = whole(PrefixCacheStats, requests=COUNT, queried_tokens=COUNT, hit_tokens=COUNT)
+STATS = whole(
+    SchedulerStats,
+    num_running=COUNT,
+    num_waiting=COUNT,
+    kv_cache_usage=st.floats(0, 1),
+    prefix_cache=CACHE_STATS,
+    num_preemptions=COUNT,
+    num_drafts=COUNT,
+    num_accepted_drafts=COUNT,
+)
+BATCHES = whole(
+    EngineCoreOutputs,
+    outputs=st.lists(OUTPUTS, max_size=4),
+    timestamp=FLOATS.filter(bool),
+    finished_requests=st.none() | st.sets(TEXT, max_size=3),
+    engine_index=COUNT,
+    scheduler_stats=st.none() | STATS,
+    wave_complete=st.none() | COUNT,
+    start_wave=st.none() | COUNT,
+)

@@ -1,0 +1,192 @@
+"""What an engine process shows of itself, and how it ends: in order, by a fault, by force."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from harness import gone, process_config, told, wait_until
+from raw_client import RawClient
+
+from hardpoint.core.wire import ENGINE_CORE_DEAD
+from hardpoint.plugins import SamplingParams
+
+LABELLED = r"\[EngineCore 0, pid {pid}\] (.*)"
+
+
+@pytest.fixture
+def engine(endless, tmp_path):
+    """Start engines whose policy writes `closed` when it is closed; see `RawClient`."""
+    clients = []
+
+    def start(*, engine=None, plugins=None, seconds=0.0, **options):
+        config = {
+            "engine": engine or {},
+            "plugins": {"enable": ["slow_plugins:Slow", "faulty_plugins:Dense"]} | (plugins or {}),
+            "scheduler": {"policy": "closing_plugins:Closing"},
+            "plugin": {"closing": {"path": str(tmp_path / "closed"), "seconds": seconds}},
+        }
+        clients.append(RawClient(process_config(endless, config), **options))
+        return clients[-1]
+
+    yield start
+    for client in clients:
+        client.process.kill()
+        client.close()
+
+
+def using(plugin: str, max_tokens: int = 10, **arguments) -> dict[str, Any]:
+    """Fields of a request that uses a plugin."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return {"params": params, "plugin_args": {plugin: arguments}}
+
+
+def lines_of(client: RawClient) -> list[str]:
+    """What the engine has logged, without the labels, which every line must have."""
+    words = []
+    for line in client.log.read_text().splitlines():
+        labelled = re.fullmatch(LABELLED.format(pid=client.process.pid), line)
+        assert labelled, f"no label: {line!r}"
+        words.append(labelled[1])
+    return words
+
+
+def left_in(client: RawClient) -> list[list[bytes]]:
+    """All messages that the engine has sent and nobody read."""
+    messages = []
+    while client.pull.poll(300):
+        messages.append(client.pull.recv_multipart())
+    return messages
+
+
+def test_a_clean_end(engine, tmp_path):
+    client = engine(engine={"drain_seconds": 20.0}, log_level="INFO")
+    assert psutil.Process(client.process.pid).name() == "EngineCore"
+    assert Path(f"/proc/{client.process.pid}/comm").read_text() == "EngineCore\n"
+    client.add("a", **using("slow", 20, seconds=0.01))
+    client.receive()
+    client.send(b"rubbish")
+    wait_until(client.log.read_text, 5, "a line in the log")
+    client.process.terminate()
+    client.ends(["a"])
+    assert client.process.wait(10) == 0
+    words = lines_of(client)
+    assert words[0].startswith("WARNING: dropped a message of client 0: request type")
+    assert words[-1] == "INFO: the engine exits, as it was told to"
+    assert len([line for line in words if "the engine exits" in line]) == 1
+    assert not [line for line in words if "CRITICAL" in line]
+    assert left_in(client) == []
+    assert (tmp_path / "closed").exists()
+
+
+def test_a_fault_that_nothing_contains(engine, tmp_path):
+    client = engine(plugins={"on_error": {"dense": "engine"}}, log_level="INFO")
+    client.add("a", **using("slow", 30_000, seconds=0.002))
+    client.receive()
+    client.add("b", **using("dense", how="raise"))
+    assert client.process.wait(20) == 1
+    *_, last = left_in(client)
+    assert last == [ENGINE_CORE_DEAD]
+    words = lines_of(client)
+    assert len([line for line in words if line.startswith("CRITICAL: the engine failed")]) == 1
+    assert not [line for line in words if "the engine exits" in line]
+    assert "broken apply" in "".join(words)
+    assert (tmp_path / "closed").exists()
+    assert "broken apply" in "".join(client.process.failure().__notes__)
+
+
+def test_a_start_that_fails_says_nothing_on_the_sockets(engine):
+    client = engine(plugins={"enable": ["test_start_errors:Refuses"]}, waits=False)
+    assert client.process.wait(60) == 1
+    assert left_in(client) == []
+    assert not client.router.poll(0)
+    assert client.log.read_text() == ""
+
+
+BROKEN_THREADS = """
+from hardpoint.core.process.__main__ import main
+
+def run(launch, watch):
+    from hardpoint.core import engine_io
+    from hardpoint.core.process.run import run_engine
+
+    def start(self, ready):
+        raise RuntimeError("can't start new thread")
+
+    engine_io.EngineIO.start = start
+    run_engine(launch, watch)
+
+main(run)
+"""
+
+
+def test_threads_that_cannot_start_leave_nothing_open(engine, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(BROKEN_THREADS)
+    client = engine(waits=False, program=program)
+    assert client.process.wait(60) == 1
+    assert "RuntimeError: can't start new thread" in str(client.process.failure())
+    assert (tmp_path / "closed").exists()
+    assert left_in(client) == []
+
+
+@pytest.mark.parametrize(
+    "numbers", [(signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)]
+)
+def test_a_cleanup_that_hangs_ends_at_the_next_signal(engine, tmp_path, numbers):
+    client = engine(seconds=60.0)
+    pid = client.process.pid
+    os.kill(pid, numbers[0])
+    wait_until((tmp_path / "closed").exists, 10, "the cleanup")
+    began = time.monotonic()
+    os.kill(pid, numbers[1])
+    gone(pid, 5)
+    told("hanging cleanup, engine gone", time.monotonic() - began, 1)
+    assert client.process.wait(5) == -numbers[1]
+
+
+def test_a_signal_that_interrupts_nothing_is_heard(engine):
+    """It comes to another thread, so that the system does not end the main thread's waiting."""
+    client = engine()
+    pid = client.process.pid
+    client.call("is_paused")
+    time.sleep(0.3)  # until the loop waits
+    began = time.monotonic()
+    (thread,) = [each for each in threads_of(pid) if each != pid][:1]
+    assert ctypes.CDLL(None).tgkill(pid, thread, signal.SIGTERM) == 0
+    gone(pid, 10)
+    told("signal to another thread, engine gone", time.monotonic() - began, 2)
+    assert client.process.wait(5) == 0
+
+
+def threads_of(pid: int) -> list[int]:
+    """The threads of a process that take SIGTERM; those of ZMQ do not."""
+    taking = []
+    for status in Path(f"/proc/{pid}/task").glob("*/status"):
+        (blocked,) = re.findall(r"^SigBlk:\s*(\w+)", status.read_text(), re.MULTILINE)
+        if not int(blocked, 16) >> (signal.SIGTERM - 1) & 1:
+            taking.append(int(status.parent.name))
+    return taking
+
+
+def test_a_step_that_hangs_ends_at_the_third_signal(engine):
+    client = engine(engine={"drain_seconds": 60.0})
+    pid = client.process.pid
+    client.add("a", **using("slow", seconds=60))
+    time.sleep(0.5)  # until it is in that step
+    for number in (signal.SIGTERM, signal.SIGTERM):
+        os.kill(pid, number)
+        time.sleep(0.3)
+        assert client.process.returncode is None
+    began = time.monotonic()
+    os.kill(pid, signal.SIGINT)
+    gone(pid, 5)
+    told("third signal, engine gone", time.monotonic() - began, 1)
+    assert client.process.wait(5) == -signal.SIGINT

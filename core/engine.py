@@ -271,12 +271,12 @@ class EngineCore:
         """Tell log and scheduler if a plan's results do not come, or were not taken."""
         if plan is None:
             return
-        if not isinstance(error, Exception):
+        if isinstance(error, Exception):
+            log_failure(error, plan, self._parts.config, self._scheduler.stats)
+        try:
             self._scheduler.plan_lost(plan)
-            return
-        log_failure(error, plan, self._parts.config, self._scheduler.stats)
-        with contextlib.suppress(Exception):  # `error` is what is to be told
-            self._scheduler.plan_lost(plan)
+        except Exception as further:  # `error` is what is to be told
+            _log.error("the scheduler cannot give up step %d", plan.step, exc_info=further)
 
     # Standing still
 

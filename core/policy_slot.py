@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from hardpoint.plugins import PluginSet, PolicyContext, Scheduler, SchedulingPolicy
+import contextlib
+from collections.abc import Iterator
+
+from hardpoint.plugins import (
+    PluginFaultError,
+    PluginSet,
+    PolicyContext,
+    Scheduler,
+    SchedulingPolicy,
+)
+from hardpoint.plugins.loading import Source
 
 from .policy_guard import GuardedPolicy
 from .step_faults import FaultReporter, StepFaults
@@ -29,7 +39,8 @@ class PolicySlot:
         self._faults = faults
         self.policy: GuardedPolicy
         self.report: FaultReporter
-        self.policy, self.report = self._build(plugins)
+        self._source: Source
+        self.policy, self.report, self._source = self._build(plugins)
 
     def replace(self, plugins: PluginSet, scheduler: Scheduler) -> None:
         """Put the policy of another plugin set in the place of this one, between two steps.
@@ -38,26 +49,40 @@ class PolicySlot:
 
         Raises:
             PluginLoadError: its constructor failed.
-            Exception: of `export_state`, `import_state` or the scheduler.
+            PluginFaultError: `export_state` or `import_state` did.
+            Exception: of the scheduler.
         """
-        new, report = self._build(plugins)
+        new, report, source = self._build(plugins)
         old = self.policy
         try:
             if new.state_format and new.state_format == old.state_format:
-                new.import_state(old.export_state())
+                with _named(self._source, "export_state"):
+                    books = old.export_state()
+                with _named(source, "import_state"):
+                    new.import_state(books)
             scheduler.set_policy(new)
         except BaseException:
             new.close()
             raise
-        self.policy, self.report = new, report
+        self.policy, self.report, self._source = new, report, source
         old.close()
 
     def close(self) -> None:
         """Close the policy."""
         self.policy.close()
 
-    def _build(self, plugins: PluginSet) -> tuple[GuardedPolicy, FaultReporter]:
+    def _build(self, plugins: PluginSet) -> tuple[GuardedPolicy, FaultReporter, Source]:
         entry = plugins.one(_KIND)
         policy: SchedulingPolicy = plugins.create(entry, PolicyContext)
         report = self._faults.reporter(entry.source)
-        return GuardedPolicy(policy, report), report
+        return GuardedPolicy(policy, report), report, entry.source
+
+
+@contextlib.contextmanager
+def _named(source: Source, method: str) -> Iterator[None]:
+    """Say whose method failed."""
+    try:
+        yield
+    except Exception as cause:
+        words = f"{source}: {method}() failed: {type(cause).__name__}: {cause}"
+        raise PluginFaultError(words) from cause

@@ -39,9 +39,9 @@ class PauseState(Enum):
     UNPAUSED = "unpaused"
     """Everybody."""
     PAUSED_NEW = "paused_new"
-    """Who has begun, preempted ones included; those that never ran wait."""
+    """Who has begun: was in a plan, or has blocks that a connector loaded. Others are held."""
     PAUSED_ALL = "paused_all"
-    """Nobody."""
+    """Nobody: all are held."""
 
 
 class NewRequest(msgspec.Struct, frozen=True):
@@ -234,7 +234,7 @@ class Scheduler(Component):
         """Take it that a plan may not have been carried out: an error or interrupt came between.
 
         What it told of finished requests is told again; requests that were in it, or in a later
-        plan, are computed anew.
+        plan, are computed anew. One whose results were all taken is no loss.
         """
 
     @abstractmethod
@@ -255,7 +255,8 @@ class Scheduler(Component):
     def has_requests(self) -> bool:
         """Whether a step has anything to do: live requests, or finished ones to tell workers.
 
-        Requests that a pause holds are nothing to do.
+        Requests that a pause holds are nothing to do, until their deadline has passed. During a
+        pause, what a connector still loads or keeps is something to do: its memory is in use.
         """
 
     @abstractmethod
@@ -268,6 +269,8 @@ class Scheduler(Component):
 
     def why_waiting(self, request_id: str) -> WaitReason | None:  # noqa: ARG002
         """Return why a live request got no tokens in the last step; None if it got some.
+
+        While a pause holds it and no step is planned, there is a reason too.
 
         Raises:
             RequestError: no live request has that id.
@@ -286,7 +289,13 @@ class Scheduler(Component):
         raise self._lacks("cannot change its policy while it runs")
 
     def set_pause(self, state: PauseState) -> None:  # noqa: ARG002
-        """Let only some requests have tokens from the next plan on, or all of them again."""
+        """Let only some requests have tokens from the next plan on, or all of them again.
+
+        Requests that are held stay live: they can be aborted, they end when their deadline has
+        passed, and after the pause they get the tokens that they would have had. Results of
+        earlier plans are taken and loads go on as ever. Who is not held runs to its end, so that
+        `has_requests` becomes False.
+        """
         raise self._lacks("cannot be paused")
 
     def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:  # noqa: ARG002

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator
-from typing import Any, TypeVar, dataclass_transform
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 import msgspec
 from msgspec import inspect as types
@@ -58,16 +58,16 @@ def convert(
     except TypeError as cause:
         where = _odd_path(value, path) or "value"
         raise error(f"{where}: expected plain data: {cause}") from None
-    for where, number in _numbers(plain, path):
-        if isinstance(number, float) and not math.isfinite(number):
-            raise error(f"{where}: expected a finite number, got {number}")
+    if (odd := _first_number(plain, _is_endless)) is not None:
+        where = join_path(path, *odd.steps)
+        raise error(f"{where}: expected a finite number, got {odd.number}")
     try:
         converted = msgspec.convert(plain, type_)
     except msgspec.ValidationError as cause:
         raise error(_explain(str(cause), plain, type_, path)) from None
-    for where, number in _numbers(plain, path):
-        if not -(2**63) <= number < 2**63 and isinstance(number, int):
-            raise error(f"{where}: expected a whole number of at most 64 bits, got {number}")
+    if (odd := _first_number(plain, _is_wide)) is not None:
+        where = join_path(path, *odd.steps)
+        raise error(f"{where}: expected a whole number of at most 64 bits, got {odd.number}")
     return converted
 
 
@@ -131,16 +131,34 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{index}]", item) for index, item in enumerate(value))
 
 
-def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
-    """Yield every number with its path."""
+class _Odd(NamedTuple):
+    """A number that cannot be taken, and the steps that lead to it."""
+
+    number: float
+    steps: list[str]
+
+
+def _is_endless(number: float) -> bool:
+    return isinstance(number, float) and not math.isfinite(number)
+
+
+def _is_wide(number: float) -> bool:
+    return isinstance(number, int) and not -(2**63) <= number < 2**63
+
+
+def _first_number(value: Any, is_odd: Callable[[float], bool]) -> _Odd | None:
+    """Return the first odd number of plain data; its path is made only if there is one."""
     if isinstance(value, int | float):
-        yield path, value
-    elif isinstance(value, dict):
+        return _Odd(value, []) if is_odd(value) else None
+    if isinstance(value, dict):
         for key, item in value.items():
-            yield from _numbers(item, join_path(path, str(key)))
+            if (odd := _first_number(item, is_odd)) is not None:
+                return _Odd(odd.number, [str(key), *odd.steps])
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            yield from _numbers(item, f"{path}[{index}]")
+            if (odd := _first_number(item, is_odd)) is not None:
+                return _Odd(odd.number, [f"[{index}]", *odd.steps])
+    return None
 
 
 _WORDS = {

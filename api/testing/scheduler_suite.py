@@ -12,7 +12,7 @@ from hardpoint.plugins import Component, OverloadedError, RequestError, Schedule
 from .scheduling_features import FEATURES, Refusals, find_refusals
 from .scheduling_rig import SchedulerRig
 from .scheduling_rules import REFUSAL
-from .scheduling_scenarios import EVENTS, Scenario, play, scenarios, victims
+from .scheduling_scenarios import EVENTS, Scenario, pauses, play, scenarios, victims
 from .scheduling_suite_base import SchedulingSuiteBase
 from .suite_parts import refuse_replaced_tests
 
@@ -124,7 +124,8 @@ class SchedulerSuite(SchedulingSuiteBase):
         """Some requests get no tokens for a while, or nobody does."""
         sometimes = ("asynchronous", "transfers", "drafts", "grammars", "timeouts")
         events = ("pause_new", "pause_all", "resume", "abort", "advance", "reset_all")
-        self._situation(200, always=("pauses",), sometimes=sometimes, events=events)
+        self._situation(150, always=("pauses",), sometimes=sometimes, events=events)
+        self._situation(150, pauses(self._refusals()))
 
     def test_together(self) -> None:
         """Everything at once."""

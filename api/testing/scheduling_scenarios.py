@@ -25,7 +25,7 @@ from .scheduling_rig import SchedulerRig
 from .scheduling_rules import CRASH, REFUSAL
 from .violations import Violation
 
-__all__ = ["EVENTS", "Scenario", "crashes", "play", "scenarios", "victims"]
+__all__ = ["EVENTS", "Scenario", "crashes", "pauses", "play", "scenarios", "victims"]
 
 EVENTS = (
     "abort",
@@ -230,11 +230,8 @@ def scenarios(
     happens = [event for event in events if not _needs(event) & set(refusals.single)]
     if "transfers" in features:  # what becomes of a load whose plan was lost, nobody has said
         happens = [event for event in happens if not event.startswith("lose")]
-    event = st.one_of(
-        *[st.just(("step", None))] * max(2, len(happens)),
-        st.just(("add", None)),
-        *(_event(name, policies) for name in happens),
-    )
+    names = ["step"] * max(2, len(happens)) + ["add", *happens]  # one_of would drop the repeats
+    event = st.sampled_from(names).flatmap(lambda name: _event(name, policies))
     drawn_events = draw(st.lists(event, max_size=14 if happens else 5))
     return Scenario(settings, tuple(requests), (*[("add", None)] * draw(_FIRST), *drawn_events))
 
@@ -262,6 +259,25 @@ def victims(draw: st.DrawFn) -> Scenario:
     for _ in requests:
         events += [("add", None), *[("step", None)] * draw(st.integers(1, 4))]
     return Scenario(settings, tuple(requests), tuple(events))
+
+
+@st.composite
+def pauses(draw: st.DrawFn, refusals: Refusals) -> Scenario:
+    """Draw a pause that comes while requests load, and during which time passes."""
+    features = refusals.without(["pauses", "transfers", "timeouts"])
+    settings = draw(_settings(features, roomy=False))
+    settings["policy"] = draw(st.sampled_from(_POLICIES))
+    request = _requests(features, settings["max_model_len"])
+    requests = draw(st.lists(request, min_size=1, max_size=4))
+    before = [("add", None), *[("step", None)] * draw(st.integers(0, 3))]
+    during = st.sampled_from(["step", "add", "advance", "abort"])
+    events = (
+        *before * draw(st.integers(1, 2)),
+        draw(st.sampled_from([("pause_all", None), ("pause_new", None)])),
+        *draw(st.lists(during.flatmap(lambda name: _event(name, _POLICIES)), max_size=4)),
+        ("resume", draw(st.booleans())),
+    )
+    return Scenario(settings, tuple(requests), events)
 
 
 def _needs(event: str) -> set[str]:

@@ -255,7 +255,7 @@ class AsyncEngine:
         loop = self._loop
         if loop is not None and not loop.is_closed():
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._frontend.fail_all, _closed)
+                loop.call_soon_threadsafe(self._frontend.fail_all, _closed, FinishReason.ABORT)
         self._frontend.close(self.parts.client.close)
 
     @property

@@ -174,6 +174,7 @@ class Frontend:
         arrived = self._clock() if arrived is None else arrived
         if isinstance(prompt, EngineCoreRequest):
             request, text = self._ready_made.take(prompt, params, extras), None
+            self._arguments.check(request.plugin_args)
         else:
             request, text = self.input.process(
                 request_id,
@@ -221,10 +222,16 @@ class Frontend:
         self.output.drop(live, reason)
         return live
 
-    def fail_all(self, error: Callable[[], Exception]) -> None:
-        """End every request, since the engine is gone; each sink gets an error of its own."""
+    def fail_all(
+        self, error: Callable[[], Exception], reason: FinishReason = FinishReason.ERROR
+    ) -> None:
+        """End every request, since the engine is gone; each sink gets an error of its own.
+
+        Args:
+            reason: for statistics.
+        """
         parents = self.output.parents()
-        self.output.drop(self.output.live_ids(), FinishReason.ERROR)
+        self.output.drop(self.output.live_ids(), reason)
         if self.statistics is not None:
             self.statistics.engine_gone()
         for parent in parents:
@@ -296,6 +303,8 @@ class Frontend:
         return Taken(outputs, processed.aborts)
 
     def _received(self, request: EngineCoreRequest) -> None:
+        if not self._hooks.has("request_received"):
+            return
         try:
             self._hooks.call("request_received", request=request)
         except PluginFaultError as fault:

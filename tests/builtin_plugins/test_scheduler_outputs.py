@@ -226,3 +226,40 @@ def test_a_request_that_pools_ends_with_what_came_of_it_and_no_token():
     rig.run()
     assert len(rig.tokens["a"]) == 2
     assert rig.tokens["p"] == []
+
+
+# Results that were not taken whole
+
+
+class Breaks(dict):
+    """Is interrupted when it is asked for "b"."""
+
+    def get(self, key, default=None):
+        if key == "b":
+            raise KeyboardInterrupt
+        return super().get(key, default)
+
+
+def test_a_plan_may_be_given_up_in_the_middle_of_its_results():
+    rig = Rig()
+    rig.add("a", max_tokens=3)
+    rig.add("b", max_tokens=3)
+    plan = rig.plan()
+    result = rig.executor.execute(plan)
+    result.sampled_token_ids = Breaks(result.sampled_token_ids)
+    with pytest.raises(KeyboardInterrupt):
+        rig.scheduler.update(plan, result)
+    rig.scheduler.plan_lost(plan)
+    rig.run()
+    assert [len(rig.tokens[name]) for name in "ab"] == [2, 3]  # one output of "a" went with it
+    assert {str(end.finish_reason) for end in rig.ends.values()} == {"length"}
+
+
+def test_giving_up_a_plan_whose_results_were_taken_changes_nothing():
+    rig = Rig()
+    rig.add("a", max_tokens=3)
+    plan = rig.step()
+    rig.scheduler.plan_lost(plan)
+    assert rig.step().num_scheduled_tokens == {"a": 1}
+    assert len(rig.run()["a"]) == 3
+    assert rig.scheduler.stats().num_preemptions == 0

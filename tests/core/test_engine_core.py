@@ -386,17 +386,21 @@ def test_an_interrupt_at_any_line_of_a_step_loses_no_plan(depth):
     assert line > 10
 
 
-def test_who_breaks_a_step_is_told_though_the_plan_cannot_be_given_back():
+@pytest.mark.parametrize("error", [ValueError("the first error"), KeyboardInterrupt("first")])
+def test_who_breaks_a_step_is_told_though_the_plan_cannot_be_given_up(error, caplog):
     class Broken(DefaultScheduler):
         contract = 1
 
         def update(self, plan, result):
-            raise ValueError("the first error")
+            raise error
 
         def plan_lost(self, plan):
             raise ValueError("the second error")
 
     rig = Rig(scheduler=Broken)
     rig.add("a")
-    with pytest.raises(ValueError, match="the first error"):
+    with pytest.raises(type(error), match="first"):
         rig.step()
+    (record,) = [r for r in caplog.records if r.getMessage().startswith("the scheduler cannot")]
+    assert record.getMessage() == "the scheduler cannot give up step 1"
+    assert str(record.exc_info[1]) == "the second error"

@@ -105,6 +105,11 @@ class TestTokenInputs:
             engine.add_request("r", {"type": "token", **fields}, GREEDY)
         assert not engine.has_unfinished_requests()
 
+    def test_its_text_is_not_tokenised(self, engine):
+        prompt = {"type": "token", "prompt_token_ids": [1], "prompt": "x" * 5000}
+        assert engine._frontend.input.text_of(prompt) is None
+        assert engine._frontend.input.text_of({"prompt": "x"}) == "x"
+
     def test_ids_of_a_mapping_are_a_list(self, engine):
         with pytest.raises(
             RequestError, match="^prompt_token_ids: expected a list of token ids, go"

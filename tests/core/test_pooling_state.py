@@ -5,9 +5,17 @@ from __future__ import annotations
 import pytest
 from output_desk import ABORT, DELTA, ERROR, FINAL_ONLY, STOP, Desk
 
-from hardpoint import RequestError
+from hardpoint import RequestError, SamplingParams
 from hardpoint.core.frontend.collector import RequestOutputCollector
-from hardpoint.plugins import EngineCoreOutput, PoolingParams, PoolingRequestOutput, typed
+from hardpoint.plugins import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    PoolingParams,
+    PoolingRequestOutput,
+    typed,
+)
+from hardpoint.testing import scripted_engine
 
 EMBED = {"pooling_params": PoolingParams(task="embed")}
 
@@ -77,6 +85,24 @@ def test_it_can_be_aborted_here(desk):
     assert (output.finished, output.finish_reason) == (True, "abort")
     assert processed.aborts == ["r"]
     assert desk.is_empty
+
+
+def test_through_a_frontend_it_is_one_request(scripted, monkeypatch):
+    """As it will be once an engine takes them."""
+    engine = scripted_engine(scripted)
+    frontend = engine._frontend
+    monkeypatch.setattr(frontend._ready_made, "_check", lambda request: None)
+    request = EngineCoreRequest(
+        request_id="x", prompt_token_ids=[1], params=SamplingParams(n=3), **EMBED
+    )
+    submission = frontend.submit("mine", request, None)
+    (child,) = submission.children
+    assert (child.request_id, child.child_index) == (submission.parent.internal_id, 0)
+    said = EngineCoreOutput(request_id=child.request_id, pooling_output=[1.0], finish_reason=STOP)
+    (output,) = frontend.take(EngineCoreOutputs(outputs=[said])).request_outputs
+    assert (output.request_id, output.outputs) == ("mine", [1.0])
+    assert not engine.has_unfinished_requests()
+    engine.close()
 
 
 @pytest.mark.parametrize("kind", [DELTA, FINAL_ONLY])

@@ -307,19 +307,24 @@ class TestLiveSwap:
         engine.close()
 
     @pytest.mark.parametrize(
-        ("use", "options", "error"),
+        ("use", "options", "error", "words"),
         [
-            ("fcsf", {}, PluginError),
-            ("uniproc", {}, PluginError),
-            ("fair", {"weights": {"a": -1}}, ConfigError),
-            (f"{__name__}:LastFirst", {"sign": 0}, ValueError),
+            ("fcsf", {}, PluginError, "did you mean 'fcfs'"),
+            ("uniproc", {}, PluginError, "uniproc"),
+            ("fair", {"weights": {"a": -1}}, ConfigError, "fair.weights.a: expected a number > 0, got -1"),
+            (
+                f"{__name__}:LastFirst",
+                {"sign": 0},
+                PluginFaultError,
+                r"plugin 'last_first' .*: import_state\(\) failed: ValueError: no such books",
+            ),
         ],
     )
-    def test_a_swap_that_fails_changes_nothing(self, scripted, use, options, error):
+    def test_a_swap_that_fails_changes_nothing(self, scripted, use, options, error, words):
         engine = self.engine(scripted)
         engine.set_policy(f"{__name__}:LastFirst")
         before = engine.parts.plugins.manifest
-        with pytest.raises(error):
+        with pytest.raises(error, match=words):
             engine.set_policy(use, options)
         assert engine.parts.plugins.manifest == before
         assert order(engine) == ["a", "d", "c", "b"]
@@ -386,7 +391,9 @@ class TestPrefixCache:
         hits = engine.call_utility("scheduler_stats").prefix_cache.hit_tokens
         assert hits == 48
         assert run(engine, [("c", [7] * 50, ENDLESS)])["c"] == expected
-        assert engine.call_utility("scheduler_stats").prefix_cache.hit_tokens == hits  # "b" stored nothing more
+        assert (
+            engine.call_utility("scheduler_stats").prefix_cache.hit_tokens == hits
+        )  # "b" stored nothing more
         engine.close()
 
     def test_reset_that_recomputes_what_runs(self, scripted):

@@ -269,6 +269,16 @@ def test_closing_aborts_what_is_live_and_reports_once_more():
     assert [ended.finish_reason for ended in desk.seen[0].finished] == ["abort"]
 
 
+def test_a_request_ends_once():
+    """Closing in one thread may find a request that another one is about to end."""
+    desk = Desk()
+    desk.add("a")
+    figures = desk.processor.figures()
+    desk.processor.drop(["a-inside"], FinishReason.ERROR)
+    desk.statistics.close(figures)
+    assert [ended.finish_reason for ended in desk.seen[0].finished] == ["error"]
+
+
 def test_a_sink_that_was_forgotten_is_closed():
     desk = Desk()
     calls = desk.calls

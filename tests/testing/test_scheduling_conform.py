@@ -16,7 +16,7 @@ from hardpoint.builtin_plugins.policies import (
     ShortestFirst,
 )
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
-from hardpoint.plugins import FinishReason, LoRARequest, MultiModalFeature
+from hardpoint.plugins import FinishReason, LoRARequest, MultiModalFeature, PauseState, WaitingFor
 from hardpoint.testing import (
     EvictionPolicySuite,
     SchedulerRig,
@@ -91,6 +91,11 @@ def test_every_builtin_has_its_class_here(kind, attribute):
     assert builtins <= tested
 
 
+def test_who_cannot_be_paused_is_not_asked_to():
+    with pytest.raises(pytest.skip.Exception, match="'TinyScheduler' cannot be paused"):
+        TestTinyScheduler().test_pauses()
+
+
 # The rig shows what happens, so that a check which sees nothing does not go unnoticed.
 
 
@@ -163,3 +168,33 @@ def test_a_lost_plan_is_made_good():
     rig.lose(executed=False)
     rig.lose()
     assert rig.run() == {"a": rig.reply([1, 2, 3], 3)}
+
+
+def test_a_pause_holds_whom_it_should():
+    rig = SchedulerRig(DefaultScheduler)
+    rig.add("old", [1, 2, 3], timeout=60.0)
+    rig.step()
+    rig.pause(PauseState.PAUSED_NEW)
+    rig.add("new", [1, 2])
+    rig.add("late", [1, 2], timeout=5.0)
+    rig.settle()
+    rig.clock.advance(10.0)
+    rig.settle()
+    assert rig.outputs == {"old": rig.reply([1, 2, 3], 4), "new": [], "late": []}
+    assert rig.finish_reasons["late"] is FinishReason.TIMEOUT
+    assert rig.scheduler.why_waiting("new").waiting_for is WaitingFor.PAUSED
+    rig.pause(PauseState.UNPAUSED)
+    assert rig.run()["new"] == rig.reply([1, 2], 4)
+
+
+def test_a_pause_is_not_complete_while_blocks_are_loaded():
+    rig = SchedulerRig(DefaultScheduler, connector=True, block_size=2)
+    rig.add("a", [1, 2, 3, 4, 5, 6, 7, 8], transfer=Transfer(tokens=6, steps=4))
+    rig.step()
+    rig.pause(PauseState.PAUSED_ALL)
+    assert rig.worker.transfers.busy
+    rig.settle()
+    assert not rig.worker.transfers.busy
+    assert rig.outputs == {"a": []}
+    rig.pause(PauseState.UNPAUSED)
+    assert rig.run() == {"a": rig.reply([1, 2, 3, 4, 5, 6, 7, 8], 4)}

@@ -70,7 +70,7 @@ class SchedulerSuite(SchedulingSuiteBase):
     def test_ends(self) -> None:
         """Requests are aborted, fail and time out at any moment; their ids come again."""
         events = ("abort", "abort_between", "advance")
-        self._situation(150, sometimes=("timeouts", "faults", "clients"), events=events)
+        self._situation(250, sometimes=("timeouts", "faults", "clients"), events=events)
 
     def test_drafts(self) -> None:
         """Drafts are accepted and rejected."""
@@ -102,7 +102,7 @@ class SchedulerSuite(SchedulingSuiteBase):
     def test_adapters(self) -> None:
         """No more adapters are in a step than may."""
         sometimes = ("asynchronous", "salts", "stops")
-        self._situation(80, always=("loras",), sometimes=sometimes, events=("abort",))
+        self._situation(200, always=("loras",), sometimes=sometimes, events=("abort",))
 
     def test_lost_plans(self) -> None:
         """Plans are lost, carried out or not."""

@@ -90,7 +90,11 @@ class TestSafetensors:
             ("config.json", {"quantization_config": {"bits": 4}}, "expected none .*'bits': 4"),
             ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id: expected a token id"),
             ("generation_config.json", {"top_p": 7}, "top_p: expected a number <= 1, got 7"),
-            ("generation_config.json", {"temperature": "hot"}, "temperature: expected a number >= 0"),
+            (
+                "generation_config.json",
+                {"temperature": "hot"},
+                "temperature: expected a number >= 0",
+            ),
         ],
     )
     def test_wrong_fields_are_refused(self, name, fields, words, folder: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hardpoint import CompletionOutput, Logprob, RequestOutput, RequestOutputKind
 from hardpoint.core.frontend.collector import RequestOutputCollector
+from hardpoint.plugins import RequestMetrics
 
 DELTA, CUMULATIVE, FINAL_ONLY = (
     RequestOutputKind.DELTA,
@@ -57,6 +58,7 @@ class TestDeltas:
             logprobs=logprobs(3),
             finish_reason="stop",
             stop_reason="c",
+            metrics=RequestMetrics(num_prompt_tokens=1),
         )
         collector.put(output(one))
         collector.put(output(two, finished=True))
@@ -67,6 +69,7 @@ class TestDeltas:
         assert merged.cumulative_logprob == -6.0
         assert [list(entry) for entry in merged.logprobs] == [[1], [2], [3]]
         assert (merged.finish_reason, merged.stop_reason) == ("stop", "c")
+        assert held.metrics is merged.metrics is two.metrics
 
     def test_each_completion_by_itself(self):
         collector = RequestOutputCollector(DELTA)

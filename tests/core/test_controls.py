@@ -3,28 +3,52 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from hardpoint import LLM, AsyncLLM, HardpointError, RequestError, RequestOutputKind, SamplingParams
+from hardpoint import (
+    LLM,
+    AsyncLLM,
+    HardpointError,
+    RequestError,
+    RequestOutputKind,
+    SamplingParams,
+    plugins,
+)
 from hardpoint.core.utilities import UTILITIES
-from hardpoint.plugins import LoRARequest
+from hardpoint.plugins import LogitsProcessor, LoRARequest, Phase
 from hardpoint.testing import scripted_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
-LONG = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-DELTAS = SamplingParams(
-    temperature=0.0, max_tokens=20, ignore_eos=True, output_kind=RequestOutputKind.DELTA
-)
+SLOWLY = {"slow": {"seconds": 0.02}}  # so that it has not ended when a pause comes
+LONG = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, plugin_args=SLOWLY)
+DELTAS = msgspec.structs.replace(LONG, output_kind=RequestOutputKind.DELTA)
+ENABLED = {"enable": [f"{__name__}:Slow"]}
 PAUSED = "the engine is paused, so this would wait for ever; call resume() first"
+
+
+class Slow(LogitsProcessor):
+    """Takes its time."""
+
+    contract = 1
+    phase = Phase.BIAS
+
+    class Arguments(plugins.Arguments):
+        seconds: float
+
+    def apply(self, logits, rows):
+        time.sleep(max(given.seconds for given in rows.arguments()))
+        return logits
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["in-process", "own-process"])
 def llm(request, scripted, tmp_path_factory):
     folder = tmp_path_factory.mktemp("profiles")
     engine = {"in_process": request.param, "profile_dir": str(folder)}
-    with LLM(config=scripted_config(scripted, {"engine": engine})) as llm:
+    with LLM(config=scripted_config(scripted, {"engine": engine, "plugins": ENABLED})) as llm:
         llm.here = request.param
         yield llm
 
@@ -100,7 +124,10 @@ class TestPause:
             (lambda llm: llm.collective_rpc("pin_lora"), "pin_lora: expected 1 arguments, got 0"),
             (lambda llm: llm.pin_lora("x"), "lora_id: expected a whole number, got 'x'"),
             (lambda llm: llm._engine.call_utility("close"), "method: expected one of add_lora, co"),
-            (lambda llm: llm._engine.call_utility("resume", 1), "resume: expected 0 arguments, got 1"),
+            (
+                lambda llm: llm._engine.call_utility("resume", 1),
+                "resume: expected 0 arguments, got 1",
+            ),
         ],
     )
     def test_wrong_words_are_refused_and_change_nothing(self, llm, call, words):
@@ -175,7 +202,8 @@ class TestTheRest:
 def test_on_an_event_loop(scripted, tmp_path):
     async def main() -> None:
         engine = {"profile_dir": str(tmp_path)}
-        async with AsyncLLM(config=scripted_config(scripted, {"engine": engine})) as llm:
+        extra = {"engine": engine, "plugins": ENABLED}
+        async with AsyncLLM(config=scripted_config(scripted, extra)) as llm:
 
             async def whole() -> list[int]:
                 async for output in llm.generate("say abc", LONG):

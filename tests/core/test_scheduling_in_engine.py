@@ -311,7 +311,12 @@ class TestLiveSwap:
         [
             ("fcsf", {}, PluginError, "did you mean 'fcfs'"),
             ("uniproc", {}, PluginError, "uniproc"),
-            ("fair", {"weights": {"a": -1}}, ConfigError, "fair.weights.a: expected a number > 0, got -1"),
+            (
+                "fair",
+                {"weights": {"a": -1}},
+                ConfigError,
+                "fair.weights.a: expected a number > 0, got -1",
+            ),
             (
                 f"{__name__}:LastFirst",
                 {"sign": 0},

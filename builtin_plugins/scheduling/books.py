@@ -203,7 +203,7 @@ class Books:
             finish_reason=reason,
             error=error,
             events=request.events,
-            trace_headers=request.source.trace_headers,
+            trace_headers=request.trace_headers,
         )
         self.finish(request, output)
         return output

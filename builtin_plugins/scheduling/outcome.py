@@ -90,7 +90,11 @@ def _is_rare(result: ModelRunnerOutput) -> bool:
 
 def _take_tokens(books: Books, request: LiveRequest, tokens: list[int]) -> EngineCoreOutput:
     """Append sampled tokens up to the one that ends the request, if one does."""
-    output = _begin_output(request, tokens)
+    output = EngineCoreOutput(
+        request_id=request.request_id, new_token_ids=tokens, trace_headers=request.trace_headers
+    )
+    if request.events or not request.told_prefill:
+        _tell_news(request, output)
     for count, token in enumerate(tokens, 1):
         request.append(token)
         reason = request.ends_with(token)
@@ -107,20 +111,19 @@ def _take_tokens(books: Books, request: LiveRequest, tokens: list[int]) -> Engin
 
 def _take_pooled(books: Books, request: LiveRequest, pooled: Any) -> EngineCoreOutput:
     """End a request that pools: its prompt is computed, and it gives no tokens."""
-    output = _begin_output(request, [])
-    output.pooling_output = pooled
-    output.finish_reason = FinishReason.STOP
+    output = EngineCoreOutput(
+        request_id=request.request_id,
+        finish_reason=FinishReason.STOP,
+        pooling_output=pooled,
+        trace_headers=request.trace_headers,
+    )
+    _tell_news(request, output)
     books.finish(request, output)
     return output
 
 
-def _begin_output(request: LiveRequest, tokens: list[int]) -> EngineCoreOutput:
-    """Return the output of a step that computed all known tokens of a request."""
-    output = EngineCoreOutput(
-        request_id=request.request_id,
-        new_token_ids=tokens,
-        trace_headers=request.source.trace_headers,
-    )
+def _tell_news(request: LiveRequest, output: EngineCoreOutput) -> None:
+    """Add what happened, and how the prompt was computed with the first output after that."""
     if not request.told_prefill:
         request.told_prefill = True
         cached = max(request.num_cached_tokens, 0)
@@ -130,7 +133,6 @@ def _begin_output(request: LiveRequest, tokens: list[int]) -> EngineCoreOutput:
         )
     if request.events:
         output.events, request.events = request.events, []
-    return output
 
 
 def _settle_drafts(
@@ -158,7 +160,7 @@ def _with_logprobs(
         request.num_prompt_logprobs += len(fresh)
         if fresh:
             output = output or EngineCoreOutput(
-                request_id=request.request_id, trace_headers=request.source.trace_headers
+                request_id=request.request_id, trace_headers=request.trace_headers
             )
             output.prompt_logprobs = fresh
     return output

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hardpoint.plugins import SamplingParams, Tokenizer
+from hardpoint.plugins import RequestOutputKind, SamplingParams, Tokenizer
 
 __all__ = ["Detokenizer"]
 
@@ -12,8 +12,10 @@ __all__ = ["Detokenizer"]
 class Detokenizer:
     """Turns one request's tokens into text as they come.
 
+    What a token costs does not grow with the text: pieces are joined when they are asked for, and
+    stop strings are looked for at the end only.
+
     Attributes:
-        text: everything that is certain so far.
         stop_string: the stop string that was found, if one was.
     """
 
@@ -22,15 +24,16 @@ class Detokenizer:
     ) -> None:
         """The prompt's end decides how the first token reads."""
         self._tokenizer = tokenizer
-        self._params = params
-        self._stream = tokenizer.decode_stream(
-            prompt_token_ids, skip_special_tokens=params.skip_special_tokens
-        )
+        self._skip = params.skip_special_tokens
+        self._stream = tokenizer.decode_stream(prompt_token_ids, skip_special_tokens=self._skip)
         self._stops = params.stop_strings
-        self._longest_stop = max(map(len, self._stops), default=0)
-        self._pending: list[int] = []
-        self._begin = 0
-        self.text = ""
+        self._keep_stop = params.include_stop_str_in_output
+        self._delta = params.output_kind is RequestOutputKind.DELTA
+        longest = max(map(len, self._stops), default=0)
+        self._lookback = max(longest - 1, 0)  # characters that a stop string may begin in
+        self._pieces: list[str] = []  # what was not taken; all of it, unless outputs are deltas
+        self._tail = ""
+        self._pending: list[int] = []  # tokens that are no text yet
         self.stop_string: str | None = None
 
     def update(self, token_ids: Sequence[int], *, ended_by_token: bool) -> int | None:
@@ -45,54 +48,64 @@ class Detokenizer:
             How many of the tokens were taken if a stop string was found in the last of them,
             else None.
         """
-        keep = self._params.include_stop_str_in_output
-        visible = token_ids if keep or not ended_by_token else token_ids[:-1]
-        for count, token in enumerate(visible, start=1):
-            before = len(self.text)
-            self._pending.append(token)
-            if piece := self._stream.step(token):
-                self._pending.clear()
-                self.text += piece
-                if self._stops and self._find_stop(before):
+        if ended_by_token and not self._keep_stop:
+            token_ids = token_ids[:-1]
+        step, pending = self._stream.step, self._pending
+        for count, token in enumerate(token_ids, start=1):
+            if piece := step(token):
+                if pending:
+                    pending.clear()
+                self._pieces.append(piece)
+                if self._stops and self._find_stop(piece):
                     return count
+            else:
+                pending.append(token)
         return None
 
     def finish(self) -> None:
         """Bring out the text of tokens that never became whole characters."""
         if self._pending and self.stop_string is None:
-            before = len(self.text)
-            self.text += self._tokenizer.decode(
-                self._pending, skip_special_tokens=self._params.skip_special_tokens
-            )
+            piece = self._tokenizer.decode(self._pending, skip_special_tokens=self._skip)
             self._pending.clear()
+            self._pieces.append(piece)
             if self._stops:
-                self._find_stop(before)
+                self._find_stop(piece)
 
     def resume(self, prompt_token_ids: Sequence[int]) -> None:
         """Take it that more of the prompt follows what there is; its end counts as at the start."""
         self._stream = self._tokenizer.decode_stream(
-            prompt_token_ids, skip_special_tokens=self._params.skip_special_tokens
+            prompt_token_ids, skip_special_tokens=self._skip
         )
         self._pending.clear()
-        self._begin = len(self.text)
+        self._tail = ""
         self.stop_string = None
 
-    def certain_length(self, *, finished: bool) -> int:
-        """Return how much of `text` no stop string can take back any more."""
-        if finished or self._longest_stop <= 1 or self._params.include_stop_str_in_output:
-            return len(self.text)
-        return max(0, len(self.text) - self._longest_stop + 1)
+    def take(self, *, finished: bool) -> str:
+        """Return the text that no stop string can take back any more.
 
-    def _find_stop(self, before: int) -> bool:
-        """Look for the first stop string that ends in the text after `before`; cut there."""
-        start = max(self._begin, before - self._longest_stop + 1)
-        found = [
-            (place, stop) for stop in self._stops if (place := self.text.find(stop, start)) >= 0
-        ]
+        That is all of it, or what was not taken yet where outputs are deltas.
+        """
+        pieces = self._pieces
+        text = pieces[0] if len(pieces) == 1 else "".join(pieces)
+        held = ""
+        if self._lookback and not (finished or self._keep_stop):
+            held = text[-self._lookback :]
+        if self._delta:
+            self._pieces = [held] if held else []
+        elif len(pieces) > 1:
+            self._pieces = [text]
+        return text[: len(text) - len(held)] if held else text
+
+    def _find_stop(self, piece: str) -> bool:
+        """Look for the first stop string that ends in the newest piece; cut there."""
+        window = self._tail + piece
+        found = [(place, stop) for stop in self._stops if (place := window.find(stop)) >= 0]
         if not found:
+            self._tail = window[-self._lookback :] if self._lookback else ""
             return False
         place, self.stop_string = min(found)
-        if self._params.include_stop_str_in_output:
+        if self._keep_stop:
             place += len(self.stop_string)
-        self.text = self.text[:place]
+        text = "".join(self._pieces)
+        self._pieces = [text[: len(text) - (len(window) - place)]]
         return True

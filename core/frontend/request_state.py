@@ -72,7 +72,6 @@ class RequestState:
         self._error: str | None = None
         self._sent_prompt = 0
         self._sent_tokens = 0
-        self._sent_chars = 0
         self._sent_any = False
         self._interval = stream_interval
         self._num_cached_tokens: int | None = None
@@ -157,16 +156,11 @@ class RequestState:
         ended = finished and (self.parts is None or not self.parts.ends_one(self.finish_reason))
         if (self._final_only and not ended) or (not finished and self._holds_back()):
             return None
-        first_token, first_char = (self._sent_tokens, self._sent_chars) if self._delta else (0, 0)
+        first_token = self._sent_tokens if self._delta else 0
         tokens = self._token_ids[first_token:]
         if self._delta and not finished and not tokens:
             return None
-        text, detokenizer = "", self._detokenizer
-        if detokenizer is not None:
-            chars = detokenizer.certain_length(finished=finished)
-            text = detokenizer.text[first_char:chars]
-            if chars > self._sent_chars:
-                self._sent_chars = chars
+        text = "" if self._detokenizer is None else self._detokenizer.take(finished=finished)
         completion = CompletionOutput(index=self._request.child_index, text=text, token_ids=tokens)
         if self._wants_logprobs:
             completion.cumulative_logprob = self._cumulative_logprob

@@ -16,7 +16,7 @@ from .refusal import refusal
 from .utilities import failed_call
 from .wire import Decoder, RequestType, TensorProvider, UtilityCall, WireError
 
-__all__ = ["Check", "HashPrompt", "MessageReader", "RequestCheck"]
+__all__ = ["Check", "HashPrompt", "MessageReader"]
 
 _log = logging.getLogger("hardpoint")
 
@@ -28,64 +28,6 @@ HashPrompt = Callable[[EngineCoreRequest], list[bytes]]
 
 _SHORTEST_ID = 1
 _LONGEST_ID = 1000
-
-
-class RequestCheck:
-    """Looks at what an engine could not bear or would ignore: a bad request harms nobody else."""
-
-    def __init__(self, vocab_size: int, engine_index: int = 0) -> None:
-        """Prepare.
-
-        Args:
-            vocab_size: one more than the largest token id.
-            engine_index: of the engine that the requests are for.
-        """
-        self._vocab_size = vocab_size
-        self._engine_index = engine_index
-
-    def __call__(self, request: EngineCoreRequest) -> None:
-        """Check a request.
-
-        Raises:
-            RequestError: it cannot be computed.
-        """
-        if request.pooling_params is not None:
-            raise RequestError("pooling_params: no model of this engine pools")
-        if request.prompt_embeds is not None:
-            raise RequestError("prompt_embeds: expected token ids, this engine takes no embeddings")
-        self._check_features(request)
-        ids = request.prompt_token_ids
-        if not ids:
-            raise RequestError("prompt_token_ids: expected at least one token, got none")
-        for token in (min(ids), max(ids)):
-            if not 0 <= token < self._vocab_size:
-                raise RequestError(
-                    f"prompt_token_ids: expected token ids from 0 to {self._vocab_size - 1}, "
-                    f"got {token}"
-                )
-
-    def _check_features(self, request: EngineCoreRequest) -> None:
-        """Refuse what asks for something that nobody here does."""
-        if request.lora is not None:
-            raise RequestError(
-                f"lora: expected none, no worker of this engine holds adapters, got "
-                f"{request.lora.name!r}"
-            )
-        if request.resumable:
-            raise RequestError(
-                "resumable: expected false, this engine takes no prompts in parts, got true"
-            )
-        for name in ("prompt_is_token_ids", "reasoning_parser_kwargs"):
-            if (value := getattr(request, name)) is not None:
-                raise RequestError(
-                    f"{name}: expected none, this engine has no use for it, got {value!r}"
-                )
-        rank = request.data_parallel_rank
-        if rank is not None and rank != self._engine_index:
-            raise RequestError(
-                f"data_parallel_rank: expected {self._engine_index}, the rank of this engine, or "
-                f"none, got {rank}"
-            )
 
 
 class MessageReader:

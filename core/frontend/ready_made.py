@@ -6,7 +6,7 @@ import msgspec
 
 from hardpoint.plugins import EngineCoreRequest, RequestError, SamplingParams
 
-from ..incoming import RequestCheck
+from ..request_check import RequestCheck
 from ..wire import Decoder, Encoder, WireError
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
 from .text_check import check_request_text
@@ -65,9 +65,4 @@ def _refuse_what_is_the_frontends(request: EngineCoreRequest) -> None:
         raise RequestError(
             f"client_index: expected {_CLIENT}, the client that sends it, "
             f"got {request.client_index!r}"
-        )
-    if isinstance(request.params, SamplingParams) and request.params.plugin_args:
-        raise RequestError(
-            f"params.plugin_args: expected none, for a ready-made request has them checked in "
-            f"plugin_args, got {request.params.plugin_args!r}"
         )

@@ -18,9 +18,9 @@ from ..blame import blamed
 from ..build_core import BuiltCore, build_core
 from ..engine_io import EngineIO
 from ..engine_loop import EngineLoop, LoopOptions, LoopQueues
-from ..incoming import RequestCheck
 from ..outbox import Outbox
 from ..prepare import prepare_worker
+from ..request_check import RequestCheck
 from ..wire import EngineAddresses, EngineCoreReadyResponse
 from ..worker.worker import WorkerSpec
 from .child import ParentWatch

@@ -12,10 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardpoint.core.engine_loop import LoopQueues, Refusal
-from hardpoint.core.incoming import MessageReader, RequestCheck
+from hardpoint.core.incoming import MessageReader
 from hardpoint.core.outbox import Outbox
+from hardpoint.core.request_check import RequestCheck
 from hardpoint.core.wire import Encoder, RequestType, UtilityCall
-from hardpoint.plugins import EngineCoreRequest, LoRARequest, OverloadedError, PoolingParams
+from hardpoint.plugins import (
+    EngineCoreRequest,
+    LoRARequest,
+    OverloadedError,
+    PoolingParams,
+    SamplingParams,
+)
 
 ADD, ABORT, UTILITY = RequestType.ADD, RequestType.ABORT, RequestType.UTILITY
 
@@ -209,6 +216,12 @@ class TestRequestCheck:
     def test_what_a_model_could_not_bear(self, fields, words):
         with pytest.raises(ValueError, match=words):
             RequestCheck(100)(request("a", **fields))
+
+    def test_arguments_that_nobody_checked(self):
+        sent = request("a")
+        sent.params = SamplingParams(plugin_args={"a": {}})
+        with pytest.raises(ValueError, match=r"params.plugin_args: expected none, .* got {'a': {}}"):
+            RequestCheck(100)(sent)
 
     def test_the_own_rank_may_be_asked_for(self):
         RequestCheck(100, 3)(request("a", data_parallel_rank=3))

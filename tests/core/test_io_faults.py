@@ -13,7 +13,7 @@ from io_harness import READY
 
 from hardpoint.core.engine_io import EngineIO
 from hardpoint.core.engine_sockets import EngineSockets
-from hardpoint.core.incoming import RequestCheck
+from hardpoint.core.request_check import RequestCheck
 from hardpoint.core.wire import RequestType
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs
 

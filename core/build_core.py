@@ -27,13 +27,14 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.hook_set import HookSet
 
-from .engine import EngineCore, EngineCoreParts
+from .engine import EngineCore
 from .fanout import create_all
 from .kv_cache import BlockManager, CacheSize, size_cache
 from .kv_events import KVEventFanout
 from .policy_slot import PolicySlot
 from .step_faults import StepFaults
 from .step_log import StepLog
+from .steps import EngineCoreParts
 from .worker.worker import LocalWorker, WorkerSpec
 
 __all__ = ["BuiltCore", "build_core", "limits_of"]

@@ -10,12 +10,13 @@ from types import SimpleNamespace
 
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
-from hardpoint.core.engine import EngineCore, EngineCoreParts
+from hardpoint.core.engine import EngineCore
 from hardpoint.core.engine_loop import EngineLoop, LoopOptions, LoopQueues
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.core.kv_events import KVEventFanout
 from hardpoint.core.outbox import Outbox
 from hardpoint.core.step_faults import StepFaults
+from hardpoint.core.steps import EngineCoreParts
 from hardpoint.plugins import (
     EngineCoreRequest,
     ModelRunnerOutput,

@@ -105,7 +105,7 @@ class TestBatchQueue:
 class TestStep:
     def test_the_variant_is_chosen_at_the_start(self):
         plain, piped = Rig(ScriptedExecutor(1)), pipeline()
-        assert plain.core.step.__func__.__name__ == "step"
+        assert plain.core.step.__func__.__name__ == "step_alone"
         assert piped.core.step.__func__.__name__ == "step_with_batch_queue"
 
     def test_without_work_nothing_is_called(self):

@@ -11,8 +11,8 @@ import pytest
 from engine_harness import Rig, ScriptedExecutor, expected, request
 
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
-from hardpoint.core.engine import EngineCore
 from hardpoint.core.failure_report import log_failure
+from hardpoint.core.steps import Steps
 from hardpoint.plugins import (
     EngineConfig,
     HardpointError,
@@ -342,7 +342,7 @@ class Interrupter:
 
     def __init__(self, at):
         self.left = at
-        self.file = inspect.getsourcefile(EngineCore)
+        self.file = inspect.getsourcefile(Steps)
 
     def __call__(self, frame, event, _arg):
         if frame.f_code.co_filename != self.file:

@@ -19,29 +19,14 @@ from hardpoint import (
     RequestError,
     RequestOutputKind,
     SamplingParams,
-    plugins,
 )
 from hardpoint.core.frontend import relay
-from hardpoint.plugins import LogitsProcessor, Phase, hookimpl
+from hardpoint.plugins import hookimpl
 from hardpoint.testing import scripted_config, write_scripted_model
 
 DELTA, CUMULATIVE = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 DELTAS = SamplingParams(temperature=0.0, max_tokens=20, output_kind=DELTA)
-
-
-class Slow(LogitsProcessor):
-    """Takes its time."""
-
-    contract = 1
-    phase = Phase.BIAS
-
-    class Arguments(plugins.Arguments):
-        seconds: float
-
-    def apply(self, logits, rows):
-        time.sleep(max(given.seconds for given in rows.arguments()))
-        return logits
 
 
 class Hooked:
@@ -80,7 +65,7 @@ def folder(tmp_path_factory):
 
 
 def config(folder, **extra):
-    enable = [f"{__name__}:Slow", f"{__name__}:Hooked"]
+    enable = ["slow_plugins:Slow", f"{__name__}:Hooked"]
     return scripted_config(folder, {"plugins": {"enable": enable}, **extra})
 
 

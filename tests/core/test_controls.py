@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 import msgspec
@@ -16,32 +15,17 @@ from hardpoint import (
     RequestError,
     RequestOutputKind,
     SamplingParams,
-    plugins,
 )
 from hardpoint.core.utilities import UTILITIES
-from hardpoint.plugins import LogitsProcessor, LoRARequest, Phase
+from hardpoint.plugins import LoRARequest
 from hardpoint.testing import scripted_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 SLOWLY = {"slow": {"seconds": 0.02}}  # so that it has not ended when a pause comes
 LONG = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, plugin_args=SLOWLY)
 DELTAS = msgspec.structs.replace(LONG, output_kind=RequestOutputKind.DELTA)
-ENABLED = {"enable": [f"{__name__}:Slow"]}
+ENABLED = {"enable": ["slow_plugins:Slow"]}
 PAUSED = "the engine is paused, so this would wait for ever; call resume() first"
-
-
-class Slow(LogitsProcessor):
-    """Takes its time."""
-
-    contract = 1
-    phase = Phase.BIAS
-
-    class Arguments(plugins.Arguments):
-        seconds: float
-
-    def apply(self, logits, rows):
-        time.sleep(max(given.seconds for given in rows.arguments()))
-        return logits
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["in-process", "own-process"])

@@ -28,8 +28,6 @@ from hardpoint.core.wire import (
 )
 from hardpoint.plugins import (
     EngineCoreRequest,
-    LogitsProcessor,
-    Phase,
     PluginLoadError,
     SchedulingPolicy,
     hookimpl,
@@ -38,20 +36,6 @@ from hardpoint.testing import scripted_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 BOTH = pytest.mark.parametrize("in_process", [True, False], ids=["in-process", "own-process"])
-
-
-class Slow(LogitsProcessor):
-    """Takes its time."""
-
-    contract = 1
-    phase = Phase.BIAS
-
-    class Arguments(plugins.Arguments):
-        seconds: float
-
-    def apply(self, logits, rows):
-        time.sleep(max(given.seconds for given in rows.arguments()))
-        return logits
 
 
 class Unbuildable(SchedulingPolicy):
@@ -91,7 +75,7 @@ def config(folder, *, in_process=False, **engine):
         folder,
         {
             "engine": {"in_process": in_process, **engine},
-            "plugins": {"enable": [f"{__name__}:Slow", f"{__name__}:Grows"]},
+            "plugins": {"enable": ["slow_plugins:Slow", f"{__name__}:Grows"]},
             "scheduler": {"max_num_seqs": 1, "max_waiting": 3},
         },
     )

@@ -12,7 +12,7 @@ import msgspec
 
 from hardpoint.plugins import NO_DRAFT, DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 
-__all__ = ["Batch", "BatchQueue", "start_batch", "with_drafts"]
+__all__ = ["Batch", "BatchQueue", "no_result", "start_batch", "with_drafts"]
 
 T = TypeVar("T")
 
@@ -53,6 +53,12 @@ class Batch:
         self.is_deferred = False
         self.sampling = _called(sample, self.plan)
 
+    def fail(self, error: Exception) -> None:
+        """Take it that it cannot be sampled."""
+        self.is_deferred = False
+        self.sampling = Future()
+        self.sampling.set_exception(error)
+
     def result(self) -> ModelRunnerOutput:
         """Wait for the outcome.
 
@@ -63,7 +69,7 @@ class Batch:
         if output is None and self.sampling is not None:
             output = self.sampling.result()
         if output is None:
-            raise RuntimeError(f"the executor gave no result for step {self.plan.step}")
+            raise no_result(self.plan)
         return output
 
 
@@ -129,6 +135,11 @@ class BatchQueue:
     def pop(self) -> Batch:
         """Take out the oldest batch, which need not be done."""
         return self._batches.popleft()
+
+
+def no_result(plan: SchedulerOutput) -> RuntimeError:
+    """Return what to raise when an executor gave None where it must not."""
+    return RuntimeError(f"the executor gave no result for step {plan.step}")
 
 
 def start_batch(

@@ -24,6 +24,7 @@ from hardpoint.plugins import (
     SchedulerContext,
     SchedulerLimits,
     StepRecord,
+    WorkerInfo,
 )
 from hardpoint.plugins.hook_set import HookSet
 
@@ -100,7 +101,7 @@ def build_core(spec: WorkerSpec, hooks: HookSet, origins: Origins, clock: _Clock
             create_worker=lambda _rank: LocalWorker(spec),
         )
         undo.callback(executor.close)
-        size, config = _start(executor, spec, origins)
+        info, size, config = _start(executor, spec, origins)
         kv_cache = BlockManager(
             size.num_blocks,
             config.kv_cache.block_size,
@@ -133,6 +134,7 @@ def build_core(spec: WorkerSpec, hooks: HookSet, origins: Origins, clock: _Clock
             config=config,
             log_stats=config.stats.on,
             step_log=StepLog() if config.engine.log_steps else None,
+            sleep_levels=info.sleep_levels,
         )
         undo.pop_all()
         return BuiltCore(EngineCore(parts), size)
@@ -140,8 +142,12 @@ def build_core(spec: WorkerSpec, hooks: HookSet, origins: Origins, clock: _Clock
 
 def _start(
     executor: Executor, spec: WorkerSpec, origins: Origins
-) -> tuple[CacheSize, EngineConfig]:
-    """Load the model and allocate the KV cache; return its size, and the configuration to run."""
+) -> tuple[WorkerInfo, CacheSize, EngineConfig]:
+    """Load the model and allocate the KV cache.
+
+    Returns:
+        What the workers said, the cache's size, and the configuration to run.
+    """
     info = executor.start()
     config = spec.config if info.bytes_per_block else _without_cache(spec)
     try:
@@ -151,7 +157,7 @@ def _start(
     if size.max_model_len != spec.max_model_len:
         executor.collective_rpc("set_max_model_len", (size.max_model_len,))
     executor.initialize_cache(size.num_blocks)
-    return size, config
+    return info, size, config
 
 
 def _without_cache(spec: WorkerSpec) -> EngineConfig:

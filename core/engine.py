@@ -51,7 +51,9 @@ class EngineCore:
         self.step = steps.step
         self._workers = WorkerCalls(parts.executor)
         self._pausing = Pausing(
-            Surroundings(parts.scheduler, parts.executor, steps.abort_all, steps.settle)
+            Surroundings(
+                parts.scheduler, parts.executor, steps.abort_all, steps.settle, parts.sleep_levels
+            )
         )
 
     # Requests

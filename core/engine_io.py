@@ -49,7 +49,7 @@ class EngineIO:
         *,
         consumer: TensorConsumer | None = None,
         provider: TensorProvider | None = None,
-        hash_prompt: HashPrompt | None = None,
+        hash_prompt: HashPrompt = lambda _request: [],
     ) -> None:
         """Connect nothing yet; `start` does.
 
@@ -68,7 +68,7 @@ class EngineIO:
         self._addresses = addresses
         self._queues = queues
         self._messages = MessageReader(queues, check, provider, hash_prompt)
-        self._outputs = OutputFrames(self._abort, consumer)
+        self._outputs = OutputFrames(queues.abort, consumer)
         self._linger_ms, self._failed = _LINGER_MS, False
         self._context = zmq.Context(io_threads=1)
         self._stop = self._context.socket(zmq.PAIR)
@@ -176,11 +176,6 @@ class EngineIO:
                     if output.finish_reason is not None:
                         self._messages.told_of_end(client, output.request_id)
             sockets[client].send_multipart(tracker.frames(frames, buffer), copy=False)
-
-    def _abort(self, request_ids: list[str]) -> None:
-        """End requests as a client's message would."""
-        self._queues.aborts.put(request_ids)
-        self._queues.input.put(request_ids)
 
 
 def _send_marker(socket: zmq.Socket[bytes]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -79,7 +80,7 @@ class Prepared:
     block_hashes: list[bytes]
 
 
-Message = EngineCoreRequest | Prepared | list[str] | UtilityCall | Refusal | Failure | Wakeup
+Message = Prepared | list[str] | UtilityCall | Refusal | Failure | Wakeup
 """What the loop gets; a list of strings are ids to abort."""
 
 
@@ -98,6 +99,13 @@ class LoopQueues:
     input: queue.SimpleQueue[Message] = field(default_factory=queue.SimpleQueue)
     aborts: queue.SimpleQueue[list[str]] = field(default_factory=queue.SimpleQueue)
     output: Outbox = field(default_factory=Outbox)
+    _order: threading.Lock = field(default_factory=threading.Lock)
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests. In any thread; both queues have the lists in the same order."""
+        with self._order:
+            self.aborts.put(request_ids)
+            self.input.put(request_ids)
 
 
 class EngineLoop:
@@ -213,8 +221,6 @@ class EngineLoop:
 
     def _handle(self, message: Message) -> None:
         match message:
-            case EngineCoreRequest():
-                self._add(message)
             case Prepared():
                 self._add(message.request, message.block_hashes)
             case list():
@@ -229,7 +235,7 @@ class EngineLoop:
             case Wakeup():
                 pass
 
-    def _add(self, request: EngineCoreRequest, block_hashes: list[bytes] | None = None) -> None:
+    def _add(self, request: EngineCoreRequest, block_hashes: list[bytes]) -> None:
         if self._state is not ShutdownState.RUNNING:
             shutting_down = EngineDeadError("the engine is shutting down")
             self._refuse(request.request_id, request.client_index, shutting_down)

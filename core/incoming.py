@@ -41,7 +41,7 @@ class MessageReader:
         queues: LoopQueues,
         check: Check,
         provider: TensorProvider | None = None,
-        hash_prompt: HashPrompt | None = None,
+        hash_prompt: HashPrompt = lambda _request: [],
     ) -> None:
         """Prepare.
 
@@ -69,11 +69,10 @@ class MessageReader:
             self._refuse(kind, client, frames[1:], _told(kind, error))
             return
         if isinstance(message, list):
-            self._queues.aborts.put(message)
-        elif isinstance(message, Prepared):
+            self._queues.abort(message)
+            return
+        if isinstance(message, Prepared):
             self._live[client].add(message.request.request_id)
-        elif isinstance(message, EngineCoreRequest):
-            self._live[client].add(message.request_id)
         self._queues.input.put(message)
 
     def told_of_end(self, client: int, request_id: str) -> None:
@@ -86,8 +85,6 @@ class MessageReader:
                 request = self._requests.decode(frames)
                 _check_client(request.client_index, client)
                 self._check(request)
-                if self._hash_prompt is None:
-                    return request
                 return Prepared(request, self._hash_prompt(request))
             case RequestType.ABORT:
                 return self._ids.decode(frames)

@@ -26,7 +26,8 @@ class MergedOutputs:
 
     def __len__(self) -> int:
         """Return the number of entries; a batch without any counts as one."""
-        return 0 if self._batch is None else max(len(self._batch.outputs), 1)
+        batch = self._batch  # another thread may take it meanwhile
+        return 0 if batch is None else max(len(batch.outputs), 1)
 
     def put(self, batch: EngineCoreOutputs) -> None:
         """Add what came later than all that is held."""

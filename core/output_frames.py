@@ -73,10 +73,12 @@ class OutputFrames:
         """Leave out what requests give after their error, up to their end."""
         if isinstance(message, UtilityOutput):
             return message
-        outputs = [output for output in message.outputs if output.request_id not in self._lost]
-        self._lost.difference_update(
-            output.request_id for output in message.outputs if output.finished
-        )
+        outputs = []
+        for output in message.outputs:  # behind the end, the id may be that of another request
+            if output.request_id not in self._lost:
+                outputs.append(output)
+            elif output.finished:
+                self._lost.discard(output.request_id)
         return msgspec.structs.replace(message, outputs=outputs)
 
     def _what_is_wrong(self, output: EngineCoreOutput) -> str | None:

@@ -14,7 +14,6 @@ __all__ = ["MEMORY_TAGS", "SCHEDULING_TAG", "Pausing"]
 
 MEMORY_TAGS = ("weights", "kv_cache")
 SCHEDULING_TAG = "scheduling"
-SLEEP_LEVELS = (0, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -24,12 +23,14 @@ class Surroundings:
     Attributes:
         abort_all: ends every request and sees that clients are told.
         settle: takes the results of all steps that are under way.
+        sleep_levels: those that the workers can do, beside 0.
     """
 
     scheduler: Scheduler
     executor: Executor
     abort_all: Callable[[], None]
     settle: Callable[[], None]
+    sleep_levels: tuple[int, ...] = (1, 2)
 
 
 class Pausing:
@@ -88,8 +89,11 @@ class Pausing:
             RequestError: an unknown level or mode.
             HardpointError: the engine sleeps already, or is about to.
         """
-        if level not in SLEEP_LEVELS:
-            raise RequestError(f"level: expected 0, 1 or 2, got {level!r}")
+        levels = (0, *self._core.sleep_levels)
+        if level not in levels:
+            known = f"{', '.join(map(str, levels[:-1]))} or {levels[-1]}"
+            why = ", which the workers cannot do" if level == 1 else ""
+            raise RequestError(f"level: expected {known}, got {level!r}{why}")
         if level == 0:
             return self.pause(mode, clear_cache=False)
         if self._asleep:

@@ -64,8 +64,12 @@ class PolicySlot:
         except BaseException:
             new.close()
             raise
+        old_report = self.report
         self.policy, self.report, self._source = new, report, source
-        old.close()
+        try:
+            old.close()
+        except Exception as cause:  # the new one is there all the same
+            old_report("close() failed", cause)
 
     def close(self) -> None:
         """Close the policy."""

@@ -20,7 +20,7 @@ from hardpoint.plugins import (
     SchedulerOutput,
 )
 
-from .batch_queue import Batch, BatchQueue, start_batch, with_drafts
+from .batch_queue import Batch, BatchQueue, no_result, start_batch, with_drafts
 from .failure_report import log_failure
 from .kv_cache import BlockManager
 from .kv_events import KVEventFanout
@@ -49,6 +49,7 @@ class EngineCoreParts:
         log_stats: whether outputs say how the scheduler stands.
         grammars: of structured output, the same that the scheduler has.
         step_log: is told of every step.
+        sleep_levels: those that the workers can do, beside 0.
     """
 
     scheduler: Scheduler
@@ -62,6 +63,7 @@ class EngineCoreParts:
     log_stats: bool = False
     grammars: Grammars | None = None
     step_log: StepLog | None = None
+    sleep_levels: tuple[int, ...] = (1, 2)
 
 
 class Steps:
@@ -104,8 +106,10 @@ class Steps:
             forward = self._execute(plan)
             bitmask = self._bitmask(plan)
             result = forward.result()
-            if result is None:
+            if result is None and plan.total_num_scheduled_tokens:
                 result = self._executor.sample_tokens(plan, bitmask).result()
+            if result is None:
+                raise no_result(plan)
             self.abort(late_aborts())
             outputs = self._scheduler.update(plan, result)
         except BaseException as error:
@@ -166,9 +170,13 @@ class Steps:
         batch = self._batches.deferred
         if batch is None or self._batches.delays(batch.plan):
             return
-        if batch.plan.draft_token_ids:
-            batch.plan = with_drafts(batch.plan, self._executor.take_draft_token_ids())
-        batch.sample(self._sample)
+        try:
+            if batch.plan.draft_token_ids:
+                batch.plan = with_drafts(batch.plan, self._executor.take_draft_token_ids())
+        except Exception as error:  # is told when it is this batch's turn
+            batch.fail(error)
+        else:
+            batch.sample(self._sample)
 
     def _execute(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
         if self._parts.step_log is not None:

@@ -150,11 +150,13 @@ class WorkerInfo:
         available_bytes: memory that is left beside the weights and what a step needs, as far as
             that was measured.
         cache_share: share of it that the KV cache takes, unless the configuration says.
+        sleep_levels: those of `Worker.sleep` that it can do.
     """
 
     bytes_per_block: int
     available_bytes: int
     cache_share: float = 0.4
+    sleep_levels: tuple[int, ...] = (1, 2)
 
 
 class Worker(Protocol):

@@ -204,7 +204,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, kw_o
         num_nans_in_logits: more than 0 marks damaged output.
         prefill_stats: with the output of the step that completed the prompt.
         routed_experts: chosen by a mixture of experts, per token and layer.
-        trace_headers: of the trace that it belongs to.
+        trace_headers: with the last output, those of the request.
     """
 
     request_id: str

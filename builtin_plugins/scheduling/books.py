@@ -182,14 +182,15 @@ class Books:
             self.waiting.remove(request)
             self.loaded.pop(request_id, None)
         del self.requests[request_id]
+        self.untold.add(request_id)
         request.status = RequestStatus.FINISHED
+        output.trace_headers = request.source.trace_headers
         self._let_go_of_blocks(request, output, loading=loading)
         if self.context.encoder_cache is not None:
             self.context.encoder_cache.free(request)
-        self.policy.finished(request)
-        self.untold.add(request_id)
         if self.context.report_finished:
             self.ended_ids.setdefault(request.client_index, set()).add(request_id)
+        self.policy.finished(request)  # may end the engine; all else is in order by then
         if len(self._deadlines) > 64 + 2 * len(self.requests):
             self._deadlines = [d for d in self._deadlines if d[2] in self.requests]
             heapq.heapify(self._deadlines)
@@ -203,7 +204,6 @@ class Books:
             finish_reason=reason,
             error=error,
             events=request.events,
-            trace_headers=request.trace_headers,
         )
         self.finish(request, output)
         return output

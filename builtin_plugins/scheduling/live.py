@@ -23,7 +23,6 @@ class LiveRequest(Request):
         no_loading: whether a load of it was in vain, so that it computes everything itself.
         num_external_tokens: of the cached ones, those that a connector brought.
         told_prefill: whether an output told how its prompt was computed.
-        trace_headers: come with each of its outputs.
         longest: prompt and output tokens at which it ends.
     """
 
@@ -39,7 +38,6 @@ class LiveRequest(Request):
         "no_loading",
         "num_external_tokens",
         "told_prefill",
-        "trace_headers",
     )
 
     def __init__(self, source: EngineCoreRequest, order: int, max_model_len: int) -> None:
@@ -53,7 +51,6 @@ class LiveRequest(Request):
         self.no_loading = False
         self.num_external_tokens = 0
         self.told_prefill = False
-        self.trace_headers = source.trace_headers
         room = params.max_tokens if params.max_tokens is not None else max_model_len
         self.longest = min(self.num_prompt_tokens + room, max_model_len)
         self._eos = frozenset(source.eos_token_ids)

@@ -90,9 +90,7 @@ def _is_rare(result: ModelRunnerOutput) -> bool:
 
 def _take_tokens(books: Books, request: LiveRequest, tokens: list[int]) -> EngineCoreOutput:
     """Append sampled tokens up to the one that ends the request, if one does."""
-    output = EngineCoreOutput(
-        request_id=request.request_id, new_token_ids=tokens, trace_headers=request.trace_headers
-    )
+    output = EngineCoreOutput(request_id=request.request_id, new_token_ids=tokens)
     if request.events or not request.told_prefill:
         _tell_news(request, output)
     for count, token in enumerate(tokens, 1):
@@ -115,7 +113,6 @@ def _take_pooled(books: Books, request: LiveRequest, pooled: Any) -> EngineCoreO
         request_id=request.request_id,
         finish_reason=FinishReason.STOP,
         pooling_output=pooled,
-        trace_headers=request.trace_headers,
     )
     _tell_news(request, output)
     books.finish(request, output)
@@ -159,9 +156,7 @@ def _with_logprobs(
         fresh = prompt_logprobs[max(request.num_prompt_logprobs - first, 0) :]
         request.num_prompt_logprobs += len(fresh)
         if fresh:
-            output = output or EngineCoreOutput(
-                request_id=request.request_id, trace_headers=request.trace_headers
-            )
+            output = output or EngineCoreOutput(request_id=request.request_id)
             output.prompt_logprobs = fresh
     return output
 

@@ -125,13 +125,12 @@ class LLMEngine:
         except Exception as error:
             self._fail(error)
         except BaseException:
-            self._abort_all()
+            self._forget(self._frontend.output.live_ids(), FinishReason.ABORT)
             raise
         if outputs is None:
             raise EngineTimeoutError(f"the engine gave no outputs within {timeout:g} s")
         taken = self._frontend.take(outputs)
-        if taken.aborts:
-            self._client.abort_requests(taken.aborts)
+        self._abort(taken.aborts)
         if statistics is not None and outputs.outputs:
             self._tell(statistics.record)
         return taken.request_outputs
@@ -218,10 +217,17 @@ class LLMEngine:
 
     def _forget(self, request_ids: Iterable[str], reason: FinishReason) -> None:
         if not self._closed:  # closing ended them all
-            self._client.abort_requests(self._frontend.forget(request_ids, reason))
+            self._abort(self._frontend.forget(request_ids, reason))
 
-    def _abort_all(self, reason: FinishReason = FinishReason.ABORT) -> None:
-        self._forget(self._frontend.output.live_ids(), reason)
+    def _abort(self, ids: Sequence[str]) -> None:
+        """Have the engine end requests, by internal ids."""
+        try:
+            if ids:
+                self._client.abort_requests(ids)
+        except Exception as error:
+            if _ends_engine(error):
+                self._fail(error)
+            raise
 
     def _fail(self, error: Exception) -> NoReturn:
         """End, and say so as if the engine had a process of its own."""
@@ -233,9 +239,9 @@ class LLMEngine:
         raise told from told.__cause__
 
     def _end(self) -> None:
-        """Abort what is live and close, after an error that nothing contains."""
+        """Forget what is live and close, after an error that nothing contains."""
         try:
-            self._abort_all(FinishReason.ERROR)
+            self._frontend.forget(self._frontend.output.live_ids(), FinishReason.ERROR)
             self.close()
         except Exception:
             _log.exception("closing the engine after an error failed as well")

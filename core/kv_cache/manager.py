@@ -122,11 +122,15 @@ class BlockManager:
         return -(-num_tokens // self.block_size) * len(self.groups)
 
     def hash_prompt(self, source: EngineCoreRequest) -> list[bytes]:
-        """Return what `take_hashes` wants of a request; nothing without prefix caching.
+        """Return what `take_hashes` wants of a request.
 
-        Safe in any thread: it looks at nothing that changes.
+        Nothing without prefix caching, or of a prompt that the cache has no room for. Safe in any
+        thread: it looks at nothing that changes.
         """
-        return self._hashes.of_prompt(source) if self._caching else []
+        room = self.num_usable_blocks * self.block_size
+        if not self._caching or len(source.prompt_token_ids) > room:
+            return []
+        return self._hashes.of_prompt(source)
 
     def take_hashes(self, request: Request, hashes: list[bytes]) -> None:
         """Have what `hash_prompt` gave for a live request that holds nothing yet."""

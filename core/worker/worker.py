@@ -128,7 +128,8 @@ class LocalWorker:
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run a step; None means that sampling waits for `sample_tokens`."""
-        if self._runner is None and not plan.total_num_scheduled_tokens:
+        batch_is_gone = self._runner is None or not self._runner.has_batch
+        if batch_is_gone and not plan.total_num_scheduled_tokens:
             return ModelRunnerOutput()  # asleep; a request ended, of which nothing is left here
         return self.runner.execute(plan)
 
@@ -143,18 +144,11 @@ class LocalWorker:
     def sleep(self, level: int) -> None:
         """Give memory back.
 
-        Level 1 gives back the KV cache; weights stay where they are, which has to be CPU memory.
-        Level 2 gives back the model as well, and `wake_up` loads it anew.
-
-        Raises:
-            HardpointError: level 1 on another device.
+        Level 1 gives back the KV cache; weights stay where they are, in CPU memory. Level 2 gives
+        back the model as well, and `wake_up` loads it anew.
         """
         assert self._spec is not None
         device = self._spec.device.type
-        if level == 1 and device != "cpu":
-            raise HardpointError(
-                f"level: expected 0 or 2, got 1: weights on {device} cannot be moved to CPU memory"
-            )
         if level == 1:
             self.runner.release_cache()
         else:
@@ -315,4 +309,5 @@ def _measured(model: Model, spec: WorkerSpec, bytes_per_block: int) -> WorkerInf
     del hidden
     torch.cuda.empty_cache()
     free = int(torch.cuda.mem_get_info(spec.device)[0])
-    return WorkerInfo(bytes_per_block, max(free - peak, 0), cache_share=0.9)
+    # Level 1 would have to move weights to CPU memory, which is not done.
+    return WorkerInfo(bytes_per_block, max(free - peak, 0), cache_share=0.9, sleep_levels=(2,))

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.engine import EngineCore
-from hardpoint.core.engine_loop import EngineLoop, LoopOptions, LoopQueues
+from hardpoint.core.engine_loop import EngineLoop, LoopOptions, LoopQueues, Prepared
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.core.kv_events import KVEventFanout
 from hardpoint.core.outbox import Outbox
@@ -198,6 +198,7 @@ class Rig:
         grammars=None,
         step_log=None,
         log_stats=False,
+        sleep_levels=(1, 2),
         **limits,
     ):
         self.executor = executor or ScriptedExecutor()
@@ -234,6 +235,7 @@ class Rig:
                 grammars=grammars,
                 step_log=step_log,
                 log_stats=log_stats,
+                sleep_levels=sleep_levels,
             )
         )
         self.tokens = {}
@@ -301,8 +303,11 @@ class LoopRig(Rig):
     def send(self, *messages):
         for message in messages:
             if isinstance(message, list):
-                self.queues.aborts.put(message)
-            self.queues.input.put(message)
+                self.queues.abort(message)
+            elif isinstance(message, EngineCoreRequest):
+                self.queues.input.put(Prepared(message, []))
+            else:
+                self.queues.input.put(message)
 
     def collect(self):
         """Take what the loop has put out."""

@@ -11,7 +11,7 @@ from engine_harness import request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardpoint.core.engine_loop import LoopQueues, Refusal
+from hardpoint.core.engine_loop import LoopQueues, Prepared, Refusal
 from hardpoint.core.incoming import MessageReader
 from hardpoint.core.outbox import Outbox
 from hardpoint.core.request_check import RequestCheck
@@ -44,7 +44,8 @@ class Desk:
         messages = []
         while True:
             try:
-                messages.append(self.queues.input.get_nowait())
+                message = self.queues.input.get_nowait()
+                messages.append(message.request if isinstance(message, Prepared) else message)
             except queue.Empty:
                 return messages
 

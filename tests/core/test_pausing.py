@@ -234,6 +234,15 @@ class TestSleep:
             call(rig.core)
         assert not rig.core.is_paused()
 
+    def test_a_level_that_workers_cannot_do_ends_nobody(self):
+        rig = Rig(sleep_levels=(2,))
+        rig.add("a", max_tokens=3)
+        rig.step()
+        with pytest.raises(RequestError, match="level: expected 0 or 2, got 1, which the workers"):
+            rig.core.sleep(1)
+        assert not rig.core.is_paused()
+        assert rig.run()["a"] == expected([1, 2, 3], 3)
+
     def test_sleeping_twice_is_refused(self):
         rig = Rig()
         rig.core.sleep(1)

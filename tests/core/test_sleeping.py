@@ -9,9 +9,10 @@ import pytest
 from driving import run
 
 from hardpoint import LLM, HardpointError, SamplingParams
+from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.core.worker.worker import LocalWorker
 from hardpoint.plugins import LoRARequest
-from hardpoint.testing import scripted_config, scripted_engine
+from hardpoint.testing import ScriptedClock, scripted_config, scripted_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.0, seed=7, max_tokens=20, ignore_eos=True, min_tokens=3)
@@ -92,18 +93,24 @@ class TestMemory:
         engine.parts.client._core.sleep(2).result(0)
         engine.close()
 
-    def test_weights_elsewhere_cannot_be_moved(self, scripted, monkeypatch):
-        engine = scripted_engine(scripted)
-        worker = worker_of(engine)
-
-        class Spec:
-            class device:  # noqa: N801
-                type = "cuda"
-
-        monkeypatch.setattr(worker, "_spec", Spec)
-        with pytest.raises(HardpointError, match="level: expected 0 or 2, got 1: weights on cuda"):
-            worker.sleep(1)
-        monkeypatch.undo()
+    @pytest.mark.parametrize("ends", ["aborted", "late"])
+    def test_a_request_may_end_while_only_the_weights_are_awake(self, scripted, ends):
+        clock = ScriptedClock()
+        engine = scripted_engine(scripted, clock=clock)
+        core = engine.parts.client._core
+        engine.add_request("a", [1] * 9, GREEDY, RequestExtras(timeout=5.0))
+        engine.add_request("b", [2] * 9, GREEDY)
+        engine.step()
+        core.sleep(2, "keep").result(0)
+        core.wake_up(["weights"])
+        if ends == "aborted":
+            engine.abort_requests(["a"])
+        else:
+            clock.advance(6.0)
+        engine.step()
+        core.wake_up()
+        assert len(finish(engine)["b"]) == 20
+        assert engine.call_utility("scheduler_stats").kv_cache_usage == 0
         engine.close()
 
 

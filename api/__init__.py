@@ -12,6 +12,7 @@ from hardpoint.plugins import (
     EngineClosedError,
     EngineConfig,
     EngineDeadError,
+    EnginePausedError,
     EngineTimeoutError,
     HardpointError,
     Logprob,
@@ -26,6 +27,8 @@ from hardpoint.plugins import (
 from hardpoint.plugins.discovery import installed_version
 
 if TYPE_CHECKING:
+    from hardpoint.core.frontend.llm_engine import LLMEngine
+
     from .async_llm import AsyncLLM
     from .llm import LLM
 
@@ -37,8 +40,10 @@ __all__ = [
     "EngineClosedError",
     "EngineConfig",
     "EngineDeadError",
+    "EnginePausedError",
     "EngineTimeoutError",
     "HardpointError",
+    "LLMEngine",
     "Logprob",
     "ModelError",
     "OverloadedError",
@@ -57,6 +62,10 @@ def __getattr__(name: str) -> Any:
         from .llm import LLM  # noqa: PLC0415
 
         return LLM
+    if name == "LLMEngine":
+        from hardpoint.core.frontend.llm_engine import LLMEngine  # noqa: PLC0415
+
+        return LLMEngine
     if name == "AsyncLLM":
         from .async_llm import AsyncLLM  # noqa: PLC0415
 

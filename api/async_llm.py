@@ -317,7 +317,8 @@ class AsyncLLM:
             RequestError: an unknown tag.
             HardpointError: scheduling was asked for while some memory would still be asleep.
         """
-        await self._engine.call_utility("wake_up", None if tags is None else list(tags))
+        named = tags if tags is None or isinstance(tags, str) else list(tags)
+        await self._engine.call_utility("wake_up", named)
 
     async def is_sleeping(self) -> bool:
         """Whether memory was given back and is not there again."""

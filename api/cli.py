@@ -35,6 +35,7 @@ __all__ = ["main"]
 
 _BROKEN_PIPE = 141
 _INTERRUPTED = 130
+_LOG_SINK = frozenset({"log", "stat_sinks/log"})  # what it shows is asked for
 
 _Load = Callable[[], tuple[EngineConfig, Origins]]
 _Commands = dict[str, "_Owned"]
@@ -154,7 +155,7 @@ def _context(load: _Load, problem: HardpointError | None) -> CommandContext:
             raise problem
         from hardpoint.llm import LLM  # noqa: PLC0415 - torch takes a second to import
 
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() or not _LOG_SINK.isdisjoint(config.stats.sinks):
             _show_log()
         return LLM.from_resolved(config, origins)
 

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import collections
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
 from hardpoint.core.build import build_engine
 from hardpoint.core.config import config_from
-from hardpoint.core.frontend.input_processor import NO_EXTRAS, Prompt
+from hardpoint.core.frontend.input_processor import Prompt
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.plugin_health import Health
 from hardpoint.plugins import (
     EngineConfig,
-    HardpointError,
     LoRARequest,
     Manifest,
     Origins,
     PluginMeter,
+    RequestError,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
@@ -28,7 +27,8 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 
-from .llm_inputs import PauseWord, accepted, as_list, extras_of, not_yet, one_each, with_kind
+from .llm_inputs import PauseWord, as_list, extras_of, not_yet, one_each, with_kind
+from .open_calls import OpenCalls, OutputStream
 from .progress import ProgressDisplay
 
 __all__ = ["LLM"]
@@ -92,10 +92,9 @@ class LLM:
 
     def _open(self, config: EngineConfig, origins: Origins, progress: bool | None) -> None:
         self._progress = progress
-        self._requests = 0
-        self._inboxes: dict[str, collections.deque[RequestOutput]] = {}
         with ProgressDisplay(progress) as display:
             self._engine: LLMEngine = build_engine(config, origins, progress=display.report)
+        self._calls = OpenCalls(self._engine)
 
     def generate(
         self,
@@ -128,7 +127,7 @@ class LLM:
         Raises:
             RequestError: a prompt or its parameters are wrong; then none of them runs.
             OverloadedError: more would wait than `scheduler.max_waiting`; then none of them runs.
-            HardpointError: the engine is paused.
+            EnginePausedError: the engine is paused.
             EngineDeadError: the engine's process is gone.
         """
         listed = as_list(prompts)
@@ -137,53 +136,79 @@ class LLM:
         final = [with_kind(p, RequestOutputKind.FINAL_ONLY) for p in params]
         said = {"priority": priority, "timeout": timeout, "tags": tags, "cache_salt": cache_salt}
         extras = extras_of(said, len(listed))
-        ids = self._add(zip(listed, final, extras, strict=True))
+        ids = self._calls.add(zip(listed, final, extras, strict=True))
         return self._run(ids)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        timeout: float | Sequence[float | None] | None = None,
+        tags: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
+        cache_salt: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, by the model's chat template.
 
         Args:
             messages: `[{"role": "user", "content": "..."}, ...]`, or a list of such lists.
             sampling_params: one for all, or one per conversation.
+            priority, timeout, tags, cache_salt: as for `generate`.
 
         Raises:
             RequestError: the model has no chat template, or it refuses the messages.
         """
+        if isinstance(messages, Mapping | str):
+            raise RequestError(
+                "messages: expected a list of messages, or a list of such lists, got "
+                f"a {type(messages).__name__}"
+            )
         single = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if single else messages
-        return self.generate([self._templated(each) for each in conversations], sampling_params)
+        return self.generate(
+            [self._templated(each) for each in conversations],
+            sampling_params,
+            priority=priority,
+            timeout=timeout,
+            tags=tags,
+            cache_salt=cache_salt,
+        )
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
-        """Complete one prompt; yield outputs as they come, each with what is new.
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        tags: Mapping[str, str] | None = None,
+        cache_salt: str | None = None,
+    ) -> OutputStream:
+        """Complete one prompt; iterate over what it returns for outputs as they come.
 
-        Leaving the loop early aborts the request. Outputs are deltas unless
-        `params.output_kind` is FINAL_ONLY.
+        Each has what is new, unless `sampling_params.output_kind` is FINAL_ONLY. Leaving the loop
+        early aborts the request.
+
+        Args:
+            prompt, sampling_params, priority, timeout, tags, cache_salt: as for `generate`.
+
+        Raises:
+            RequestError, OverloadedError: prompt or parameters are wrong, or too many wait.
         """
-        params = self.default_sampling_params() if params is None else params
-        if params.output_kind is RequestOutputKind.CUMULATIVE:
-            params = with_kind(params, RequestOutputKind.DELTA)
-        (request_id,) = self._add([(prompt, params, NO_EXTRAS)])
-        try:
-            finished = False
-            while not finished:
-                output = accepted(self._next([request_id]))
-                yield output
-                finished = output.finished
-        finally:
-            self._drop([request_id])
+        given = self.default_sampling_params() if sampling_params is None else sampling_params
+        if isinstance(given, SamplingParams) and given.output_kind is RequestOutputKind.CUMULATIVE:
+            given = with_kind(given, RequestOutputKind.DELTA)
+        said = {"priority": priority, "timeout": timeout, "tags": tags, "cache_salt": cache_salt}
+        (extras,) = extras_of(said, 1)
+        (request_id,) = self._calls.add([(prompt, given, extras)])
+        return OutputStream(self._calls, request_id)
 
     def stream_chat(
-        self, messages: Messages, params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
-        """Answer one conversation; yield outputs as they come, each with what is new."""
-        return self.stream(self._templated(messages), params)
+        self, messages: Messages, sampling_params: SamplingParams | None = None
+    ) -> OutputStream:
+        """Answer one conversation; iterate over what it returns for outputs as they come."""
+        return self.stream(self._templated(messages), sampling_params)
 
     def encode(self, *_: object, **__: object) -> NoReturn:
         """Refuse: this version of Hardpoint runs models that generate, none that pool.
@@ -219,6 +244,14 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self._engine.parts.tokenizer
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine, for programs that add requests and step it themselves.
+
+        Not beside `generate`, `chat` and `stream`: they step it too, and drop what is not theirs.
+        """
+        return self._engine
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:
@@ -301,7 +334,6 @@ class LLM:
         """
         self._engine.call_utility("resume")
 
-    @property
     def is_paused(self) -> bool:
         """Whether the engine is paused."""
         return self._engine.is_paused
@@ -330,9 +362,9 @@ class LLM:
             RequestError: an unknown tag.
             HardpointError: scheduling was asked for while some memory would still be asleep.
         """
-        self._engine.call_utility("wake_up", None if tags is None else list(tags))
+        named = tags if tags is None or isinstance(tags, str) else list(tags)
+        self._engine.call_utility("wake_up", named)
 
-    @property
     def is_sleeping(self) -> bool:
         """Whether memory was given back and is not there again."""
         sleeps: bool = self._engine.call_utility("is_sleeping")
@@ -407,55 +439,15 @@ class LLM:
         """Close."""
         self.close()
 
-    def _add(self, requests: Any) -> list[str]:
-        """Add requests; if one is refused, none runs."""
-        ids: list[str] = []
-        try:
-            for prompt, params, extras in requests:
-                request_id = str(self._requests)
-                self._requests += 1
-                ids.append(request_id)  # first, so that an interrupt leaves none behind
-                self._inboxes[request_id] = collections.deque()
-                self._engine.add_request(request_id, prompt, params, extras)
-        except BaseException:
-            self._drop(ids)
-            raise
-        return ids
-
-    def _next(self, ids: Sequence[str]) -> RequestOutput:
-        """Return the next output of some requests, stepping the engine until there is one.
-
-        Calls may be open side by side (a `generate` inside a loop over `stream`), so each output
-        goes to the inbox of its own request.
-        """
-        while True:
-            for request_id in ids:
-                if inbox := self._inboxes[request_id]:
-                    return inbox.popleft()
-            outputs = self._engine.step()
-            for output in outputs:
-                assert isinstance(output, RequestOutput)  # nothing that pools was added
-                self._inboxes[output.request_id].append(output)
-            if not outputs and self._engine.is_paused:
-                raise HardpointError(
-                    "the engine is paused, so this would wait for ever; call resume() first, or "
-                    "wake_up() if it sleeps"
-                )
-
-    def _drop(self, ids: Sequence[str]) -> None:
-        """Forget requests; abort what is left of them."""
-        self._engine.abort_requests(ids)
-        for request_id in ids:
-            self._inboxes.pop(request_id, None)
-
     def _run(self, ids: list[str]) -> list[RequestOutput]:
         """Step until all are finished; return them in the order of `ids`."""
         results: dict[str, RequestOutput] = {}
         began, prompt, tokens = time.perf_counter(), 0, 0
         try:
             with ProgressDisplay(self._progress) as display:
+                outputs = self._calls.outputs(ids)
                 while len(results) < len(ids):
-                    output = accepted(self._next(ids))
+                    output = next(outputs)
                     results[output.request_id] = output
                     prompt += len(output.prompt_token_ids)
                     tokens += sum(len(each.token_ids) for each in output.outputs)
@@ -463,10 +455,11 @@ class LLM:
                     note = f"{prompt / seconds:.0f} prompt, {tokens / seconds:.0f} output tokens/s"
                     display.report("Generating", len(results), len(ids), note)
         finally:
-            self._drop(ids)
+            self._calls.drop(ids)
         return [results[request_id] for request_id in ids]
 
     def _templated(self, messages: Messages) -> Prompt:
         text = self.tokenizer.apply_chat_template(messages)
         # The template writes the special tokens itself.
-        return {"prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return {"type": "token", "prompt_token_ids": ids, "prompt": text}

@@ -33,7 +33,7 @@ from .fanout import create_all
 from .kv_cache import BlockManager, CacheSize, size_cache
 from .kv_events import KVEventFanout
 from .policy_slot import PolicySlot
-from .step_faults import StepFaults
+from .step_faults import CALL_LOST, StepFaults
 from .step_log import StepLog
 from .steps import EngineCoreParts
 from .worker.worker import LocalWorker, WorkerSpec
@@ -198,6 +198,6 @@ def _recorder(hooks: HookSet, faults: StepFaults) -> Callable[[StepRecord], None
         try:
             hooks.call("step_planned", record=record)
         except PluginFaultError as fault:
-            faults.note("step_planned", str(fault), fault.__cause__)
+            faults.note("step_planned", str(fault), fault.__cause__, CALL_LOST)
 
     return record

@@ -12,6 +12,7 @@ from hardpoint.plugins import EngineConfig, Origins, PluginSet
 __all__ = ["change_policy"]
 
 _KIND = "scheduling_policies"
+_ORIGIN = "set_policy()"
 
 
 def change_policy(
@@ -38,10 +39,15 @@ def change_policy(
         scheduler=msgspec.structs.replace(config.scheduler, policy=use),
         plugin=tables,
     )
-    origins = Origins({**origins.by_path, "scheduler.policy": "set_policy()"})
-    changed = plugins.changed(config, origins, _KIND)
+    by_path = {**origins.by_path, "scheduler.policy": _ORIGIN}
+    changed = plugins.changed(config, Origins(by_path), _KIND)
     if options:
-        table = f"{_KIND}/{changed.one(_KIND).name}"
+        name = changed.one(_KIND).name
+        alone = sum(entry.name == name for entry in changed.manifest.entries) == 1
+        table = name if alone else f"{_KIND}/{name}"
+        path = f"plugin.{table}"
+        kept = {k: v for k, v in by_path.items() if not f"{k}.".startswith(f"{path}.")}
+        origins = Origins({**kept, path: _ORIGIN})
         config = msgspec.structs.replace(config, plugin={**tables, table: dict(options)})
         changed = plugins.changed(config, origins, _KIND)
     return config, changed

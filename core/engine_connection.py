@@ -107,14 +107,21 @@ class EngineConnection:
         self._check_alive()
         self._sockets.send(kind, message)
 
-    def offer(self, kind: RequestType, message: Any) -> bool:
-        """Send one message now, or not at all; return whether it was sent.
+    def attempt(self, kind: RequestType, message: Any) -> Attempt:
+        """Return what sends one message now, or not at all, and may try that again.
 
         Raises:
-            EngineDeadError, RequestError: as `send`.
+            RequestError: the message cannot travel.
+            EngineDeadError: now or when it is called: the engine is gone.
         """
         self._check_alive()
-        return self._sockets.offer(kind, message)
+        send = self._sockets.attempt(kind, message)
+
+        def attempt() -> bool:
+            self._check_alive()
+            return send()
+
+        return attempt
 
     def post(self, kind: RequestType, message: Any) -> None:
         """Send one message now, or as soon as the engine takes it.
@@ -221,6 +228,7 @@ def _launch(start: EngineStart, sockets: EngineSockets) -> Launch:
         main_objects=main_objects(entry.value for entry in start.manifest.entries if _goes(entry)),
         log_level=start.log_level,
         engine_index=start.engine_index,
+        folder=str(sockets.folder),
     )
 
 

@@ -27,7 +27,7 @@ from hardpoint.plugins import (
 )
 
 from .error_kinds import error_of
-from .outgoing import MOST_UNREAD, Outgoing
+from .outgoing import MOST_UNREAD, Attempt, Outgoing
 from .utilities import result_type
 from .wire import (
     ENGINE_CORE_DEAD,
@@ -61,11 +61,12 @@ OnEnd = Callable[[Exception | None], None]
 class EngineSockets:
     """Sends to one engine, and reads what comes of it.
 
-    `send`, `offer`, `post` and `call` may be used from several threads.
+    `send`, `attempt`, `post` and `call` may be used from several threads.
 
     Attributes:
         identity: what the engine is addressed by.
         addresses: what it connects to.
+        folder: where its sockets are; `close` removes it.
     """
 
     def __init__(
@@ -86,9 +87,9 @@ class EngineSockets:
         """
         self.identity = index.to_bytes(2, "little")
         self._manifest_hash = manifest_hash
-        self._folder = Path(tempfile.mkdtemp(prefix="hardpoint-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="hardpoint-"))
         self.addresses = EngineAddresses(
-            inputs=[f"ipc://{self._folder / 'input'}"], outputs=[f"ipc://{self._folder / 'output'}"]
+            inputs=[f"ipc://{self.folder / 'input'}"], outputs=[f"ipc://{self.folder / 'output'}"]
         )
         self._context = zmq.Context(io_threads=2)
         self._input = self._context.socket(zmq.ROUTER)
@@ -153,19 +154,27 @@ class EngineSockets:
             RequestError: the message cannot travel.
         """
         until = time.monotonic() + SEND_SECONDS
-        while not self.offer(kind, message):
+        attempt = self.attempt(kind, message)
+        while not attempt():
             if time.monotonic() >= until:
                 raise behind()
             time.sleep(_PAUSE_S)
 
-    def offer(self, kind: RequestType, message: Any) -> bool:
-        """Send one message now, or not at all; return whether it was sent.
+    def attempt(self, kind: RequestType, message: Any) -> Attempt:
+        """Return what sends one message now, or not at all, and may try that again.
 
         Raises:
-            EngineDeadError, RequestError: as `send`.
+            RequestError: the message cannot travel.
+            EngineDeadError: now or when it is called: the engine is gone.
         """
         self._check()
-        return self._outgoing.offer(kind, message)
+        send = self._outgoing.attempt(kind, message)
+
+        def attempt() -> bool:
+            self._check()
+            return send()
+
+        return attempt
 
     def post(self, kind: RequestType, message: Any, future: Future[Any] | None = None) -> None:
         """Send one message now, or as soon as the engine takes it.
@@ -221,7 +230,7 @@ class EngineSockets:
         for socket in (self._output, self._to_reader, self._words):
             socket.close(0)
         self._context.destroy(0)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _check(self) -> None:
         if self._dead is not None:

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from hardpoint.plugins import Component, Context, PluginFaultError, PluginSet
 
-from .step_faults import FaultReporter, StepFaults
+from .step_faults import CALL_LOST, FaultReporter, StepFaults
 
 __all__ = ["Fanout", "create_all"]
 
@@ -74,7 +74,7 @@ def create_all(
     try:
         for entry in plugins.entries(kind):
             component = plugins.create(entry, context, **fields)
-            created.append((component, faults.reporter(entry.source)))
+            created.append((component, faults.reporter(entry.source, CALL_LOST)))
     except BaseException:
         for component, _ in created:
             component.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +15,13 @@ from hardpoint.plugins import EngineDeadError, RequestError
 
 from .wire import Encoder, RequestType, SendTracker, TensorConsumer, WireError
 
-__all__ = ["MOST_UNREAD", "Outgoing"]
+__all__ = ["MOST_UNREAD", "Attempt", "Outgoing"]
 
 MOST_UNREAD = 256
 """Messages that ZMQ keeps for an engine that reads none."""
+
+Attempt = Callable[[], bool]
+"""Sends a message now or not at all; returns whether it was sent. For one message, once sent."""
 
 _Frames = Sequence[zmq.Frame]
 
@@ -54,7 +57,7 @@ class Outgoing:
     ) -> None:
         """Send over a ROUTER with ROUTER_MANDATORY; the caller closes it.
 
-        Large tensors are offered to `consumer`, each time that sending is tried.
+        Large tensors are offered to `consumer`.
         """
         self._socket = socket
         self._identity = identity
@@ -62,15 +65,21 @@ class Outgoing:
         self._encoder, self._tracker = Encoder(consumer=consumer), SendTracker()
         self._backlog: deque[_Waiting] = deque()
 
-    def offer(self, kind: RequestType, message: Any) -> bool:
-        """Send a message now or not at all; return whether it was sent.
+    def attempt(self, kind: RequestType, message: Any) -> Attempt:
+        """Return what tries to send a message; what tries again does not encode it again.
 
         Raises:
-            EngineDeadError: the engine cannot be reached.
+            EngineDeadError: when it is called: the engine cannot be reached.
             RequestError: the message cannot travel.
         """
         with self._lock:
-            return self._flushed() and self._sent(self._frames(kind, message))
+            frames = self._frames(kind, message)
+
+        def attempt() -> bool:
+            with self._lock:
+                return self._flushed() and self._sent(frames)
+
+        return attempt
 
     def post(self, kind: RequestType, message: Any, future: Future[Any] | None = None) -> bool:
         """Send a message now, or later when `flush` is called.
@@ -82,14 +91,16 @@ class Outgoing:
             Whether it is the first one that waits.
 
         Raises:
-            EngineDeadError, RequestError: as `offer`.
+            EngineDeadError: the engine cannot be reached.
+            RequestError: the message cannot travel.
         """
         with self._lock:
             frames = self._frames(kind, message)
             behind = not self._flushed()
             if not behind and self._sent(frames):
                 return False
-            self._backlog = deque(each for each in self._backlog if each.wanted)
+            if future is not None:  # so that calls which are given up do not pile up
+                self._backlog = deque(each for each in self._backlog if each.wanted)
             self._backlog.append(_Waiting(frames, future))
             return not behind
 

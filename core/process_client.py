@@ -18,6 +18,7 @@ from hardpoint.plugins import (
 from .engine_connection import EngineConnection, EngineStart, Sink
 from .engine_sockets import dead
 from .inbox import Inbox
+from .outgoing import Attempt
 from .utilities import UNHURRIED
 from .wire import EngineCoreReadyResponse, RequestType
 
@@ -73,13 +74,14 @@ class ProcessClient:
         """
         self._connection.send(RequestType.ADD, request)
 
-    def offer_request(self, request: EngineCoreRequest) -> bool:
-        """Send a request if the engine takes it at once; return whether it was sent.
+    def offer_request(self, request: EngineCoreRequest) -> Attempt:
+        """Return what sends a request if the engine takes it at once, and may try that again.
 
         Raises:
-            EngineDeadError, RequestError: as `add_request`.
+            RequestError: the request cannot travel.
+            EngineDeadError: now or when it is called: the engine is gone.
         """
-        return self._connection.offer(RequestType.ADD, request)
+        return self._connection.attempt(RequestType.ADD, request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests; they give no more outputs. Does not wait; later requests come after it."""

@@ -9,12 +9,17 @@ from collections.abc import Callable, Collection, Mapping
 from hardpoint.plugins import PluginFaultError, StepFault
 from hardpoint.plugins.loading import Source
 
-__all__ = ["FaultReporter", "StepFaults"]
+__all__ = ["CALL_LOST", "FaultReporter", "StepFaults"]
 
 _log = logging.getLogger("hardpoint")
 
 FaultReporter = Callable[[str, BaseException | None], None]
 """Called with words such as "victim() returned None" and the cause, if there is one."""
+
+CALL_LOST = "the engine goes on, and only this call is lost"
+"""What becomes of a fault where nothing decides in the plugin's place."""
+
+_WITHOUT = "the engine goes on without it"
 
 
 class StepFaults:
@@ -30,8 +35,8 @@ class StepFaults:
         """Return the books where `plugins.on_error` says this."""
         return cls([name for name, scope in on_error.items() if scope == "engine"])
 
-    def reporter(self, source: Source) -> FaultReporter:
-        """Return what notes the faults of one plugin.
+    def reporter(self, source: Source, then: str = _WITHOUT) -> FaultReporter:
+        """Return what notes the faults of one plugin, with what becomes of them.
 
         The reporter raises PluginFaultError if the plugin's faults end the engine.
         """
@@ -43,16 +48,19 @@ class StepFaults:
             message = f"{source}: {words}"
             if source.name in self._ends_engine:
                 raise PluginFaultError(message) from cause
-            self.note(source.name, message, cause)
+            self.note(source.name, message, cause, then)
 
         return report
 
-    def note(self, name: str, message: str, cause: BaseException | None = None) -> None:
-        """Count a fault under a name; the first one of a name is logged."""
-        before = self._faults.get(name)
-        self._faults[name] = StepFault(before.count + 1 if before else 1, message)
-        if before is None:  # what is broken is so in every step: health counts on
-            _log.warning("%s; the engine goes on without it", message, exc_info=cause)
+    def note(
+        self, name: str, message: str, cause: BaseException | None = None, then: str = _WITHOUT
+    ) -> None:
+        """Count a fault under a name; the first one of a name is kept and logged."""
+        if before := self._faults.get(name):  # what is broken is so in every step
+            self._faults[name] = StepFault(before.count + 1, before.message)
+        else:
+            self._faults[name] = StepFault(1, message)
+            _log.warning("%s; %s", message, then, exc_info=cause)
 
     def report(self) -> dict[str, StepFault]:
         """Return the faults so far by plugin name."""

@@ -39,7 +39,13 @@ def convert_arguments(
 
 
 def _converted(value: Any, type_: Any, name: str, error: type[HardpointError]) -> Any:
-    if isinstance(value, Mapping) and _travels_as_list(type_):
+    if not _travels_as_list(type_):
+        return typed.convert(value, type_, path=name, error=error)
+    if not isinstance(value, Mapping | list | tuple | type_):
+        fields = " and ".join(type_.__struct_fields__)
+        got = "nothing" if value is None else type(value).__name__
+        raise error(f"{name}: expected a table with {fields}, got {got}")
+    if isinstance(value, Mapping):
         table = typed.convert(value, _table_of(type_), path=name, error=error)
         value = [getattr(table, field) for field in table.__struct_fields__]
     return typed.convert(value, type_, path=name, error=error)

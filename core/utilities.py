@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
-from hardpoint.plugins import HardpointError, RequestError
+from hardpoint.plugins import HardpointError, RequestError, typed
 
 from .engine import EngineCore
 from .error_kinds import kind_of
@@ -80,8 +80,10 @@ def run_utility(core: EngineCore, method: str, arguments: Sequence[Any]) -> Any:
         Exception: whatever the method raises.
     """
     if method not in UTILITIES:
+        known = sorted(UTILITIES)
         raise RequestError(
-            f"method: expected one of {', '.join(sorted(UTILITIES))}, got {method!r}"
+            f"method: expected one of {', '.join(known)}, got {method!r}"
+            f"{typed.suggest(method, known)}"
         )
     converted = convert_arguments(getattr(EngineCore, method), arguments, RequestError)
     return getattr(core, method)(*converted)

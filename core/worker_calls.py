@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hardpoint.plugins import Executor, LoRARequest, RequestError, Worker
+from hardpoint.plugins import Executor, LoRARequest, RequestError, Worker, typed
 
 from .typed_calls import convert_arguments
 
@@ -40,8 +40,10 @@ class WorkerCalls:
             TimeoutError: it took longer than `timeout` seconds.
         """
         if method not in WORKER_METHODS:
+            known = sorted(WORKER_METHODS)
             raise RequestError(
-                f"method: expected one of {', '.join(sorted(WORKER_METHODS))}, got {method!r}"
+                f"method: expected one of {', '.join(known)}, got {method!r}"
+                f"{typed.suggest(method, known)}"
             )
         arguments = convert_arguments(getattr(Worker, method), arguments, RequestError)
         if timeout is None:

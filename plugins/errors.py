@@ -13,6 +13,7 @@ HardpointError
 ├── RequestError            a request is wrong; nothing else is disturbed
 │   └── OverloadedError         it is right, but too many wait already; try again later
 ├── EngineClosedError       the engine was closed before the call
+├── EnginePausedError       the call would wait for ever, for the engine is paused
 ├── EngineTimeoutError      the engine did not answer a question in time; it may be busy
 └── EngineDeadError         the engine has ended; requests in flight may be sent again
     └── EngineFaultError        a plugin's fault ended it; a PluginFaultError too
@@ -25,6 +26,7 @@ __all__ = [
     "EngineClosedError",
     "EngineDeadError",
     "EngineFaultError",
+    "EnginePausedError",
     "EngineTimeoutError",
     "HardpointError",
     "ModelError",
@@ -85,6 +87,10 @@ class OverloadedError(RequestError):
 
 class EngineClosedError(HardpointError):
     """The engine was closed before the call was made."""
+
+
+class EnginePausedError(HardpointError):
+    """The call would wait for ever, for nobody but its caller could resume the engine."""
 
 
 class EngineTimeoutError(HardpointError, TimeoutError):

@@ -102,7 +102,7 @@ class StepFault(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         count: so far.
-        message: the last one in words, beginning with who is to blame.
+        message: the first one in words, beginning with who is to blame.
     """
 
     count: int
@@ -260,7 +260,11 @@ class Executor(Component):
 
     @abstractmethod
     def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
-        """Start a step; a result of None means that sampling waits for `sample_tokens`."""
+        """Start a step.
+
+        A result of None means that sampling waits for `sample_tokens`; a plan without tokens, from
+        which workers only learn what ended, has its result at once.
+        """
 
     @abstractmethod
     def sample_tokens(

@@ -50,7 +50,7 @@ class FaultScope(Enum):
     REQUEST = "request"
     """The requests that use it."""
     STEP = "step"
-    """Nothing: the built-in default decides this step."""
+    """Nothing: the built-in default decides this step, or that one call is left out."""
     ENGINE = "engine"
     """The engine."""
 

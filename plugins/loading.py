@@ -17,7 +17,19 @@ from .kinds import KINDS, Kind
 from .logits import LogitsPlugin, Phase, Reads
 from .params import SamplingParams
 
-__all__ = ["Source", "check_component", "import_object", "kind_of", "snake_case"]
+__all__ = [
+    "NO_DISTRIBUTION",
+    "UNVERSIONED",
+    "Source",
+    "check_component",
+    "import_object",
+    "kind_of",
+    "snake_case",
+]
+
+
+NO_DISTRIBUTION, UNVERSIONED = "no distribution", "unversioned"
+"""What stands for both where a class is named that no installed distribution offers."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +49,9 @@ class Source:
     origin: str
 
     def __str__(self) -> str:
-        who = f"plugin {self.name!r} ({self.distribution} {self.version}, {self.value})"
+        known = self.distribution != NO_DISTRIBUTION
+        place = f"{self.distribution} {self.version}, {self.value}" if known else self.value
+        who = f"plugin {self.name!r} ({place})"
         return f"{who}, asked for by {self.origin}" if self.origin != "default" else who
 
 

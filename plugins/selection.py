@@ -11,7 +11,7 @@ from .config import EngineConfig, Origins, PluginUse
 from .discovery import Found
 from .errors import ConfigError, PluginConflictError, PluginNotFoundError
 from .kinds import KINDS, Kind, Number
-from .loading import Source, import_object, kind_of, snake_case
+from .loading import NO_DISTRIBUTION, UNVERSIONED, Source, import_object, kind_of, snake_case
 from .typed import suggest
 
 __all__ = ["Chosen", "Selection"]
@@ -74,7 +74,16 @@ class Selection:
             named = getattr(named, step)
         if isinstance(named, str):
             return [self._resolve(named, path, kind)]
-        return [self._resolve(each, f"{path}[{index}]", kind) for index, each in enumerate(named)]
+        by_value: dict[str, str] = {}
+        several = []
+        for index, each in enumerate(named):
+            several.append(self._resolve(each, place := f"{path}[{index}]", kind))
+            if (other := by_value.setdefault(several[-1].source.value, place)) != place:
+                raise ConfigError(
+                    f"{place}: {each!r} is named twice, here and by {other} "
+                    f"(from {self._origins.of(place)})"
+                )
+        return several
 
     def _enable(self, wanted: str | PluginUse, path: str) -> None:
         use, name = (wanted, None) if isinstance(wanted, str) else (wanted.use, wanted.name)
@@ -155,8 +164,8 @@ class Selection:
         source = Source(
             name,
             value,
-            known.distribution if known else "no distribution",
-            known.version if known else "unversioned",
+            known.distribution if known else NO_DISTRIBUTION,
+            known.version if known else UNVERSIONED,
             self._asked_by(path, builtin=known is not None and known.builtin),
         )
         target = import_object(source)

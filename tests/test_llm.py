@@ -74,14 +74,14 @@ def test_streams_and_calls_side_by_side(llm):
             inside = llm.generate(["say abc", "emoji"], GREEDY)
     assert texts == [" abc abc abc", "go 😀 on"]
     assert [text(output) for output in inside] == texts
-    assert llm._inboxes == {}
+    assert llm._calls._inboxes == {}
 
 
 def test_leaving_a_stream_early_aborts_it(llm):
     for _ in llm.stream("long", GREEDY):
         break
     assert not llm._engine.has_unfinished_requests()
-    assert llm._inboxes == {}
+    assert llm._calls._inboxes == {}
 
 
 def test_streamed_kinds(llm):

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from hardpoint.plugins import (
@@ -21,7 +22,6 @@ from hardpoint.plugins import (
     Manifest,
     RequestOutput,
     SamplingParams,
-    StepFault,
     WaitReason,
 )
 
@@ -63,11 +63,12 @@ class AsyncEngine:
         self._turns = Turns()
         self._serials = itertools.count()
         self._tokenisers: ThreadPoolExecutor | None = None
+        self._tokenising: set[Future[list[int]]] = set()
         self._restart: asyncio.Task[None] | None = None
         self._changing = asyncio.Lock()
-        self._fallbacks: dict[str, StepFault] = {}
         self._closed = False
-        self.dead_error: EngineDeadError | None = None
+        self._dead: EngineDeadError | None = None
+        self._closing: threading.Thread | None = None
 
     async def generate(
         self,
@@ -84,8 +85,7 @@ class AsyncEngine:
             RequestError, OverloadedError: it is wrong, or too many wait.
             EngineDeadError: the engine died; the request may be sent again.
         """
-        collector = RequestOutputCollector()
-        submission = await self._submit(prompt, params, request_id, extras, collector)
+        submission, collector = await self._submit(prompt, params, request_id, extras)
         finished = False
         try:
             while not finished:
@@ -112,15 +112,20 @@ class AsyncEngine:
         params: SamplingParams | None,
         request_id: str | None,
         extras: RequestExtras,
-        collector: RequestOutputCollector,
-    ) -> Submission:
-        """Check a prompt and send it; once more if the engine turns out to have died unnoticed."""
+    ) -> tuple[Submission, RequestOutputCollector]:
+        """Check a prompt and send it; once more if the engine turns out to have died unnoticed.
+
+        Returns:
+            And where its outputs come.
+        """
         await self._ready()
         request_id = str(next(self._serials)) if request_id is None else request_id
         arrived = self.parts.clock()
         token_ids = await self._tokenised(prompt)
         for attempt in itertools.count():
             await self._ready()
+            # Anew each time: what a first attempt brought is no part of the second one's.
+            collector = RequestOutputCollector()
             submission = self._frontend.submit(
                 request_id,
                 prompt,
@@ -139,27 +144,39 @@ class AsyncEngine:
                 if attempt or not self._restarter.enabled:
                     raise
                 await self._noticed()
+            except asyncio.CancelledError:
+                self._forget(submission)
+                raise
             except BaseException:
                 self._forget(submission, FinishReason.ERROR)
                 raise
             else:
                 break
-        return submission
+        return submission, collector
 
     async def _tokenised(self, prompt: Prompt) -> list[int] | None:
-        """Return the tokens of a long text, made in another thread; None for all others."""
+        """Return the tokens of a text, None if there is none.
+
+        A long one is tokenised in another thread, and any other that comes meanwhile as well: a
+        tokenizer is asked for one text at a time.
+        """
         text = self._frontend.input.text_of(prompt)
-        if text is None or len(text) < _LONG_TEXT:
+        if text is None:
             return None
+        tokenise = self._frontend.input.tokenise
+        if len(text) < _LONG_TEXT and not self._tokenising:
+            return tokenise(text)
         if self._tokenisers is None:
             self._tokenisers = ThreadPoolExecutor(1, thread_name_prefix="hardpoint-tokenise")
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenisers, self._frontend.input.tokenise, text)
+        future = self._tokenisers.submit(tokenise, text)
+        self._tokenising.add(future)
+        future.add_done_callback(self._tokenising.discard)  # not before the thread is done with it
+        return await asyncio.wrap_future(future)
 
     async def _send(self, client: ProcessClient, request: EngineCoreRequest) -> None:
         """Send a request, unless it ends before the engine takes it."""
         await self._turns.sent(
-            lambda: client.offer_request(request),
+            client.offer_request(request),
             lambda: not self._frontend.output.is_live(request.request_id),
         )
 
@@ -190,10 +207,15 @@ class AsyncEngine:
     @property
     def errored(self) -> bool:
         """Whether the engine is dead and is not started anew; `dead_error` says why."""
-        failure = self._relay.failure
-        if failure is not None and not self._restarter.enabled:  # it died before its first use
-            self.dead_error = self.dead_error or dead(failure)
         return self.dead_error is not None
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """Why the engine is dead, if it is and is not started anew."""
+        failure = self._relay.failure
+        if self._dead is None and failure is not None and not self._restarter.enabled:
+            return dead(failure)  # it died before its first use
+        return self._dead
 
     async def health(self) -> Health:
         """Return which plugins failed and how often the engine was started anew.
@@ -201,8 +223,8 @@ class AsyncEngine:
         Raises:
             EngineDeadError: the engine is dead and is not started anew.
         """
-        self._fallbacks = await self.call_utility("step_faults")
-        return self._frontend.health(self._fallbacks, self._restarter.count)
+        fallbacks = await self.call_utility("step_faults")
+        return self._frontend.health(fallbacks, self._restarter.count)
 
     async def why_waiting(self, request_id: str) -> dict[int, WaitReason | None]:
         """Return why the completions of a request got no tokens in the last step, by index.
@@ -238,11 +260,21 @@ class AsyncEngine:
         """
         await self._ready()
         future = asyncio.wrap_future(self._client.call(method, *args))
-        done, _ = await asyncio.wait([future], timeout=self._client.patience(method))
+        try:
+            done, _ = await asyncio.wait([future], timeout=self._client.patience(method))
+        except asyncio.CancelledError:
+            future.cancel()  # so that it is not sent any more, if it was not
+            raise
         if not done:
             future.cancel()
             raise self._client.no_answer(method)
-        return future.result()
+        try:
+            return future.result()
+        except EngineDeadError:
+            if self._dead is None:
+                raise
+            told = dead(self._dead)  # it was closed because of that
+            raise told from told.__cause__
 
     def close(self) -> None:
         """End the engine; whoever waits is told. In any thread, and twice does nothing."""
@@ -256,6 +288,8 @@ class AsyncEngine:
         if loop is not None and not loop.is_closed():
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._frontend.fail_all, _closed, FinishReason.ABORT)
+        if self._closing is not None:
+            self._closing.join()
         self._frontend.close(self.parts.client.close)
 
     @property
@@ -275,8 +309,8 @@ class AsyncEngine:
         while True:
             if self._closed:
                 raise _closed()
-            if self.dead_error is not None:
-                raise dead(self.dead_error)
+            if self._dead is not None:
+                raise dead(self._dead)
             if self._restart is None:
                 return
             await asyncio.wait([self._restart])
@@ -327,15 +361,24 @@ class AsyncEngine:
         return not self._closed
 
     def _died(self, error: Exception, *, final: bool = False) -> None:
-        """Tell everybody who waits; start the engine anew, or be dead."""
-        if self._closed or self._restart is not None or self.dead_error is not None:
+        """Tell everybody who waits; start the engine anew, or be dead.
+
+        Args:
+            final: the engine's process may be well, and yet nothing is to be had from it.
+        """
+        if self._closed or self._restart is not None or self._dead is not None:
             return
         self._relay = Relay()  # nothing of this engine counts any more
-        self._frontend.fail_all(lambda: _retryable(error))
+        self._frontend.fail_all(lambda: dead(error) if final else _retryable(error))
         if not final and self._restarter.may_restart() and self._loop is not None:
             self._restart = self._loop.create_task(self._start_anew())
-        else:
-            self.dead_error = dead(error)
+            return
+        self._dead = dead(error)
+        if not final:
+            self._restarter.give_up(self._dead)
+        # Its process may live: it would hold its memory for as long as somebody holds this.
+        self._closing = threading.Thread(target=self._client.close, name="hardpoint-close")
+        self._closing.start()
 
     async def _start_anew(self) -> None:
         try:
@@ -348,7 +391,7 @@ class AsyncEngine:
             if self._closed:  # in another thread, just now
                 await asyncio.to_thread(client.close)
         except Exception as error:
-            self.dead_error = dead(error)
+            self._dead = dead(error)
         finally:
             self._restart = None
 

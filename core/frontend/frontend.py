@@ -116,7 +116,7 @@ class Frontend:
         """Prepare; the caller closes the parts."""
         config = parts.config
         assert isinstance(config.max_model_len, int)
-        self._plugins, self._hooks = parts.plugins, parts.hooks
+        self._hooks = parts.hooks
         self._clock = parts.clock
         self._tasks = parts.supported_tasks
         self._components = parts.components
@@ -231,12 +231,25 @@ class Frontend:
             reason: for statistics.
         """
         parents = self.output.parents()
-        self.output.drop(self.output.live_ids(), reason)
-        if self.statistics is not None:
-            self.statistics.engine_gone()
+        self.lose_all(reason)
         for parent in parents:
             if parent.sink is not None:
                 parent.sink(error())
+
+    def lose_all(self, reason: FinishReason = FinishReason.ERROR) -> None:
+        """End every request without a word, since the engine is gone; statistics say so at once.
+
+        Args:
+            reason: for statistics.
+        """
+        self.output.drop(self.output.live_ids(), reason)
+        if self.statistics is None:
+            return
+        self.statistics.engine_gone()
+        try:
+            self.statistics.record()
+        except PluginFaultError as fault:  # it can end nothing any more
+            _log.warning("%s, after the engine has ended", fault)
 
     def children_of(self, request_id: str) -> dict[str, int]:
         """Return the internal ids of a request's live completions, with their indices.
@@ -294,7 +307,7 @@ class Frontend:
             self._health.record(*fault)
         outputs: list[AnyOutput] = []
         for parent, output in processed.request_outputs:
-            if output.finished and isinstance(output, RequestOutput):
+            if output.finished and isinstance(output, RequestOutput) and not _aborted(output):
                 self._finished(output)
             if parent.sink is None:
                 outputs.append(output)
@@ -319,3 +332,8 @@ class Frontend:
         except PluginFaultError as fault:
             for completion in output.outputs:
                 completion.finish_reason, completion.error = "error", str(fault)
+
+
+def _aborted(last: RequestOutput) -> bool:
+    """Whether a request did not end by itself."""
+    return any(each.finish_reason == str(FinishReason.ABORT) for each in last.outputs)

@@ -23,7 +23,7 @@ from hardpoint.plugins import (
 
 from ..blame import blamed
 from ..engine_sockets import dead
-from .frontend import EngineParts, Frontend
+from .frontend import EngineParts, Frontend, Taken
 from .input_processor import NO_EXTRAS, Prompt, RequestExtras
 from .parent_request import AnyOutput
 from .plugin_health import Health
@@ -120,17 +120,20 @@ class LLMEngine:
         if (statistics := self._frontend.statistics) is not None:
             self._tell(statistics.report_if_due)
         waits = self.has_unfinished_requests() and not self.is_paused
+        taken: Taken | None = None
         try:
             outputs = self._client.get_output(wait=waits, timeout=timeout)
+            if outputs is not None:
+                taken = self._frontend.take(outputs)
+                if taken.aborts:
+                    self._client.abort_requests(taken.aborts)
         except Exception as error:
             self._fail(error)
         except BaseException:
             self._forget(self._frontend.output.live_ids(), FinishReason.ABORT)
             raise
-        if outputs is None:
+        if outputs is None or taken is None:
             raise EngineTimeoutError(f"the engine gave no outputs within {timeout:g} s")
-        taken = self._frontend.take(outputs)
-        self._abort(taken.aborts)
         if statistics is not None and outputs.outputs:
             self._tell(statistics.record)
         return taken.request_outputs
@@ -241,7 +244,7 @@ class LLMEngine:
     def _end(self) -> None:
         """Forget what is live and close, after an error that nothing contains."""
         try:
-            self._frontend.forget(self._frontend.output.live_ids(), FinishReason.ERROR)
+            self._frontend.lose_all()
             self.close()
         except Exception:
             _log.exception("closing the engine after an error failed as well")

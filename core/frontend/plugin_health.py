@@ -15,7 +15,7 @@ class Health(msgspec.Struct, frozen=True):
 
     Attributes:
         faults: by plugin name, how many distinct requests it ended.
-        quarantined: by plugin name, its last fault; requests that use it are refused.
+        quarantined: by plugin name, its first fault; requests that use it are refused.
         fallbacks: by plugin name, the decisions that the built-in default took in its place, and
             the calls that nothing was lost by.
         restarts: how often a dead engine was started anew.
@@ -47,30 +47,30 @@ class PluginHealth:
         }
         self._quarantine_after = quarantine_after
         self._ended: dict[str, set[str]] = {}
-        self._last: dict[str, str] = {}
+        self._first: dict[str, str] = {}
 
     def record(self, plugin: str, request_id: str, message: str) -> None:
         """Note that a plugin ended a request."""
         self._ended.setdefault(plugin, set()).add(request_id)
-        self._last[plugin] = message
+        self._first.setdefault(plugin, message)
 
     def check(self, plugin: str) -> None:
         """Refuse a request that uses a quarantined plugin.
 
         Raises:
-            RequestError: naming the plugin and its last fault.
+            RequestError: naming the plugin and its first fault.
         """
         if self._quarantined(plugin):
             raise RequestError(
                 f"plugin_args.{plugin}: the plugin is quarantined, for it ended "
-                f"{len(self._ended[plugin])} requests; the last: {self._last[plugin]}"
+                f"{len(self._ended[plugin])} requests; the first: {self._first[plugin]}"
             )
 
     def report(self, fallbacks: dict[str, StepFault], restarts: int = 0) -> Health:
         """Return what is known, with what the engine tells of its own plugins."""
         return Health(
             faults={plugin: len(ended) for plugin, ended in self._ended.items()},
-            quarantined={p: self._last[p] for p in self._ended if self._quarantined(p)},
+            quarantined={p: self._first[p] for p in self._ended if self._quarantined(p)},
             fallbacks=fallbacks,
             restarts=restarts,
         )

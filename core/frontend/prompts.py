@@ -51,11 +51,12 @@ def read_prompt(prompt: Prompt) -> ReadPrompt:
     """Return what was given.
 
     Raises:
-        RequestError: it is a mapping of another form.
+        RequestError: it is a mapping of another form, or a list of prompts.
     """
     if isinstance(prompt, str):
         return ReadPrompt(text=prompt)
     if not isinstance(prompt, Mapping):
+        _check_one(prompt)
         return ReadPrompt(token_ids=prompt)
     if "type" in prompt:
         return _ready(prompt)
@@ -71,6 +72,13 @@ def read_prompt(prompt: Prompt) -> ReadPrompt:
     if not isinstance(value, str):
         raise RequestError(f"prompt: expected a string, got {type(value).__name__}")
     return ReadPrompt(text=value)
+
+
+def _check_one(prompt: Any) -> None:
+    first = prompt[0] if _is_list(prompt) and prompt else None
+    if isinstance(first, str | Mapping) or _is_list(first):
+        what = "texts" if isinstance(first, str) else "prompts"
+        raise RequestError(f"prompt: expected one prompt, got a list of {what}")
 
 
 def _ready(prompt: Mapping[str, Any]) -> ReadPrompt:

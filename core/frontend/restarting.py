@@ -64,6 +64,16 @@ class Restarter:
         self._attempts.append(now)
         return True
 
+    def give_up(self, error: EngineDeadError) -> None:
+        """Say in an error, which ended an engine for good, that the limit is why; log it too.
+
+        Where something else is why, the error stays as it is.
+        """
+        if self.enabled and not self._closed and len(self._attempts) >= self._most:
+            often = f"{self._most} restart{'s' if self._most > 1 else ''} within a minute"
+            error.args = (f"{error}; not started anew: {often} (engine.max_restarts_per_minute)",)
+            _log.error("%s", error)
+
     async def restart(self, parts: EngineParts) -> tuple[ProcessClient, Relay]:
         """Start an engine; one that dies while it starts is tried again, as often as is allowed.
 
@@ -75,6 +85,7 @@ class Restarter:
                 started = await asyncio.to_thread(self._start, parts)
             except EngineDeadError as error:
                 if not self.may_restart():
+                    self.give_up(error)
                     raise
                 _log.warning("the engine died while it was started anew: %s", error)
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import socket
 import sys
 import threading
@@ -27,10 +28,17 @@ class ParentWatch:
     that the parent forked may hold it open, so the parent's id is looked at as well.
     """
 
-    def __init__(self, channel: socket.socket, parent: int) -> None:
-        """`channel` is the launch socket, `parent` the process that started this one."""
+    def __init__(self, channel: socket.socket, parent: int, folder: str = "") -> None:
+        """Watch for the end of a parent.
+
+        Args:
+            channel: the launch socket.
+            parent: the process that started this one.
+            folder: the parent's, to be removed when it is gone; empty is none.
+        """
         self._channel = channel  # never closed: a closed one would look like a lost parent
         self._parent = parent
+        self._folder = folder
         self._callback: Callable[[], None] | None = None
         self._grace_s = 0.0
 
@@ -51,6 +59,8 @@ class ParentWatch:
         poller.register(self._channel, select.POLLIN)
         while not poller.poll(_GLANCE_S * 1000) and os.getppid() == self._parent:
             pass
+        if self._folder:  # first of all, for this process may end at any time now
+            shutil.rmtree(self._folder, ignore_errors=True)
         if self._callback is not None:
             threading.Thread(target=self._callback, daemon=True).start()
             time.sleep(self._grace_s)
@@ -67,9 +77,9 @@ def serve(channel: socket.socket, parent: int, data: bytes, run: Run) -> None:
     Raises:
         PluginLoadError: what the program defines cannot be rebuilt here.
     """
-    watch = ParentWatch(channel, parent)
-    watch.start()
     launch = decode_launch(data)
+    watch = ParentWatch(channel, parent, launch.folder)
+    watch.start()
     _become_main(launch.main_objects)
     run(launch, watch)
 

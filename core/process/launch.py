@@ -34,6 +34,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         main_objects: what the parent's `__main__` defines, from `main_objects`.
         log_level: of the logger "hardpoint".
         engine_index: which engine of its parent it is, from 0.
+        folder: the parent's own, of the sockets; the engine removes it if the parent is gone, which
+            then cannot. Empty is none.
         protocol: version of this message.
     """
 
@@ -44,6 +46,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     main_objects: bytes = b""
     log_level: str = "INFO"
     engine_index: int = 0
+    folder: str = ""
     protocol: int = LAUNCH_PROTOCOL
 
     def encode(self) -> bytes:

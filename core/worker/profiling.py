@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hardpoint.plugins import HardpointError
+from hardpoint.plugins import ConfigError, HardpointError
 
 __all__ = ["Profiling"]
 
@@ -29,10 +29,11 @@ class Profiling:
         """Begin to record what this thread does, and the device.
 
         Raises:
-            HardpointError: no folder is configured, or a profile is being made.
+            ConfigError: no folder is configured.
+            HardpointError: a profile is being made.
         """
         if self._folder is None:
-            raise HardpointError(
+            raise ConfigError(
                 "engine.profile_dir: expected a folder to write profiles to, got nothing"
             )
         if self._profiler is not None:

@@ -11,6 +11,7 @@ import pytest
 from hardpoint import (
     LLM,
     AsyncLLM,
+    EnginePausedError,
     HardpointError,
     RequestError,
     RequestOutputKind,
@@ -46,14 +47,14 @@ class TestPause:
         before = tokens(llm)
         for _ in range(2):
             llm.pause()
-            assert llm.is_paused
+            assert llm.is_paused()
             with pytest.raises(
                 HardpointError, match=PAUSED.replace("(", r"\(").replace(")", r"\)")
             ):
                 llm.generate("say abc", GREEDY)
             assert llm.scheduler_stats().num_waiting == 0  # nothing of it is left
         llm.resume()
-        assert not llm.is_paused
+        assert not llm.is_paused()
         assert tokens(llm) == before
 
     def test_a_stream_that_is_kept_goes_on_after(self, llm):
@@ -61,6 +62,11 @@ class TestPause:
         stream = llm.stream("say abc", DELTAS)
         got = next(stream).outputs[0].token_ids
         llm.pause("keep")
+        before = []  # of steps before the pause
+        with pytest.raises(EnginePausedError, match="the engine is paused"):
+            before.extend(output.outputs[0].token_ids for output in stream)
+        for some in before:
+            got = got + some
         with pytest.raises(HardpointError, match="the engine is paused"):
             llm.generate("other", GREEDY)
         llm.resume()
@@ -82,7 +88,7 @@ class TestPause:
             words = "mode: expected 'abort' or 'keep' in an engine that runs in this process"
             with pytest.raises(RequestError, match=words):
                 llm.pause("wait")
-            assert not llm.is_paused
+            assert not llm.is_paused()
         else:
             llm.pause("wait")  # returns when it has ended
             llm.resume()
@@ -118,8 +124,8 @@ class TestPause:
         with pytest.raises(RequestError) as error:
             call(llm)
         assert str(error.value).startswith(words)
-        assert not llm.is_paused
-        assert not llm.is_sleeping
+        assert not llm.is_paused()
+        assert not llm.is_sleeping()
 
 
 class TestSleep:
@@ -127,13 +133,13 @@ class TestSleep:
     def test_the_same_tokens_after_it(self, llm, level):
         before = tokens(llm)
         llm.sleep(level)
-        assert llm.is_sleeping is (level > 0)
+        assert llm.is_sleeping() is (level > 0)
         with pytest.raises(HardpointError, match=r"call resume\(\) first, or wake_up\(\)"):
             llm.generate("say abc", GREEDY)
         assert llm.scheduler_stats().num_waiting == 0  # it was ended while the model was gone
         llm.wake_up()
-        assert not llm.is_sleeping
-        assert not llm.is_paused
+        assert not llm.is_sleeping()
+        assert not llm.is_paused()
         assert tokens(llm) == before
 
     def test_part_by_part(self, llm):
@@ -143,10 +149,10 @@ class TestSleep:
         with pytest.raises(HardpointError, match=r"the engine sleeps already \(weights, kv_c"):
             llm.sleep(1)
         llm.wake_up(["weights"])
-        assert llm.is_sleeping
-        assert llm.is_paused
+        assert llm.is_sleeping()
+        assert llm.is_paused()
         llm.wake_up(("kv_cache",))
-        assert not llm.is_paused
+        assert not llm.is_paused()
 
 
 class TestTheRest:

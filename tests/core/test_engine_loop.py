@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from engine_harness import PATIENCE_S, LoopRig, ScriptedExecutor, expected, request
 
-from hardpoint.core.engine_loop import Failure, LoopOptions, Refusal
+from hardpoint.core.engine_loop import Failure, LoopOptions, LoopQueues, Refusal
 from hardpoint.core.wire import UtilityCall
 from hardpoint.plugins import EngineDeadError, FinishReason, RequestError
 
@@ -344,6 +344,28 @@ class TestCalls:
             rig.until(lambda: rig.ends and len(rig.answers) == 2)
         assert rig.answers[5].failure.startswith("method: expected one of add_lora")
         assert "'x' is not a live request" in rig.answers[6].failure
+
+
+def test_both_queues_have_aborts_in_one_order_whoever_puts_them_there():
+    queues = LoopQueues()
+
+    def put(name):
+        for number in range(2000):
+            queues.abort([f"{name}{number}"])
+
+    threads = [threading.Thread(target=put, args=(name,)) for name in "ab"]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    lanes = [queues.aborts, queues.input]
+    first, second = ([lane.get_nowait() for _ in range(4000)] for lane in lanes)
+    assert first == second
 
 
 def test_signals_may_come_while_the_queue_is_being_read():

@@ -13,9 +13,10 @@ from io_harness import READY
 
 from hardpoint.core.engine_io import EngineIO
 from hardpoint.core.engine_sockets import EngineSockets
+from hardpoint.core.output_frames import OutputFrames
 from hardpoint.core.request_check import RequestCheck
-from hardpoint.core.wire import RequestType
-from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs
+from hardpoint.core.wire import Decoder, RequestType
+from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 ADD, ABORT, UTILITY = RequestType.ADD, RequestType.ABORT, RequestType.UTILITY
 OUTSIDE = [100_000]  # of the vocabulary
@@ -171,6 +172,16 @@ class TestOutputs:
         assert client.errors["a"].startswith("the output's pooling_output cannot be sent: ")
         assert "_thread.lock cannot travel" in client.errors["a"]
         assert served.rig.core.num_unfinished_requests() == 0
+
+    def test_behind_its_end_in_one_message_the_id_is_that_of_another_request(self):
+        frames = OutputFrames(lambda _ids: None, None)
+        bad = EngineCoreOutput(request_id="a", new_token_ids=[1], pooling_output=object())
+        frames.encode_into(EngineCoreOutputs(outputs=[bad]), bytearray())
+        end = EngineCoreOutput(request_id="a", finish_reason=FinishReason.ABORT)
+        again = EngineCoreOutput(request_id="a", new_token_ids=[2])
+        sent = frames.encode_into(EngineCoreOutputs(outputs=[end, again]), bytearray())
+        decoded = Decoder(EngineCoreOutputs).decode([bytes(frame) for frame in sent])
+        assert [output.new_token_ids for output in decoded.outputs] == [[2]]
 
     def test_an_id_may_be_used_again_after_it(self, serve):
         served = serve()

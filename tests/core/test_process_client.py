@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 
+import msgspec
 import pytest
 
 from hardpoint import (
@@ -123,7 +124,7 @@ class TestRefusals:
         assert still_serves(llm)
 
     def test_completions_too_many(self, llm):
-        many = SamplingParams(n=5, temperature=1.0, seed=1, max_tokens=5)
+        many = msgspec.structs.replace(slow(0.02, 30), n=5, temperature=1.0, seed=1)
         with pytest.raises(OverloadedError, match="overloaded: 3 requests wait"):
             llm.generate("x", many)
         assert still_serves(llm)
@@ -235,7 +236,7 @@ def test_ctrl_c_ends_the_requests_and_leaves_the_engine(own):
     with pytest.raises(KeyboardInterrupt):
         own.generate(["x", "y"], slow(0.02))
     assert not own._engine.has_unfinished_requests()
-    assert own._inboxes == {}
+    assert own._calls._inboxes == {}
     assert still_serves(own)
     stats = own.scheduler_stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)

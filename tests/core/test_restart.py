@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 import time
@@ -21,6 +22,7 @@ from hardpoint.core.frontend.restarting import Restarter
 from hardpoint.plugins import ModelError
 from hardpoint.testing import scripted_config
 
+LIMIT = r"not started anew: 1 restart within a minute \(engine\.max_restarts_per_minute\)"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 ENDLESS = SamplingParams(
     temperature=0.0, max_tokens=400, ignore_eos=True, output_kind=RequestOutputKind.DELTA
@@ -114,7 +116,7 @@ def test_a_program_that_went_elsewhere_gets_the_same_engine_again(scripted, tmp_
     asyncio.run(main())
 
 
-def test_too_many_deaths_are_the_end(scripted):
+def test_too_many_deaths_are_the_end(scripted, caplog):
     async def main():
         config = scripted_config(scripted, {"engine": {"max_restarts_per_minute": 1}})
         async with AsyncLLM(config=config, restart="on_failure") as llm:
@@ -124,9 +126,13 @@ def test_too_many_deaths_are_the_end(scripted):
             last = pid_of(llm)
             await kill(llm)
             assert llm.errored
+            ended = rf"\(pid {last}\) was killed by signal 9 .*; {LIMIT}$"
             for call in (llm.health(), serves(llm)):
-                with pytest.raises(EngineDeadError, match=rf"\(pid {last}\) was killed by signal"):
+                with pytest.raises(EngineDeadError, match=ended):
                     await call
+            assert re.search(ended, str(llm.dead_error))
+        told = [record for record in caplog.records if record.levelname == "ERROR"]
+        assert [bool(re.search(ended, record.getMessage())) for record in told] == [True]
 
     asyncio.run(main())
 
@@ -196,9 +202,16 @@ def test_one_that_dies_while_it_starts_is_tried_again():
 def test_but_not_for_ever():
     limited = restarter([EngineDeadError(f"killed {n}") for n in range(5)], most=2)
     assert limited.may_restart()
-    with pytest.raises(EngineDeadError, match="killed 1"):
+    words = r"^killed 1; not started anew: 2 restarts within a minute \(engine\.max_res.*minute\)$"
+    with pytest.raises(EngineDeadError, match=words):
         asyncio.run(limited.restart("parts"))
     assert limited.count == 0
+
+
+def test_the_limit_is_not_blamed_where_there_is_none():
+    for never in (restarter([], enabled=False), restarter([])):
+        never.give_up(error := EngineDeadError("killed"))
+        assert str(error) == "killed"
 
 
 def test_what_cannot_be_built_is_not_tried_again():

@@ -119,6 +119,41 @@ def test_frontend_that_ends_by_an_error_ends_the_engine(endless, tmp_path):
         told("frontend exited, engine gone", gone(engine, 10), 5)
 
 
+LEAVING = """
+        import json, os, signal, tempfile
+        tempfile.tempdir = {sockets!r}
+        from harness import process_config, pid_of
+        from hardpoint import LLM
+        from test_deaths import SLOW, add, long
+        llm = LLM(config=process_config({model!r}, SLOW))
+        add(llm, 1, long(seconds={seconds}))
+        print(json.dumps([pid_of(llm), os.listdir(tempfile.tempdir)]), flush=True)
+        {end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "seconds"),
+    [
+        ("os.kill(os.getpid(), signal.SIGTERM)", 0.002),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 0.002),
+        ("os._exit(3)", 0.002),
+        ("import time; time.sleep(0.5); os._exit(3)", 60),  # the engine is in a step, and hangs
+    ],
+    ids=["sigterm", "sigkill", "exit", "hanging"],
+)
+def test_a_frontend_that_cannot_clean_up_leaves_no_sockets(endless, tmp_path, end, seconds):
+    sockets = tmp_path / "sockets"
+    sockets.mkdir()
+    source = LEAVING.format(sockets=str(sockets), model=str(endless), end=end, seconds=seconds)
+    with Program(source, folder=tmp_path) as program:
+        engine, (folder,) = program.said()
+        assert folder.startswith("hardpoint-")
+        program.popen.wait(20)
+        gone(engine, 10)
+    assert list(sockets.iterdir()) == []
+
+
 # SIGTERM and SIGINT
 
 BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["term", "int"])

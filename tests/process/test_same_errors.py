@@ -185,6 +185,15 @@ class BrokenAdd(DefaultScheduler):
         raise LookupError("no room")
 
 
+class BrokenEnd(plugins.SchedulingPolicy):
+    """Cannot say goodbye."""
+
+    contract = 1
+
+    def finished(self, request):
+        raise LookupError("no such request")
+
+
 class BrokenStep(DefaultScheduler):
     """Schedules nothing."""
 
@@ -192,6 +201,28 @@ class BrokenStep(DefaultScheduler):
 
     def schedule(self):
         raise LookupError("no plan")
+
+
+@pytest.mark.parametrize("opens", [scripted_engine, open_engine], ids=["inside", "apart"])
+def test_one_that_an_abort_brings_out_ends_the_engine_too(scripted, opens):
+    policy = {"policy": f"{HERE}:BrokenEnd"}
+    engine = opens(
+        scripted, {"scheduler": policy, "plugins": {"on_error": {"broken_end": "engine"}}}
+    )
+    engine.add_request("a", "x", SamplingParams(max_tokens=400, ignore_eos=True))
+    engine.step()
+    with pytest.raises(EngineFaultError, match="plugin 'broken_end'.*LookupError: no such request"):
+        abort_and_step(engine)
+    with pytest.raises(EngineClosedError):
+        engine.step()
+
+
+def abort_and_step(engine):
+    """Where the engine is apart, what an abort led to is told with the next outputs."""
+    engine.abort_requests(["a"])
+    engine.add_request("b", "x")
+    while engine.has_unfinished_requests():
+        engine.step()
 
 
 @pytest.mark.parametrize("opens", [scripted_engine, open_engine], ids=["inside", "apart"])

@@ -1,0 +1,119 @@
+"""What callers of LLM say, and calls that are open side by side."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from hardpoint import LLM, LLMEngine, RequestError, SamplingParams
+from hardpoint.testing import scripted_config
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(scripted):
+    with LLM(config=scripted_config(scripted)) as llm:
+        yield llm
+
+
+def live(llm):
+    return llm.scheduler_stats().num_running + llm.scheduler_stats().num_waiting
+
+
+class TestStream:
+    def test_it_runs_beside_other_calls(self, llm):
+        (whole,) = llm.generate("emoji", LONG)
+        tokens = []
+        for output in llm.stream("emoji", LONG):
+            tokens += output.outputs[0].token_ids
+            assert llm.generate(["say abc"] * 3, GREEDY)[2].outputs[0].text == " abc abc abc"
+            if len(tokens) > 20:
+                break
+        assert tokens == whole.outputs[0].token_ids[: len(tokens)]
+        assert live(llm) == 0
+
+    def test_what_is_wrong_is_said_at_once(self, llm):
+        with pytest.raises(RequestError, match="prompt"):
+            llm.stream("")
+        with pytest.raises(
+            RequestError, match="sampling_params: expected SamplingParams, got dict"
+        ):
+            llm.stream("say abc", {"temperature": 0})
+        with pytest.raises(RequestError, match="priority: expected a whole number"):
+            llm.stream("say abc", priority="high")
+        assert live(llm) == 0
+
+    def test_closing_it_ends_the_request(self, llm):
+        stream = llm.stream("say abc", LONG)
+        next(stream)
+        assert live(llm) == 1
+        stream.close()
+        stream.close()
+        assert live(llm) == 0
+        assert list(stream) == []
+
+    def test_so_does_losing_it(self, llm):
+        stream = llm.stream("say abc", LONG)
+        next(stream)
+        del stream
+        gc.collect()
+        assert live(llm) == 0
+
+    def test_it_takes_what_generate_takes(self, llm):
+        (last,) = [o for o in llm.stream("say abc", LONG, timeout=1e-9) if o.finished]
+        assert last.outputs[0].finish_reason == "timeout"
+
+    def test_one_that_outlives_its_engine_harms_nobody(self, scripted):
+        llm = LLM(config=scripted_config(scripted))
+        stream = llm.stream("say abc", LONG)
+        next(stream)
+        llm.close()
+        stream.close()
+
+
+class TestChat:
+    MESSAGES = ({"role": "user", "content": "say abc"},)
+
+    def test_its_text_is_the_prompt(self, llm):
+        (output,) = llm.chat(list(self.MESSAGES), GREEDY, tags={"tenant": "acme"})
+        assert output.prompt == "user: say abc\nassistant: "
+        assert llm.tokenizer.decode(output.prompt_token_ids) == output.prompt
+
+    @pytest.mark.parametrize(("wrong", "got"), [(MESSAGES[0], "dict"), ("say abc", "str")])
+    def test_what_is_no_list_is_refused(self, llm, wrong, got):
+        words = f"messages: expected a list of messages, or a list of such lists, got a {got}"
+        with pytest.raises(RequestError, match=words):
+            llm.chat(wrong)
+
+
+def test_the_engine_can_be_stepped_by_hand(llm):
+    engine = llm.llm_engine
+    assert isinstance(engine, LLMEngine)
+    engine.add_request("mine", "say abc", GREEDY)
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert (
+        "".join(output.outputs[0].text for output in outputs if output.finished) == " abc abc abc"
+    )
+
+
+def test_finding_an_output_costs_the_same_however_many_prompts_there_are(llm):
+    """Outputs are looked for where some came, not in every call's every inbox."""
+    looked = []
+
+    class Watched(dict):
+        def __getitem__(self, key):
+            looked.append(key)
+            return super().__getitem__(key)
+
+    calls = llm._calls
+    plain, calls._inboxes = calls._inboxes, Watched()
+    try:
+        llm.generate(["x"] * 200, SamplingParams(temperature=0.0, max_tokens=1))
+    finally:
+        calls._inboxes = plain
+    assert len(looked) <= 2 * 200 + 10

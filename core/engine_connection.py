@@ -26,6 +26,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.kinds import Process
 
 from .engine_sockets import EngineSockets, dead
+from .outgoing import Attempt
 from .process.engine_process import EngineProcess
 from .process.launch import Interpreter, Launch, main_objects
 from .wire import EngineCoreReadyResponse, RequestType

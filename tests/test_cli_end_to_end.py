@@ -51,6 +51,12 @@ def test_generate_in_a_pipe_prints_the_text_and_nothing_else(folder):
     assert done.stdout == " abc abc abc\n"
 
 
+def test_generate_in_a_pipe_shows_the_log_to_whom_the_sink_of_that_name_is_on(folder):
+    done = run(folder, "generate", "say abc", "--set", 'stats.sinks=["log"]')
+    assert (done.returncode, done.stdout) == (0, " abc abc abc\n")
+    assert "hardpoint: scripted: prompt " in done.stderr
+
+
 def test_generate_json(folder):
     done = run(folder, "generate", "emoji", "--json", "--n", "2")
     assert done.returncode == 0, done.stderr

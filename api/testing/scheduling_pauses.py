@@ -75,7 +75,8 @@ def _due(rig: SchedulerRig) -> str | None:
         return f"{sorted(rig.roll.untold)} are to be told"
     if late := sorted(name for name, life in live.items() if life.is_late(now)):
         return f"the deadline of {late} has passed"
-    begun = sorted(name for name, life in live.items() if life.ran)
+    held = rig.kv_cache.holders
+    begun = sorted(n for n, life in live.items() if life.ran or (life.loaded and n in held))
     if begun and rig.paused is PauseState.PAUSED_NEW:
         return f"{begun} have begun and are live"
     moving = rig.connector is not None and rig.connector.busy

@@ -19,7 +19,7 @@ from hardpoint import (
     HardpointError,
     PluginError,
 )
-from hardpoint.core import engine_sockets
+from hardpoint.core import engine_sockets, outgoing
 from hardpoint.core.engine_sockets import EngineSockets
 from hardpoint.core.wire import (
     ENGINE_CORE_DEAD,
@@ -69,7 +69,7 @@ def fill(sockets) -> int:
     """Send until nothing is taken any more; return how many messages that took."""
     count = refused = 0
     while refused < 20:
-        if sockets.offer(RequestType.ABORT, ["x" * 4000]):
+        if sockets.attempt(RequestType.ABORT, ["x" * 4000])():
             count, refused = count + 1, 0
             assert count < 5000
         else:
@@ -327,7 +327,7 @@ def test_requests_are_turned_away_and_what_must_arrive_waits(stuck):
     began = time.monotonic()
     sockets.post(RequestType.ABORT, ["late"])
     given_up, waited_for = (sockets.call("plugin_meters") for _ in range(2))
-    assert not sockets.offer(RequestType.ADD, "a request")
+    assert not sockets.attempt(RequestType.ADD, "a request")()
     assert time.monotonic() - began < 0.1
     assert given_up.cancel()
     read = []
@@ -339,7 +339,33 @@ def test_requests_are_turned_away_and_what_must_arrive_waits(stuck):
     call = Decoder(UtilityCall).decode(read[1][1:])
     engine.say(UtilityOutput.succeeded(call.call_id, {}))
     assert waited_for.result(5) == {}
-    assert sockets.offer(RequestType.ADD, "a request")
+    assert sockets.attempt(RequestType.ADD, "a request")()
+
+
+def test_what_tries_again_is_not_encoded_again(stuck, monkeypatch):
+    sockets, engine, _, _ = stuck
+    encoded = []
+    encode = Encoder.encode
+    monkeypatch.setattr(Encoder, "encode", lambda *given: encoded.append(1) or encode(*given))
+    attempt = sockets.attempt(RequestType.ADD, "a long request")
+    assert not any(attempt() for _ in range(20))
+    while engine.heard(0.2) is not None:
+        pass
+    until(attempt)
+    assert len(encoded) == 1
+    assert Decoder(str).decode(engine.heard()[1:]) == "a long request"
+
+
+def test_what_another_abort_costs_does_not_grow_with_those_that_wait(stuck, monkeypatch):
+    sockets, _, _, _ = stuck
+    looks = []
+    wanted = outgoing._Waiting.wanted.fget
+    counted = property(lambda each: looks.append(1) or wanted(each))
+    monkeypatch.setattr(outgoing._Waiting, "wanted", counted)
+    for number in range(300):
+        sockets.post(RequestType.ABORT, [str(number)])
+    assert len(sockets._outgoing._backlog) == 300
+    assert len(looks) < 1000  # at the first one each time, and now and then by the reader
 
 
 def test_calls_that_are_given_up_do_not_pile_up(stuck):

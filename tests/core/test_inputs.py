@@ -116,6 +116,16 @@ class TestTokenInputs:
         ):
             engine.add_request("r", {"prompt_token_ids": "text"}, GREEDY)
 
+    @pytest.mark.parametrize(
+        ("several", "what"),
+        [(["x", "y"], "texts"), ([{"prompt": "x"}], "prompts"), ([[1, 2], [3]], "prompts")],
+    )
+    def test_several_prompts_are_not_one(self, engine, several, what):
+        words = f"^prompt: expected one prompt, got a list of {what}$"
+        with pytest.raises(RequestError, match=words):
+            engine.add_request("r", several, GREEDY)
+        assert not engine.has_unfinished_requests()
+
 
 class TestWhoSaysSo:
     @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ class TestRefusals:
         assert still_serves(llm)
 
     def test_a_policy_with_options_that_it_has_not(self, llm):
-        with pytest.raises(ConfigError, match=r"plugin.scheduling_policies/fair.wieghts: unknown"):
+        with pytest.raises(ConfigError, match=r"^plugin\.fair\.wieghts: unknown"):
             llm.set_policy("fair", {"wieghts": {}})
         with pytest.raises(PluginError, match="no_such_policy"):
             llm.set_policy("no_such_policy")

@@ -297,7 +297,7 @@ class TestLiveSwap:
         engine = self.engine(scripted)
         engine.set_policy(f"{__name__}:LastFirst")
         with pytest.raises(
-            ConfigError, match=r"plugin.scheduling_policies/last_first.sgn: unknown"
+            ConfigError, match=r"^plugin\.last_first\.sgn: unknown .*\(from set_policy\(\)\)$"
         ):
             engine.set_policy(f"{__name__}:LastFirst", {"sgn": 1})
         engine.set_policy(f"{__name__}:LastFirst", {"sign": 1})
@@ -305,6 +305,17 @@ class TestLiveSwap:
         assert policy.inherited == ["a", "b", "c", "d"]
         assert order(engine) == ["a", "b", "c", "d"]
         engine.close()
+
+    def test_what_a_file_said_of_the_old_policy_is_not_blamed(self, scripted):
+        config = load_config(
+            overrides=scripted_config(
+                scripted, {"scheduler": {"policy": "fair"}, "plugin": {"fair": {"tag": "team"}}}
+            )
+        )
+        changed = change_policy(*config, resolve_plugins(*config), "fair", {"tag": "tenant"})
+        assert changed[0].plugin == {"fair": {"tag": "tenant"}}
+        with pytest.raises(ConfigError, match=r"^plugin\.fair\.tag: .* \(from set_policy\(\)\)$"):
+            change_policy(*config, resolve_plugins(*config), "fair", {"tag": 7})
 
     @pytest.mark.parametrize(
         ("use", "options", "error", "words"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from driving import run
 
-from hardpoint import LLM, HardpointError, SamplingParams
+from hardpoint import LLM, ConfigError, HardpointError, SamplingParams
 from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.core.worker.worker import LocalWorker
 from hardpoint.plugins import LoRARequest
@@ -131,7 +131,7 @@ class TestRefusals:
     def test_profiles_need_a_folder(self, scripted):
         engine = scripted_engine(scripted)
         core = engine.parts.client._core
-        with pytest.raises(HardpointError, match="engine.profile_dir: expected a folder to write"):
+        with pytest.raises(ConfigError, match="^engine.profile_dir: expected a folder to write"):
             core.start_profile()
         with pytest.raises(HardpointError, match="no profile is being made"):
             core.stop_profile()

@@ -207,7 +207,7 @@ def test_a_step_reports_when_the_interval_has_passed(scripted):
     engine.close()
 
 
-def test_a_broken_sink_harms_nobody_and_is_counted(scripted):
+def test_a_broken_sink_harms_nobody_and_is_counted(scripted, caplog):
     engine = scripted_engine(scripted, {"stats": stats("Broken", "Recorder")})
     (output,) = drive(engine, "say abc")
     assert output.outputs[0].text == " abc abc abc"
@@ -217,6 +217,8 @@ def test_a_broken_sink_harms_nobody_and_is_counted(scripted):
     assert fault.message.endswith("record() failed: OSError: disk full")
     engine.close()
     assert engine.health().fallbacks["broken"].count == fault.count
+    (told,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert told.endswith("; the engine goes on, and only this call is lost")
 
 
 def test_a_broken_sink_ends_the_engine_where_that_is_wanted(scripted):

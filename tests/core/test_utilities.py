@@ -49,7 +49,8 @@ class TestWhatMayBeCalled:
     def test_nothing_else_can_be(self, core, method):
         answer = ask(core, method)
         assert answer.failure.startswith("method: expected one of add_lora, collective_rpc, ")
-        assert answer.failure.endswith(f"why_waiting, got {method!r}")
+        near = " (did you mean 'sleep'?)" if method == "step" else ""
+        assert answer.failure.endswith(f"why_waiting, got {method!r}{near}")
         assert answer.kind == "RequestError"
 
     @pytest.mark.parametrize(
@@ -93,7 +94,8 @@ class TestWhatMayBeCalled:
             ({"name": "x"}, "lora.id: "),
             ({"name": "x", "id": "two"}, "lora.id: expected"),
             ({"name": "x", "id": 2, "ib": 3}, "lora.ib: unknown field"),
-            ("x", "lora: expected"),
+            ("x", "lora: expected a table with name and id, got str"),
+            (None, "lora: expected a table with name and id, got nothing"),
         ],
     )
     def test_a_table_is_checked_by_its_names(self, core, table, words):

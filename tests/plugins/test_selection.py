@@ -79,6 +79,9 @@ class TestEnable:
             "logits_processors", "dry_penalty"
         )
         assert (entry.distribution, entry.version) == ("no distribution", "unversioned")
+        assert str(entry.source) == (
+            "plugin 'dry_penalty' (loose:DryPenalty), asked for by plugins.enable[0]"
+        )
 
     def test_by_fqcn_with_a_name(self, installed):
         value = installed.offer("logits_processors/dry", component(LogitsProcessor))
@@ -302,6 +305,20 @@ class TestLists:
             publishers.resolve(kv_events={"publishers": ["null", "zqm"]})
         assert str(error.value).startswith(
             "kv_events.publishers[1]: no kv_event_publishers component is called 'zqm'"
+        )
+
+    @pytest.mark.parametrize("again", ["zmq", "kv_event_publishers/zmq", "FQCN"])
+    def test_one_that_is_named_twice_is_refused(self, publishers, again):
+        if again == "FQCN":
+            again = on(publishers.resolve(kv_events={"publishers": ["zmq"]}))[
+                "kv_event_publishers/zmq"
+            ]
+        origins = Origins({"kv_events.publishers": "file hardpoint.toml"})
+        with pytest.raises(ConfigError) as error:
+            publishers.resolve(origins, kv_events={"publishers": ["zmq", "null", again]})
+        assert str(error.value) == (
+            f"kv_events.publishers[2]: {again!r} is named twice, here and by "
+            "kv_events.publishers[0] (from file hardpoint.toml)"
         )
 
     def test_each_kind_has_a_list_of_its_own(self, installed):

@@ -190,6 +190,9 @@ class BrokenEnd(plugins.SchedulingPolicy):
 
     contract = 1
 
+    def key(self, request):
+        return request.arrival_time
+
     def finished(self, request):
         raise LookupError("no such request")
 

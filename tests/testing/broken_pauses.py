@@ -32,6 +32,23 @@ class HoldsTheBegun(DefaultScheduler):
         super().set_pause(state if anybody else PauseState.PAUSED_ALL)
 
 
+class HoldsTheLoaded(DefaultScheduler):
+    contract = 1
+    pause = PauseState.UNPAUSED
+
+    def set_pause(self, state):
+        self.pause = state
+        super().set_pause(state)
+
+    def has_requests(self):
+        books = self._books
+        more = (books.running, books.blocked, books.untold, books.ended, books.lingering)
+        begun = any(more) or any(request.num_preemptions for request in books.waiting)
+        if self.pause is PauseState.PAUSED_NEW and books.loaded and not begun:
+            return False
+        return super().has_requests()
+
+
 class NeverIdle(DefaultScheduler):
     contract = 1
 

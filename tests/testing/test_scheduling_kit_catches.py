@@ -57,6 +57,7 @@ SCHEDULERS = [
     (pauses.PausesNewAlone, "pauses", "pause", r"are scheduled in step \d+ under PAUSED_ALL"),
     (pauses.PausesAllAlone, "pauses", "pause", "under PAUSED_NEW, and have never begun"),
     (pauses.HoldsTheBegun, "pauses", "pause", r"False under PAUSED_NEW, but \[.*\] have begun"),
+    (pauses.HoldsTheLoaded, "pauses", "pause", r"False under PAUSED_NEW, but \[.*\] have begun"),
     (pauses.NeverIdle, "pauses", "pause", r"has_requests\(\) is True, though nobody may have tok"),
     (pauses.StaysPaused, "pauses", "progress", r"after \d+ steps \['.'.*\] have not ended"),
     (pauses.StopsTheClock, "pauses", "pause|the end", "deadline (of .* )?has passed"),

@@ -35,7 +35,6 @@ from hardpoint.plugins import (
 
 HERE = "faulty_plugins"
 ALL = [f"{HERE}:{name}" for name in ("Dense", "Sparse", "Whole", "OnDevice")]
-ALL.append("slow_plugins:Slow")
 FINAL = {"output_kind": RequestOutputKind.FINAL_ONLY}
 
 
@@ -85,17 +84,15 @@ def test_31_of_32_are_as_without_it(engine, without, name, how, words, using):
     ("how", "ended"), [("raise", {3, 6, 9}), ("nan", {6}), ("update", {3, 6, 9})]
 )
 def test_a_batch_level_fault_ends_all_of_its_users_and_nobody_else(engine, without, how, ended):
-    hold(engine)  # so that all of them are in the step that fails
-    finals = run_all(engine, jobs(using={3, 9}, guilty={6}, name="whole", how=how))
+    work = jobs(using={3, 9}, guilty={6}, name="whole", how=how)
+    engine.call_utility("pause", "keep")  # so that all of them are in the step that fails
+    for job in work:
+        engine.add_request(*job)
+    engine.call_utility("resume")
+    finals = run_all(engine, [])
     for index in ended:
         assert "plugin 'whole'" in finals[f"r{index}"].outputs[0].error
     undisturbed(finals, without, {f"r{index}" for index in ended})
-
-
-def hold(engine) -> None:
-    """Keep the engine in a step while requests are sent."""
-    params = SamplingParams(max_tokens=1, plugin_args={"slow": {"seconds": 0.3}})
-    engine.add_request("hold", "x", params)
 
 
 def test_batch_level_books_follow_the_rows(engine, without):

@@ -10,12 +10,18 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from hardpoint.plugins import ModelError, RequestError, Tokenizer, TokenizerContext
+from hardpoint.plugins import (
+    DecodeStream,
+    ModelError,
+    RequestError,
+    Tokenizer,
+    TokenizerContext,
+)
 
 from .chat_template import render_chat
 from .gguf_tokenizer import build_gguf_tokenizer, special_tokens
 from .loaders.gguf_file import open_gguf
-from .token_stream import TokenStream, TokenTexts
+from .token_stream import TokenTexts
 
 __all__ = ["TransformersTokenizer"]
 
@@ -77,9 +83,9 @@ class TransformersTokenizer(Tokenizer):
 
     def decode_stream(
         self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
-    ) -> TokenStream:
+    ) -> DecodeStream:
         """Return a decoder for the tokens that follow the prompt."""
-        return TokenStream(self._texts[skip_special_tokens], prompt_token_ids)
+        return self._texts[skip_special_tokens].stream(prompt_token_ids)
 
     def apply_chat_template(
         self,

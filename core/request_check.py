@@ -31,6 +31,8 @@ class RequestCheck:
         if request.prompt_embeds is not None:
             raise RequestError("prompt_embeds: expected token ids, this engine takes no embeddings")
         self._check_features(request)
+        if request.timeout is not None and not request.timeout > 0:
+            raise RequestError(f"timeout: expected seconds > 0 or none, got {request.timeout}")
         ids = request.prompt_token_ids
         if not ids:
             raise RequestError("prompt_token_ids: expected at least one token, got none")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from types import CodeType, TracebackType
 from typing import Any
 
@@ -45,6 +46,11 @@ class HookSet:
         """Whether any plugin implements a hook; lets callers skip the work before a call."""
         return bool(getattr(self._manager.hook, hook).get_hookimpls())
 
+    def authors(self, hook: str) -> str:
+        """Return in words who implements a hook, to blame for what came of all of them."""
+        impls = getattr(self._manager.hook, hook).get_hookimpls()
+        return str(self._sources[impls[0].plugin_name]) if len(impls) == 1 else _one_of(impls)
+
     def call(self, hook: str, **arguments: Any) -> list[Any]:
         """Call a hook; return what its implementations returned.
 
@@ -73,7 +79,7 @@ class HookSet:
             if len(here) == 1:
                 return str(self._sources[here[0].plugin_name])
             traceback = traceback.tb_next
-        return f"one of the plugins {', '.join(impl.plugin_name for impl in impls)}"
+        return _one_of(impls)
 
 
 def _built(cls: type, source: Source) -> Any:
@@ -83,6 +89,10 @@ def _built(cls: type, source: Source) -> Any:
         raise PluginLoadError(
             f"{source}: its constructor failed: {type(cause).__name__}: {cause}"
         ) from cause
+
+
+def _one_of(impls: Sequence[pluggy.HookImpl]) -> str:
+    return f"one of the plugins {', '.join(impl.plugin_name for impl in impls)}"
 
 
 def _codes(function: Any) -> list[CodeType]:

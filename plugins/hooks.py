@@ -53,18 +53,21 @@ class HookSpecs:
     def request_received(self, request: EngineCoreRequest) -> None:
         """[frontend] A request was checked and is about to enter the engine.
 
-        May change its fields; they are not checked again. Called for each of the `n` completions.
+        Called for each of the `n` completions. May change its fields: they are checked again, and
+        what no engine could take refuses the request, naming the plugin and the field.
+        `external_req_id` (the user's id), `request_id` (one of the engine's own), `child_index`
+        and `client_index` stay as they are. `plugin_args` holds the arguments of each logits
+        processor, resolved; those of parameters that change in `params` are resolved anew.
         Raising a ValueError refuses the request with that message; any other error refuses it
-        too and names the plugin. `external_req_id` is the user's id, `request_id` one of the
-        engine's own.
+        too and names the plugin.
         """
 
     @hookspec
     def request_finished(self, output: RequestOutput) -> None:
         """[frontend] The last output of a request is about to be returned.
 
-        An error here ends that request with `finish_reason="error"`, naming the plugin. Aborted
-        requests return no last output, so the hook is not called for them.
+        An error here ends that request with `finish_reason="error"`, naming the plugin. Not
+        called for aborted requests, whether they return a last output or not.
         """
 
     @hookspec

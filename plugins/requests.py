@@ -80,7 +80,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, kw_
         eos_token_ids: the model's own end-of-sequence tokens; empty under `ignore_eos`.
         plugin_args: per logits processor that this request uses, its checked arguments as
             plain data.
-        arrival_time: seconds on the engine's clock.
+        arrival_time: seconds on the engine's clock; 0 is when the frontend gets it.
         priority: smaller is more important.
         child_index: which of the `n` completions this is.
         client_index: which frontend sent it; its outputs go back there.

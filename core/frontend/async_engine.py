@@ -25,6 +25,7 @@ from hardpoint.plugins import (
     WaitReason,
 )
 
+from ..blame import blamed
 from ..engine_sockets import dead
 from ..error_kinds import error_of
 from ..process_client import ProcessClient
@@ -349,7 +350,10 @@ class AsyncEngine:
             if self._frontend.statistics is not None:
                 self._frontend.statistics.record()
         except Exception as error:  # nobody else would hear of it
-            self._died(error, final=True)
+            named = blamed(error, self.parts.plugins)
+            if named is not error:
+                named.__cause__ = error
+            self._died(named, final=True)
 
     def _report(self) -> bool:
         """Have the sinks report; return whether there will be more to report."""
@@ -377,8 +381,9 @@ class AsyncEngine:
         if not final:
             self._restarter.give_up(self._dead)
         # Its process may live: it would hold its memory for as long as somebody holds this.
-        self._closing = threading.Thread(target=self._client.close, name="hardpoint-close")
-        self._closing.start()
+        closing = threading.Thread(target=self._client.close, name="hardpoint-close")
+        closing.start()
+        self._closing = closing
 
     async def _start_anew(self) -> None:
         try:

@@ -37,6 +37,7 @@ from .parent_request import AnyOutput, OutputSink, ParentRequest
 from .plugin_arguments import PluginArguments
 from .plugin_health import Health, PluginHealth
 from .ready_made import ReadyMade
+from .received import ReceivedHook
 from .statistics import Statistics
 from .text_check import check_text
 
@@ -141,6 +142,7 @@ class Frontend:
             parts.tokenizer, config.engine.stream_interval, parts.statistics
         )
         self._ready_made = ReadyMade(self.input, parts.model_config.vocab_size)
+        self._received = ReceivedHook(parts.hooks, self._ready_made, self._arguments)
         self._random_ids = config.engine.random_request_ids
         if not self._random_ids:
             _log.warning("engine.random_request_ids is off: two live requests cannot share an id")
@@ -174,7 +176,8 @@ class Frontend:
         arrived = self._clock() if arrived is None else arrived
         if isinstance(prompt, EngineCoreRequest):
             request, text = self._ready_made.take(prompt, params, extras), None
-            self._arguments.check(request.plugin_args)
+            self._arguments.complete(request)
+            request.arrival_time = request.arrival_time or arrived
         else:
             request, text = self.input.process(
                 request_id,
@@ -188,9 +191,7 @@ class Frontend:
         n = request.params.n if request.pooling_params is None else 1
         internal_id = self._internal_id(request_id, n)
         parent = ParentRequest(request_id, internal_id, n, sink)
-        children = parent.children(request)
-        for child in children:
-            self._received(child)
+        children = [self._received(child) for child in parent.children(request)]
         for child in children:
             self.output.add_request(child, text, parent, arrived)
         return Submission(parent, children)
@@ -314,17 +315,6 @@ class Frontend:
             else:
                 parent.sink(output)
         return Taken(outputs, processed.aborts)
-
-    def _received(self, request: EngineCoreRequest) -> None:
-        if not self._hooks.has("request_received"):
-            return
-        try:
-            self._hooks.call("request_received", request=request)
-        except PluginFaultError as fault:
-            cause = fault.__cause__
-            message = str(cause) if isinstance(cause, ValueError) else str(fault)
-            raise RequestError(message) from fault
-        self._arguments.check(request.plugin_args)
 
     def _finished(self, output: RequestOutput) -> None:
         try:

@@ -37,7 +37,7 @@ class RequestExtras(typed.Strict):
         trace_headers: of the trace that it belongs to.
     """
 
-    priority: int = 0
+    priority: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] = 0
     timeout: Annotated[float, Meta(gt=0)] | None = None
     tags: dict[str, str] = {}
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
@@ -178,6 +178,12 @@ class InputProcessor:
                 )
         return params
 
+    def seeded(self, params: SamplingParams) -> SamplingParams:
+        """Return parameters that have a seed."""
+        if params.seed is not None:
+            return params
+        return msgspec.structs.replace(params, seed=self._random.getrandbits(63))
+
     def _completed(self, params: SamplingParams, prompt_length: int) -> SamplingParams:
         """Fill in what was left open: the length that fits, and a seed."""
         room = self._max_model_len - prompt_length
@@ -186,11 +192,8 @@ class InputProcessor:
                 f"min_tokens: expected at most {room}, the room that the prompt leaves of "
                 f"max_model_len {self._max_model_len}, got {params.min_tokens}"
             )
-        return msgspec.structs.replace(
-            params,
-            max_tokens=min(params.max_tokens or room, room),
-            seed=self._random.getrandbits(63) if params.seed is None else params.seed,
-        )
+        room = min(params.max_tokens or room, room)
+        return self.seeded(msgspec.structs.replace(params, max_tokens=room))
 
     def _tokens(self, given: ReadPrompt, token_ids: list[int] | None) -> list[int]:
         if given.token_ids is not None or given.text is None:

@@ -86,8 +86,48 @@ class PluginArguments:
         """
         self.check_names(request.params.plugin_args)
         self._refuse_unhonoured(request.params)
+        return self._resolved(request, self._processors)
+
+    def complete(self, request: EngineCoreRequest) -> None:
+        """Check the arguments that a request brings resolved; resolve what else it asks for.
+
+        Raises:
+            RequestError: as `resolve`.
+        """
+        self._check(request.plugin_args)
+        self._refuse_unhonoured(request.params)
+        left = [p for p in self._processors if p.entry.name not in request.plugin_args]
+        request.plugin_args |= self._resolved(request, left)
+
+    def revise(self, request: EngineCoreRequest, before: EngineCoreRequest) -> None:
+        """Do the same after a hook: resolve anew what its changes of the parameters ask for.
+
+        Arguments that it changed or took away themselves stay as it would have them.
+
+        Args:
+            before: the request as it was.
+
+        Raises:
+            RequestError: as `resolve`.
+        """
+        stale = [
+            p
+            for p in self._processors
+            if _set_fields(p.cls, request.params) != _set_fields(p.cls, before.params)
+            and request.plugin_args.get(p.entry.name) == before.plugin_args.get(p.entry.name)
+        ]
+        for processor in stale:
+            request.plugin_args.pop(processor.entry.name, None)
+        self._check(request.plugin_args)
+        self._refuse_unhonoured(request.params)
+        request.plugin_args |= self._resolved(request, stale)
+
+    def _resolved(
+        self, request: EngineCoreRequest, processors: Sequence[_Processor]
+    ) -> dict[str, dict[str, Any]]:
+        """Return the arguments for those of some processors that the request uses."""
         resolved = {}
-        for processor in self._processors:
+        for processor in processors:
             arguments = self._given(processor, request.params)
             if arguments is not None:
                 self._health.check(processor.entry.name)
@@ -169,16 +209,13 @@ class PluginArguments:
             )
         return prepared
 
-    def check(self, plugin_args: Mapping[str, Any]) -> None:
-        """Check arguments that are resolved, for a hook may have changed them.
-
-        Raises:
-            RequestError: one is wrong, or belongs to no plugin that is on.
-        """
+    def _check(self, plugin_args: Mapping[str, Any]) -> None:
+        """Check arguments that were not resolved here."""
         self.check_names(plugin_args)
         for processor in self._processors:
             name = processor.entry.name
             if name in plugin_args:
+                self._health.check(name)
                 _converted(processor, plugin_args[name], f"plugin_args.{name}")
 
     def check_names(self, plugin_args: Mapping[str, Any]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from hardpoint.plugins import EngineCoreRequest, RequestError, SamplingParams
 
 from ..request_check import RequestCheck
-from ..wire import Decoder, Encoder, WireError
+from ..wire import Buffer, Decoder, Encoder, WireError
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
 from .text_check import check_request_text
 
@@ -40,19 +42,39 @@ class ReadyMade:
         if params is not None or extras != NO_EXTRAS:
             raise RequestError("sampling_params: a ready-made EngineCoreRequest brings its own")
         _refuse_what_is_the_frontends(request)
-        checked = self._processor.checked(request.params)
+        return self.checked(request)
+
+    def checked(self, request: EngineCoreRequest) -> EngineCoreRequest:
+        """Return a copy whose every field was checked; it has a seed.
+
+        Raises:
+            RequestError: naming the field.
+        """
+        params = self._processor.checked(request.params)
         check_request_text(request)
-        copy = self._copy(request, msgspec.structs.replace(checked, logits_processors=[]))
-        copy.params = checked  # callables are no data; where they may not be, that was said
+        copy = self._copy(request, msgspec.structs.replace(params, logits_processors=[]))
+        copy.params = self._processor.seeded(params)  # callables are no data, so not the copy's
         self._check(copy)
         return copy
 
     def _copy(self, request: EngineCoreRequest, params: SamplingParams) -> EngineCoreRequest:
         plain = msgspec.structs.replace(request, params=params)
         try:
-            return self._decoder.decode(Encoder().encode(plain))
+            return self._decoder.decode(self._encoded(plain))
         except WireError as error:
             raise RequestError(str(error)) from None
+
+    def _encoded(self, request: EngineCoreRequest) -> Sequence[Buffer]:
+        encoder = Encoder()
+        try:
+            return encoder.encode(request)
+        except WireError:
+            for field in request.__struct_fields__:  # the error does not say which it was
+                try:
+                    encoder.encode(getattr(request, field))
+                except WireError as error:
+                    raise RequestError(f"{field}: {error}") from None
+            raise
 
 
 def _refuse_what_is_the_frontends(request: EngineCoreRequest) -> None:

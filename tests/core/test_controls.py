@@ -111,7 +111,6 @@ class TestPause:
             (lambda llm: llm.sleep("1"), "level: expected a whole number, got '1'"),
             (lambda llm: llm.wake_up(["moon"]), "tags: expected some of weights, kv_cache, sched"),
             (lambda llm: llm.collective_rpc("close"), "method: expected one of add_lora, list_lo"),
-            (lambda llm: llm.collective_rpc("pin_lroa"), "got 'pin_lroa' (did you mean 'pin_lora"),
             (lambda llm: llm.collective_rpc("pin_lora"), "pin_lora: expected 1 arguments, got 0"),
             (lambda llm: llm.pin_lora("x"), "lora_id: expected a whole number, got 'x'"),
             (lambda llm: llm._engine.call_utility("close"), "method: expected one of add_lora, co"),

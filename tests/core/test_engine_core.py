@@ -285,6 +285,7 @@ class TestWorkers:
         ("call", "words"),
         [
             (("close",), "method: expected one of add_lora, .*stop_profile, got 'close'"),
+            (("pin_lroa",), r"method: .*got 'pin_lroa' \(did you mean 'pin_lora'\?\)$"),
             (("sleep", None, [1]), "method: .*got 'sleep'"),
             (("__init__",), "method: .*got '__init__'"),
             (("pin_lora",), "expected 1 arguments, got 0"),

@@ -189,7 +189,7 @@ def test_quarantine_by_distinct_requests(scripted):
     with pytest.raises(RequestError) as error:
         engine.add_request("third", "x", SamplingParams(plugin_args={"dense": {}}))
     assert str(error.value).startswith(
-        "plugin_args.dense: the plugin is quarantined, for it ended 2 requests; the last: plugin"
+        "plugin_args.dense: the plugin is quarantined, for it ended 2 requests; the first: plugin"
     )
     assert run(engine, [("fourth", "say abc", SamplingParams(temperature=0.0))])
     engine.close()

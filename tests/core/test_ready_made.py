@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 
 import pytest
@@ -89,6 +90,9 @@ def test_the_callers_object_stays_as_it_is(engine, n):
         ({"pooling_params": PoolingParams(task="embed")}, "pooling_params: no model of this engin"),
         ({"prompt_embeds": [[0.5]]}, "prompt_embeds: expected token ids"),
         ({"priority": "high"}, "priority: expected a whole number, got a string"),
+        ({"priority": 2**70}, "^priority: .*can't serialize ints"),
+        ({"timeout": -1.0}, "^timeout: expected seconds > 0 or none, got -1.0"),
+        ({"timeout": math.nan}, "^timeout: expected seconds > 0 or none, got nan"),
         ({"tags": {"a": object()}}, "a builtins.object cannot travel"),
         ({"cache_salt": "\ud800"}, "cache_salt: expected text that UTF-8 can hold"),
         ({"client_index": 3}, "client_index: expected 0, the client that sends it, got 3"),
@@ -127,3 +131,30 @@ def test_callables_only_where_they_can_be_called(engine):
     while engine.has_unfinished_requests():
         engine.step()
     assert calls == [0, 1, 2, 3]
+
+
+def tokens_of(engine, request):
+    engine.add_request("mine", request)
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    return outputs[-1].outputs[0].token_ids
+
+
+def test_one_without_a_seed_gets_one(engine):
+    sampled = {tuple(tokens_of(engine, ready(params={"max_tokens": 8}))) for _ in range(3)}
+    assert len(sampled) == 3
+    seeded = {
+        tuple(tokens_of(engine, ready(params={"max_tokens": 8, "seed": 5}))) for _ in range(2)
+    }
+    assert len(seeded) == 1
+
+
+def test_one_without_an_arrival_time_arrives_now(engine):
+    assert len(tokens_of(engine, ready(timeout=30.0))) == 4
+
+
+def test_what_nobody_honours_is_refused(engine, monkeypatch):
+    monkeypatch.setattr(engine._frontend._arguments, "_honoured", set())
+    with pytest.raises(RequestError, match=r"^min_p: no logits processor that is on honours it"):
+        engine.add_request("mine", ready(params={"min_p": 0.99}))

@@ -13,9 +13,17 @@ from hardpoint import (
     RequestOutputKind,
     SamplingParams,
 )
+from hardpoint.core.change_policy import change_policy
+from hardpoint.core.config import config_from
 from hardpoint.core.frontend.input_processor import RequestExtras
-from hardpoint.plugins import PluginFaultError, SchedulingPolicy, WaitingFor, hookimpl
-from hardpoint.testing import ScriptedClock, scripted_engine
+from hardpoint.plugins import (
+    PluginFaultError,
+    SchedulingPolicy,
+    WaitingFor,
+    hookimpl,
+    resolve_plugins,
+)
+from hardpoint.testing import ScriptedClock, scripted_config, scripted_engine
 
 HERE = "faulty_plugins"
 ENDLESS = SamplingParams(
@@ -307,11 +315,9 @@ class TestLiveSwap:
         engine.close()
 
     def test_what_a_file_said_of_the_old_policy_is_not_blamed(self, scripted):
-        config = load_config(
-            overrides=scripted_config(
-                scripted, {"scheduler": {"policy": "fair"}, "plugin": {"fair": {"tag": "team"}}}
-            )
-        )
+        extra = {"scheduler": {"policy": "fair"}, "plugin": {"fair": {"tag": "team"}}}
+        config = config_from(scripted_config(scripted, extra))
+        assert config[1].of("plugin.fair.tag") == "argument LLM(config=...)"
         changed = change_policy(*config, resolve_plugins(*config), "fair", {"tag": "tenant"})
         assert changed[0].plugin == {"fair": {"tag": "tenant"}}
         with pytest.raises(ConfigError, match=r"^plugin\.fair\.tag: .* \(from set_policy\(\)\)$"):

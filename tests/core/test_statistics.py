@@ -27,6 +27,7 @@ from hardpoint.plugins import (
     SchedulerStats,
     StatSink,
     StatSinkContext,
+    StepFault,
 )
 from hardpoint.plugins.loading import Source
 from hardpoint.testing import ScriptedClock
@@ -299,10 +300,10 @@ def test_a_sink_that_raises_is_named_and_counted_and_the_others_are_told():
     assert before.seen == after.seen
     (name, fault), *others = desk.statistics.faults().items()
     assert (name, fault.count, others) == ("broken", 3, [])
-    assert fault.message == "plugin 'broken' (dist 1.0, pkg:Sink): report() failed: OSError: full"
+    assert fault.message == "plugin 'broken' (dist 1.0, pkg:Sink): record() failed: OSError: full"
     desk.statistics.close()
     assert after.calls[-2:] == ["report", "close"]
-    assert desk.statistics.faults()["broken"].message.endswith("close() failed: OSError: full")
+    assert desk.statistics.faults() == {"broken": StepFault(5, fault.message)}  # both failed
 
 
 @pytest.mark.parametrize("failing", ["record", "report"])

@@ -20,7 +20,7 @@ def test_faults_are_counted_and_the_first_is_logged(caplog):
         report("key() failed", ValueError("no"))
         report("victim() returned None", None)
     who = "plugin 'mine' (acme 1.0, acme:Mine), asked for by scheduler.policy (argument)"
-    assert faults.report() == {"mine": StepFault(2, f"{who}: victim() returned None")}
+    assert faults.report() == {"mine": StepFault(2, f"{who}: key() failed: ValueError: no")}
     (record,) = caplog.records
     assert record.getMessage() == (
         f"{who}: key() failed: ValueError: no; the engine goes on without it"

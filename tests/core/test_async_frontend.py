@@ -1,0 +1,167 @@
+"""What AsyncLLM does before a request is in the engine, and around its calls."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+
+from hardpoint import AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams
+from hardpoint.plugins import StatSink
+from hardpoint.testing import scripted_config
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+LONG = "y" * 3000
+
+
+class Ends(StatSink):
+    """Keeps why requests ended."""
+
+    contract = 1
+    reasons: list[str] = []
+
+    def record(self, stats):
+        self.reasons.extend(ended.finish_reason for ended in stats.finished)
+
+
+@pytest.fixture(scope="module")
+def shared(scripted):
+    """A runner of one loop, and an engine that belongs to it."""
+    with asyncio.Runner() as runner:
+        extra = {"stats": {"sinks": [f"{__name__}:Ends"]}, "max_model_len": 512}
+        llm = AsyncLLM(config=scripted_config(scripted, extra))
+        yield runner, llm
+        runner.run(llm.aclose())
+
+
+@pytest.fixture
+def run(shared):
+    runner, llm = shared
+    return lambda main: runner.run(asyncio.wait_for(main(llm), 30))
+
+
+async def collect(outputs) -> list:
+    return [output async for output in outputs]
+
+
+def test_a_tokenizer_is_asked_for_one_text_at_a_time(run, monkeypatch):
+    async def main(llm):
+        lock, clashes, threads = threading.Lock(), [], []
+        encode = llm.tokenizer.encode
+
+        def slowly(text, **given):
+            if not lock.acquire(blocking=False):
+                clashes.append(text)
+                return encode(text, **given)
+            threads.append(threading.current_thread() is threading.main_thread())
+            with_slowness = 0.1 if len(text) > 100 else 0.0
+            time.sleep(with_slowness)
+            lock.release()
+            return encode(text[:8], **given)
+
+        monkeypatch.setattr(llm.tokenizer, "encode", slowly, raising=False)
+        tasks = [asyncio.create_task(collect(llm.generate(LONG, GREEDY)))]
+        await asyncio.sleep(0.02)
+        tasks += [asyncio.create_task(collect(llm.generate("say abc", GREEDY))) for _ in range(3)]
+        await asyncio.sleep(0.02)
+        tasks[0].cancel()  # the thread goes on with its text
+        await asyncio.sleep(0)
+        tasks += [asyncio.create_task(collect(llm.generate("say abc", GREEDY)))]
+        told = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(told[0], asyncio.CancelledError)
+        assert {outputs[-1].outputs[0].text for outputs in told[1:]} == {" abc abc abc"}
+        assert clashes == []
+        threads.clear()
+        await collect(llm.generate("say abc", GREEDY))
+        assert threads == [True]  # nothing to wait for, so no thread
+
+    run(main)
+
+
+def test_a_cancelled_call_is_given_up(run, monkeypatch):
+    async def main(llm):
+        await llm.health()
+        pending: Future = Future()
+        monkeypatch.setattr(llm._engine._client, "call", lambda *_: pending)
+        task = asyncio.create_task(llm.scheduler_stats())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0)
+        assert pending.cancelled()
+
+    run(main)
+
+
+def test_one_cancelled_while_it_is_sent_counts_as_aborted(run, monkeypatch):
+    async def main(llm):
+        await llm.health()
+        Ends.reasons.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(llm._engine._client, "offer_request", lambda _: lambda: False)
+            task = asyncio.create_task(collect(llm.generate("say abc", GREEDY)))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await collect(llm.generate("say abc", GREEDY))
+        assert Ends.reasons == ["abort", "stop"]
+
+    run(main)
+
+
+def test_a_second_attempt_gives_nothing_of_the_first(scripted):
+    """One completion had given a token when the engine was found dead at the other one."""
+
+    async def main():
+        params = SamplingParams(
+            n=2, temperature=0.0, max_tokens=9, output_kind=RequestOutputKind.DELTA
+        )
+        async with AsyncLLM(config=scripted_config(scripted), restart="on_failure") as llm:
+            expected = await collect(llm.generate("say abc", params))
+            client, offer = llm._engine._client, llm._engine._client.offer_request
+
+            def offered(request):
+                attempt = offer(request)
+                if request.child_index == 0:
+                    return attempt
+                state = llm._engine._frontend.output._states[f"0_{request.request_id[2:]}"]
+                state.parent.sink(expected[0])
+                os.kill(llm.engine_pid, signal.SIGKILL)
+
+                def dead():
+                    raise EngineDeadError("killed")
+
+                return dead
+
+            client.offer_request = offered
+            outputs = await collect(llm.generate("say abc", params))
+            assert (await llm.health()).restarts == 1
+            for index in range(2):
+                pieces = [c.text for o in outputs for c in o.outputs if c.index == index]
+                assert "".join(pieces) == " abc abc abc"[: len("".join(pieces))]
+                assert "".join(pieces) == "".join(
+                    c.text for o in expected for c in o.outputs if c.index == index
+                )
+
+    asyncio.run(main())
+
+
+def test_why_it_is_dead_does_not_depend_on_what_was_asked_first(scripted):
+    llm = AsyncLLM(config=scripted_config(scripted))
+    assert llm.dead_error is None
+    os.kill(llm.engine_pid, signal.SIGKILL)
+    until = time.monotonic() + 5
+    while llm.is_running:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert "was killed by signal 9" in str(llm.dead_error)
+    assert llm.errored
+    assert "was killed by signal 9" in str(llm.dead_error)
+    llm.close()

@@ -1,0 +1,219 @@
+"""What ends in the frontend itself: errors, interrupts, aborts; and who is told of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import Future
+
+import psutil
+import pytest
+
+from hardpoint import AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams, plugins
+from hardpoint.core.build import build_engine
+from hardpoint.plugins import (
+    EngineClosedError,
+    EngineConfig,
+    EngineFaultError,
+    StatSink,
+    hookimpl,
+    typed,
+)
+from hardpoint.testing import scripted_config, scripted_engine
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+ENDLESS = SamplingParams(
+    temperature=0.0, max_tokens=400, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+)
+
+
+class Sink(StatSink):
+    """Keeps what it is told; fails if it is to."""
+
+    contract = 1
+    seen: list = []
+
+    class Options(plugins.Options):
+        fails: bool = False
+
+    def record(self, stats):
+        self.seen.append(stats)
+        if self.context.options.fails:
+            raise OSError("disk full")
+
+
+class Finished:
+    """Keeps the ids of requests that finished."""
+
+    contract = 1
+    ids: list[str] = []
+
+    @hookimpl
+    def request_finished(self, output):
+        self.ids.append(output.request_id)
+
+
+SINK = {"stats": {"sinks": [f"{__name__}:Sink"]}}
+HOOK = {"plugins": {"enable": [f"{__name__}:Finished"]}}
+
+
+@pytest.fixture(autouse=True)
+def nothing_yet():
+    Sink.seen, Finished.ids = [], []
+
+
+def lost(**_):
+    """Stands for a `get_output` that fails."""
+    raise ValueError("lost")
+
+
+def drive(engine):
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    return outputs
+
+
+def broken_decode(self, *_given, **_how):
+    raise RuntimeError(f"no such token in {self.vocab_size}")
+
+
+def test_an_error_of_the_tokenizer_ends_the_engine_and_names_it(scripted, monkeypatch):
+    engine = scripted_engine(scripted)
+    engine.add_request("r", "say abc", SamplingParams(logprobs=1))
+    monkeypatch.setattr(type(engine.parts.tokenizer), "decode", broken_decode)
+    with pytest.raises(EngineFaultError, match="plugin 'transformers'.*: no such token in 257"):
+        drive(engine)
+    with pytest.raises(EngineClosedError):
+        engine.step()
+
+
+def test_it_does_so_in_an_event_loop_and_the_process_is_gone(scripted, monkeypatch):
+    async def main():
+        async with AsyncLLM(config=scripted_config(scripted), restart="on_failure") as llm:
+            other = asyncio.create_task(anext(llm.generate("long", ENDLESS)))
+            monkeypatch.setattr(type(llm.tokenizer), "decode", broken_decode)
+            with pytest.raises(
+                EngineFaultError, match="plugin 'transformers'.*: no such t"
+            ) as told:
+                await anext(llm.generate("say abc", SamplingParams(logprobs=1)))
+            assert "sent again" not in str(told.value)  # nobody here would serve it
+            await asyncio.gather(other, return_exceptions=True)
+            assert llm.errored
+            async with asyncio.timeout(5):
+                while psutil.pid_exists(llm.engine_pid):  # without anybody closing it
+                    await asyncio.sleep(0.01)
+            with pytest.raises(EngineFaultError, match="no such token"):
+                await llm.scheduler_stats()
+
+    asyncio.run(main())
+
+
+def test_a_call_in_flight_hears_why_it_ended(scripted):
+    async def main():
+        async with AsyncLLM(config=scripted_config(scripted)) as llm:
+            engine = llm._engine
+            await llm.health()
+            engine._client.call = lambda *_: pending
+            pending = Future()
+            call = asyncio.create_task(llm.scheduler_stats())
+            await asyncio.sleep(0)
+            engine._died(RuntimeError("a sink broke"), final=True)
+            pending.set_exception(EngineDeadError("the engine was closed"))
+            with pytest.raises(EngineDeadError, match="a sink broke"):
+                await call
+
+    asyncio.run(main())
+
+
+def test_an_interrupt_while_outputs_are_taken_leaves_no_request_half_told(scripted, monkeypatch):
+    engine = scripted_engine(scripted)
+    for name in ("a", "b"):
+        engine.add_request(name, "long", ENDLESS)
+    engine.step()
+    states = list(engine._frontend.output._states.values())
+
+    def interrupted(_output):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(states[0], "update", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert not engine.has_unfinished_requests()
+    assert engine.parts.client._core.num_unfinished_requests() == 0
+    engine.add_request("c", "say abc", GREEDY)
+    assert drive(engine)[-1].outputs[0].text == " abc abc abc"
+    engine.close()
+
+
+def test_when_an_engine_ends_sinks_hear_that_nothing_runs(scripted, monkeypatch):
+    engine = scripted_engine(scripted, SINK)
+    engine.add_request("r", "long", ENDLESS)
+    while not any(each.scheduler is not None for each in Sink.seen):
+        engine.step()
+    assert Sink.seen[-1].scheduler.num_running == 1
+    monkeypatch.setattr(engine._client, "get_output", lost)
+    with pytest.raises(EngineDeadError):
+        engine.step()
+    last = [each for each in Sink.seen if each.scheduler is not None][-1]
+    assert (last.scheduler.num_running, last.scheduler.num_waiting) == (0, 0)
+    assert [ended.finish_reason for each in Sink.seen for ended in each.finished] == ["error"]
+
+
+def test_in_an_event_loop_they_hear_it_at_once(scripted):
+    async def main():
+        config = scripted_config(scripted, {**SINK, "engine": {"in_process": False}})
+        async with AsyncLLM(config=config) as llm:
+            await anext(llm.generate("long", ENDLESS))
+            llm._engine._died(EngineDeadError("gone"))
+            assert Sink.seen[-1].scheduler.num_running == 0  # not only with the next report
+
+    asyncio.run(main())
+
+
+def test_a_sink_that_fails_then_is_survived(scripted, caplog, monkeypatch):
+    extra = {
+        **SINK,
+        "plugin": {"sink": {"fails": True}},
+        "plugins": {"on_error": {"sink": "engine"}},
+    }
+    config = typed.convert(scripted_config(scripted, extra), EngineConfig, path="")
+    engine = build_engine(config)
+    engine.add_request("r", "long", ENDLESS)
+    monkeypatch.setattr(engine._client, "get_output", lost)
+    with (
+        caplog.at_level(logging.WARNING, "hardpoint"),
+        pytest.raises(EngineDeadError, match="lost"),
+    ):
+        engine.step()
+    assert "disk full, after the engine has ended" in caplog.text
+
+
+def test_the_hook_is_not_called_for_aborted_requests(scripted):
+    engine = scripted_engine(scripted, HOOK)
+    engine.add_request("aborted", "long", ENDLESS)
+    engine.step()
+    engine.abort_requests(["aborted"])
+    engine.add_request("paused", "long", ENDLESS)
+    engine.step()
+    engine.call_utility("pause")
+    engine.call_utility("resume")
+    engine.add_request("whole", "say abc", GREEDY)
+    drive(engine)
+    assert Finished.ids == ["whole"]
+    engine.close()
+
+
+def test_nor_is_it_in_an_event_loop(scripted):
+    async def main():
+        async with AsyncLLM(config=scripted_config(scripted, HOOK)) as llm:
+            stream = llm.generate("long", ENDLESS, "aborted")
+            await anext(stream)
+            await llm.abort("aborted")
+            reasons = [output.outputs[0].finish_reason async for output in stream]
+            assert reasons[-1] == "abort"
+            async for _ in llm.generate("say abc", GREEDY, "whole"):
+                pass
+
+    asyncio.run(main())
+    assert Finished.ids == ["whole"]

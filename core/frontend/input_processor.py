@@ -37,7 +37,7 @@ class RequestExtras(typed.Strict):
         trace_headers: of the trace that it belongs to.
     """
 
-    priority: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] = 0
+    priority: int = 0
     timeout: Annotated[float, Meta(gt=0)] | None = None
     tags: dict[str, str] = {}
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None

@@ -163,7 +163,7 @@ class TestGenerate:
             assert outputs[-1].outputs[0].finish_reason == "timeout"
             with pytest.raises(RequestError, match="^not today$"):
                 await collect(llm.generate("x", GREEDY, tags={"refuse": "1"}))
-            with pytest.raises(RequestError, match=r"priority: expected a whole .*, got 'high'"):
+            with pytest.raises(RequestError, match="priority: expected a whole number, got 'hig"):
                 await collect(llm.generate("x", GREEDY, priority="high"))
 
         run(main)

@@ -132,6 +132,10 @@ def test_request_ids(engine):
 def test_priority(engine):
     with pytest.raises(RequestError, match="priority: expected a whole number, got 'high'"):
         engine.add_request("bad", "x", SamplingParams(), RequestExtras(priority="high"))
+    with pytest.raises(
+        RequestError, match=r"^priority: expected a whole number of at most 64 bits"
+    ):
+        engine.add_request("bad", "x", SamplingParams(), RequestExtras(priority=2**70))
 
 
 def test_the_callers_params_are_never_changed(engine):

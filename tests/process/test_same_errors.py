@@ -151,8 +151,9 @@ def test_a_wrong_object_is_named_by_its_path(engine):
 
 
 def test_arguments_that_a_hook_has_spoilt(engine):
-    """The plugin is not at fault, so it is not told to be."""
-    with pytest.raises(RequestError, match=r"^plugin_args\.dense\.how: expected a string, got 3$"):
+    """The plugin is not at fault, so it is not told to be; the hook's is."""
+    words = r"^plugin 'meddling' .*: plugin_args\.dense\.how: expected a string, got 3$"
+    with pytest.raises(RequestError, match=words):
         engine.add_request("r", "x", None, RequestExtras(tags={"spoil": "yes"}))
     request = EngineCoreRequest(
         request_id="r",

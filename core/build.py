@@ -39,6 +39,8 @@ from .kv_cache import CacheSize
 from .model_source import find_files
 from .opening_log import log_opening
 from .prepare import prepare_worker
+from .process.engine_process import EngineProcess
+from .process.launch import Interpreter
 from .process_client import ProcessClient
 from .worker.worker import WorkerSpec
 
@@ -66,13 +68,15 @@ def build_engine(
         EngineDeadError: the engine has a process of its own, which ended or was not ready in time.
     """
     began = time.perf_counter()
-    prepared = _prepare(config, origins or Origins(), progress, clock)
-    with prepared.closed_on_error():
-        if config.engine.in_process:
+    if config.engine.in_process:
+        prepared = _prepare(config, origins or Origins(), progress, clock)
+        with prepared.closed_on_error():
             built = build_core(prepared.spec, prepared.hooks, prepared.origins, clock)
             parts = prepared.parts(InprocClient(built.core), built.size)
-        else:
-            parts = _in_own_process(prepared, None)
+    else:
+        with _spawned() as spawned:
+            prepared = _prepare(config, origins or Origins(), progress, clock)
+            parts = _in_own_process(prepared, spawned, None)
     engine = LLMEngine(parts)
     _start_hooks(parts, prepared, engine.close, time.perf_counter() - began)
     return engine
@@ -94,10 +98,10 @@ def build_async_engine(
         ConfigError, PluginError, ModelError, EngineDeadError: as `build_engine`.
     """
     began = time.perf_counter()
-    prepared = _prepare(config, origins or Origins(), progress, time.monotonic)
     relay = Relay()
-    with prepared.closed_on_error():
-        parts = _in_own_process(prepared, relay)
+    with _spawned() as spawned:
+        prepared = _prepare(config, origins or Origins(), progress, time.monotonic)
+        parts = _in_own_process(prepared, spawned, relay)
     restarter = Restarter(
         _connect, enabled=restart, most_per_minute=config.engine.max_restarts_per_minute
     )
@@ -174,13 +178,34 @@ def _prepare(
     return _Prepared(origins, hooks, spec, tokenizer, reasoning, clock, statistics)
 
 
-def _in_own_process(prepared: _Prepared, sink: Sink | None) -> EngineParts:
-    """Start an engine process; return the parts of an engine with a client of it."""
-    spec = prepared.spec
-    start = EngineStart(spec.config, prepared.origins, spec.plugins.manifest, _log_level())
-    client = ProcessClient(start, sink)
-    size = CacheSize(client.ready.num_gpu_blocks, client.ready.max_model_len)
-    return prepared.parts(client, size)
+@contextlib.contextmanager
+def _spawned() -> Iterator[tuple[EngineProcess, Interpreter]]:
+    """Have an engine process import what it needs while this one finds out what it is to do."""
+    interpreter = Interpreter.current()
+    process = EngineProcess.spawn(interpreter)
+    try:
+        yield process, interpreter
+    except BaseException:
+        process.close(grace_s=0)
+        raise
+
+
+def _in_own_process(
+    prepared: _Prepared, spawned: tuple[EngineProcess, Interpreter], sink: Sink | None
+) -> EngineParts:
+    """Launch the engine in a process; return the parts of an engine with a client of it."""
+    spec, (process, interpreter) = prepared.spec, spawned
+    start = EngineStart(
+        config=spec.config,
+        origins=prepared.origins,
+        manifest=spec.plugins.manifest,
+        log_level=_log_level(),
+        interpreter=interpreter,
+    )
+    with prepared.closed_on_error():
+        client = ProcessClient(start, sink, process)
+        size = CacheSize(client.ready.num_gpu_blocks, client.ready.max_model_len)
+        return prepared.parts(client, size)
 
 
 def _connect(parts: EngineParts) -> tuple[ProcessClient, Relay]:

@@ -68,8 +68,15 @@ class EngineConnection:
         ready: what the engine said when it was there.
     """
 
-    def __init__(self, start: EngineStart, sink: Sink) -> None:
+    def __init__(
+        self, start: EngineStart, sink: Sink, process: EngineProcess | None = None
+    ) -> None:
         """Start the engine and wait until it is ready.
+
+        Args:
+            start: what it is to be.
+            sink: takes what comes of it.
+            process: one that was spawned already, and waits for its launch.
 
         Raises:
             HardpointError: what the engine raised when it was built.
@@ -82,8 +89,9 @@ class EngineConnection:
         with contextlib.ExitStack() as undo:
             self._sockets = EngineSockets(start.engine_index, manifest_hash=start.manifest.hash)
             undo.callback(self._sockets.close)
-            self._process = EngineProcess.start(_launch(start, self._sockets), start.interpreter)
+            self._process = process or EngineProcess.spawn(start.interpreter)
             undo.callback(self._process.close, 0)
+            self._process.launch(_launch(start, self._sockets))
             self.ready = self._wait_until_ready(start.config.engine.start_timeout_seconds)
             undo.pop_all()
         self._sockets.read(sink, self._no_more_outputs)

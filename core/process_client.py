@@ -19,6 +19,7 @@ from .engine_connection import EngineConnection, EngineStart, Sink
 from .engine_sockets import dead
 from .inbox import Inbox
 from .outgoing import Attempt
+from .process.engine_process import EngineProcess
 from .utilities import UNHURRIED
 from .wire import EngineCoreReadyResponse, RequestType
 
@@ -36,13 +37,19 @@ class ProcessClient:
 
     in_process = False
 
-    def __init__(self, start: EngineStart, sink: Sink | None = None) -> None:
+    def __init__(
+        self,
+        start: EngineStart,
+        sink: Sink | None = None,
+        process: EngineProcess | None = None,
+    ) -> None:
         """Start the engine and wait until it is ready.
 
         Args:
             start: what it is to be.
             sink: takes outputs, and at last the error that ended them, in other threads; must
                 not hold this client. Without one they wait for `get_output`.
+            process: one that was spawned already, and waits for its launch.
 
         Raises:
             HardpointError: what the engine raised when it was built.
@@ -51,7 +58,9 @@ class ProcessClient:
         self._inbox = Inbox()
         self.start = start
         self._timeout_s = start.config.engine.call_timeout_seconds
-        self._connection = EngineConnection(start, self._inbox.put if sink is None else sink)
+        self._connection = EngineConnection(
+            start, self._inbox.put if sink is None else sink, process
+        )
         self._release = weakref.finalize(self, self._connection.close)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -17,6 +18,8 @@ from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightLoader
 from .gguf_file import GGUFFile, open_gguf
 
 __all__ = ["GGUFLoader"]
+
+_ROW_BYTES = 1 << 13
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -201,11 +204,26 @@ class GGUFLoader(WeightLoader):
         return _DTYPES.get(types.pop()) if len(types) == 1 else None
 
     def _dequantize(self, tensor: gguf.ReaderTensor) -> np.ndarray[Any, Any]:
+        data = np.asarray(tensor.data)  # each slice of a memory map would cost as much as its work
         try:
-            array: np.ndarray[Any, Any] = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            array: np.ndarray[Any, Any] = gguf.quants.dequantize(
+                _with_long_rows(data), tensor.tensor_type
+            )
         except NotImplementedError as cause:
             raise ModelError(f"{self._source}: tensor {tensor.name}: {cause}") from cause
+        array = array.reshape(*data.shape[:-1], -1)
         return array if array.flags.writeable and array.base is None else array.copy()
+
+
+def _with_long_rows(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Lay rows of quantised blocks one behind another; the library works on 16 rows at a time."""
+    if data.ndim == 1 or data.dtype != np.uint8:
+        return data
+    count, width = math.prod(data.shape[:-1]), data.shape[-1]
+    together = 1
+    while count % (2 * together) == 0 and 2 * together * width <= _ROW_BYTES:
+        together *= 2
+    return data.reshape(count // together, together * width)
 
 
 def _hf_name(name: str) -> str | None:

@@ -42,9 +42,10 @@ def main(run: Callable[..., None] | None = None) -> None:
     try:
         deadline = time.monotonic() + LAUNCH_SECONDS
         parent = _prepare(json.loads(_frame(channel, deadline)))
+        serve, run = _imported(run)  # takes seconds, in which the parent finds out what to launch
         launch = _frame(channel, deadline)
         channel.settimeout(None)
-        _serve(channel, parent, launch, run)
+        serve(channel, parent, launch, run)
     except SystemExit:
         raise
     except BaseException as error:
@@ -52,16 +53,17 @@ def main(run: Callable[..., None] | None = None) -> None:
         sys.exit(1)
 
 
-def _serve(
-    channel: socket.socket, parent: int, launch: bytes, run: Callable[..., None] | None
-) -> None:
+def _imported(
+    run: Callable[..., None] | None,
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return what serves a launch, and what it calls."""
     from hardpoint.core.process.child import serve  # noqa: PLC0415 - found by the parent's path
 
     if run is None:
         from hardpoint.core.process.run import run_engine  # noqa: PLC0415
 
         run = run_engine
-    serve(channel, parent, launch, run)
+    return serve, run
 
 
 def _prepare(interpreter: dict[str, Any]) -> int:

@@ -53,11 +53,27 @@ class EngineProcess:
 
         Args:
             launch: what the engine needs.
+            interpreter, program: as for `spawn`.
+
+        Raises:
+            EngineDeadError: it cannot be started, or does not take its launch.
+        """
+        process = cls.spawn(interpreter, program=program)
+        process.launch(launch)
+        return process
+
+    @classmethod
+    def spawn(
+        cls, interpreter: Interpreter | None = None, *, program: Path = _PROGRAM
+    ) -> EngineProcess:
+        """Start a child, which imports what it will need while it waits for its launch.
+
+        Args:
             interpreter: what to start; None is one like this process's own.
             program: what the child runs, a file that calls `hardpoint.core.process.__main__.main`.
 
         Raises:
-            EngineDeadError: it cannot be started, or does not take its launch.
+            EngineDeadError: it cannot be started.
         """
         interpreter = interpreter or Interpreter.current()
         ours, theirs = (_above_standard(end) for end in socket.socketpair())
@@ -76,12 +92,16 @@ class EngineProcess:
         finally:
             theirs.close()
         process = cls(popen, ours)
-        try:
-            process._tell(interpreter.encode(), launch.encode())
-        except BaseException:
-            process.close(grace_s=0)
-            raise
+        process._tell(interpreter.encode())
         return process
+
+    def launch(self, launch: Launch) -> None:
+        """Tell the child what it is to do; it is closed if it does not listen.
+
+        Raises:
+            EngineDeadError: it does not take its launch.
+        """
+        self._tell(launch.encode())
 
     @property
     def pid(self) -> int:
@@ -143,13 +163,13 @@ class EngineProcess:
         if self._release.detach():
             _release(self._popen, self._channel, self._pidfd, self._owner, grace_s)
 
-    def _tell(self, *frames: bytes) -> None:
-        """Send frames; a child that ended meanwhile is found by `failure`."""
+    def _tell(self, frame: bytes) -> None:
+        """Send a frame; a child that ended meanwhile is found by `failure`."""
         self._channel.settimeout(_SEND_TIMEOUT_S)
         try:
-            for frame in frames:
-                self._channel.sendall(LENGTH.pack(len(frame)) + frame)
+            self._channel.sendall(LENGTH.pack(len(frame)) + frame)
         except TimeoutError:
+            self.close(grace_s=0)
             raise EngineDeadError(
                 f"the engine process (pid {self.pid}) did not take its launch within "
                 f"{_SEND_TIMEOUT_S:.0f} s"

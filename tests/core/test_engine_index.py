@@ -45,10 +45,20 @@ class Process:
     returncode = None
     pid = 7
 
-    def __init__(self, launch):
-        self.launch = launch
+    def __init__(self, sockets):
+        self.sockets = sockets
+        self.launched = self.engine = None
         self.reader, self.writer = os.pipe()
         self.sentinels = [self.reader]
+
+    def launch(self, launch):
+        self.launched = launch
+        self.engine = Engine(self.sockets[0], ADDRESS)
+        self.engine.ready(
+            EngineCoreReadyResponse(
+                manifest_hash=launch.manifest.hash, max_model_len=64, num_gpu_blocks=8
+            )
+        )
 
     def failure(self):
         return None
@@ -59,19 +69,8 @@ class Process:
 
 @pytest.fixture
 def played(monkeypatch):
-    """Have an engine of ours in the place of a process; return what there was."""
+    """A process in whose place there is an engine of ours."""
     there = []
-
-    def start(launch, interpreter):
-        process = Process(launch)
-        sockets = there[0]
-        engine = Engine(sockets, ADDRESS)
-        ready = EngineCoreReadyResponse(
-            manifest_hash=launch.manifest.hash, max_model_len=64, num_gpu_blocks=8
-        )
-        engine.ready(ready)
-        there.extend([process, engine])
-        return process
 
     class Sockets(EngineSockets):
         def __init__(self, *args, **options):
@@ -79,23 +78,22 @@ def played(monkeypatch):
             there.append(self)
 
     monkeypatch.setattr(engine_connection, "EngineSockets", Sockets)
-    monkeypatch.setattr(engine_connection.EngineProcess, "start", start)
-    yield there
-    there[2].close()
-    os.close(there[1].reader)
+    process = Process(there)
+    yield process
+    process.engine.close()
+    os.close(process.reader)
 
 
 def test_a_connection_gives_the_index_to_its_process_and_is_addressed_by_it(played):
     start = EngineStart(
         EngineConfig(), Origins(), Manifest(hardpoint="1", entries=()), engine_index=INDEX
     )
-    connection = EngineConnection(start, lambda outputs: None)
+    connection = EngineConnection(start, lambda outputs: None, played)
     try:
-        sockets, process, engine = played
-        assert process.launch.engine_index == INDEX
-        assert sockets.identity == ADDRESS
+        assert played.launched.engine_index == INDEX
+        assert played.sockets[0].identity == ADDRESS
         connection.send(RequestType.ABORT, ["a"])
-        kind, frame = engine.heard()
+        kind, frame = played.engine.heard()
         assert (kind, frame) == (bytes(RequestType.ABORT), b"\x91\xa1a")
     finally:
         connection.close()

@@ -243,18 +243,18 @@ def test_a_plugin_that_only_the_parent_can_import(scripted, monkeypatch):
 
 def test_a_plugin_that_is_another_version_where_the_engine_is(scripted, tmp_path, monkeypatch):
     """The distribution is replaced after the frontend has looked at it."""
-    start = EngineProcess.start
+    tell = EngineProcess.launch
     with open_site(tmp_path / "site", monkeypatch) as site:
         site.install_stranger()
         info = tmp_path / "site" / "stranger-2.0.dist-info"
 
-        def replaced(launch, interpreter=None):
+        def replaced(process, launch):
             info.rename(tmp_path / "site" / "stranger-3.1.dist-info")
             metadata = tmp_path / "site" / "stranger-3.1.dist-info" / "METADATA"
             metadata.write_text(metadata.read_text().replace("2.0", "3.1"))
-            return start(launch, interpreter)
+            tell(process, launch)
 
-        monkeypatch.setattr(EngineProcess, "start", replaced)
+        monkeypatch.setattr(EngineProcess, "launch", replaced)
         with pytest.raises(PluginLoadError) as error:
             LLM(config=process_config(scripted, {"plugins": {"enable": ["dry"]}}))
     words = str(error.value)

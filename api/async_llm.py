@@ -317,8 +317,7 @@ class AsyncLLM:
             RequestError: an unknown tag.
             HardpointError: scheduling was asked for while some memory would still be asleep.
         """
-        named = tags if tags is None or isinstance(tags, str) else list(tags)
-        await self._engine.call_utility("wake_up", named)
+        await self._engine.call_utility("wake_up", tags)
 
     async def is_sleeping(self) -> bool:
         """Whether memory was given back and is not there again."""

@@ -362,8 +362,7 @@ class LLM:
             RequestError: an unknown tag.
             HardpointError: scheduling was asked for while some memory would still be asleep.
         """
-        named = tags if tags is None or isinstance(tags, str) else list(tags)
-        self._engine.call_utility("wake_up", named)
+        self._engine.call_utility("wake_up", tags)
 
     def is_sleeping(self) -> bool:
         """Whether memory was given back and is not there again."""

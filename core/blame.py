@@ -26,11 +26,13 @@ def guilty(error: BaseException, plugins: PluginSet) -> Source | None:
 
 
 def blamed(error: Exception, plugins: PluginSet) -> Exception:
-    """Return an error that names the guilty plugin; the error itself if it says who, or nobody is.
+    """Return an error that names the guilty plugin, with the error as its cause.
 
-    The cause is for the caller to chain.
+    That is the error itself if it says who is guilty, or nobody is.
     """
     source = None if isinstance(error, HardpointError) else guilty(error, plugins)
     if source is None:
         return error
-    return PluginFaultError(f"{source}: {type(error).__name__}: {error}")
+    named = PluginFaultError(f"{source}: {type(error).__name__}: {error}")
+    named.__cause__ = error
+    return named

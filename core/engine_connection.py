@@ -26,7 +26,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.kinds import Process
 
 from .engine_sockets import EngineSockets, dead
-from .outgoing import Attempt
+from .outgoing import Attempt, checked
 from .process.engine_process import EngineProcess
 from .process.launch import Interpreter, Launch, main_objects
 from .wire import EngineCoreReadyResponse, RequestType
@@ -124,13 +124,7 @@ class EngineConnection:
             EngineDeadError: now or when it is called: the engine is gone.
         """
         self._check_alive()
-        send = self._sockets.attempt(kind, message)
-
-        def attempt() -> bool:
-            self._check_alive()
-            return send()
-
-        return attempt
+        return checked(self._check_alive, self._sockets.attempt(kind, message))
 
     def post(self, kind: RequestType, message: Any) -> None:
         """Send one message now, or as soon as the engine takes it.

@@ -27,7 +27,7 @@ from hardpoint.plugins import (
 )
 
 from .error_kinds import error_of
-from .outgoing import MOST_UNREAD, Attempt, Outgoing
+from .outgoing import MOST_UNREAD, Attempt, Outgoing, checked
 from .utilities import result_type
 from .wire import (
     ENGINE_CORE_DEAD,
@@ -168,13 +168,7 @@ class EngineSockets:
             EngineDeadError: now or when it is called: the engine is gone.
         """
         self._check()
-        send = self._outgoing.attempt(kind, message)
-
-        def attempt() -> bool:
-            self._check()
-            return send()
-
-        return attempt
+        return checked(self._check, self._outgoing.attempt(kind, message))
 
     def post(self, kind: RequestType, message: Any, future: Future[Any] | None = None) -> None:
         """Send one message now, or as soon as the engine takes it.

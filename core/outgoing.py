@@ -15,7 +15,7 @@ from hardpoint.plugins import EngineDeadError, RequestError
 
 from .wire import Encoder, RequestType, SendTracker, TensorConsumer, WireError
 
-__all__ = ["MOST_UNREAD", "Attempt", "Outgoing"]
+__all__ = ["MOST_UNREAD", "Attempt", "Outgoing", "checked"]
 
 MOST_UNREAD = 256
 """Messages that ZMQ keeps for an engine that reads none."""
@@ -24,6 +24,16 @@ Attempt = Callable[[], bool]
 """Sends a message now or not at all; returns whether it was sent. For one message, once sent."""
 
 _Frames = Sequence[zmq.Frame]
+
+
+def checked(check: Callable[[], None], attempt: Attempt) -> Attempt:
+    """Return an attempt that asks first whether there is any use in it."""
+
+    def after_check() -> bool:
+        check()
+        return attempt()
+
+    return after_check
 
 
 @dataclass(frozen=True)

@@ -350,10 +350,7 @@ class AsyncEngine:
             if self._frontend.statistics is not None:
                 self._frontend.statistics.record()
         except Exception as error:  # nobody else would hear of it
-            named = blamed(error, self.parts.plugins)
-            if named is not error:
-                named.__cause__ = error
-            self._died(named, final=True)
+            self._died(blamed(error, self.parts.plugins), final=True)
 
     def _report(self) -> bool:
         """Have the sinks report; return whether there will be more to report."""

@@ -235,10 +235,7 @@ class LLMEngine:
     def _fail(self, error: Exception) -> NoReturn:
         """End, and say so as if the engine had a process of its own."""
         self._end()
-        named = blamed(error, self.parts.plugins)
-        if named is not error:
-            named.__cause__ = error
-        told = dead(named)
+        told = dead(blamed(error, self.parts.plugins))
         raise told from told.__cause__
 
     def _end(self) -> None:

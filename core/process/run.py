@@ -95,7 +95,7 @@ def _serve(
         if not isinstance(error, Exception):
             raise
         named = blamed(error, spec.plugins)
-        raise named from (error if named is not error else error.__cause__)
+        raise named from named.__cause__
     _log.info("the engine exits, as it was told to")
     _end(io, failed=False, heard=not gone.is_set())
 

@@ -185,6 +185,19 @@ def _complete(future, result, error):
         future.set_result(result)
 
 
+class MidStep:
+    """Keeps an executor in each step that has tokens, once one has begun, until it is let go."""
+
+    def __init__(self, executor):
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        executor.during = self
+
+    def __call__(self, plan):
+        if plan.num_scheduled_tokens:
+            self.begun.set()
+            assert self.go_on.wait(PATIENCE_S)
+
+
 class Rig:
     """An engine core with the default scheduler, and what came out of it."""
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from engine_harness import PATIENCE_S, LoopRig, ScriptedExecutor, expected, request
+from engine_harness import PATIENCE_S, LoopRig, MidStep, ScriptedExecutor, expected, request
 
 from hardpoint.core.engine_loop import Failure, LoopOptions, LoopQueues, Refusal
 from hardpoint.core.wire import UtilityCall
@@ -59,19 +59,12 @@ class TestInput:
 
     def test_an_abort_in_mid_step_gives_no_token_of_it(self):
         rig = LoopRig()
-        started, go_on = threading.Event(), threading.Event()
-
-        def during(plan):
-            if plan.num_scheduled_tokens:
-                started.set()
-                assert go_on.wait(PATIENCE_S)
-
-        rig.executor.during = during
+        step = MidStep(rig.executor)
         with rig:
             rig.send(request("a", max_tokens=LONG))
-            assert started.wait(PATIENCE_S)
+            assert step.begun.wait(PATIENCE_S)
             rig.send(["a"])
-            go_on.set()
+            step.go_on.set()
             rig.until(lambda: rig.ends == {"a": "abort"})
         assert not rig.tokens["a"]
 
@@ -84,24 +77,17 @@ class TestInput:
 
     def test_aborts_that_come_in_mid_step_are_one_call(self):
         rig = LoopRig()
-        started, go_on = threading.Event(), threading.Event()
-
-        def during(plan):
-            if plan.num_scheduled_tokens:
-                started.set()
-                assert go_on.wait(PATIENCE_S)
-
+        step = MidStep(rig.executor)
         calls, finish = [], rig.scheduler.finish_requests
         rig.scheduler.finish_requests = lambda ids, why: (
             calls.append(list(ids)),
             finish(ids, why),
         )[1]
-        rig.executor.during = during
         with rig:
             rig.send(*[request(name, max_tokens=LONG) for name in "abc"])
-            assert started.wait(PATIENCE_S)
+            assert step.begun.wait(PATIENCE_S)
             rig.send(["a"], ["b", "unknown"], ["c"])
-            go_on.set()
+            step.go_on.set()
             rig.until(lambda: len(rig.ends) == 3)
             first = calls[0]
         assert first == ["a", "b", "unknown", "c"]
@@ -202,20 +188,13 @@ class TestShutdown:
 
     def test_an_abort_in_the_last_step_is_told(self):
         rig = LoopRig()
-        started, go_on = threading.Event(), threading.Event()
-
-        def during(plan):
-            if plan.num_scheduled_tokens:
-                started.set()
-                assert go_on.wait(PATIENCE_S)
-
-        rig.executor.during = during
+        step = MidStep(rig.executor)
         with rig:
             rig.send(request("a", max_tokens=LONG))
-            assert started.wait(PATIENCE_S)
+            assert step.begun.wait(PATIENCE_S)
             rig.send(["a"])
             rig.loop.request_shutdown()
-            go_on.set()
+            step.go_on.set()
             rig.join()
         assert rig.ends == {"a": "abort"}
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from engine_harness import PATIENCE_S, LoopRig, ScriptedExecutor, expected, request
+from engine_harness import PATIENCE_S, LoopRig, MidStep, ScriptedExecutor, expected, request
 from io_harness import READY
 
 from hardpoint.core.engine_io import EngineIO
@@ -22,28 +22,16 @@ ADD, ABORT, UTILITY = RequestType.ADD, RequestType.ABORT, RequestType.UTILITY
 OUTSIDE = [100_000]  # of the vocabulary
 
 
-class Held(ScriptedExecutor):
-    """Its steps take until they are let go."""
-
-    def __init__(self):
-        super().__init__()
-        self.begun, self.go_on = threading.Event(), threading.Event()
-
-    def during(self, plan):
-        self.begun.set()
-        assert self.go_on.wait(PATIENCE_S)
-
-
 @pytest.fixture
 def held(serve):
     """A served loop in the middle of a step for the request "a"."""
-    executor = Held()
-    executor.during = lambda plan: Held.during(executor, plan)
+    executor = ScriptedExecutor()
+    step = MidStep(executor)
     served = serve(executor, clients=2)
     served.clients[0].send(ADD, request("a"))
-    assert executor.begun.wait(PATIENCE_S)
+    assert step.begun.wait(PATIENCE_S)
     yield served
-    executor.go_on.set()
+    step.go_on.set()
 
 
 class TestRefusals:
@@ -54,7 +42,7 @@ class TestRefusals:
         client.send(ADD, request("bad", prompt=OUTSIDE))
         client.until(lambda: client.ends == {"bad": "error"})
         assert "expected token ids from 0 to 99999, got 100000" in client.errors["bad"]
-        held.rig.executor.go_on.set()
+        held.rig.executor.during.go_on.set()
         client.until(lambda: "a" in client.ends)
         assert client.tokens["a"] == expected([1, 2, 3], 4)
 
@@ -63,7 +51,7 @@ class TestRefusals:
         client.send(ADD, request("bad", prompt=OUTSIDE))
         client.send(ABORT, ["bad"])
         client.until(lambda: client.ends == {"bad": "error"})
-        held.rig.executor.go_on.set()
+        held.rig.executor.during.go_on.set()
         client.until(lambda: len(client.ends) == 2)
         assert client.ends == {"bad": "error", "a": "length"}
         before = client.messages
@@ -78,7 +66,7 @@ class TestRefusals:
         other.send(ADD, request("a", prompt=OUTSIDE, client_index=1))
         other.until(lambda: other.ends == {"a": "error"})
         assert not client.read(0.1)
-        held.rig.executor.go_on.set()
+        held.rig.executor.during.go_on.set()
         client.until(lambda: len(client.ends) == 2)
         assert client.ends == {"a": "length", "b": "length"}
         assert client.tokens == {name: expected([1, 2, 3], 4) for name in "ab"}
@@ -87,12 +75,12 @@ class TestRefusals:
 
     def test_an_id_whose_request_has_ended_is_like_any_other(self, held):
         client, _ = held.clients
-        held.rig.executor.go_on.set()
+        held.rig.executor.during.go_on.set()
         client.until(lambda: client.ends)
-        held.rig.executor.begun.clear()
-        held.rig.executor.go_on.clear()
+        held.rig.executor.during.begun.clear()
+        held.rig.executor.during.go_on.clear()
         client.send(ADD, request("b"))
-        assert held.rig.executor.begun.wait(PATIENCE_S)
+        assert held.rig.executor.during.begun.wait(PATIENCE_S)
         client.send(ADD, request("a", prompt=OUTSIDE))
         client.until(lambda: client.ends["a"] == "error")
 

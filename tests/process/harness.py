@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 from processes import ROOT
 
-from hardpoint import LLM
+from hardpoint import LLM, SamplingParams
 from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.plugins import EngineConfig, typed
@@ -74,6 +74,21 @@ def wait_until(condition: Callable[[], object], limit_s: float, what: str) -> fl
         assert time.monotonic() - began < limit_s, f"waited {limit_s} s for {what}"
         time.sleep(0.005)
     return time.monotonic() - began
+
+
+def hangs(begun: Path) -> SamplingParams:
+    """Parameters of a request whose steps hang, with the plugin `slow`; the path says it has begun.
+
+    A request and a call that are sent together may be answered together: who wants the engine to
+    be in a step waits for the path (see `in_step`).
+    """
+    arguments = {"seconds": 60, "begun": str(begun)}
+    return SamplingParams(temperature=0.0, max_tokens=1, plugin_args={"slow": arguments})
+
+
+def in_step(begun: Path) -> None:
+    """Wait until the step of a request that `hangs` has begun."""
+    wait_until(begun.exists, 10, "the step")
 
 
 def alive(pid: int) -> bool:

@@ -11,7 +11,17 @@ import time
 
 import psutil
 import pytest
-from harness import alive, gone, holdings, nothing_left, process_config, told, wait_until
+from harness import (
+    alive,
+    gone,
+    hangs,
+    holdings,
+    in_step,
+    nothing_left,
+    process_config,
+    told,
+    wait_until,
+)
 
 from hardpoint import AsyncLLM, EngineClosedError, RequestOutputKind, SamplingParams
 from hardpoint.plugins import EngineDeadError
@@ -115,11 +125,11 @@ def test_engine_killed_under_32_streams_is_told_to_each(endless):
     asyncio.run(main())
 
 
-def test_calls_in_flight_are_told_too(endless):
+def test_calls_in_flight_are_told_too(endless, tmp_path):
     async def main():
         async with opened(endless, SLOW) as llm:
-            Streams(llm, 1, long(seconds=60))
-            await asyncio.sleep(0.3)
+            Streams(llm, 1, hangs(tmp_path / "begun"))
+            await asyncio.to_thread(in_step, tmp_path / "begun")
             calls = [asyncio.create_task(llm.scheduler_stats()) for _ in range(10)]
             await asyncio.sleep(0.1)
             killed = await kill(pid_of(llm))

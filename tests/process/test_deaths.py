@@ -15,7 +15,9 @@ from harness import (
     Program,
     alive,
     gone,
+    hangs,
     holdings,
+    in_step,
     nothing_left,
     pid_of,
     process_config,
@@ -70,16 +72,17 @@ def test_engine_killed_under_32_requests_is_told_at_once(opened, endless):
     llm.close()
 
 
-def test_a_question_asked_of_a_dying_engine_is_answered_with_its_death(opened, endless):
+def test_a_question_asked_of_a_dying_engine_is_answered_with_its_death(opened, endless, tmp_path):
     """The engine hangs in a step, so the call waits; then it is killed."""
     llm = opened(endless, SLOW)
     pid = pid_of(llm)
-    add(llm, 1, long(seconds=60))
-    threading.Timer(0.3, lambda: os.kill(pid, 9)).start()
-    began = time.monotonic()
+    add(llm, 1, hangs(tmp_path / "begun"))
+    in_step(tmp_path / "begun")
+    killed = []
+    threading.Timer(0.3, lambda: (killed.append(time.monotonic()), os.kill(pid, 9))).start()
     with pytest.raises(EngineDeadError, match="was killed by signal 9"):
         llm.scheduler_stats()
-    told("engine killed, utility call told", time.monotonic() - began - 0.3, 1)
+    told("engine killed, utility call told", time.monotonic() - killed[0], 1)
     with pytest.raises(EngineDeadError):
         llm.plugin_meters()
 
@@ -122,30 +125,31 @@ def test_frontend_that_ends_by_an_error_ends_the_engine(endless, tmp_path):
 LEAVING = """
         import json, os, signal, tempfile
         tempfile.tempdir = {sockets!r}
-        from harness import process_config, pid_of
+        from pathlib import Path
+        from harness import hangs, in_step, process_config, pid_of
         from hardpoint import LLM
         from test_deaths import SLOW, add, long
         llm = LLM(config=process_config({model!r}, SLOW))
-        add(llm, 1, long(seconds={seconds}))
+        add(llm, 1, {params})
         print(json.dumps([pid_of(llm), os.listdir(tempfile.tempdir)]), flush=True)
         {end}
 """
 
 
 @pytest.mark.parametrize(
-    ("end", "seconds"),
+    ("end", "params"),
     [
-        ("os.kill(os.getpid(), signal.SIGTERM)", 0.002),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 0.002),
-        ("os._exit(3)", 0.002),
-        ("import time; time.sleep(0.5); os._exit(3)", 60),  # the engine is in a step, and hangs
+        ("os.kill(os.getpid(), signal.SIGTERM)", "long()"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "long()"),
+        ("os._exit(3)", "long()"),
+        ("in_step(Path('begun')); os._exit(3)", "hangs(Path('begun'))"),
     ],
     ids=["sigterm", "sigkill", "exit", "hanging"],
 )
-def test_a_frontend_that_cannot_clean_up_leaves_no_sockets(endless, tmp_path, end, seconds):
+def test_a_frontend_that_cannot_clean_up_leaves_no_sockets(endless, tmp_path, end, params):
     sockets = tmp_path / "sockets"
     sockets.mkdir()
-    source = LEAVING.format(sockets=str(sockets), model=str(endless), end=end, seconds=seconds)
+    source = LEAVING.format(sockets=str(sockets), model=str(endless), end=end, params=params)
     with Program(source, folder=tmp_path) as program:
         engine, (folder,) = program.said()
         assert folder.startswith("hardpoint-")
@@ -357,10 +361,11 @@ def test_a_step_that_hangs_is_reported_with_stacks(opened, endless, capfd):
     assert llm.generate("x", GREEDY)  # the engine lives
 
 
-def test_a_step_that_hangs_ends_the_engine_if_it_shall(opened, endless, capfd):
+def test_a_step_that_hangs_ends_the_engine_if_it_shall(opened, endless, tmp_path, capfd):
     engine = {"watchdog_seconds": 0.3, "watchdog_exits": True}
     llm = opened(endless, SLOW | {"engine": engine})
-    add(llm, 1, long(max_tokens=1, seconds=60))
+    add(llm, 1, hangs(tmp_path / "begun"))
+    in_step(tmp_path / "begun")
     began = time.monotonic()
     with pytest.raises(EngineDeadError, match="exited with code 1"):
         finals(llm)
@@ -368,11 +373,11 @@ def test_a_step_that_hangs_ends_the_engine_if_it_shall(opened, endless, capfd):
     assert "slow_plugins.py" in capfd.readouterr().err
 
 
-def test_closing_an_engine_that_hangs_kills_it(opened, endless):
+def test_closing_an_engine_that_hangs_kills_it(opened, endless, tmp_path):
     llm = opened(endless, SLOW)
     pid = pid_of(llm)
-    add(llm, 1, long(max_tokens=1, seconds=60))
-    time.sleep(0.3)  # until it is in that step
+    add(llm, 1, hangs(tmp_path / "begun"))
+    in_step(tmp_path / "begun")
     began = time.monotonic()
     llm.close()
     told("hanging engine closed", time.monotonic() - began, 10)

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from harness import gone, process_config, told, wait_until
+from harness import gone, in_step, process_config, told, wait_until
 from raw_client import RawClient
 
 from hardpoint.core.wire import ENGINE_CORE_DEAD
@@ -176,11 +176,12 @@ def threads_of(pid: int) -> list[int]:
     return taking
 
 
-def test_a_step_that_hangs_ends_at_the_third_signal(engine):
+def test_a_step_that_hangs_ends_at_the_third_signal(engine, tmp_path):
     client = engine(engine={"drain_seconds": 60.0})
     pid = client.process.pid
-    client.add("a", **using("slow", seconds=60))
-    time.sleep(0.5)  # until it is in that step
+    begun = tmp_path / "begun"
+    client.add("a", **using("slow", seconds=60, begun=str(begun)))
+    in_step(begun)
     for number in (signal.SIGTERM, signal.SIGTERM):
         os.kill(pid, number)
         time.sleep(0.3)

@@ -48,9 +48,16 @@ class Source:
     version: str
     origin: str
 
+    @property
+    def package(self) -> str:
+        """Its distribution and version; the module, where no distribution offers it."""
+        if self.distribution == NO_DISTRIBUTION:
+            return f"module {self.value.partition(':')[0]}"
+        return f"{self.distribution} {self.version}"
+
     def __str__(self) -> str:
         known = self.distribution != NO_DISTRIBUTION
-        place = f"{self.distribution} {self.version}, {self.value}" if known else self.value
+        place = f"{self.package}, {self.value}" if known else self.value
         who = f"plugin {self.name!r} ({place})"
         return f"{who}, asked for by {self.origin}" if self.origin != "default" else who
 

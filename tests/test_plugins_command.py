@@ -127,6 +127,12 @@ def test_the_table_of_a_terminal_has_styles_and_says_the_same(capsys, monkeypatc
     assert ["scheduling_policies", "fcfs", "hardpoint", "0.1.0", "on", "default"] in lines
 
 
+def test_a_class_of_no_distribution_is_listed_with_its_module(capsys):
+    assert main(["plugins", "list", "--set", 'plugins.enable=["slow_plugins:Slow"]']) == 0
+    (line,) = [each for each in capsys.readouterr().out.splitlines() if " slow " in each]
+    assert "  module slow_plugins  on" in line
+
+
 def test_show_a_built_in(capsys):
     text, data = show(capsys, "min_p")
     assert text.startswith("logits_processors/min_p\n  ")

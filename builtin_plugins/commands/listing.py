@@ -51,8 +51,8 @@ class Listed:
 
     @property
     def package(self) -> str:
-        """Its distribution and version."""
-        return f"{self.source.distribution} {self.source.version}"
+        """Its distribution and version, or its module."""
+        return self.source.package
 
     @property
     def order(self) -> str:

@@ -208,15 +208,21 @@ class EngineConnection:
             time.sleep(_GLANCE_MS / 1000)
 
     def _end(self, error: Exception) -> None:
-        """Tell everybody who waits, once."""
-        with self._telling:
-            if self._told or self._closing:
-                return
-            self._told = True
+        """Tell everybody who waits, once.
+
+        Nothing can be sent any more before it counts as told: a request that comes at this moment
+        would be lost otherwise, and its sender would not know whether it ran.
+        """
+        if self._closing:
+            return
         try:
             self._sockets.fail(error)
         finally:
-            self._sink(dead(error))
+            with self._telling:
+                first = not self._told and not self._closing
+                self._told = True
+            if first:
+                self._sink(dead(error))
 
 
 _OWN_THREADS = ("EngineCoreOutputs", "EngineWatch")

@@ -10,7 +10,10 @@ from hardpoint.plugins import LogitsProcessor, Phase
 
 
 class Slow(LogitsProcessor):
-    """Takes so long in every step, and says at a path, if it is told one, that a step has begun."""
+    """Takes so long in every step, and says at a path, if it is told one, that a step has begun.
+
+    `held` is the path of a file: once that is gone, steps take no more time (see `HeldSteps`).
+    """
 
     contract = 1
     phase = Phase.PENALTY
@@ -18,9 +21,17 @@ class Slow(LogitsProcessor):
     class Arguments(plugins.Arguments):
         seconds: float = 0.01
         begun: str | None = None
+        held: str | None = None
 
     def apply(self, logits, rows):
         for path in {arguments.begun for arguments in rows.arguments()} - {None}:
             Path(path).touch()
-        time.sleep(max(arguments.seconds for arguments in rows.arguments()))
+        began = time.monotonic()
+        for arguments in rows.arguments():
+            _wait(began + arguments.seconds, arguments.held)
         return logits
+
+
+def _wait(until: float, held: str | None) -> None:
+    while (left := until - time.monotonic()) > 0 and (held is None or Path(held).exists()):
+        time.sleep(left if held is None else min(left, 0.002))

@@ -1,6 +1,9 @@
 """The program as its users run it: a process, a scripted model, pipes and a terminal."""
 
+import codecs
+import contextlib
 import json
+import math
 import os
 import pty
 import re
@@ -42,7 +45,7 @@ def run(folder: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedP
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 
@@ -104,23 +107,27 @@ class Terminal:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.execv(PROGRAM[0], [*PROGRAM, *arguments])
         self.seen = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()  # a read may end in mid-character
 
     def expect(self, text: str, seconds: float = 60) -> None:
         """Read until a text comes, and forget what came before its end."""
         end = time.monotonic() + seconds
         while text not in self.seen:
             assert time.monotonic() < end, f"{text!r} did not come; this did: {self.seen!r}"
-            if select.select([self.fd], [], [], 0.1)[0]:
-                self.seen += os.read(self.fd, 4096).decode()
+            self._read()
         self.seen = self.seen.partition(text)[2]
 
-    def _drain(self) -> None:
-        """Read what is there, for a tenth of a second: a full terminal would stop the program."""
+    def _read(self) -> None:
+        """Read what is there, or comes within a tenth of a second."""
         if select.select([self.fd], [], [], 0.1)[0]:
-            try:
-                self.seen += os.read(self.fd, 4096).decode()
-            except OSError:  # the program has gone
-                time.sleep(0.1)
+            self.seen += self._decoder.decode(os.read(self.fd, 4096))
+
+    def _drain(self) -> None:
+        """Read on, for a full terminal would stop the program, until that has gone."""
+        try:
+            self._read()
+        except OSError:
+            time.sleep(0.1)
 
     def type(self, text: str) -> None:
         os.write(self.fd, text.encode())
@@ -131,9 +138,12 @@ class Terminal:
         They are repeated, for Python's line editor can miss a signal that comes while it starts;
         seldom, for a second signal would kill a program that is about to end.
         """
-        for tenth in range(int(seconds * 10)):
-            if tenth % 150 == 0:
-                self.type(keys)
+        end, typed = time.monotonic() + seconds, -math.inf
+        while time.monotonic() < end:
+            if time.monotonic() > typed + 15:
+                with contextlib.suppress(OSError):  # the program has just gone
+                    self.type(keys)
+                typed = time.monotonic()
             self._drain()
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:

@@ -40,6 +40,7 @@ from .turns import Turns
 __all__ = ["AsyncEngine"]
 
 _LONG_TEXT = 2000
+_NEWS_S, _GLANCE_S = 20.0, 0.01
 
 
 class AsyncEngine:
@@ -400,10 +401,11 @@ class AsyncEngine:
     async def _noticed(self) -> None:
         """Wait until the word of the engine's death has come through to the loop."""
         relay = self._relay
-        for _ in range(40):
-            if relay is not self._relay or self._restart is not None:
+        patience = asyncio.get_running_loop().time() + _NEWS_S
+        while relay is self._relay and self._restart is None and not self._closed:
+            if asyncio.get_running_loop().time() > patience:
                 return
-            await asyncio.sleep(0.025)
+            await asyncio.sleep(_GLANCE_S)
 
 
 def _report_every(

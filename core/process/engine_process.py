@@ -21,6 +21,7 @@ __all__ = ["EngineProcess"]
 _PROGRAM = Path(__file__).with_name("__main__.py")
 _SEND_TIMEOUT_S = 60.0
 _GRACE_S = 5.0
+_ENDING_S = 5.0
 
 
 class EngineProcess:
@@ -116,7 +117,8 @@ class EngineProcess:
     @property
     def returncode(self) -> int | None:
         """The exit code, minus the number of a signal, or None while it runs."""
-        return self._popen.poll()
+        # Not `poll`, which says None while another thread is about to find out.
+        return self.wait(0)
 
     @property
     def description(self) -> str:
@@ -132,10 +134,13 @@ class EngineProcess:
         self._listen()
         if failure := Failure.of(bytes(self._heard)):
             return failure.error(self.pid)
-        if self._deaf:  # it has closed its end, so it is about to be gone
-            self.wait(1.0)
-        if self._deaf or self.returncode is not None:
+        # One that has closed its end is about to be gone.
+        if self.wait(_ENDING_S if self._deaf else 0) is not None:
             return EngineDeadError(self.description)
+        if self._deaf:
+            return EngineDeadError(
+                f"the engine process (pid {self.pid}) does not serve any more, and does not end"
+            )
         return None
 
     def wait(self, timeout_s: float | None = None) -> int | None:

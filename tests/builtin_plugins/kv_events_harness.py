@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
+import time
 
 import msgspec
 import zmq
@@ -12,6 +14,7 @@ from hardpoint.builtin_plugins.kv_events import END_OF_REPLAY, ZmqPublisher
 from hardpoint.plugins import BlockStored, KVEventBatch, PublisherContext
 from hardpoint.plugins.typed import convert
 
+PATIENCE_S = 20.0
 THREAD = "hardpoint-kv-events"
 
 
@@ -54,7 +57,21 @@ def publishers():
     assert threads() == []
 
 
+def wait_until(condition):
+    """Look again and again until something is so."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.005)
+
+
 class Subscriber:
+    """Listens to a publisher.
+
+    Attributes:
+        published: number of the last batch that `is_there` published.
+    """
+
     def __init__(self, context, publisher, topic="", hwm=1000):
         self.socket = context.socket(zmq.SUB)
         self.socket.rcvhwm = hwm
@@ -62,18 +79,35 @@ class Subscriber:
         self.socket.subscribe(topic)
 
     def read(self):
-        assert self.socket.poll(5000), "nothing came"
+        assert self.socket.poll(PATIENCE_S * 1000), "nothing came"
         topic, number, payload = self.socket.recv_multipart()
         self.topic = topic
         return int.from_bytes(number, "big"), decoded(payload)
 
+    def read_up_to(self, number):
+        """Read until the batch of a number comes; return the numbers and batches."""
+        found = [self.read()]
+        while found[-1][0] < number:
+            found.append(self.read())
+        return found
+
     def is_there(self, publisher, first=0):
-        """Publish until something arrives, for subscribing takes a moment; return its number."""
-        for number in range(first, first + 500):
-            publisher.publish(batch(number))
+        """Publish until something arrives, for subscribing takes a moment; return its number.
+
+        `first` is the number of batches that were published before.
+        """
+        deadline = time.monotonic() + PATIENCE_S
+        for self.published in itertools.count(first):
+            publisher.publish(batch(self.published))
             if self.socket.poll(10):
                 return self.read()[0]
-        raise AssertionError("nothing came")
+            assert time.monotonic() < deadline, "nothing came"
+
+    def has_all(self, publisher, first=0):
+        """Do as `is_there`, and read what was published meanwhile; return the last number."""
+        if self.is_there(publisher, first) < self.published:
+            self.read_up_to(self.published)
+        return self.published
 
 
 def ask(context, publisher, *frames, hwm=1000):
@@ -88,7 +122,7 @@ def answers(client):
     """Read a replay up to its end; return the numbers and batches."""
     found = []
     while True:
-        assert client.poll(5000), "the replay did not end"
+        assert client.poll(PATIENCE_S * 1000), "the replay did not end"
         empty, number, payload = client.recv_multipart()
         assert empty == b""
         if number == END_OF_REPLAY:

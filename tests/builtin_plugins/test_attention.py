@@ -64,7 +64,7 @@ def run(spec: KVSpec, steps, *, block_size: int, dtype=torch.float32, tolerance=
         assert (got.float() - expected).abs().max() < tolerance, counts
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     heads=st.sampled_from([(1, 1), (4, 4), (6, 2), (9, 3)]),
     block_size=st.sampled_from([1, 4, 16]),

@@ -43,7 +43,7 @@ def test_used_again_is_young_again():
     assert list(policy.evict(2)) == [3, 1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(moves=st.lists(st.tuples(st.sampled_from("rte"), st.integers(0, 9)), max_size=80))
 def test_like_a_list(moves):
     policy, order = make_policy(), []

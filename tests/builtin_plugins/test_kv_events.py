@@ -12,7 +12,7 @@ import time
 import msgspec
 import pytest
 import zmq
-from kv_events_harness import Subscriber, answers, ask, batch, replay, sent
+from kv_events_harness import Subscriber, answers, ask, batch, replay, sent, wait_until
 
 from hardpoint.builtin_plugins import kv_event_stream
 from hardpoint.plugins import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
@@ -31,14 +31,11 @@ def publisher(request, open_publisher, tmp_path):
 
 def test_a_subscriber_gets_every_batch_in_order(context, publisher):
     subscriber = Subscriber(context, publisher)
-    first = subscriber.is_there(publisher)
-    last = first + 1
-    while subscriber.socket.poll(50):
-        last = subscriber.read()[0] + 1
-    for number in range(last, last + 200):
+    first = subscriber.has_all(publisher) + 1
+    for number in range(first, first + 200):
         publisher.publish(batch(number))
     assert [subscriber.read() for _ in range(200)] == [
-        (number, batch(number)) for number in range(last, last + 200)
+        (number, batch(number)) for number in range(first, first + 200)
     ]
 
 
@@ -55,9 +52,7 @@ def test_every_kind_of_event_arrives_whole(context, publisher):
 def test_the_payload_is_plain_msgpack_with_names_of_events(context, open_publisher):
     publisher = open_publisher()
     subscriber = Subscriber(context, publisher)
-    subscriber.is_there(publisher)
-    while subscriber.socket.poll(50):
-        subscriber.read()
+    subscriber.has_all(publisher)
     publisher.publish(KVEventBatch(1.0, [BlockStored([b"h"], None, [5, 6], 2), AllBlocksCleared()]))
     payload = subscriber.socket.recv_multipart()[2]
     stored = ["BlockStored", [b"h"], None, [5, 6], 2, None, 0]
@@ -85,13 +80,22 @@ def test_a_subscriber_that_does_not_read_loses_batches_and_nobody_waits(context,
     publisher = open_publisher(hwm=1, replay_endpoint="tcp://127.0.0.1:*", buffer_steps=20_000)
     slow = Subscriber(context, publisher, hwm=1)
     slow.is_there(publisher)
+    last = slow.published + 3000
     start = time.monotonic()
-    for number in range(1000, 4000):
+    for number in range(last - 2999, last + 1):
         publisher.publish(batch(number, tokens=2000))
-    assert time.monotonic() - start < 5
-    numbers = [slow.read()[0]]
-    while slow.socket.poll(500):
-        numbers.append(slow.read()[0])
+    assert time.monotonic() - start < 10
+    assert [number for number, _ in replay(context, publisher, last)] == [last]  # all are sent
+    numbers = []
+
+    def goes_on():
+        """It has read what it got of them, and gets what comes later."""
+        publisher.publish(batch(0))
+        while slow.socket.poll(10):
+            numbers.append(slow.read()[0])
+        return numbers and numbers[-1] > last
+
+    wait_until(goes_on)
     missing = set(range(numbers[0], numbers[-1])) - set(numbers)
     assert missing  # and it sees it in the numbers
     found = dict(replay(context, publisher, min(missing)))
@@ -124,9 +128,8 @@ def test_a_late_subscriber_gets_what_it_missed_and_has_no_gap(context, publisher
     assert first in found  # what is live before a replay is asked for is in it
     for number in range(1000, 1010):
         publisher.publish(batch(number))
-    numbers = {first}
-    while subscriber.socket.poll(100):
-        numbers.add(subscriber.read()[0])
+    live = subscriber.read_up_to(subscriber.published + 10)
+    numbers = {first} | {number for number, _ in live}
     assert set(found) | numbers == set(range(max(numbers) + 1))
     assert [found[number] for number in range(50)] == [batch(number) for number in range(50)]
 
@@ -152,7 +155,7 @@ def test_a_long_replay_arrives_whole_beside_the_live_stream(context, open_publis
     client = ask(context, publisher, b"", (0).to_bytes(8, "big"))
     time.sleep(0.2)  # while its queue is full
     publisher.publish(batch(9000))
-    assert subscriber.socket.poll(1000)
+    assert subscriber.read_up_to(subscriber.published + 1)[-1][1] == batch(9000)
     numbers = [number for number, _ in answers(client)]
     assert numbers == list(range(len(numbers)))
     assert len(numbers) > 8000
@@ -205,17 +208,19 @@ def test_a_flood_and_bytes_that_are_not_zeromq_harm_nobody(context, open_publish
 
 def test_a_client_that_reads_nothing_is_given_up(context, open_publisher, monkeypatch):
     monkeypatch.setattr(kv_event_stream, "_PATIENCE", 0.1)
+    turns, send = [], kv_event_stream.Stream._goes_on
+
+    def noted(self, identity, replay):
+        turns.append((send(self, identity, replay), replay.stalled))
+        return turns[-1][0]
+
+    monkeypatch.setattr(kv_event_stream.Stream, "_goes_on", noted)
     publisher = open_publisher(replay_endpoint="tcp://127.0.0.1:*")
     for number in range(3000):
         publisher.publish(batch(number, tokens=2000))
     client = ask(context, publisher, b"", (0).to_bytes(8, "big"), hwm=1)
-    deadline = time.monotonic() + 5
-    seen = False
-    while time.monotonic() < deadline and not (seen and not publisher._stream._replays):
-        seen = seen or bool(publisher._stream._replays)
-        time.sleep(0.005)
-    assert seen
-    assert publisher._stream._replays == {}
+    wait_until(lambda: (False, True) in turns)
+    wait_until(lambda: publisher._stream._replays == {})
     client.close(linger=0)
     assert len(replay(context, publisher, 2990)) == 10
 
@@ -246,9 +251,10 @@ def test_a_subscriber_that_is_killed_in_a_replay_harms_nobody(context, publisher
         publisher.publish(batch(7000))
     os.kill(victim.pid, signal.SIGKILL)
     victim.join()
-    while survivor.socket.poll(50):
-        survivor.read()
     for number in range(20):
         publisher.publish(batch(8000 + number))
-    assert [survivor.read()[1] for _ in range(20)] == [batch(8000 + n) for n in range(20)]
+    read = [survivor.read()[1]]
+    while read[-1] != batch(8019):
+        read.append(survivor.read()[1])
+    assert read[-20:] == [batch(8000 + number) for number in range(20)]
     assert len(replay(context, publisher, 0)) >= 6000

@@ -15,6 +15,12 @@ from hardpoint.plugins import AllBlocksCleared, BlockRemoved, BlockStored, KVEve
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "kv_events_subscriber.py"
 
+PATIENTLY = """
+import kv_events_subscriber
+kv_events_subscriber.REPLAY_TIMEOUT_MS = 60_000
+kv_events_subscriber.main()
+"""
+
 
 def example():
     spec = importlib.util.spec_from_file_location("kv_events_subscriber", EXAMPLE)
@@ -76,14 +82,17 @@ def test_the_example_fills_gaps_and_forgets_what_it_cannot_know():
 def test_the_example_runs_beside_an_engine(context, open_publisher):
     publisher = open_publisher(replay_endpoint="tcp://127.0.0.1:*")
     sent(context, publisher, 300)
-    command = [sys.executable, str(EXAMPLE), "--endpoint", publisher.endpoint]
+    command = [sys.executable, "-c", PATIENTLY, "--endpoint", publisher.endpoint]
     command += ["--replay-endpoint", publisher.replay_endpoint, "--batches", "301"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        number = 300
-        while process.poll() is None and number < 1000:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=EXAMPLE.parent
+    ) as process:
+        number, deadline = 300, time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < deadline:
             publisher.publish(batch(number))
             number += 1
             time.sleep(0.02)
+        process.kill()
         output = process.stdout.read()
     assert process.returncode == 0
     assert "batches replayed, 0 resets" in output.splitlines()[-1]

@@ -31,7 +31,6 @@ def naive(logits, prompt, output, presence, frequency, repetition):
     return result
 
 
-@settings(deadline=None)
 @given(
     cases=st.lists(
         st.tuples(
@@ -94,7 +93,7 @@ def test_rows_without_any_token_stay_as_they_are():
 
 
 @given(prompt=tokens, output=st.lists(st.integers(0, 300), max_size=400))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_counts_equal_counting_again(prompt, output):
     grown = TokenCounts(prompt, [])
     for token in output:

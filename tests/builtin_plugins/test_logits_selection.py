@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hardpoint.builtin_plugins.logits.selection import drop_below_, largest
@@ -33,7 +33,6 @@ SHAPES = {
 }
 
 
-@settings(deadline=None)
 @given(**SHAPES, share=st.floats(0, 1))
 def test_the_largest_are_those_of_topk(seed, rows, vocab, kind, share):
     logits = logits_of(seed, rows, vocab, kind)
@@ -43,7 +42,6 @@ def test_the_largest_are_those_of_topk(seed, rows, vocab, kind, share):
     )
 
 
-@settings(deadline=None)
 @given(
     **SHAPES,
     bound=st.one_of(

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from fake_rows import build, request_of, rows_of, survivors
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hardpoint.builtin_plugins.logits import truncation
@@ -34,7 +34,6 @@ def keeps_the_rest(result, logits):
 
 
 class TestTopK:
-    @settings(deadline=None)
     @given(rows=st.lists(st.tuples(st.integers(-1, VOCAB + 3), row_values), min_size=1, max_size=4))
     def test_keeps_what_is_at_least_the_kth(self, rows):
         logits = torch.tensor([values for _, values in rows])
@@ -55,7 +54,6 @@ class TestTopK:
 
 
 class TestTopP:
-    @settings(deadline=None)
     @given(
         rows=st.lists(
             st.tuples(st.floats(0.015625, 1, width=32), row_values.filter(lambda v: max(v) > -20)),
@@ -141,7 +139,6 @@ class TestMinP:
         assert survivors(run(MinP, "min_p", "min_p", [0.0], logits)) == [[0, 1, 2]]
         assert survivors(run(MinP, "min_p", "min_p", [1e-30], logits)) == [[0]]
 
-    @settings(deadline=None)
     @given(rows=st.lists(st.tuples(st.floats(0, 1, width=32), row_values), min_size=1, max_size=4))
     def test_compares_with_the_maximum(self, rows):
         logits = torch.tensor([values for _, values in rows])

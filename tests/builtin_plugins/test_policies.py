@@ -106,7 +106,7 @@ class TestShortestFirst:
         policy = build(ShortestFirst, seconds_per_token=0)
         assert policy.key(request(prompt=500, arrival=3.5)) == 3.5
 
-    @settings(deadline=None, max_examples=50)
+    @settings(max_examples=50)
     @given(
         st.floats(0, 10),
         st.lists(st.tuples(st.integers(1, 500), st.floats(0, 1000)), min_size=2, max_size=8),

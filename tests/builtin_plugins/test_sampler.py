@@ -80,7 +80,7 @@ class TestGreedy:
 
 
 class TestRepeatable:
-    @settings(deadline=None, max_examples=25)
+    @settings(max_examples=25)
     @given(
         rows=st.integers(1, 12),
         vocab=st.integers(1, 3000),

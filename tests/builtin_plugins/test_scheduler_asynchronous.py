@@ -118,7 +118,7 @@ def test_results_that_come_late_give_the_same_tokens(depth, policy, blocks):
     assert (rig.scheduler.stats().num_preemptions > 0) == (blocks == 7)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(1, 15), st.integers(1, 9)), min_size=1, max_size=5),
     st.integers(1, 3),

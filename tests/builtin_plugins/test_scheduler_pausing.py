@@ -146,7 +146,7 @@ class TestPausedNew:
         assert rig.records[-1].admission_stopped.waiting_for is WaitingFor.PAUSED
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     states=st.lists(st.sampled_from([NEW, ALL, NONE]), min_size=1, max_size=12),
     steps=st.lists(st.integers(0, 3), min_size=1, max_size=12),

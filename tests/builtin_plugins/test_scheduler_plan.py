@@ -135,7 +135,7 @@ JOBS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     JOBS,
     st.integers(7, 20),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from io_harness import Served
 from launch_harness import CHILD, PARENT, launch, write_child
 
+from hardpoint.core.build import build_engine
 from hardpoint.core.process.engine_process import EngineProcess
 from hardpoint.core.process.launch import Launch
-from hardpoint.testing import scripted_engine
+from hardpoint.plugins import EngineConfig, typed
+from hardpoint.testing import scripted_config, scripted_engine
 
 
 @pytest.fixture
@@ -63,3 +67,22 @@ def byte_tokenizer(scripted):
     engine = scripted_engine(scripted)
     engine.close()
     return engine.parts.tokenizer
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["in_process", "own_process"])
+def meddled(request, scripted):
+    """An engine with the plugin `Meddler` of the test's module, here and in its own process."""
+    config = scripted_config(
+        scripted,
+        {
+            "engine": {"in_process": request.param},
+            "plugins": {
+                "enable": [{"use": f"{request.module.__name__}:Meddler", "name": "meddler"}]
+            },
+        },
+    )
+    sys.path.append(str(request.path.parent))
+    engine = build_engine(typed.convert(config, EngineConfig, path=""))
+    yield engine
+    engine.close()
+    sys.path.remove(str(request.path.parent))

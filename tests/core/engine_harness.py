@@ -30,6 +30,14 @@ from hardpoint.plugins.typed import convert
 PATIENCE_S = 20.0
 
 
+def wait_until(condition, what="it did not come to that"):
+    """Look again and again until something is so."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
 def next_token(history):
     digest = hashlib.blake2b(repr(tuple(history)).encode(), digest_size=2).digest()
     return int.from_bytes(digest, "big")
@@ -186,14 +194,18 @@ def _complete(future, result, error):
 
 
 class MidStep:
-    """Keeps an executor in each step that has tokens, once one has begun, until it is let go."""
+    """Keeps an executor in each step that has tokens, once one has begun, until it is let go.
 
-    def __init__(self, executor):
+    `of` says of a plan whether it is of such a step, where not all that have tokens are.
+    """
+
+    def __init__(self, executor, of=lambda plan: True):
         self.begun, self.go_on = threading.Event(), threading.Event()
+        self._of = of
         executor.during = self
 
     def __call__(self, plan):
-        if plan.num_scheduled_tokens:
+        if plan.num_scheduled_tokens and self._of(plan):
             self.begun.set()
             assert self.go_on.wait(PATIENCE_S)
 

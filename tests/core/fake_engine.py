@@ -29,7 +29,7 @@ class Engine:
         """Say the first word, or another one in its place."""
         self.input.send_multipart([*map(bytes, Encoder().encode(message))])
 
-    def heard(self, seconds: float = 5.0) -> list[bytes] | None:
+    def heard(self, seconds: float = 20.0) -> list[bytes] | None:
         """Wait for the next message of the client; None if none comes."""
         return self.input.recv_multipart() if self.input.poll(seconds * 1000) else None
 

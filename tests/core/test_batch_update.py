@@ -196,7 +196,7 @@ class TestRowMap:
         assert state(rows) == {0: 0.1, 1: 0.2, 3: 0.05}
         assert len(rows) == 3
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(st.data())
     def test_against_a_dict_of_rows(self, data):
         rows = RowMap(lambda a: a.output_token_ids[0])

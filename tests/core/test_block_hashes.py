@@ -52,7 +52,7 @@ def test_unknown_algorithm():
         BlockHashes(4, "md5")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tokens=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=60),
     cuts=st.lists(st.integers(0, 60), max_size=5),

@@ -235,7 +235,7 @@ class Erratic(Scripted):
         return {1: [*chosen, 0], 2: chosen[:-1], 3: [0] * count, 4: None}.get(mood, chosen)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     num_blocks=st.integers(1, 8),
     moods=st.lists(st.integers(0, 5), max_size=60),

@@ -373,7 +373,7 @@ def outcome(cls, values):
     return sorted(msgspec.structs.asdict(made).items(), key=str), msgspec.json.encode(whole)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(families())
 def test_any_struct_behaves_as_the_original(family):
     cls, values = family

@@ -11,7 +11,8 @@ import time
 
 import pytest
 import zmq
-from test_process_client import GREEDY, config, slow, still_serves
+from test_process_client import GREEDY, config, slowed, still_serves
+from waiting import PATIENCE_S, HeldSteps, until, wait_until
 
 from hardpoint import (
     LLM,
@@ -58,10 +59,10 @@ def test_one_reader_per_engine_and_none_without(scripted):
     with LLM(config=config(scripted)):
         (reader,) = set(readers()) - set(before)
         assert reader.daemon
-    assert readers() == before
+    assert set(readers()) <= set(before)
     with pytest.raises(ConfigError, match=r"kv_cache.num_blocks"):
         LLM(config=config(scripted) | {"kv_cache": {"num_blocks": 2}})
-    assert readers() == before
+    assert set(readers()) <= set(before)
 
 
 # What is sent
@@ -84,25 +85,27 @@ def test_the_text_of_a_prompt_stays_here(own, monkeypatch):
 # Waiting
 
 
-def test_a_step_that_waits_no_longer_than_asked(own):
-    engine = own._engine
-    engine.add_request("a", "x", slow(0.7, 1))
+def test_a_step_that_waits_no_longer_than_asked(own, tmp_path):
+    engine, held = own._engine, HeldSteps(tmp_path)
+    engine.add_request("a", "x", slowed(held.slow(), 1))
     began = time.monotonic()
     with pytest.raises(EngineTimeoutError, match="^the engine gave no outputs within 0.2 s$"):
         engine.step(timeout=0.2)
-    assert 0.2 <= time.monotonic() - began < 0.7
-    (output,) = engine.step(timeout=10)  # nothing was lost
+    assert 0.2 <= time.monotonic() - began < 10
+    held.let_go()
+    (output,) = engine.step(timeout=PATIENCE_S)  # nothing was lost
     assert output.finished
     assert engine.step(timeout=0.01) == []  # there is nothing to wait for
     assert still_serves(own)
 
 
-def test_a_batch_without_outputs_is_a_step_without_any(own):
-    engine = own._engine
-    engine.add_request("a", "x", slow(0.5, 1))
+def test_a_batch_without_outputs_is_a_step_without_any(own, tmp_path):
+    engine, held = own._engine, HeldSteps(tmp_path)
+    engine.add_request("a", "x", slowed(held.slow(), 1))
     with output_of(own) as socket:
         socket.send_multipart(Encoder().encode(EngineCoreOutputs()))
         assert engine.step() == []
+    held.let_go()
     (output,) = engine.step()
     assert output.finished
 
@@ -121,11 +124,11 @@ def test_who_never_steps_holds_one_entry_per_request(scripted):
             running = stats.num_running + stats.num_waiting
             most = max(most, len(client._inbox))
             time.sleep(0.02)
-        time.sleep(0.1)
-        assert 0 < most <= len(client._inbox) == 32
+        wait_until(lambda: len(client._inbox) >= 32, PATIENCE_S, "an entry per request")
+        assert max(most, len(client._inbox)) == 32
         outputs = {}
         while engine.has_unfinished_requests():
-            outputs |= {output.request_id: output for output in engine.step(timeout=5)}
+            outputs |= {output.request_id: output for output in engine.step(timeout=PATIENCE_S)}
         for number, completion in enumerate(expected):
             got = outputs[str(number)].outputs[0]
             assert (got.text, got.token_ids) == (completion.text, completion.token_ids)
@@ -134,11 +137,12 @@ def test_who_never_steps_holds_one_entry_per_request(scripted):
 # Nonsense
 
 
-def test_nonsense_at_the_output_address_ends_all_waiting(scripted):
+def test_nonsense_at_the_output_address_ends_all_waiting(scripted, tmp_path):
+    held = HeldSteps(tmp_path)
     with LLM(config=config(scripted)) as llm:
         client = llm._engine.parts.client
-        llm._engine.add_request("a", "x", slow(30, 1))
-        time.sleep(0.2)
+        llm._engine.add_request("a", "x", slowed(held.slow(), 1))
+        wait_until(held.have_begun, PATIENCE_S, "the step")
         ends: list[tuple[float, BaseException]] = []
 
         def wait(call):
@@ -162,9 +166,9 @@ def test_nonsense_at_the_output_address_ends_all_waiting(scripted):
             began = time.monotonic()
             socket.send(b"\xc1")
             for thread in threads:
-                thread.join(5)
+                thread.join(PATIENCE_S)
         assert len(ends) == 7
-        assert max(told for told, _ in ends) - began < 1
+        assert max(told for told, _ in ends) - began < 5
         assert {type(error) for _, error in ends} == {EngineDeadError}
         assert len({str(error) for _, error in ends}) == 1
         pid = client.pid
@@ -218,10 +222,14 @@ async def collect(llm, prompt, params=GREEDY) -> list:
 
 
 async def until_it_takes_no_more(llm) -> list[asyncio.Task]:
-    """Send large requests, one after another, until one of them waits to be sent."""
-    tasks = []
-    while not llm._engine._turns.num_waiting:
-        tasks.append(asyncio.create_task(collect(llm, [1 + len(tasks) % 90] * 8000)))
+    """Send large requests, one after another, until one of them waits to be sent, for good."""
+    tasks, looks = [], 0
+    while looks < 30:  # until then ZMQ's own threads may still find room
+        if llm._engine._turns.num_waiting:
+            looks += 1
+        else:
+            looks = 0
+            tasks.append(asyncio.create_task(collect(llm, [1 + len(tasks) % 90] * 8000)))
         await asyncio.sleep(0.002)
         assert len(tasks) < 2000
     return tasks
@@ -236,6 +244,7 @@ def shared(roomy):
     }
     with asyncio.Runner() as runner:
         llm = AsyncLLM(config=scripted_config(roomy, settings))
+        llm._engine._turns._seconds = 60.0  # who waits for an engine that stands still, waits on
         runner.run(collect(llm, "say abc"))
         yield runner, llm
         runner.run(llm.aclose())
@@ -271,14 +280,17 @@ def test_a_stopped_engine_holds_up_nothing_but_its_requests(serve):
             tasks = await until_it_takes_no_more(llm)
             pulse = Pulse()
             more = [asyncio.create_task(collect(llm, [7] * 8000)) for _ in range(5)]
+            asked = asyncio.create_task(llm.scheduler_stats())
+            await asyncio.sleep(0)
+            assert not asked.done()  # it waits beside the loop
             with pytest.raises(EngineTimeoutError, match="did not answer scheduler_stats within"):
-                await llm.scheduler_stats()
+                await asked
             for task in tasks + more[1:]:
                 task.cancel()
             for end in await asyncio.gather(*tasks, *more[1:], return_exceptions=True):
                 assert isinstance(end, asyncio.CancelledError)
             await llm.abort("nobody")
-            assert pulse.end() < 0.5
+            assert pulse.end() < 5  # a sender that holds it up does so for ten
             assert not more[0].done()
         (*_, last) = await more[0]  # it is sent when there is room
         assert last.finished
@@ -288,14 +300,16 @@ def test_a_stopped_engine_holds_up_nothing_but_its_requests(serve):
 
 def test_a_request_that_cannot_be_sent_is_told_so(serve, monkeypatch):
     async def main(llm):
-        monkeypatch.setattr(llm._engine._turns, "_seconds", 0.2)
         async with stopped(llm):
             tasks = await until_it_takes_no_more(llm)
+            tasks[-1].cancel()  # the one that waits
+            monkeypatch.setattr(llm._engine._turns, "_seconds", 0.2)
             began = time.monotonic()
-            for attempt in (collect(llm, [1] * 8000), collect(llm, "x", LONG)):
+            attempts = (collect(llm, [1] * 8000), collect(llm, "x", LONG))
+            for attempt in [asyncio.create_task(each) for each in attempts]:
                 with pytest.raises(EngineTimeoutError, match="^the engine took no message for 10 "):
                     await attempt
-            assert 0.2 <= time.monotonic() - began < 2
+            assert 0.2 <= time.monotonic() - began < 8
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -310,9 +324,9 @@ def test_a_request_that_is_aborted_before_it_is_sent_never_runs(serve):
             params = SamplingParams(max_tokens=20_000, ignore_eos=True, n=2)
             outputs = llm.generate([3] * 8000, params, "mine")
             task = asyncio.create_task(anext(outputs))
-            await asyncio.sleep(0.05)
+            await until(lambda: llm._engine._turns.num_waiting > 1, "it to wait")
             await llm.abort("mine")
-            output = await asyncio.wait_for(task, 5)
+            output = await asyncio.wait_for(task, PATIENCE_S)
             assert [each.finish_reason for each in output.outputs] == ["abort", "abort"]
             for each in tasks:
                 each.cancel()
@@ -329,11 +343,11 @@ def test_those_that_wait_to_be_sent_hear_of_the_death(roomy):
             async with stopped(llm):
                 tasks = await until_it_takes_no_more(llm)
                 tasks += [asyncio.create_task(collect(llm, [7] * 8000)) for _ in range(5)]
-                await asyncio.sleep(0.1)
+                await until(lambda: llm._engine._turns.num_waiting == 6, "all to wait")
                 began = time.monotonic()
                 os.kill(llm._engine._client.pid, signal.SIGKILL)
                 ends = await asyncio.gather(*tasks, return_exceptions=True)
-                assert time.monotonic() - began < 1.5
+                assert time.monotonic() - began < 5  # no try to send would take ten
                 assert {type(end) for end in ends} == {EngineDeadError}
 
     asyncio.run(asyncio.wait_for(main(), 60))
@@ -344,14 +358,18 @@ def test_a_busy_loop_finds_one_entry_per_request(serve):
         params = SamplingParams(
             temperature=0.0, max_tokens=600, ignore_eos=True, output_kind=RequestOutputKind.DELTA
         )
-        relay = llm._engine._relay
-        tasks = [asyncio.create_task(collect(llm, [n + 1], params)) for n in range(8)]
-        most = 0
+        relay, known = llm._engine._relay, llm._engine._frontend.output
+        async with stopped(llm):
+            tasks = [asyncio.create_task(collect(llm, [n + 1], params)) for n in range(8)]
+            await until(lambda: known.num_unfinished_requests() == 8, "all to be sent")
+        # the loop stands still, as in a careless program
+        wait_until(lambda: relay.num_waiting >= 8, PATIENCE_S, "an entry per request")
+        most = relay.num_waiting
         while not all(task.done() for task in tasks):
             await asyncio.sleep(0.01)
-            time.sleep(0.1)  # as a careless program does
+            time.sleep(0.1)
             most = max(most, relay.num_waiting)
-        assert 0 < most <= 8
+        assert most == 8
         for task in tasks:
             assert sum(len(each.outputs[0].token_ids) for each in task.result()) == 600
 

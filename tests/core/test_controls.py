@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from waiting import HeldSteps
 
 from hardpoint import (
     LLM,
@@ -22,7 +23,7 @@ from hardpoint.plugins import LoRARequest
 from hardpoint.testing import scripted_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
-SLOWLY = {"slow": {"seconds": 0.02}}  # so that it has not ended when a pause comes
+SLOWLY = {"slow": {"seconds": 0.02}}
 LONG = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, plugin_args=SLOWLY)
 DELTAS = msgspec.structs.replace(LONG, output_kind=RequestOutputKind.DELTA)
 ENABLED = {"enable": ["slow_plugins:Slow"]}
@@ -42,6 +43,11 @@ def tokens(llm, params=GREEDY):
     return llm.generate("say abc", params)[0].outputs[0].token_ids
 
 
+def deltas(held):
+    """Parameters of a stream that has not ended when a pause comes."""
+    return msgspec.structs.replace(DELTAS, max_tokens=200, plugin_args=held.slow(0.1))
+
+
 class TestPause:
     def test_what_would_wait_for_ever_says_so(self, llm):
         before = tokens(llm)
@@ -57,11 +63,13 @@ class TestPause:
         assert not llm.is_paused()
         assert tokens(llm) == before
 
-    def test_a_stream_that_is_kept_goes_on_after(self, llm):
-        whole = tokens(llm, LONG)
-        stream = llm.stream("say abc", DELTAS)
+    def test_a_stream_that_is_kept_goes_on_after(self, llm, tmp_path):
+        held = HeldSteps(tmp_path)
+        whole = tokens(llm, msgspec.structs.replace(LONG, max_tokens=200, plugin_args={}))
+        stream = llm.stream("say abc", deltas(held))
         got = next(stream).outputs[0].token_ids
         llm.pause("keep")
+        held.let_go()
         before = []  # of steps before the pause
         with pytest.raises(EnginePausedError, match="the engine is paused"):
             before.extend(output.outputs[0].token_ids for output in stream)
@@ -74,8 +82,8 @@ class TestPause:
             got = got + output.outputs[0].token_ids
         assert got == whole
 
-    def test_a_stream_that_is_aborted_ends_with_what_it_has(self, llm):
-        stream = llm.stream("say abc", DELTAS)
+    def test_a_stream_that_is_aborted_ends_with_what_it_has(self, llm, tmp_path):
+        stream = llm.stream("say abc", deltas(HeldSteps(tmp_path)))
         next(stream)
         llm.pause("abort")
         assert [output.outputs[0].finish_reason for output in stream][-1] == "abort"
@@ -207,12 +215,12 @@ def test_on_an_event_loop(scripted, tmp_path):
             await asyncio.sleep(0.1)
             assert not waiting.done()  # another task may resume, so it waits
             await llm.resume()
-            assert await asyncio.wait_for(waiting, 10) == before
+            assert await asyncio.wait_for(waiting, 20) == before
             running = asyncio.create_task(whole())
             await asyncio.sleep(0)
             await llm.pause("wait")
             await llm.resume()
-            assert await asyncio.wait_for(running, 10) == before
+            assert await asyncio.wait_for(running, 20) == before
             await llm.sleep(2)
             assert await llm.is_sleeping()
             with pytest.raises(HardpointError, match="the engine sleeps already"):

@@ -178,7 +178,7 @@ def without_drafts(count: int) -> list[list[int]]:
 EXPECTED = without_drafts(30)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10**6))
 def test_any_drafts_give_the_tokens_of_no_drafts(seed):
     """Accepted, rejected, partly accepted, none: the outputs are the same."""

@@ -281,7 +281,7 @@ steps = st.lists(
 contents = st.lists(st.lists(st.sampled_from(sorted(LENGTHS)), max_size=4), min_size=4, max_size=4)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.integers(0, 20), contents, steps)
 def test_it_agrees_with_plain_lists_and_workers_have_what_is_held(room, contents, steps):
     cache, naive, worker = EncoderCacheManager(room), Naive(room), set()

@@ -6,8 +6,17 @@ import os
 import threading
 import time
 
+import pytest
 import zmq
-from engine_harness import PATIENCE_S, LoopRig, ScriptedExecutor, expected, request
+from engine_harness import (
+    PATIENCE_S,
+    LoopRig,
+    MidStep,
+    ScriptedExecutor,
+    expected,
+    request,
+    wait_until,
+)
 from io_harness import ME, READY
 
 from hardpoint.core import engine_io
@@ -42,12 +51,15 @@ class TestTraffic:
         assert client.answers[1].failure is None
 
     def test_a_duplicate_id_harms_only_its_sender(self, serve):
-        slow = ScriptedExecutor()
-        slow.during = lambda plan: time.sleep(0.005)
-        first, second = serve(slow, clients=2).clients
+        executor = ScriptedExecutor()
+        step = MidStep(executor)
+        served = serve(executor, clients=2)
+        first, second = served.clients
         first.send(RequestType.ADD, request("a", max_tokens=60))
-        first.until(lambda: first.tokens)
+        assert step.begun.wait(PATIENCE_S)
         second.send(RequestType.ADD, request("a", client_index=1))
+        wait_until(lambda: served.rig.queues.input.qsize() == 1)
+        step.go_on.set()
         second.until(lambda: second.ends)
         assert second.errors == {"a": "request_id: 'a' is the id of a live request"}
         first.until(lambda: first.ends)
@@ -92,31 +104,43 @@ class TestBadInput:
         assert client.errors["a"].startswith("prompt_token_ids: expected token ids from 0 to 99999")
 
 
+LARGE = "x" * 100_000  # a few of them are more than a connection holds that nobody reads from
+
+
 class TestAClientThatDoesNotRead:
     def test_it_holds_up_nobody_and_loses_nothing(self, serve, monkeypatch):
         monkeypatch.setattr(engine_io, "_MOST_UNREAD", 2)
-        served = serve(clients=2, receive_at_most=1)
+        executor = ScriptedExecutor()
+        step = MidStep(executor)
+        served = serve(executor, clients=2, receive_at_most=1)
         deaf, well = served.clients
+        served.rig.core.plugin_meters = lambda: LARGE
+        for number in range(50):
+            deaf.send(RequestType.UTILITY, UtilityCall(0, number, "plugin_meters"))
         for number in range(8):
             deaf.send(RequestType.ADD, request(f"d{number}", max_tokens=LONG))
+        assert step.begun.wait(PATIENCE_S)
+        there = [served.rig.core.num_unfinished_requests, served.rig.queues.input.qsize]
+        wait_until(lambda: sum(count() for count in there) == 8)
         well.send(RequestType.ADD, request("w", client_index=1, max_tokens=LONG))
+        step.go_on.set()
         well.until(lambda: well.ends)
         assert well.tokens["w"] == expected([1, 2, 3], LONG)
         deaf.until(lambda: len(deaf.ends) == 8)
         assert deaf.tokens == {f"d{n}": expected([1, 2, 3], LONG) for n in range(8)}
-        assert deaf.messages < LONG / 2  # most of it was merged
+        assert deaf.messages - 50 < LONG / 2  # most of it was merged
 
     def test_its_messages_are_not_read_either_while_it_is_far_behind(self, serve, monkeypatch):
         monkeypatch.setattr(engine_io, "_MOST_UNREAD", 2)
         monkeypatch.setattr("hardpoint.core.outbox._MOST_HELD", 20)
         served = serve(clients=2, receive_at_most=1)
         deaf, well = served.clients
-        for number in range(200):
+        served.rig.core.plugin_meters = lambda: LARGE
+        for number in range(40):
+            deaf.send(RequestType.UTILITY, UtilityCall(0, number, "plugin_meters"))
+        wait_until(lambda: served.rig.queues.output.is_full(0))
+        for number in range(40, 200):
             deaf.send(RequestType.UTILITY, UtilityCall(0, number, "is_paused"))
-        deadline = time.monotonic() + PATIENCE_S
-        while not served.rig.queues.output.is_full(0):
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
         time.sleep(0.1)
         assert len(served.rig.queues.output._held[0]) < 60
         well.send(RequestType.UTILITY, UtilityCall(1, 5, "is_paused"))
@@ -125,7 +149,12 @@ class TestAClientThatDoesNotRead:
 
 
 class TestTheEnd:
-    def test_what_is_left_is_sent_and_a_clean_end_has_no_marker(self, serve):
+    @pytest.fixture
+    def patient(self, monkeypatch):
+        """Gives clients longer to read what is left than they can need."""
+        monkeypatch.setattr(engine_io, "_LINGER_MS", 60_000)
+
+    def test_what_is_left_is_sent_and_a_clean_end_has_no_marker(self, serve, patient):
         served = serve()
         (client,) = served.clients
         client.send(RequestType.ADD, request("a", max_tokens=LONG))
@@ -136,13 +165,13 @@ class TestTheEnd:
             pass
         assert not client.dead
 
-    def test_a_failed_engine_tells_every_client(self, serve):
+    def test_a_failed_engine_tells_every_client(self, serve, patient):
         served = serve(clients=2)
         served.close(failed=True)
         for client in served.clients:
             client.until(lambda client=client: client.dead)
 
-    def test_the_marker_comes_after_what_is_left(self, serve):
+    def test_the_marker_comes_after_what_is_left(self, serve, patient):
         served = serve()
         (client,) = served.clients
         for number in range(5):
@@ -159,18 +188,18 @@ class TestTheEnd:
         served = serve(receive_at_most=1)
         held = served.rig.queues.output
         for number in range(50):
-            held.put(0, UtilityOutput.succeeded(number, None))
+            held.put(0, UtilityOutput.succeeded(number, LARGE))
         began = time.monotonic()
         served.close(failed=True)
-        assert time.monotonic() - began < 4
+        assert 0.3 <= time.monotonic() - began < 10
 
-    def test_nobody_left_to_hear_means_no_waiting(self, serve):
+    def test_nobody_left_to_hear_means_no_waiting(self, serve, patient):
         served = serve(receive_at_most=1)
-        for number in range(5000):
-            served.rig.queues.output.put(0, UtilityOutput.succeeded(number, None))
+        for number in range(200):
+            served.rig.queues.output.put(0, UtilityOutput.succeeded(number, LARGE))
         began = time.monotonic()
         served.close(heard=False)
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 10
 
     def test_a_sender_that_hangs_is_waited_for_5_s_and_no_longer(self, serve, monkeypatch, caplog):
         served, hangs, go_on = serve(), threading.Event(), threading.Event()
@@ -188,10 +217,7 @@ class TestTheEnd:
         closing = threading.Thread(target=served.close)
         closing.start()
         wanted = "the thread that sends outputs did not end"
-        deadline = time.monotonic() + PATIENCE_S
-        while wanted not in caplog.text:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        wait_until(lambda: wanted in caplog.text)
         go_on.set()
         closing.join(PATIENCE_S)
         assert joined == [5.0]

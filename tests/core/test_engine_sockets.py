@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from engine_harness import PATIENCE_S, wait_until
 from fake_engine import READY, Engine
 
 from hardpoint import (
@@ -32,6 +34,8 @@ from hardpoint.core.wire import (
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs
 from hardpoint.plugins.errors import PluginFaultError
 
+READY_MS = int(PATIENCE_S * 1000)
+
 
 @pytest.fixture
 def line():
@@ -39,7 +43,7 @@ def line():
     sockets = EngineSockets()
     engine = Engine(sockets)
     engine.ready()
-    ready = sockets.poll_ready(2000)
+    ready = sockets.poll_ready(READY_MS)
     assert (ready.max_model_len, ready.num_gpu_blocks) == (64, 8)
     ended: Future = Future()
     outputs: list = []
@@ -68,21 +72,35 @@ def stuck(line):
 def fill(sockets) -> int:
     """Send until nothing is taken any more; return how many messages that took."""
     count = refused = 0
-    while refused < 20:
-        if sockets.attempt(RequestType.ABORT, ["x" * 4000])():
+
+    def is_full() -> bool:
+        nonlocal count, refused
+        while sockets.attempt(RequestType.ABORT, ["x" * 4000])():
             count, refused = count + 1, 0
             assert count < 5000
-        else:
-            refused += 1
-            time.sleep(0.005)
+        refused += all_others_sleep()
+        return refused == 20
+
+    wait_until(is_full)
     return count
 
 
-def until(condition) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+def all_others_sleep() -> bool:
+    """Whether no other thread has anything to do, ZMQ's own among them, where that can be told."""
+    states = set()
+    for stat in Path("/proc/self/task").glob("*/stat"):
+        if stat.parent.name != str(threading.get_native_id()):
+            with contextlib.suppress(OSError):  # it has just ended
+                states.add(stat.read_text().rpartition(")")[2].split()[0])
+    return states <= {"S"}
+
+
+def heard_up_to(engine, kind) -> list:
+    """Read until a message of a kind comes, which is the last one that is returned."""
+    messages = [engine.heard()]
+    while messages[-1][0] != kind:
+        messages.append(engine.heard())
+    return messages
 
 
 def test_an_engine_that_nobody_expects_is_refused():
@@ -90,7 +108,7 @@ def test_an_engine_that_nobody_expects_is_refused():
     other = Engine(sockets, identity=(7).to_bytes(2, "little"))
     other.ready()
     with pytest.raises(HardpointError, match=r"an engine said b'\\x07\\x00', expected b'\\x01"):
-        sockets.poll_ready(2000)
+        sockets.poll_ready(READY_MS)
     assert sockets.poll_ready(1) is None
     other.close()
     sockets.close()
@@ -104,7 +122,7 @@ def test_messages_arrive_whole_and_in_order(line):
     assert payload == b"".join(Encoder().encode(["a", "b"]))
     for number in range(20):
         engine.say(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id=str(number))]))
-    until(lambda: len(outputs) == 20)
+    wait_until(lambda: len(outputs) == 20)
     assert [batch.outputs[0].request_id for batch in outputs] == [str(n) for n in range(20)]
 
 
@@ -114,9 +132,9 @@ def test_answers_find_their_calls_in_any_order(line):
     engine.say(UtilityOutput.succeeded(99, "nobody asked"))
     engine.say(UtilityOutput.failed(1, "scheduler.policy: wrong", "ConfigError"))
     engine.say(UtilityOutput.succeeded(0, {}))
-    assert first.result(5) == {}
+    assert first.result(PATIENCE_S) == {}
     with pytest.raises(ConfigError, match="^scheduler.policy: wrong$"):
-        second.result(5)
+        second.result(PATIENCE_S)
     assert outputs == []
 
 
@@ -126,8 +144,8 @@ def test_an_answer_of_another_type_fails_its_call_only(line):
     engine.say(UtilityOutput.succeeded(0, "no statistics"))
     engine.say(UtilityOutput.succeeded(1, {}))
     with pytest.raises(HardpointError, match="scheduler_stats"):
-        bad.result(5)
-    assert good.result(5) == {}
+        bad.result(PATIENCE_S)
+    assert good.result(PATIENCE_S) == {}
     assert not ended.done()
 
 
@@ -137,19 +155,19 @@ def test_a_call_that_was_given_up_is_forgotten(line):
     assert given_up.cancel()
     for number in range(2):
         engine.say(UtilityOutput.succeeded(number, {}))
-    assert waited_for.result(5) == {}
+    assert waited_for.result(PATIENCE_S) == {}
 
 
 def test_the_dead_marker_ends_reading_without_a_word(line):
     _, engine, _, ended = line
     engine.say(ENGINE_CORE_DEAD)
-    assert ended.result(5) is None
+    assert ended.result(PATIENCE_S) is None
 
 
 def test_what_is_no_message_ends_reading_with_the_reason(line):
     _, engine, _, ended = line
     engine.say(b"\xc1 garbage")
-    assert isinstance(ended.result(5), HardpointError)
+    assert isinstance(ended.result(PATIENCE_S), HardpointError)
 
 
 def test_after_the_end_nothing_is_sent_and_all_calls_fail(line):
@@ -191,7 +209,7 @@ def test_what_comes_before_somebody_reads_is_not_lost():
     time.sleep(0.1)
     outputs: list = []
     sockets.read(outputs.append, lambda _: None)
-    until(lambda: len(outputs) == 5)
+    wait_until(lambda: len(outputs) == 5)
     sockets.close()
     engine.close()
 
@@ -216,7 +234,7 @@ def test_an_engine_that_does_not_fit_is_refused(bound, word, error, words):
     engine = Engine(bound)
     engine.ready(word)
     with pytest.raises(error) as raised:
-        bound.poll_ready(2000)
+        bound.poll_ready(READY_MS)
     assert words in str(raised.value)
     engine.close()
 
@@ -231,7 +249,7 @@ def test_a_second_first_word_breaks_nothing(line):
     sockets.send(RequestType.ABORT, ["a"])
     assert engine.heard()[0] == RequestType.ABORT
     engine.say(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id="a")]))
-    until(lambda: outputs)
+    wait_until(lambda: outputs)
     assert not ended.done()
 
 
@@ -259,15 +277,15 @@ def test_closing_does_not_wait_for_what_is_not_read():
 
     def slowly(batch):
         taken.append(batch)
-        time.sleep(0.01)
+        time.sleep(0.05)
 
     sockets.read(slowly, lambda _: None)
     for number in range(1000):
         engine.say(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id=str(number))]))
-    until(lambda: taken)
+    wait_until(lambda: taken)
     began = time.monotonic()
     sockets.close()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 10
     count = len(taken)
     assert count < 500
     time.sleep(0.1)
@@ -290,7 +308,7 @@ def answered_while_failed() -> None:
     sockets = EngineSockets()
     engine = Engine(sockets)
     engine.ready()
-    assert sockets.poll_ready(2000) is not None
+    assert sockets.poll_ready(READY_MS) is not None
     ended: list = []
     sockets.read(lambda _: None, ended.append)
     futures = [sockets.call("plugin_meters") for _ in range(100)]
@@ -307,12 +325,12 @@ def answered_while_failed() -> None:
     caller.start()
     for number in range(100):
         engine.say(UtilityOutput.succeeded(number, {}))
-    until(lambda: any(future.done() for future in futures))
+    wait_until(lambda: any(future.done() for future in futures))
     sockets.fail(EngineDeadError("gone"))
-    caller.join(5)
+    caller.join(PATIENCE_S)
     assert isinstance(late.pop(), EngineDeadError)
     for future in futures + late:
-        assert isinstance(future.exception(5), EngineDeadError | None)
+        assert isinstance(future.exception(PATIENCE_S), EngineDeadError | None)
     assert sockets._calls == {}
     sockets.close()
     assert ended == []
@@ -328,17 +346,15 @@ def test_requests_are_turned_away_and_what_must_arrive_waits(stuck):
     sockets.post(RequestType.ABORT, ["late"])
     given_up, waited_for = (sockets.call("plugin_meters") for _ in range(2))
     assert not sockets.attempt(RequestType.ADD, "a request")()
-    assert time.monotonic() - began < 0.1
+    assert time.monotonic() - began < engine_sockets.SEND_SECONDS / 2
     assert given_up.cancel()
-    read = []
-    while (message := engine.heard(0.5)) is not None:
-        read.append(message)
-    read = read[-2:]  # before them, what filled the pipe
+    read = heard_up_to(engine, RequestType.UTILITY)[-2:]  # before them, what filled the pipe
     assert [message[0] for message in read] == [RequestType.ABORT, RequestType.UTILITY]
+    assert engine.heard(0.1) is None
     assert Decoder(list[str]).decode(read[0][1:]) == ["late"]
     call = Decoder(UtilityCall).decode(read[1][1:])
     engine.say(UtilityOutput.succeeded(call.call_id, {}))
-    assert waited_for.result(5) == {}
+    assert waited_for.result(PATIENCE_S) == {}
     assert sockets.attempt(RequestType.ADD, "a request")()
 
 
@@ -349,11 +365,11 @@ def test_what_tries_again_is_not_encoded_again(stuck, monkeypatch):
     monkeypatch.setattr(Encoder, "encode", lambda *given: encoded.append(1) or encode(*given))
     attempt = sockets.attempt(RequestType.ADD, "a long request")
     assert not any(attempt() for _ in range(20))
-    while engine.heard(0.2) is not None:
-        pass
-    until(attempt)
+    while not attempt():
+        engine.heard(0.05)
     assert len(encoded) == 1
-    assert Decoder(str).decode(engine.heard()[1:]) == "a long request"
+    message = heard_up_to(engine, RequestType.ADD)[-1]
+    assert Decoder(str).decode(message[1:]) == "a long request"
 
 
 def test_what_another_abort_costs_does_not_grow_with_those_that_wait(stuck, monkeypatch):
@@ -365,7 +381,7 @@ def test_what_another_abort_costs_does_not_grow_with_those_that_wait(stuck, monk
     for number in range(300):
         sockets.post(RequestType.ABORT, [str(number)])
     assert len(sockets._outgoing._backlog) == 300
-    assert len(looks) < 1000  # at the first one each time, and now and then by the reader
+    assert len(looks) < 10_000  # at the first one each time, and now and then by the reader
 
 
 def test_calls_that_are_given_up_do_not_pile_up(stuck):
@@ -382,7 +398,7 @@ def test_whoever_can_wait_is_told_in_the_end(stuck, monkeypatch):
     began = time.monotonic()
     with pytest.raises(EngineTimeoutError, match="^the engine took no message for 0.2 s$"):
         sockets.send(RequestType.ADD, "a request")
-    assert 0.2 <= time.monotonic() - began < 1
+    assert 0.2 <= time.monotonic() - began < 5
 
 
 def test_whoever_waits_to_send_is_told_of_the_death(stuck):
@@ -391,23 +407,27 @@ def test_whoever_waits_to_send_is_told_of_the_death(stuck):
     began = time.monotonic()
     with pytest.raises(EngineDeadError, match="^it was killed$"):
         sockets.send(RequestType.ADD, "a request")
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < engine_sockets.SEND_SECONDS / 2
 
 
 def test_whoever_waits_to_send_goes_on_when_the_engine_does(stuck):
     sockets, engine, _, _ = stuck
+    reads, sent = threading.Event(), threading.Event()
 
     def read():
         time.sleep(0.1)
-        while engine.heard(0.3) is not None:
-            pass
+        reads.set()
+        while not sent.is_set():
+            engine.heard(0.05)
 
-    reader = threading.Thread(target=read)
+    reader = threading.Thread(target=read, daemon=True)
     reader.start()
     began = time.monotonic()
     sockets.send(RequestType.ABORT, ["a"])
-    assert 0.05 < time.monotonic() - began < 2
-    reader.join(5)
+    assert time.monotonic() - began < engine_sockets.SEND_SECONDS / 2
+    assert reads.is_set()
+    sent.set()
+    reader.join(PATIENCE_S)
 
 
 def test_what_waits_for_an_engine_that_died_is_forgotten(stuck):

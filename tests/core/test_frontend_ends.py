@@ -6,8 +6,10 @@ import asyncio
 import logging
 from concurrent.futures import Future
 
+import msgspec
 import psutil
 import pytest
+from waiting import until
 
 from hardpoint import AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams, plugins
 from hardpoint.core.build import build_engine
@@ -25,6 +27,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 ENDLESS = SamplingParams(
     temperature=0.0, max_tokens=400, ignore_eos=True, output_kind=RequestOutputKind.DELTA
 )
+SLOWLY = msgspec.structs.replace(ENDLESS, plugin_args={"slow": {"seconds": 0.05}})
 
 
 class Sink(StatSink):
@@ -54,7 +57,7 @@ class Finished:
 
 
 SINK = {"stats": {"sinks": [f"{__name__}:Sink"]}}
-HOOK = {"plugins": {"enable": [f"{__name__}:Finished"]}}
+HOOK = {"plugins": {"enable": [f"{__name__}:Finished", "slow_plugins:Slow"]}}
 
 
 @pytest.fixture(autouse=True)
@@ -100,9 +103,8 @@ def test_it_does_so_in_an_event_loop_and_the_process_is_gone(scripted, monkeypat
             assert "sent again" not in str(told.value)  # nobody here would serve it
             await asyncio.gather(other, return_exceptions=True)
             assert llm.errored
-            async with asyncio.timeout(5):
-                while psutil.pid_exists(llm.engine_pid):  # without anybody closing it
-                    await asyncio.sleep(0.01)
+            pid = llm.engine_pid
+            await until(lambda: not psutil.pid_exists(pid), "its end, without anybody closing it")
             with pytest.raises(EngineFaultError, match="no such token"):
                 await llm.scheduler_stats()
 
@@ -207,7 +209,7 @@ def test_the_hook_is_not_called_for_aborted_requests(scripted):
 def test_nor_is_it_in_an_event_loop(scripted):
     async def main():
         async with AsyncLLM(config=scripted_config(scripted, HOOK)) as llm:
-            stream = llm.generate("long", ENDLESS, "aborted")
+            stream = llm.generate("long", SLOWLY, "aborted")
             await anext(stream)
             await llm.abort("aborted")
             reasons = [output.outputs[0].finish_reason async for output in stream]

@@ -240,7 +240,7 @@ GOOD = [
 ]
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(
     frames=st.one_of(
         st.sampled_from(GOOD), st.lists(st.binary(max_size=60), min_size=1, max_size=4)

@@ -7,7 +7,8 @@ import time
 
 import pytest
 import zmq
-from engine_harness import PATIENCE_S, expected, request
+from engine_harness import PATIENCE_S, expected, request, wait_until
+from zmq.utils.monitor import recv_monitor_message
 
 from hardpoint.core import engine_sockets, input_line
 from hardpoint.core.engine_sockets import EngineSockets
@@ -20,11 +21,17 @@ def heard(caplog) -> list[str]:
     return [r.getMessage() for r in caplog.records if "client 0 was cut" in r.getMessage()]
 
 
-def wait(condition, what: str) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < until, what
-        time.sleep(0.01)
+class Joins:
+    """Tells when the engine is there again, at the client's end of the connection."""
+
+    def __init__(self, client) -> None:
+        self._input = client.input
+        self._events = client.input.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED)
+
+    def wait(self) -> None:
+        assert self._events.poll(PATIENCE_S * 1000), "the engine did not connect again"
+        recv_monitor_message(self._events)
+        self._input.poll(0)  # so that the next message takes the new connection
 
 
 @pytest.fixture
@@ -35,9 +42,11 @@ def small(monkeypatch):
 def test_a_frame_that_is_too_large_is_not_received(small, serve, caplog):
     """What came before it is answered, and so is what comes once the connection is there again."""
     (client,) = serve().clients
+    joins = Joins(client)
     client.send(RequestType.ADD, request("before"))
     client.raw(bytes(RequestType.ADD), bytes(2 * MIB))
-    wait(lambda: heard(caplog), "the engine did not connect again")
+    wait_until(lambda: heard(caplog), "the cut is not told of")
+    joins.wait()
     client.send(RequestType.ADD, request("after"))
     client.until(lambda: len(client.ends) == 2)
     assert client.tokens == dict.fromkeys(("before", "after"), expected([1, 2, 3], 4))
@@ -51,9 +60,11 @@ def test_a_frame_that_is_too_large_is_not_received(small, serve, caplog):
 def test_again_and_again(small, serve, caplog):
     served = serve(clients=2)
     first, second = served.clients
+    joins = Joins(first)
     for times in range(1, 4):
         first.raw(bytes(RequestType.ABORT), bytes(2 * MIB))
-        wait(lambda times=times: len(heard(caplog)) == times, "the engine did not connect again")
+        wait_until(lambda times=times: len(heard(caplog)) == times, "the cut is not told of")
+        joins.wait()
         second.send(RequestType.ADD, request(f"r{times}", client_index=1))
         second.until(lambda times=times: f"r{times}" in second.ends)
     first.send(RequestType.ADD, request("last"))

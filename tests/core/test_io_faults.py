@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 
 import pytest
 import torch
-from engine_harness import PATIENCE_S, LoopRig, MidStep, ScriptedExecutor, expected, request
+from engine_harness import (
+    PATIENCE_S,
+    LoopRig,
+    MidStep,
+    ScriptedExecutor,
+    expected,
+    request,
+    wait_until,
+)
 from io_harness import READY
 
 from hardpoint.core.engine_io import EngineIO
@@ -65,6 +72,7 @@ class TestRefusals:
             client.send(ADD, request(name, prompt=OUTSIDE))
         other.send(ADD, request("a", prompt=OUTSIDE, client_index=1))
         other.until(lambda: other.ends == {"a": "error"})
+        wait_until(lambda: held.rig.queues.input.qsize() == 3)  # "b" and two that are wrong
         assert not client.read(0.1)
         held.rig.executor.during.go_on.set()
         client.until(lambda: len(client.ends) == 2)
@@ -126,9 +134,9 @@ class Spoils:
 
 class TestOutputs:
     def test_one_that_cannot_be_sent_ends_its_request_alone(self, serve):
-        slow = ScriptedExecutor()
-        slow.during = lambda plan: time.sleep(0.003)
-        served = serve(slow)
+        executor = ScriptedExecutor()
+        second_step = MidStep(executor, lambda plan: plan.step > 1)
+        served = serve(executor)
         (client,) = served.clients
         Spoils(served, "bad", kv_transfer_params={"handle": object()})
         client.send(ADD, request("bad", max_tokens=190))
@@ -139,8 +147,11 @@ class TestOutputs:
             "the output's kv_transfer_params cannot be sent: "
             "dict: a builtins.object cannot travel between processes"
         )
-        client.until(lambda: "bad" not in slow.rows)
+        alone = MidStep(executor, lambda plan: "bad" not in executor.rows)
+        second_step.go_on.set()
+        assert alone.begun.wait(PATIENCE_S)
         assert "good" not in client.ends
+        alone.go_on.set()
         client.until(lambda: "good" in client.ends)
         assert client.tokens["good"] == expected([1, 2, 3], 190)
         assert not client.read(0.1)
@@ -177,10 +188,9 @@ class TestOutputs:
         spoiled = Spoils(served, "a", pooling_output=object())
         client.send(ADD, request("a", max_tokens=30))
         client.until(lambda: client.ends)
-        deadline = time.monotonic() + PATIENCE_S
-        while served.rig.core.num_unfinished_requests() or served.io._outputs._lost:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        wait_until(
+            lambda: not (served.rig.core.num_unfinished_requests() or served.io._outputs._lost)
+        )
         served.rig.core.step = spoiled._step
         client.ends.clear()
         client.send(ADD, request("a"))

@@ -259,5 +259,5 @@ class Cache(RuleBasedStateMachine):
             self.model.check()
 
 
-Cache.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+Cache.TestCase.settings = settings(max_examples=150, stateful_step_count=50)
 TestCache = Cache.TestCase

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from launch_harness import failure_of, launch, said
+from launch_harness import LIMIT_S, failure_of, launch, said
 from processes import ROOT
 
 from hardpoint.core.process.failure import Failure
@@ -36,7 +36,7 @@ def test_launch_arrives_whole(child, tmp_path):
         engine_index=2,
     )
     process = child("say(json.loads(__import__('msgspec').json.encode(launch)))", plan)
-    assert process.wait(20) == 0
+    assert process.wait(LIMIT_S) == 0
     assert msgspec.convert(said(tmp_path), Launch) == plan
     assert process.description == f"the engine process (pid {process.pid}) exited with code 0"
 
@@ -123,7 +123,7 @@ def test_blocked_and_ignored_signals_do_not_stay_so(child, tmp_path):
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     said(tmp_path)
     process.terminate()
-    assert process.wait(5) == -signal.SIGTERM
+    assert process.wait(LIMIT_S) == -signal.SIGTERM
 
 
 def test_own_session_and_no_input(child, tmp_path):
@@ -215,10 +215,16 @@ def test_failure_has_the_childs_traceback(child):
 
 def test_failure_after_the_parent_left_is_printed(child, tmp_path, capfd):
     process = child(
-        "watch.on_gone(lambda: None, 20); say(1); time.sleep(0.3); raise ValueError('late')"
+        """
+        left = threading.Event()
+        watch.on_gone(left.set, 60)
+        say(1)
+        left.wait()
+        raise ValueError("late")
+        """
     )
     said(tmp_path)
-    process.close()
+    process.close(grace_s=LIMIT_S)
     assert process.returncode == 1
     assert "ValueError: late" in capfd.readouterr().err
 

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from launch_harness import LIMIT_S
 
 from hardpoint.core.process import engine_process
 from hardpoint.core.process.__main__ import LAUNCH_SECONDS, LENGTH
@@ -20,7 +21,6 @@ entry.LAUNCH_SECONDS = 0.5
 entry.main(lambda launch, watch: None)
 """
 FIRST = Interpreter.current().encode()
-LIMIT_S = 20.0
 
 
 def half(frame: bytes) -> bytes:
@@ -42,6 +42,8 @@ def half(frame: bytes) -> bytes:
 )
 def test_the_child_ends_by_itself(sent, words):
     ours, theirs = socket.socketpair()
+    ours.settimeout(LIMIT_S)
+    ours.sendall(sent)
     child = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, "--launch-fd", str(theirs.fileno())],
         pass_fds=(theirs.fileno(),),
@@ -49,8 +51,6 @@ def test_the_child_ends_by_itself(sent, words):
     )
     theirs.close()
     with ours:
-        ours.sendall(sent)
-        ours.settimeout(LIMIT_S)
         heard = b""
         while part := ours.recv(1 << 16):
             heard += part

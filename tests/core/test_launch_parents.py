@@ -7,11 +7,10 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import time
 from pathlib import Path
 
 import pytest
-from launch_harness import CHECK, gone, python, said
+from launch_harness import CHECK, LIMIT_S, gone, python, said
 from processes import ROOT
 
 RAISING = """
@@ -45,7 +44,7 @@ thread = threading.Thread(target=lambda: found.append(go()))
 thread.start(); thread.join()
 time.sleep(0.5)
 assert found[0].returncode in (None, 0)
-assert found[0].wait(20) == 0
+assert found[0].wait(60) == 0
 """
 
 
@@ -56,8 +55,8 @@ async def main():
     ended = asyncio.Event()
     for descriptor in process.sentinels:
         asyncio.get_running_loop().add_reader(descriptor, ended.set)
-    await asyncio.wait_for(ended.wait(), 20)
-    assert process.wait(1) == 0
+    await asyncio.wait_for(ended.wait(), 60)
+    assert process.wait(60) == 0
 asyncio.run(main())
 """
 
@@ -115,7 +114,7 @@ def test_hardpoint_found_by_a_path_set_at_run_time(tmp_path):
         "from hardpoint.plugins import Manifest\n"
         "process = EngineProcess.start(Launch(address='a', config={'out': sys.argv[1]},\n"
         "    manifest=Manifest(hardpoint='1', entries=())))\n"
-        "assert process.wait(20) == 0, process.failure()\n"
+        "assert process.wait(60) == 0, process.failure()\n"
     )
     python("-S", "-I", str(script), str(tmp_path / "out"), cwd=tmp_path)
     assert (tmp_path / "out").read_text() == str(package / "__init__.py")
@@ -139,8 +138,8 @@ WAITING_CHILD = "say(os.getpid()); time.sleep(60)"
 
 
 FORKING = """
-other = os.fork()
-if other == 0:
+others.append(os.fork())
+if others[-1] == 0:
     time.sleep(60)
     os._exit(0)
 """
@@ -152,24 +151,23 @@ def test_child_ends_when_the_parent_is_killed(parent, tmp_path, before):
     script = tmp_path / "script.py"
     script.write_text(
         parent(WAITING_CHILD)
-        + "process = go(); other = 0\n"
-        + "import subprocess; subprocess.Popen(['sleep', '5'])\n"
+        + "process = go()\n"
+        + "import subprocess; others = [subprocess.Popen(['sleep', '60']).pid]\n"
         + before
-        + f"Path({str(tmp_path / 'forked')!r}).write_text(str(other))\ntime.sleep(60)\n"
+        + "print(*others, flush=True)\ntime.sleep(60)\n"
     )
-    running = subprocess.Popen([sys.executable, str(script)])
+    running = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     pid = said(tmp_path)
-    while not (tmp_path / "forked").exists():
-        time.sleep(0.01)
+    others = [int(other) for other in running.stdout.readline().split()]
     running.kill()
     running.wait()
+    running.stdout.close()
     try:
-        assert gone(pid, 1.0)
-        if before:
-            assert not gone(int((tmp_path / "forked").read_text()), 0)
+        assert gone(pid, 10)
+        assert not any(gone(other, 0) for other in others)
     finally:
-        if before:
-            os.kill(int((tmp_path / "forked").read_text()), signal.SIGKILL)
+        for other in others:
+            os.kill(other, signal.SIGKILL)
 
 
 def test_child_ends_when_the_parent_exits_without_a_word(parent, tmp_path):
@@ -186,13 +184,18 @@ def test_interrupt_of_the_terminal_spares_the_child(parent, tmp_path):
     script.write_text(
         parent(WAITING_CHILD)
         + "process = go()\n"
-        + "try:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    pass\n"
+        + "try:\n    print('here', flush=True)\n    time.sleep(60)\n"
+        + "except KeyboardInterrupt:\n    pass\n"
         + "time.sleep(0.2)\nassert process.returncode is None\n"
     )
-    running = subprocess.Popen([sys.executable, str(script)], process_group=0)
+    running = subprocess.Popen(
+        [sys.executable, str(script)], process_group=0, stdout=subprocess.PIPE, text=True
+    )
     pid = said(tmp_path)
+    assert running.stdout.readline() == "here\n"
     os.killpg(running.pid, signal.SIGINT)
-    assert running.wait(20) == 0
+    assert running.wait(LIMIT_S) == 0
+    running.stdout.close()
     assert gone(pid, 0)
 
 
@@ -203,7 +206,7 @@ def test_closed_standard_descriptors(parent, tmp_path):
         parent("print('noise', flush=True); raise ModelError('as it should be')")
         + "for number in range(3): os.close(number)\n"
         + "process = go()\n"
-        + "process.wait(20)\n"
+        + "process.wait(60)\n"
         + f"import json; out = Path({str(tmp_path / 'out')!r})\n"
         + "out.write_text(json.dumps(str(process.failure())))\n"
     )

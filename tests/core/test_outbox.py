@@ -176,7 +176,7 @@ class TestWaiting:
         time.sleep(0.05)
         assert got == []
         outbox.put(0, UtilityOutput.succeeded(1, None))
-        thread.join(5)
+        thread.join(20)
         assert got == [(0, UtilityOutput.succeeded(1, None))]
 
     def test_a_client_that_can_take_nothing_holds_up_nobody(self):
@@ -202,13 +202,13 @@ class TestWaiting:
     def test_but_not_for_ever(self):
         outbox = Outbox()
         outbox.put(0, batch(output("a", [1])))
-        outbox.end(0.1)
         began = time.monotonic()
+        outbox.end(0.1)
         assert outbox.take(lambda _: False) is None
-        assert 0.1 <= time.monotonic() - began < 2
+        assert 0.1 <= time.monotonic() - began < 10
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.one_of(

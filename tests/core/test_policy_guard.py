@@ -431,7 +431,7 @@ class TestKeys:
             "group_key() of groups 'x' and 3 do not compare",
         ]
 
-    @settings(deadline=None, max_examples=100)
+    @settings(max_examples=100)
     @given(st.lists(st.tuples(values, st.integers(0, 5)), min_size=1, max_size=12))
     def test_a_heap_of_anything_works(self, drawn):
         """Whoever goes in comes out, once; nothing is raised."""
@@ -443,7 +443,7 @@ class TestKeys:
         out = [heapq.heappop(heap)[1] for _ in keys]
         assert sorted(out) == list(range(len(keys)))
 
-    @settings(deadline=None, max_examples=50)
+    @settings(max_examples=50)
     @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=12))
     def test_sound_keys_come_out_in_order_equal_ones_as_they_came(self, drawn):
         told = Told()

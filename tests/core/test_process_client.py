@@ -9,6 +9,7 @@ import time
 
 import msgspec
 import pytest
+from waiting import PATIENCE_S, HeldSteps, wait_until
 
 from hardpoint import (
     LLM,
@@ -24,9 +25,7 @@ from hardpoint import (
 )
 from hardpoint.core.engine_sockets import dead
 from hardpoint.core.error_kinds import error_of, kind_of
-from hardpoint.core.wire import (
-    WireError,
-)
+from hardpoint.core.wire import RequestType, WireError
 from hardpoint.plugins import (
     EngineCoreRequest,
     PluginLoadError,
@@ -63,11 +62,12 @@ class Grows:
 
 
 def slow(seconds: float, max_tokens: int = 400) -> SamplingParams:
+    return slowed({"slow": {"seconds": seconds}}, max_tokens)
+
+
+def slowed(plugin_args: dict, max_tokens: int = 400) -> SamplingParams:
     return SamplingParams(
-        temperature=0.0,
-        max_tokens=max_tokens,
-        ignore_eos=True,
-        plugin_args={"slow": {"seconds": seconds}},
+        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, plugin_args=plugin_args
     )
 
 
@@ -114,7 +114,7 @@ def still_serves(llm) -> bool:
 class TestRefusals:
     def test_too_many(self, llm):
         with pytest.raises(OverloadedError) as error:
-            llm.generate(["x"] * 6, slow(0.01, 30))
+            llm.generate(["x"] * 6, slow(0.05))
         assert type(error.value) is OverloadedError
         assert str(error.value) == (
             "overloaded: 3 requests wait, which is the most that may (scheduler.max_waiting); "
@@ -124,7 +124,7 @@ class TestRefusals:
         assert still_serves(llm)
 
     def test_completions_too_many(self, llm):
-        many = msgspec.structs.replace(slow(0.02, 30), n=5, temperature=1.0, seed=1)
+        many = msgspec.structs.replace(slow(0.05), n=5, temperature=1.0, seed=1)
         with pytest.raises(OverloadedError, match="overloaded: 3 requests wait"):
             llm.generate("x", many)
         assert still_serves(llm)
@@ -189,8 +189,8 @@ def test_callables_are_for_this_process(own, here):
 
 def test_questions_over_the_wire(own):
     engine = own._engine
-    engine.add_request("a", "x", slow(0.01))
-    engine.add_request("b", "x", slow(0.01))
+    engine.add_request("a", "x", slow(0.03))
+    engine.add_request("b", "x", slow(0.03))
     engine.step()
     assert engine.why_waiting("a") == {0: None}
     assert engine.why_waiting("b")[0].waiting_for.name == "SLOT"
@@ -206,9 +206,9 @@ def test_questions_over_the_wire(own):
 def test_only_what_is_declared_can_be_called(own):
     client = own._engine.parts.client
     with pytest.raises(RequestError, match="method: expected one of add_lora, .*, got 'close'"):
-        client.call("close").result(5)
+        client.call("close").result(PATIENCE_S)
     with pytest.raises(RequestError, match="request_ids: expected a list, got 'r'"):
-        client.call("why_waiting", "r").result(5)
+        client.call("why_waiting", "r").result(PATIENCE_S)
     with pytest.raises(RequestError, match="^UtilityCall: a builtins.object cannot travel"):
         client.call("why_waiting", [object()])
     assert still_serves(own)
@@ -218,23 +218,36 @@ def test_a_step_without_requests_returns_at_once(own):
     assert own._engine.step() == []
 
 
-def test_a_question_that_is_not_answered_in_time(scripted):
+def test_a_question_that_is_not_answered_in_time(scripted, tmp_path):
+    held = HeldSteps(tmp_path)
     with LLM(config=config(scripted, call_timeout_seconds=0.2)) as llm:
-        llm._engine.add_request("a", "x", slow(0.7, 1))
-        time.sleep(0.3)  # the step is under way
+        llm._engine.add_request("a", "x", slowed(held.slow(), 1))
+        wait_until(held.have_begun, PATIENCE_S, "the step")
         words = r"did not answer scheduler_stats within 0.2 s \(engine.call_timeout_seconds\)"
         with pytest.raises(EngineTimeoutError, match=words):
             llm.scheduler_stats()
+        held.let_go()
         while llm._engine.has_unfinished_requests():
             llm._engine.step()
+        llm._engine.parts.client._timeout_s = PATIENCE_S  # from here on there shall be an answer
         assert llm.scheduler_stats().num_running == 0  # the late answer disturbs nobody
         assert still_serves(llm)
 
 
-def test_ctrl_c_ends_the_requests_and_leaves_the_engine(own):
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+def test_ctrl_c_ends_the_requests_and_leaves_the_engine(own, tmp_path):
+    held, known = HeldSteps(tmp_path), own._engine._frontend.output
+
+    def interrupt():
+        wait_until(
+            lambda: held.have_begun() and known.num_unfinished_requests() == 2,
+            PATIENCE_S,
+            "the step",
+        )
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        own.generate(["x", "y"], slow(0.02))
+        own.generate(["x", "y"], slowed(held.slow(0.05)))
     assert not own._engine.has_unfinished_requests()
     assert own._calls._inboxes == {}
     assert still_serves(own)
@@ -242,19 +255,41 @@ def test_ctrl_c_ends_the_requests_and_leaves_the_engine(own):
     assert (stats.num_running, stats.num_waiting) == (0, 0)
 
 
-def test_all_who_wait_are_told_of_its_death(scripted):
+def test_what_is_sent_while_its_death_is_told_is_refused(scripted, monkeypatch):
+    """It would be lost, and its sender would wait for the news only."""
+    with LLM(config=config(scripted)) as llm:
+        connection = llm._engine.parts.client._connection
+        sockets = connection._sockets
+        telling, go_on = threading.Event(), threading.Event()
+        fail = sockets.fail
+
+        def slowly(error):
+            telling.set()
+            assert go_on.wait(PATIENCE_S)
+            fail(error)
+
+        monkeypatch.setattr(sockets, "fail", slowly)
+        os.kill(connection.pid, signal.SIGKILL)
+        assert telling.wait(PATIENCE_S)
+        threading.Timer(0.1, go_on.set).start()
+        with pytest.raises(EngineDeadError, match="was killed by signal 9"):
+            connection.send(RequestType.ABORT, ["a"])
+
+
+def test_all_who_wait_are_told_of_its_death(scripted, tmp_path):
     """A batch, and several questions, at once."""
+    held = HeldSteps(tmp_path)
     with LLM(config=config(scripted)) as llm:
         client = llm._engine.parts.client
-        llm._engine.add_request("a", "x", slow(30, 1))
-        time.sleep(0.2)
+        llm._engine.add_request("a", "x", slowed(held.slow(), 1))
+        wait_until(held.have_begun, PATIENCE_S, "the step")
         futures = [client.call("scheduler_stats") for _ in range(5)]
         os.kill(client.pid, signal.SIGKILL)
         began = time.monotonic()
         words = rf"^the engine process \(pid {client.pid}\) was killed by signal 9 \(SIGKILL\)$"
         for future in futures:
             with pytest.raises(EngineDeadError, match=words):
-                future.result(5)
+                future.result(PATIENCE_S)
         with pytest.raises(EngineDeadError, match=words):
             client.add_request(
                 EngineCoreRequest(request_id="r", prompt_token_ids=[1], params=GREEDY)

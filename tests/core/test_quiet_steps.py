@@ -145,7 +145,7 @@ def test_a_program_that_steps_gets_all_it_would(scripted):
         began = time.monotonic()
         with pytest.raises(TimeoutError):
             starved(llm._engine)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
 
 
 def starved(engine) -> None:
@@ -178,7 +178,7 @@ def test_a_task_is_woken_by_its_own_outputs_only(scripted):
                 await asyncio.sleep(0.3)
             assert not task.done()
             await llm.resume()
-            assert (await asyncio.wait_for(task, 10)).outputs[0].token_ids
+            assert (await asyncio.wait_for(task, 20)).outputs[0].token_ids
         finally:
             llm.close()
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 
 import pytest
 
 from hardpoint import RequestError, SamplingParams
-from hardpoint.core.build import build_engine
-from hardpoint.plugins import EngineConfig, EngineCoreRequest, PoolingParams, hookimpl, typed
-from hardpoint.testing import scripted_config
+from hardpoint.plugins import EngineCoreRequest, PoolingParams, hookimpl
 
 FOUR = {"max_tokens": 4, "ignore_eos": True}
 
@@ -29,20 +26,9 @@ class Meddler:
             arguments.clear()
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["in_process", "own_process"])
-def engine(request, scripted):
-    config = scripted_config(
-        scripted,
-        {
-            "engine": {"in_process": request.param},
-            "plugins": {"enable": [{"use": f"{__name__}:Meddler", "name": "meddler"}]},
-        },
-    )
-    sys.path.append(str(request.path.parent))
-    engine = build_engine(typed.convert(config, EngineConfig, path=""))
-    yield engine
-    engine.close()
-    sys.path.remove(str(request.path.parent))
+@pytest.fixture(scope="module")
+def engine(meddled):
+    return meddled
 
 
 def ready(prompt=(5, 6, 7), params=None, **fields) -> EngineCoreRequest:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 import msgspec
 import pytest
 from driving import run
 
 from hardpoint import RequestError, SamplingParams
-from hardpoint.core.build import build_engine
-from hardpoint.plugins import EngineConfig, EngineCoreRequest, hookimpl, typed
-from hardpoint.testing import scripted_config
+from hardpoint.plugins import EngineCoreRequest, hookimpl
 
 GREEDY = {"temperature": 0.0, "max_tokens": 20}
 
@@ -27,20 +23,9 @@ class Meddler:
         type(self).does(request)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["in_process", "own_process"])
-def engine(request, scripted):
-    config = scripted_config(
-        scripted,
-        {
-            "engine": {"in_process": request.param},
-            "plugins": {"enable": [{"use": f"{__name__}:Meddler", "name": "meddler"}]},
-        },
-    )
-    sys.path.append(str(request.path.parent))
-    engine = build_engine(typed.convert(config, EngineConfig, path=""))
-    yield engine
-    engine.close()
-    sys.path.remove(str(request.path.parent))
+@pytest.fixture(scope="module")
+def engine(meddled):
+    return meddled
 
 
 @pytest.fixture

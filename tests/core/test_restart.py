@@ -7,9 +7,11 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 
 import pytest
+from waiting import PATIENCE_S, alive, until, until_told_of_its_death
 
 from hardpoint import (
     AsyncLLM,
@@ -25,7 +27,11 @@ from hardpoint.testing import scripted_config
 LIMIT = r"not started anew: 1 restart within a minute \(engine\.max_restarts_per_minute\)"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 ENDLESS = SamplingParams(
-    temperature=0.0, max_tokens=400, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    temperature=0.0,
+    max_tokens=400,
+    ignore_eos=True,
+    output_kind=RequestOutputKind.DELTA,
+    plugin_args={"slow": {"seconds": 0.05}},
 )
 
 
@@ -39,9 +45,9 @@ async def collect(outputs) -> list:
 
 async def kill(llm) -> None:
     """Kill the engine, and wait until that is known."""
-    os.kill(pid_of(llm), signal.SIGKILL)
-    while llm.is_running:
-        await asyncio.sleep(0.005)
+    pid = pid_of(llm)
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: not llm.is_running or pid_of(llm) != pid, "the word of its death")
 
 
 async def serves(llm) -> bool:
@@ -50,7 +56,8 @@ async def serves(llm) -> bool:
 
 def test_requests_in_flight_fail_and_the_next_are_served(scripted):
     async def main():
-        async with AsyncLLM(config=scripted_config(scripted), restart="on_failure") as llm:
+        config = scripted_config(scripted, {"plugins": {"enable": ["slow_plugins:Slow"]}})
+        async with AsyncLLM(config=config, restart="on_failure") as llm:
             await llm.set_policy("fair", {"tag": "team", "weights": {"a": 3.0}})
             manifest, first = llm.manifest, pid_of(llm)
             streams = [llm.generate([i + 1] * 3, ENDLESS) for i in range(8)]
@@ -92,7 +99,8 @@ def test_one_that_is_dead_when_a_request_comes_is_started_anew(scripted):
         async with AsyncLLM(config=scripted_config(scripted), restart="on_failure") as llm:
             assert await serves(llm)
             os.kill(pid_of(llm), signal.SIGKILL)
-            time.sleep(0.3)  # it is dead, and the loop has had no time to hear of it
+            until_told_of_its_death(llm._engine._client)
+            assert llm.is_running  # the loop has had no time to hear of it
             assert await serves(llm)
             assert (await llm.health()).restarts == 1
 
@@ -141,12 +149,23 @@ def test_closing_while_it_is_started_anew(scripted):
     async def main():
         llm = AsyncLLM(config=scripted_config(scripted), restart="on_failure")
         assert await serves(llm)
+        restarter, started, go_on = llm._engine._restarter, [], threading.Event()
+        connect = restarter._connect
+
+        def held_up(parts):
+            started.append(connect(parts))
+            assert go_on.wait(PATIENCE_S)
+            return started[0]
+
+        restarter._connect = held_up
         await kill(llm)
         waiting = asyncio.create_task(serves(llm))
-        await asyncio.sleep(0.3)
+        await until(lambda: started, "the new engine")
         await llm.aclose()
+        go_on.set()
         with pytest.raises(EngineClosedError):
             await waiting
+        assert not alive(started[0][0].pid)
 
     asyncio.run(main())
 

@@ -11,8 +11,10 @@ import sys
 import threading
 import weakref
 
+import msgspec
 import pytest
 from engine_harness import Rig, ScriptedExecutor
+from waiting import until
 
 from hardpoint import LLM, AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams, plugins
 from hardpoint.core.build import build_engine
@@ -31,6 +33,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 ENDLESS = SamplingParams(
     temperature=0.0, max_tokens=400, ignore_eos=True, output_kind=RequestOutputKind.DELTA
 )
+SLOWLY = msgspec.structs.replace(ENDLESS, plugin_args={"slow": {"seconds": 0.05}})
+SLOW = {"plugins": {"enable": ["slow_plugins:Slow"]}}
 OWN = {"in_process": False}
 
 
@@ -272,19 +276,14 @@ def test_an_engine_that_nobody_asks_says_nothing():
 # In an event loop
 
 
-async def until(condition, seconds=10.0):
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def last(stream):
     return [output async for output in stream][-1]
 
 
 def test_reports_come_while_nothing_happens_and_end_with_the_engine(scripted):
     async def main():
-        extra = {"stats": stats("Recorder", request_metrics=True, interval_seconds=0.02)}
+        sinks = stats("Recorder", request_metrics=True, interval_seconds=0.02)
+        extra = SLOW | {"stats": sinks}
         async with AsyncLLM(config=scripted_config(scripted, extra)) as llm:
             assert Recorder.calls == []
             output = await last(llm.generate("say abc", GREEDY))
@@ -292,15 +291,15 @@ def test_reports_come_while_nothing_happens_and_end_with_the_engine(scripted):
             assert finished() == [("0", "stop", 13)]
             batches = Recorder.calls.count("record")
             told = Recorder.calls.count("report")
-            await until(lambda: Recorder.calls.count("report") >= told + 3)
+            await until(lambda: Recorder.calls.count("report") >= told + 3, "reports")
             assert Recorder.calls.count("record") == batches
-            stream = llm.generate("x", ENDLESS, request_id="left")
+            stream = llm.generate("x", SLOWLY, request_id="left")
             await anext(stream)
             await stream.aclose()
-            await until(lambda: len(finished()) == 2)
+            await until(lambda: len(finished()) == 2, "a report of its end")
             assert finished()[1][:2] == ("left", "abort")
             # the engine's own word of the abort came too: nothing runs there
-            await until(lambda: num_running() == 0)
+            await until(lambda: num_running() == 0, "the engine's word")
         assert Recorder.calls[-1] == "close"
         calls = len(Recorder.calls)
         await asyncio.sleep(0.1)
@@ -355,21 +354,21 @@ def test_an_engine_that_was_dropped_is_not_kept_by_its_reports(scripted):
 
 def test_reports_go_on_when_the_engine_is_started_anew(scripted):
     async def main():
-        extra = {"stats": stats("Recorder", interval_seconds=0.02)}
+        extra = SLOW | {"stats": stats("Recorder", interval_seconds=0.02)}
         config = scripted_config(scripted, extra)
         async with AsyncLLM(config=config, restart="on_failure") as llm:
-            stream = llm.generate("x", ENDLESS, request_id="lost")
+            stream = llm.generate("x", SLOWLY, request_id="lost")
             await anext(stream)
             os.kill(llm._engine._client.pid, signal.SIGKILL)
             with pytest.raises(EngineDeadError):
                 await last(stream)
-            await until(lambda: finished())
+            await until(finished, "a report of its end")
             assert finished()[0][:2] == ("lost", "error")
             assert num_running() == 0
             assert (await last(llm.generate("say abc", GREEDY))).finished
             assert finished()[1:] == [("0", "stop", 13)]
             told = Recorder.calls.count("report")
-            await until(lambda: Recorder.calls.count("report") > told)
+            await until(lambda: Recorder.calls.count("report") > told, "a report")
             assert "close" not in Recorder.calls
 
     asyncio.run(main())
@@ -388,9 +387,9 @@ def test_a_sink_may_end_an_engine_in_a_loop(scripted):
 
 def test_closing_in_another_thread_closes_the_sinks_once(scripted):
     async def main():
-        extra = {"stats": stats("Recorder", interval_seconds=0.01)}
+        extra = SLOW | {"stats": stats("Recorder", interval_seconds=0.01)}
         llm = AsyncLLM(config=scripted_config(scripted, extra))
-        stream = llm.generate("x", ENDLESS)
+        stream = llm.generate("x", SLOWLY)
         await anext(stream)
         closing = threading.Thread(target=llm.close)
         closing.start()
@@ -430,6 +429,6 @@ print(sum(TOKENS))
 """
     )
     done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, timeout=60
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=180
     )
     assert done.stdout == "13\n", done.stderr

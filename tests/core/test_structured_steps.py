@@ -314,7 +314,7 @@ def test_the_built_in_executor_refuses_a_bitmask_by_name():
         executor.sample_tokens(SchedulerOutput(), bitmask)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     depth=st.integers(2, 4),
     lengths=st.lists(

@@ -64,11 +64,11 @@ def test_who_came_first_is_sent_first():
 def test_all_are_told_when_their_time_is_over():
     async def main():
         engine, turns = Engine(), Turns(0.1)
-        tasks = [sending(turns, engine, number) for number in range(5)]
         began = time.monotonic()
+        tasks = [sending(turns, engine, number) for number in range(100)]
         for error in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(error, EngineTimeoutError)
-        assert 0.1 <= time.monotonic() - began < 0.6
+        assert 0.1 <= time.monotonic() - began < 5  # not one after another
         assert turns.num_waiting == 0
 
     asyncio.run(main())
@@ -118,11 +118,11 @@ def test_who_has_nothing_left_to_send_goes():
         await settle()
         ended.add(2)
         turns.look()
-        await asyncio.wait_for(tasks[2], 1)
+        await asyncio.wait_for(tasks[2], 5)
         assert turns.num_waiting == 3
-        await asyncio.wait_for(turns.sent(lambda: engine.send(9), lambda: True), 1)
+        await asyncio.wait_for(turns.sent(lambda: engine.send(9), lambda: True), 5)
         ended.update(range(4))
-        await asyncio.wait_for(asyncio.gather(*tasks), 1)
+        await asyncio.wait_for(asyncio.gather(*tasks), 5)
         assert engine.got == []
 
     asyncio.run(main())

@@ -30,7 +30,7 @@ from hardpoint.plugins import (
 )
 
 TENSOR, ARRAY, SLICE = 1, 2, 3
-FEW = settings(deadline=None, max_examples=60)
+FEW = settings(max_examples=60)
 DTYPES = [
     *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),

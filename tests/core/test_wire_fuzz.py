@@ -41,7 +41,7 @@ from hardpoint.plugins import (
 )
 
 MUTATED = 100_000
-FEW = settings(deadline=None, max_examples=200)
+FEW = settings(max_examples=200)
 
 MESSAGES = [
     EngineCoreRequest(

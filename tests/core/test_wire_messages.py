@@ -124,7 +124,7 @@ def decode_plain(type_, plain):
     return Decoder(type_).decode(msgpack.encode(plain))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(EVERYTHING)
 def test_messages_are_lossless(message):
     assert Decoder(type(message)).decode(encoded(message)) == message

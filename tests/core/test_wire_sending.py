@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 
 import pytest
 import torch
 import zmq
 import zmq.asyncio
+from engine_harness import PATIENCE_S, wait_until
 
 from hardpoint.core.wire import Decoder, Encoder, SendTracker
 
@@ -20,16 +20,9 @@ def sockets(tmp_path):
     context.linger = 0
     sender, receiver = context.socket(zmq.PUSH), context.socket(zmq.PULL)
     receiver.bind(f"ipc://{tmp_path}/s")
-    receiver.rcvtimeo = 5000
+    receiver.rcvtimeo = int(PATIENCE_S * 1000)
     yield sender, receiver, f"ipc://{tmp_path}/s"
     context.destroy(linger=0)
-
-
-def eventually(condition):
-    until = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.002)
 
 
 def done(tracker):
@@ -64,7 +57,7 @@ def test_a_buffer_comes_back_only_after_sending(sockets):
     receiver.bind(f"{address}-nobody")
     for number in range(3):
         assert Decoder().decode(receiver.recv_multipart()) == [number] * 1000
-    eventually(lambda: done(tracker))
+    wait_until(lambda: done(tracker))
     assert tracker.num_free == 3
 
 
@@ -85,7 +78,7 @@ def test_a_slow_client_delays_nobody_else(sockets):
         tracker.collect()
         return tracker.num_pending == 1
 
-    eventually(one_left)
+    wait_until(one_left)
     assert tracker.num_free == 2
 
 
@@ -101,7 +94,7 @@ def test_every_frame_counts_not_only_the_last(sockets):
     assert (tracker.num_pending, tracker.num_free) == (1, 0)
     receiver.bind(f"{address}-nobody")
     assert Decoder().decode(receiver.recv_multipart())[1].sum() == 100
-    eventually(lambda: done(tracker))
+    wait_until(lambda: done(tracker))
 
 
 def test_failed_sends_give_the_buffer_back(sockets):
@@ -111,7 +104,7 @@ def test_failed_sends_give_the_buffer_back(sockets):
     frames = Encoder().encode_into([1], buffer)
     with pytest.raises(zmq.Again):
         sender.send_multipart(tracker.frames(frames, buffer), zmq.NOBLOCK, copy=False)
-    eventually(lambda: done(tracker))
+    wait_until(lambda: done(tracker))
     assert tracker.num_free == 1
 
 
@@ -139,7 +132,7 @@ def test_the_pool_is_bounded_however_many_come_back_at_once(sockets):
     receiver.bind(f"{address}-nobody")
     for number in range(10):
         assert Decoder().decode(receiver.recv_multipart()) == [number] * 1000
-    eventually(lambda: done(tracker))
+    wait_until(lambda: done(tracker))
     assert tracker.num_free == tracker._max_free == 4
     kept = [tracker.buffer() for _ in range(4)]
     assert all(any(one is buffer for buffer in buffers) for one in kept)
@@ -157,7 +150,7 @@ def test_memory_lives_until_it_is_sent(sockets):
     [torch.zeros(5000, dtype=torch.int64) for _ in range(5)]
     receiver.bind(f"{address}-nobody")
     assert Decoder().decode(receiver.recv_multipart()).tolist() == list(range(5000))
-    eventually(lambda: done(tracker))
+    wait_until(lambda: done(tracker))
 
 
 def test_asynchronous_sockets(sockets):
@@ -176,5 +169,5 @@ def test_asynchronous_sockets(sockets):
     assert tracker.num_pending == 1
     receiver.bind(f"{address}-nobody")
     assert Decoder().decode(receiver.recv_multipart())[0] == "x" * 5000
-    eventually(lambda: done(tracker))
+    wait_until(lambda: done(tracker))
     assert tracker.num_free == 1

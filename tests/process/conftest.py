@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import Opened, wait_until
+from harness import PATIENCE_S, Opened, wait_until
 
+from hardpoint.core import engine_connection
 from hardpoint.testing import write_scripted_model
 
 # These tests run the jobs and the faulty plugins of tests/core across processes.
@@ -21,10 +22,18 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_scripted_model(tmp_path_factory.mktemp("endless"), max_position_embeddings=1 << 15)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have clients wait for the words of an engine that failed, however long it takes to end."""
+    monkeypatch.setattr(engine_connection, "_LAST_WORDS_S", PATIENCE_S)
+
+
 @pytest.fixture
 def opened() -> Iterator[Opened]:
     """Open engines; each is closed, and its process must be gone, when the test ends."""
     opened = Opened()
     yield opened
     pids = opened.close()
-    wait_until(lambda: all(not Path(f"/proc/{pid}").exists() for pid in pids), 10, "processes")
+    wait_until(
+        lambda: all(not Path(f"/proc/{pid}").exists() for pid in pids), PATIENCE_S, "processes"
+    )

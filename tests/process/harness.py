@@ -13,17 +13,18 @@ import textwrap
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 from processes import ROOT
+from waiting import PATIENCE_S, alive, wait_until
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.plugins import EngineConfig, typed
+from hardpoint.plugins import EngineConfig, EngineDeadError, typed
 from hardpoint.testing import scripted_config
 
 OWN_PROCESS = {"in_process": False}
@@ -67,15 +68,6 @@ def pid_of(llm: LLM) -> int:
     return llm._engine.parts.client.pid
 
 
-def wait_until(condition: Callable[[], object], limit_s: float, what: str) -> float:
-    """Wait for a condition; return the seconds it took, or fail."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < limit_s, f"waited {limit_s} s for {what}"
-        time.sleep(0.005)
-    return time.monotonic() - began
-
-
 def hangs(begun: Path) -> SamplingParams:
     """Parameters of a request whose steps hang, with the plugin `slow`; the path says it has begun.
 
@@ -88,18 +80,19 @@ def hangs(begun: Path) -> SamplingParams:
 
 def in_step(begun: Path) -> None:
     """Wait until the step of a request that `hangs` has begun."""
-    wait_until(begun.exists, 10, "the step")
+    wait_until(begun.exists, PATIENCE_S, "the step")
 
 
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that nobody has waited for yet does not."""
+def drains(ask: Callable[[], object]) -> bool:
+    """Whether an engine has heard of its end, so that it refuses what `ask` asks."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+        ask()
+    except EngineDeadError as error:
+        return str(error) == "the engine is shutting down"
+    return False
 
 
-def gone(pid: int, limit_s: float) -> float:
+def gone(pid: int, limit_s: float = PATIENCE_S) -> float:
     """Wait for the end of a process; return the seconds it took."""
     return wait_until(lambda: not alive(pid), limit_s, f"the end of process {pid}")
 
@@ -114,9 +107,7 @@ def holdings() -> Counter:
     """What this program holds beside its memory: descriptors, threads, children, files."""
     gc.collect()
     held: Counter = Counter()
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own
-            held[f"descriptor {os.readlink(f'/proc/self/fd/{descriptor}').split(':[')[0]}"] += 1
+    held.update(f"descriptor {link.split(':[')[0]}" for link in _open_files())
     held.update(f"thread {thread.name}" for thread in threading.enumerate())
     held["native threads"] = len(os.listdir("/proc/self/task"))
     held.update(f"child {child.pid}" for child in psutil.Process().children(recursive=True))
@@ -132,26 +123,23 @@ def _is_ours(path: Path) -> bool:
     listing = Path("/proc/net/unix").read_bytes()
     if named not in listing:
         return True
-    mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in _descriptors()}
     inodes = {
         f"socket:[{line.split()[6].decode()}]" for line in listing.splitlines() if named in line
     }
-    return bool(inodes & mine)
+    return not inodes.isdisjoint(_open_files())
 
 
-def _descriptors() -> list[str]:
-    return [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+def _open_files() -> Iterator[str]:
+    """What the descriptors of this program stand for."""
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own, and what closes meanwhile
+            yield os.readlink(f"/proc/self/fd/{descriptor}")
 
 
-def left_over(before: Counter) -> Counter:
-    """What is held now and was not before."""
-    return holdings() - before
-
-
-def nothing_left(before: Counter, limit_s: float = 5.0) -> float:
+def nothing_left(before: Counter, limit_s: float = PATIENCE_S) -> float:
     """Wait until nothing is held that was not held before; return the seconds it took."""
     began = time.monotonic()
-    while left := left_over(before):
+    while left := holdings() - before:
         assert time.monotonic() - began < limit_s, f"left behind: {dict(left)}"
         time.sleep(0.02)
     return time.monotonic() - began

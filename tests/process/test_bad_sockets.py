@@ -10,12 +10,14 @@ import time
 import msgspec
 import pytest
 import zmq
-from harness import process_config
+from harness import PATIENCE_S, process_config, wait_until
 from raw_client import IDENTITY, RawClient, request
+from waiting import HeldSteps
 
 from hardpoint.core.wire import Encoder, RequestType, UtilityCall
 from hardpoint.plugins import FinishReason, SamplingParams
 
+GREEDY_200 = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 ADD, ABORT, UTILITY = RequestType.ADD, RequestType.ABORT, RequestType.UTILITY
 
 
@@ -81,7 +83,7 @@ def test_truncated_and_mutated_requests(client):
 
 def settle(client) -> None:
     """Wait until what was sent has run; requests under mutated ids are few tokens long."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while True:
         stats = client.call("scheduler_stats").result.value
         running, waiting = stats[:2] if isinstance(stats, list) else list(stats.values())[:2]
@@ -165,17 +167,21 @@ def test_outputs_for_clients_that_do_not_exist_are_dropped(client):
     settle(client)
 
 
-def test_a_live_id_is_refused_and_the_first_goes_on(client, expected):
-    client.add("twin", plugin_args={"slow": {"seconds": 0.05}})
+def test_a_live_id_is_refused_and_the_first_goes_on(client, expected, tmp_path):
+    held = HeldSteps(tmp_path)
+    client.add("twin", params=GREEDY_200, plugin_args=held.slow(0.1))
     client.add("twin")
+    words = "that has the id of its live request 'twin': request_id: 'twin' is "
+    wait_until(lambda: words in client.log.read_text(), PATIENCE_S, "the refusal")
+    held.let_go()
     seen, tokens = [], []
     while not seen:
         for output in client.receive().outputs:
             tokens += output.new_token_ids
             seen += [output.finish_reason] if output.finished else []
     assert seen == [FinishReason.LENGTH]
-    assert tokens == expected
-    assert "that has the id of its live request 'twin': request_id: 'twin' is " in client.logged()
+    assert tokens[: len(expected)] == expected
+    assert len(tokens) == 200
 
 
 def test_aborts_of_unknown_ended_and_repeated_ids(client, expected):
@@ -190,8 +196,9 @@ def test_aborts_of_unknown_ended_and_repeated_ids(client, expected):
 
 
 def test_an_abort_right_behind_its_request_wins(client):
+    params = SamplingParams(max_tokens=30_000, ignore_eos=True, seed=1)
     for _ in range(20):
-        client.add("brief", params=SamplingParams(max_tokens=30_000, ignore_eos=True, seed=1))
+        client.add("brief", params=params, plugin_args={"slow": {"seconds": 0.01}})
         client.say(ABORT, ["brief"])
         client.say(ABORT, ["brief"])
     settle(client)
@@ -242,7 +249,7 @@ def test_a_second_client_on_the_output_address_harms_nobody(client):
     stranger.setsockopt(zmq.IDENTITY, b"stranger")
     stranger.connect(client.router.getsockopt_string(zmq.LAST_ENDPOINT))
     stranger.send_multipart([ADD, *whole()])
-    assert client.router.poll(2000)
+    assert client.router.poll(PATIENCE_S * 1000)
     assert client.router.recv_multipart()[0] == b"stranger"
     assert IDENTITY != b"stranger"
     stranger.close(0)
@@ -251,20 +258,23 @@ def test_a_second_client_on_the_output_address_harms_nobody(client):
 # The end
 
 
-def test_after_shutdown_began_there_is_an_answer(endless):
-    settings = {"plugins": {"enable": ["slow_plugins:Slow"]}, "engine": {"drain_seconds": 20.0}}
+def test_after_shutdown_began_there_is_an_answer(endless, tmp_path):
+    settings = {"plugins": {"enable": ["slow_plugins:Slow"]}, "engine": {"drain_seconds": 60.0}}
     client = RawClient(process_config(endless, settings))
+    held = HeldSteps(tmp_path)
     try:
-        client.add("before", plugin_args={"slow": {"seconds": 0.1}})
+        client.add("before", params=GREEDY_200, plugin_args=held.slow(0.1))
         client.receive()
         os.kill(client.process.pid, signal.SIGTERM)
-        time.sleep(0.2)
-        client.add("after")
+        wait_until(lambda: client.call("scheduler_stats").failure, PATIENCE_S, "the drain")
         assert "the engine is shutting down" in client.call("scheduler_stats").failure
         client.send(b"\xff", b"\xff")
         client.say(ABORT, ["nobody"])
+        client.add("after")
+        assert "the engine is shutting down" in client.ends(["after"])["after"].error
+        held.let_go()
         ended = client.ends(["before"])["before"]
         assert ended.finish_reason is FinishReason.LENGTH
-        assert client.process.wait(10) == 0
+        assert client.process.wait(PATIENCE_S) == 0
     finally:
         client.close()

@@ -27,9 +27,9 @@ ENDLESS = SamplingParams(
     max_tokens=110,
     ignore_eos=True,
     output_kind=RequestOutputKind.FINAL_ONLY,
-    plugin_args={"slow": {"seconds": 0.02}},
+    plugin_args={"slow": {"seconds": 0.02}, "tires": {"tokens": 60}},
 )
-SLOW = {"plugins": {"enable": ["slow_plugins:Slow"]}}
+SLOW = {"plugins": {"enable": ["slow_plugins:Slow", "pacing_plugins:Tires"]}}
 
 
 def with_stop_strings() -> list[Job]:
@@ -137,15 +137,22 @@ def as_deltas(job: Job) -> Job:
     return (job[0], job[1], msgspec.structs.replace(job[2], output_kind=DELTA))
 
 
-def test_streamed_deltas_join_to_the_whole(scripted, expected):
-    engine = open_engine(scripted, TIGHT)
+def test_streamed_deltas_join_to_the_whole(scripted, expected, tmp_path):
+    """For its first steps, the engine waits until the outputs of the step before are taken."""
+    turn = tmp_path / "turn"
+    engine = open_engine(scripted, TIGHT | {"plugins": {"enable": ["pacing_plugins:Turns"]}})
+    turns = {"turns": {"path": str(turn)}}
+    params = SamplingParams(max_tokens=30, ignore_eos=True, plugin_args=turns)
+    engine.add_request("pacemaker", [1], params)
     streams: dict[str, list] = {}
     for job in with_stop_strings():
         engine.add_request(*as_deltas(job))
     while engine.has_unfinished_requests():
+        turn.touch()
         for output in engine.step():
             streams.setdefault(output.request_id, []).append(output)
     engine.close()
+    assert len(streams.pop("pacemaker")) == 30
     assert {i: [joined(outputs)] for i, outputs in streams.items()} == expected
     assert any(len(outputs) > 5 for outputs in streams.values())
 

@@ -282,7 +282,7 @@ def test_a_plugin_that_ends_the_process_is_told_by_its_exit_code(scripted):
     engine.add_request("r", "x", SamplingParams(plugin_args={"exits": {}}))
     with pytest.raises(EngineDeadError, match="exited with code 41"):
         run_to_the_end(engine)
-    gone(engine.parts.client.pid, 5)
+    gone(engine.parts.client.pid)
 
 
 class Exits(LogitsProcessor):

@@ -213,7 +213,8 @@ def test_one_that_an_abort_brings_out_ends_the_engine_too(scripted, opens):
     engine = opens(
         scripted, {"scheduler": policy, "plugins": {"on_error": {"broken_end": "engine"}}}
     )
-    engine.add_request("a", "x", SamplingParams(max_tokens=400, ignore_eos=True))
+    for name in ("a", "b"):
+        engine.add_request(name, "x", SamplingParams(max_tokens=400, ignore_eos=True))
     engine.step()
     with pytest.raises(EngineFaultError, match="plugin 'broken_end'.*LookupError: no such request"):
         abort_and_step(engine)
@@ -224,7 +225,6 @@ def test_one_that_an_abort_brings_out_ends_the_engine_too(scripted, opens):
 def abort_and_step(engine):
     """Where the engine is apart, what an abort led to is told with the next outputs."""
     engine.abort_requests(["a"])
-    engine.add_request("b", "x")
     while engine.has_unfinished_requests():
         engine.step()
 

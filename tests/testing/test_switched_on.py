@@ -45,7 +45,7 @@ def run_pytest(folder, *arguments, **environment):
     environment = {**os.environ, **environment}
     environment.pop("PYTEST_CURRENT_TEST", None)
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
     return done.stdout + done.stderr
 
@@ -87,7 +87,7 @@ def test_the_scripted_model_needs_neither_pytest_nor_hypothesis():
         "except ImportError as error: print(error)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
     )
     assert "pytest" in done.stdout
 

@@ -1,0 +1,76 @@
+"""Waiting for what a test needs, instead of assuming that it has happened by now."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hardpoint import EngineDeadError
+from hardpoint.core.process_client import ProcessClient
+
+PATIENCE_S = 20.0
+
+
+def wait_until(condition: Callable[[], object], limit_s: float, what: str) -> float:
+    """Wait for a condition; return the seconds it took, or fail."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < limit_s, f"waited {limit_s} s for {what}"
+        time.sleep(0.005)
+    return time.monotonic() - began
+
+
+async def until(condition: Callable[[], object], what: str, limit_s: float = PATIENCE_S) -> None:
+    """Wait for a condition while the event loop goes on, or fail."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < limit_s, f"waited {limit_s} s for {what}"
+        await asyncio.sleep(0.005)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody has waited for yet does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def until_told_of_its_death(client: ProcessClient) -> None:
+    """Wait until a client has heard that its engine is dead; its event loop stands still."""
+
+    def told() -> bool:
+        try:
+            client.call("scheduler_stats")
+        except EngineDeadError:
+            return True
+        return False
+
+    wait_until(told, PATIENCE_S, "the word of its death")
+
+
+class HeldSteps:
+    """Steps of requests with the plugin `slow` that take long, until they are let go."""
+
+    def __init__(self, folder: Path) -> None:
+        """Hold them; the folder gets two files."""
+        self._begun, self._held = folder / "begun", folder / "held"
+        self._held.touch()
+
+    def slow(self, seconds: float = 60.0) -> dict[str, Any]:
+        """Return `plugin_args` of such a request; each of its steps takes so long at most."""
+        arguments = {"seconds": seconds, "begun": str(self._begun), "held": str(self._held)}
+        return {"slow": arguments}
+
+    def have_begun(self) -> bool:
+        """Whether one of them has."""
+        return self._begun.exists()
+
+    def let_go(self) -> None:
+        """Have them take no more time."""
+        self._held.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ but the standard library is imported before that.
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import socket
@@ -45,7 +46,7 @@ def main(run: Callable[..., None] | None = None) -> None:
         serve, run = _imported(run)  # takes seconds, in which the parent finds out what to launch
         launch = _frame(channel, deadline)
         channel.settimeout(None)
-        serve(channel, parent, launch, run)
+        serve(channel, parent, launch, run, functools.partial(_report, channel))
     except SystemExit:
         raise
     except BaseException as error:

@@ -15,10 +15,12 @@ from types import ModuleType
 from .by_value import loads
 from .launch import Launch, decode_launch
 
-__all__ = ["ParentWatch", "Run", "serve"]
+__all__ = ["ParentWatch", "Report", "Run", "serve"]
 
 _GLANCE_S = 0.25
 _EXIT_CODE = 1
+
+Report = Callable[[BaseException], None]
 
 
 class ParentWatch:
@@ -26,16 +28,23 @@ class ParentWatch:
 
     A thread waits on the launch socket, which the system closes with the parent. Another process
     that the parent forked may hold it open, so the parent's id is looked at as well.
+
+    Attributes:
+        report: tells the parent now why this process fails; what it is told first counts.
     """
 
-    def __init__(self, channel: socket.socket, parent: int, folder: str = "") -> None:
+    def __init__(
+        self, channel: socket.socket, parent: int, report: Report, folder: str = ""
+    ) -> None:
         """Watch for the end of a parent.
 
         Args:
             channel: the launch socket.
             parent: the process that started this one.
+            report: tells the parent of an error.
             folder: the parent's, to be removed when it is gone; empty is none.
         """
+        self.report = report
         self._channel = channel  # never closed: a closed one would look like a lost parent
         self._parent = parent
         self._folder = folder
@@ -71,14 +80,14 @@ Run = Callable[[Launch, ParentWatch], None]
 """What a child does: it returns when it is done."""
 
 
-def serve(channel: socket.socket, parent: int, data: bytes, run: Run) -> None:
+def serve(channel: socket.socket, parent: int, data: bytes, run: Run, report: Report) -> None:
     """Watch the parent, make what its program defines importable, and run.
 
     Raises:
         PluginLoadError: what the program defines cannot be rebuilt here.
     """
     launch = decode_launch(data)
-    watch = ParentWatch(channel, parent, launch.folder)
+    watch = ParentWatch(channel, parent, report, launch.folder)
     watch.start()
     _become_main(launch.main_objects)
     run(launch, watch)

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import os
+import sys
 import threading
 import time
 
@@ -91,11 +92,10 @@ def _serve(
         loop.run()
     except BaseException as error:
         _log.critical("the engine failed", exc_info=error)
+        named = blamed(error, spec.plugins) if isinstance(error, Exception) else error
+        watch.report(named)  # before anything that may hang
         _end(io, failed=True, heard=not gone.is_set())
-        if not isinstance(error, Exception):
-            raise
-        named = blamed(error, spec.plugins)
-        raise named from named.__cause__
+        sys.exit(1)
     _log.info("the engine exits, as it was told to")
     _end(io, failed=False, heard=not gone.is_set())
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from harness import PATIENCE_S, Opened, wait_until
 
-from hardpoint.core import engine_connection
 from hardpoint.testing import write_scripted_model
 
 # These tests run the jobs and the faulty plugins of tests/core across processes.
@@ -20,12 +19,6 @@ sys.path.append(str(Path(__file__).parent.parent / "core"))
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A scripted checkpoint whose context is long enough for requests that must not end."""
     return write_scripted_model(tmp_path_factory.mktemp("endless"), max_position_embeddings=1 << 15)
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have clients wait for the words of an engine that failed, however long it takes to end."""
-    monkeypatch.setattr(engine_connection, "_LAST_WORDS_S", PATIENCE_S)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from harness import PATIENCE_S, gone, in_step, process_config, told, wait_until
+from harness import PATIENCE_S, alive, gone, in_step, process_config, told, wait_until
 from raw_client import RawClient
 from waiting import HeldSteps
 
@@ -103,6 +103,17 @@ def test_a_fault_that_nothing_contains(engine, tmp_path):
     assert "broken apply" in "".join(words)
     assert (tmp_path / "closed").exists()
     assert "broken apply" in "".join(client.process.failure().__notes__)
+
+
+def test_a_failure_is_told_before_a_cleanup_that_hangs(engine, tmp_path):
+    client = engine(seconds=60.0, plugins={"on_error": {"dense": "engine"}})
+    client.add("a", **using("dense", how="raise"))
+    wait_until(client.process.failure, PATIENCE_S, "the report")
+    assert alive(client.process.pid)
+    assert "broken apply" in str(client.process.failure())
+    wait_until((tmp_path / "closed").exists, PATIENCE_S, "the cleanup")
+    *_, last = left_in(client, [ENGINE_CORE_DEAD])
+    assert last == [ENGINE_CORE_DEAD]
 
 
 def test_a_start_that_fails_says_nothing_on_the_sockets(engine):

@@ -131,12 +131,11 @@ class EngineProcess:
         It is what was raised in the child if it could say so, with the child's traceback as a
         note; else how it ended.
         """
-        self._listen()
-        if failure := Failure.of(bytes(self._heard)):
-            return failure.error(self.pid)
+        if (failure := self._heard_failure()) is not None:
+            return failure
         # One that has closed its end is about to be gone.
         if self.wait(_ENDING_S if self._deaf else 0) is not None:
-            return EngineDeadError(self.description)
+            return self._heard_failure() or EngineDeadError(self.description)
         if self._deaf:
             return EngineDeadError(
                 f"the engine process (pid {self.pid}) does not serve any more, and does not end"
@@ -182,6 +181,12 @@ class EngineProcess:
         except (BrokenPipeError, ConnectionResetError):
             pass
         self._channel.setblocking(False)
+
+    def _heard_failure(self) -> HardpointError | None:
+        """Return what the child has said was raised in it."""
+        self._listen()
+        failure = Failure.of(bytes(self._heard))
+        return None if failure is None else failure.error(self.pid)
 
     def _listen(self) -> None:
         """Take in what the child has said."""

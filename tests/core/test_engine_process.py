@@ -170,6 +170,21 @@ def test_an_end_is_known_while_another_thread_finds_out(child, tmp_path):
     assert process.returncode == -9
 
 
+def test_what_it_says_as_it_ends_is_heard(child, monkeypatch):
+    """Nothing was to be heard when it was last listened to, then it spoke and ended."""
+    process = child("raise ValueError('no disk')")
+    process.wait(LIMIT_S)
+    listen, skipped = process._listen, []
+
+    def late():
+        if skipped:
+            listen()
+        skipped.append(True)
+
+    monkeypatch.setattr(process, "_listen", late)
+    assert "ValueError: no disk" in str(process.failure())
+
+
 def test_one_that_lets_go_and_does_not_end(child, tmp_path, monkeypatch):
     monkeypatch.setattr(engine_process, "_ENDING_S", 0.1)
     source = """

@@ -35,6 +35,7 @@ __all__ = ["EngineConnection", "EngineStart", "Sink"]
 
 _GLANCE_MS = 20
 _LAST_WORDS_S = 0.7
+_LAST_OUTPUTS_S = 5.0
 
 Sink = Callable[[EngineCoreOutputs | Exception], None]
 """Takes every batch of outputs, and at last the error that ended them. Called in other threads."""
@@ -84,7 +85,7 @@ class EngineConnection:
         """
         self._sink = sink
         self._owner = os.getpid()
-        self._closing = self._told = False
+        self._closing, self._told = False, threading.Event()
         self._telling, self._listening = threading.Lock(), threading.Lock()
         with contextlib.ExitStack() as undo:
             self._sockets = EngineSockets(start.engine_index, manifest_hash=start.manifest.hash)
@@ -150,6 +151,7 @@ class EngineConnection:
             if self._closing:
                 return
             self._closing = True
+            self._told.set()
         if os.getpid() != self._owner:  # a fork has neither the threads nor the engine
             return
         if threading.current_thread().name in _OWN_THREADS:
@@ -165,7 +167,7 @@ class EngineConnection:
 
     def _check_alive(self) -> None:
         """Find out now about an end that nobody was told of yet."""
-        if not self._told and not self._closing and self._process.returncode is not None:
+        if not self._told.is_set() and self._process.returncode is not None:
             self._end(self._last_words(0))
 
     def _wait_until_ready(self, seconds: float) -> EngineCoreReadyResponse:
@@ -186,10 +188,14 @@ class EngineConnection:
         return poller
 
     def _watch(self, sentinels: select.poll) -> None:
-        """Tell everybody when the process is gone."""
+        """Tell everybody when the process is gone, or has said that it fails."""
         sentinels.poll()
-        if not self._closing:
-            self._end(self._last_words(_LAST_WORDS_S))
+        if self._closing:
+            return
+        error = self._last_words(_LAST_WORDS_S)
+        if self._process.reported:  # it sends what is left, and the reader tells at the end of it
+            self._told.wait(_LAST_OUTPUTS_S)
+        self._end(error)
 
     def _no_more_outputs(self, error: Exception | None) -> None:
         """Tell everybody why the reader ended."""
@@ -219,8 +225,8 @@ class EngineConnection:
             self._sockets.fail(error)
         finally:
             with self._telling:
-                first = not self._told and not self._closing
-                self._told = True
+                first = not self._told.is_set()
+                self._told.set()
             if first:
                 self._sink(dead(error))
 

@@ -125,6 +125,11 @@ class EngineProcess:
         """The state in words, such as `the engine process (pid 7) exited with code 3`."""
         return f"the engine process (pid {self.pid}) {_ending(self.returncode)}"
 
+    @property
+    def reported(self) -> bool:
+        """Whether it was heard from the child itself that it fails."""
+        return Failure.of(bytes(self._heard)) is not None
+
     def failure(self) -> HardpointError | None:
         """Return why the child serves no more, or None if it is well, as far as is known.
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
+from fake_engine import PlayedProcess
 from io_harness import Served
 from launch_harness import CHILD, PARENT, launch, write_child
 
+from hardpoint.core import engine_connection
 from hardpoint.core.build import build_engine
+from hardpoint.core.engine_sockets import EngineSockets
 from hardpoint.core.process.engine_process import EngineProcess
 from hardpoint.core.process.launch import Launch
 from hardpoint.plugins import EngineConfig, typed
@@ -59,6 +63,23 @@ def serve(tmp_path):
         served.close(heard=False)
         for client in served.clients:
             client.close()
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """A process for a connection, in whose place there is an engine of the test."""
+    there = []
+
+    class Sockets(EngineSockets):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            there.append(self)
+
+    monkeypatch.setattr(engine_connection, "EngineSockets", Sockets)
+    process = PlayedProcess(there)
+    yield process
+    process.engine.close()
+    os.close(process.reader)
 
 
 @pytest.fixture(scope="session")

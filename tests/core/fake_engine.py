@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import zmq
@@ -41,3 +42,48 @@ class Engine:
     def close(self) -> None:
         """Go away."""
         self.context.destroy(0)
+
+
+class PlayedProcess:
+    """A process that does nothing but be there, with an engine that a test plays.
+
+    Attributes:
+        engine: there once the process was launched.
+        said: what `failure` returns; `speak` sets it.
+    """
+
+    returncode = None
+    pid = 7
+
+    def __init__(self, sockets: list[EngineSockets]) -> None:
+        """Take the list in which the sockets will be that are made for it."""
+        self.sockets = sockets
+        self.launched: Any = None
+        self.engine: Any = None
+        self.said: Exception | None = None
+        self.reader, self.writer = os.pipe()
+        self.sentinels = [self.reader]
+
+    @property
+    def reported(self) -> bool:
+        return self.said is not None
+
+    def launch(self, launch: Any) -> None:
+        self.launched = launch
+        self.engine = Engine(self.sockets[0])
+        self.engine.ready(
+            EngineCoreReadyResponse(
+                manifest_hash=launch.manifest.hash, max_model_len=64, num_gpu_blocks=8
+            )
+        )
+
+    def speak(self, error: Exception) -> None:
+        """Say that it fails."""
+        self.said = error
+        os.write(self.writer, b"x")
+
+    def failure(self) -> Exception | None:
+        return self.said
+
+    def close(self, grace_s: float = 0.0) -> None:
+        os.close(self.writer)  # the watcher wakes up

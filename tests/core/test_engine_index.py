@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import queue
 
-import pytest
 from engine_harness import PATIENCE_S, LoopRig, request
-from fake_engine import Engine
 
-from hardpoint.core import engine_connection
 from hardpoint.core.engine_connection import EngineConnection, EngineStart
 from hardpoint.core.engine_io import EngineIO
 from hardpoint.core.engine_sockets import EngineSockets
@@ -37,51 +33,6 @@ def test_outputs_say_which_engine_they_come_from():
             io.close(failed=False, heard=False)
     assert isinstance(message, EngineCoreOutputs)
     assert message.engine_index == INDEX
-
-
-class Process:
-    """A process that does nothing but be there."""
-
-    returncode = None
-    pid = 7
-
-    def __init__(self, sockets):
-        self.sockets = sockets
-        self.launched = self.engine = None
-        self.reader, self.writer = os.pipe()
-        self.sentinels = [self.reader]
-
-    def launch(self, launch):
-        self.launched = launch
-        self.engine = Engine(self.sockets[0], ADDRESS)
-        self.engine.ready(
-            EngineCoreReadyResponse(
-                manifest_hash=launch.manifest.hash, max_model_len=64, num_gpu_blocks=8
-            )
-        )
-
-    def failure(self):
-        return None
-
-    def close(self, grace_s=0.0):
-        os.close(self.writer)  # the watcher wakes up
-
-
-@pytest.fixture
-def played(monkeypatch):
-    """A process in whose place there is an engine of ours."""
-    there = []
-
-    class Sockets(EngineSockets):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options)
-            there.append(self)
-
-    monkeypatch.setattr(engine_connection, "EngineSockets", Sockets)
-    process = Process(there)
-    yield process
-    process.engine.close()
-    os.close(process.reader)
 
 
 def test_a_connection_gives_the_index_to_its_process_and_is_addressed_by_it(played):

@@ -1,0 +1,87 @@
+"""The last words of an engine process, and what its client makes of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from waiting import PATIENCE_S, wait_until
+
+from hardpoint.core import engine_connection
+from hardpoint.core.engine_connection import EngineConnection, EngineStart
+from hardpoint.core.wire import ENGINE_CORE_DEAD
+from hardpoint.plugins import (
+    EngineConfig,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineDeadError,
+    Manifest,
+    Origins,
+    PluginFaultError,
+)
+
+
+class Sink:
+    """Takes outputs as slowly as a test lets it."""
+
+    def __init__(self):
+        self.took, self.go_on = [], threading.Event()
+
+    def __call__(self, item):
+        self.took.append(item if isinstance(item, Exception) else item.outputs[0].request_id)
+        if not isinstance(item, Exception):
+            assert self.go_on.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def connected(played):
+    """A connection to an engine that is played, its sink, and the process."""
+    start = EngineStart(EngineConfig(), Origins(), Manifest(hardpoint="1", entries=()))
+    sink = Sink()
+    connection = EngineConnection(start, sink, played)
+    yield connection, sink, played
+    sink.go_on.set()
+    connection.close()
+
+
+def say(played, request_id):
+    played.engine.say(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id=request_id)]))
+
+
+def test_outputs_come_before_the_failure_that_followed_them(connected):
+    """However late the client is to read them."""
+    connection, sink, played = connected
+    say(played, "a")
+    wait_until(lambda: sink.took == ["a"], PATIENCE_S, "the first output")
+    say(played, "b")
+    played.speak(PluginFaultError("plugin 'dense': KeyError"))
+    played.engine.say(ENGINE_CORE_DEAD)
+    connection._watcher.join(0.2)
+    assert sink.took == ["a"]
+    sink.go_on.set()
+    connection._watcher.join(PATIENCE_S)
+    *outputs, error = sink.took
+    assert outputs == ["a", "b"]
+    assert isinstance(error, EngineDeadError)
+    assert str(error) == "plugin 'dense': KeyError"
+
+
+def test_a_failure_is_told_though_the_outputs_do_not_end(connected, monkeypatch):
+    monkeypatch.setattr(engine_connection, "_LAST_OUTPUTS_S", 0.1)
+    connection, sink, played = connected
+    played.speak(EngineDeadError("no memory"))
+    connection._watcher.join(PATIENCE_S)
+    assert [str(each) for each in sink.took] == ["no memory"]
+    with pytest.raises(EngineDeadError, match="no memory"):
+        connection.call("is_paused")
+
+
+def test_closing_does_not_wait_for_outputs_of_an_engine_that_fails(connected, monkeypatch):
+    monkeypatch.setattr(engine_connection, "_LAST_OUTPUTS_S", 60.0)
+    connection, sink, played = connected
+    played.speak(EngineDeadError("no memory"))
+    began = time.monotonic()
+    connection.close()
+    assert time.monotonic() - began < 20
+    assert sink.took == []

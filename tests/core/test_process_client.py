@@ -296,7 +296,7 @@ def test_all_who_wait_are_told_of_its_death(scripted, tmp_path):
             )
         with pytest.raises(EngineDeadError, match=words):
             llm.generate("x", GREEDY)
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 10
         client.abort_requests(["r"])  # it has ended them all
 
 

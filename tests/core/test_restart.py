@@ -67,7 +67,7 @@ def test_requests_in_flight_fail_and_the_next_are_served(scripted):
             os.kill(first, signal.SIGKILL)
             began = time.monotonic()
             failures = await asyncio.gather(*tasks, return_exceptions=True)
-            assert time.monotonic() - began < 1
+            assert time.monotonic() - began < 10
             for failure in failures:
                 assert type(failure) is EngineDeadError
                 assert str(failure).endswith("(SIGKILL); the request may be sent again")

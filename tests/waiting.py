@@ -16,7 +16,9 @@ from hardpoint.core.process_client import ProcessClient
 PATIENCE_S = 20.0
 
 
-def wait_until(condition: Callable[[], object], limit_s: float, what: str) -> float:
+def wait_until(
+    condition: Callable[[], object], limit_s: float = PATIENCE_S, what: str = "it to come to that"
+) -> float:
     """Wait for a condition; return the seconds it took, or fail."""
     began = time.monotonic()
     while not condition():

@@ -9,12 +9,12 @@ import time
 
 import msgspec
 import zmq
+from waiting import PATIENCE_S
 
 from hardpoint.builtin_plugins.kv_events import END_OF_REPLAY, ZmqPublisher
 from hardpoint.plugins import BlockStored, KVEventBatch, PublisherContext
 from hardpoint.plugins.typed import convert
 
-PATIENCE_S = 20.0
 THREAD = "hardpoint-kv-events"
 
 
@@ -55,14 +55,6 @@ def publishers():
     for publisher in opened:
         publisher.close()
     assert threads() == []
-
-
-def wait_until(condition):
-    """Look again and again until something is so."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.005)
 
 
 class Subscriber:

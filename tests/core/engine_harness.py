@@ -8,6 +8,8 @@ import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+from waiting import PATIENCE_S
+
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.engine import EngineCore
@@ -26,16 +28,6 @@ from hardpoint.plugins import (
     SchedulerLimits,
 )
 from hardpoint.plugins.typed import convert
-
-PATIENCE_S = 20.0
-
-
-def wait_until(condition, what="it did not come to that"):
-    """Look again and again until something is so."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
 
 
 def next_token(history):

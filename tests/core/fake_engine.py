@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import zmq
+from msgspec.structs import replace
 
 from hardpoint.core.engine_sockets import EngineSockets
 from hardpoint.core.wire import Encoder, EngineCoreReadyResponse
@@ -71,11 +72,7 @@ class PlayedProcess:
     def launch(self, launch: Any) -> None:
         self.launched = launch
         self.engine = Engine(self.sockets[0])
-        self.engine.ready(
-            EngineCoreReadyResponse(
-                manifest_hash=launch.manifest.hash, max_model_len=64, num_gpu_blocks=8
-            )
-        )
+        self.engine.ready(replace(READY, manifest_hash=launch.manifest.hash))
 
     def speak(self, error: Exception) -> None:
         """Say that it fails."""

@@ -8,16 +8,9 @@ import time
 
 import pytest
 import zmq
-from engine_harness import (
-    PATIENCE_S,
-    LoopRig,
-    MidStep,
-    ScriptedExecutor,
-    expected,
-    request,
-    wait_until,
-)
+from engine_harness import LoopRig, MidStep, ScriptedExecutor, expected, request
 from io_harness import ME, READY
+from waiting import PATIENCE_S, wait_until
 
 from hardpoint.core import engine_io
 from hardpoint.core.engine_io import EngineIO

@@ -372,7 +372,9 @@ def test_signals_may_come_while_the_queue_is_being_read():
 HANGS = """
 import sys
 from pathlib import Path
-from engine_harness import LoopRig, request, wait_until
+sys.path.append(sys.argv[2])
+from engine_harness import LoopRig, request
+from waiting import wait_until
 from hardpoint.core.engine_loop import LoopOptions
 
 report = Path(sys.argv[1])
@@ -380,7 +382,7 @@ rig = LoopRig(options=LoopOptions(watchdog_seconds=0.2, watchdog_exits={exits}))
 step = rig.core.step
 def hang_here(late_aborts):
     rig.core.step = step
-    wait_until(lambda: "in hang_here" in report.read_text(), "it is not reported")
+    wait_until(lambda: "in hang_here" in report.read_text(), what="the report")
     return step(late_aborts)
 rig.core.step = hang_here
 with rig:
@@ -395,7 +397,7 @@ def test_a_step_that_hangs_is_reported_with_all_stacks(exits, tmp_path):
     code = HANGS.format(exits=exits)
     with (tmp_path / "stderr").open("w") as stderr:
         run = subprocess.run(
-            [sys.executable, "-c", code, stderr.name],
+            [sys.executable, "-c", code, stderr.name, str(Path(__file__).parents[1])],
             cwd=Path(__file__).parent,
             stdout=subprocess.PIPE,
             stderr=stderr,

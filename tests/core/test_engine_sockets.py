@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import zmq
-from engine_harness import PATIENCE_S, wait_until
 from fake_engine import READY, Engine
+from waiting import PATIENCE_S, wait_until
 
 from hardpoint import (
     ConfigError,

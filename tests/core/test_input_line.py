@@ -7,7 +7,8 @@ import time
 
 import pytest
 import zmq
-from engine_harness import PATIENCE_S, expected, request, wait_until
+from engine_harness import expected, request
+from waiting import PATIENCE_S, wait_until
 from zmq.utils.monitor import recv_monitor_message
 
 from hardpoint.core import engine_sockets, input_line
@@ -45,7 +46,7 @@ def test_a_frame_that_is_too_large_is_not_received(small, serve, caplog):
     joins = Joins(client)
     client.send(RequestType.ADD, request("before"))
     client.raw(bytes(RequestType.ADD), bytes(2 * MIB))
-    wait_until(lambda: heard(caplog), "the cut is not told of")
+    wait_until(lambda: heard(caplog), what="the word of the cut")
     joins.wait()
     client.send(RequestType.ADD, request("after"))
     client.until(lambda: len(client.ends) == 2)
@@ -63,7 +64,7 @@ def test_again_and_again(small, serve, caplog):
     joins = Joins(first)
     for times in range(1, 4):
         first.raw(bytes(RequestType.ABORT), bytes(2 * MIB))
-        wait_until(lambda times=times: len(heard(caplog)) == times, "the cut is not told of")
+        wait_until(lambda times=times: len(heard(caplog)) == times, what="the word of the cut")
         joins.wait()
         second.send(RequestType.ADD, request(f"r{times}", client_index=1))
         second.until(lambda times=times: f"r{times}" in second.ends)

@@ -7,16 +7,9 @@ import threading
 
 import pytest
 import torch
-from engine_harness import (
-    PATIENCE_S,
-    LoopRig,
-    MidStep,
-    ScriptedExecutor,
-    expected,
-    request,
-    wait_until,
-)
+from engine_harness import LoopRig, MidStep, ScriptedExecutor, expected, request
 from io_harness import READY
+from waiting import PATIENCE_S, wait_until
 
 from hardpoint.core.engine_io import EngineIO
 from hardpoint.core.engine_sockets import EngineSockets

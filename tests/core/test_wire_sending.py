@@ -9,7 +9,7 @@ import pytest
 import torch
 import zmq
 import zmq.asyncio
-from engine_harness import PATIENCE_S, wait_until
+from waiting import PATIENCE_S, wait_until
 
 from hardpoint.core.wire import Decoder, Encoder, SendTracker
 

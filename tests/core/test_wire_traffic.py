@@ -9,8 +9,9 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from engine_harness import PATIENCE_S, request, wait_until
+from engine_harness import request
 from fake_engine import Engine
+from waiting import PATIENCE_S, wait_until
 
 from hardpoint.core import engine_sockets
 from hardpoint.core.engine_sockets import EngineSockets
@@ -126,7 +127,7 @@ def test_what_is_sent_is_kept_until_it_is_read_and_no_longer(line):
 
     wait_until(is_all_sent)
     # ZMQ's thread lets go of the last one a moment after it has told of it.
-    wait_until(lambda: not any(each() is not None for each in kept), "an array is kept")
+    wait_until(lambda: not any(each() is not None for each in kept), what="the arrays to be let go")
 
 
 def test_many_threads_send_whole_messages_each_in_its_order(line, monkeypatch):

@@ -24,7 +24,7 @@ from hardpoint.plugins import (
     RequestOutputKind,
     SamplingParams,
 )
-from hardpoint.plugins.discovery import installed_version
+from hardpoint.registry.discovery import installed_version
 
 if TYPE_CHECKING:
     from hardpoint.core.frontend.llm_engine import LLMEngine

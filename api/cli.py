@@ -26,10 +26,10 @@ from hardpoint.plugins import (
     resolve_plugins,
 )
 from hardpoint.plugins.commands import Generator
-from hardpoint.plugins.discovery import installed_version
-from hardpoint.plugins.hook_set import HookSet
-from hardpoint.plugins.loading import Source, check_component, import_object
-from hardpoint.plugins.selection import Chosen, Selection
+from hardpoint.registry.discovery import installed_version
+from hardpoint.registry.hooks import HookSet
+from hardpoint.registry.loading import Source, check_component, import_object
+from hardpoint.registry.selection import Chosen, Selection
 
 __all__ = ["main"]
 

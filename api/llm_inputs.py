@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from hardpoint.core.error_kinds import error_of
+from hardpoint.core.errors import error_of
 from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.plugins import RequestError, RequestOutput, RequestOutputKind, SamplingParams
 

@@ -36,8 +36,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from hardpoint.core.sampling.pipeline import LogitsPipeline
-from hardpoint.core.sampling.processor_stage import Stage
+from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
+from hardpoint.core.worker.sampling.stage import Stage
 from hardpoint.plugins import (
     Added,
     BatchUpdate,

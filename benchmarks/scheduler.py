@@ -51,9 +51,9 @@ from scheduling_load import (
 )
 from scheduling_vllm import Vllm, VllmCache
 
+from hardpoint.core.engine.policy_slot import PolicySlot
+from hardpoint.core.faults import StepFaults
 from hardpoint.core.kv_cache import BlockManager
-from hardpoint.core.policy_slot import PolicySlot
-from hardpoint.core.step_faults import StepFaults
 from hardpoint.plugins import (
     CachedPrefix,
     EngineConfig,

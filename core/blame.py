@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hardpoint.plugins import Component, HardpointError, PluginFaultError, PluginSet
-from hardpoint.plugins.loading import Source
+from hardpoint.registry.loading import Source
 
 __all__ = ["blamed", "guilty"]
 

@@ -11,6 +11,16 @@ from dataclasses import dataclass
 
 import msgspec
 
+from hardpoint.core.client.base import EngineCoreClient, InprocClient
+from hardpoint.core.client.engine_connection import EngineStart, Sink
+from hardpoint.core.client.event_loop import Relay
+from hardpoint.core.client.process_client import ProcessClient
+from hardpoint.core.engine.build import build_core
+from hardpoint.core.engine.model_source import find_files
+from hardpoint.core.engine.prepare import prepare_worker
+from hardpoint.core.engine_process.launch import Interpreter
+from hardpoint.core.engine_process.process import EngineProcess
+from hardpoint.core.frontend.restart import Restarter
 from hardpoint.plugins import (
     EngineConfig,
     ModelFiles,
@@ -24,24 +34,14 @@ from hardpoint.plugins import (
     TokenizerContext,
     resolve_plugins,
 )
-from hardpoint.plugins.hook_set import HookSet
+from hardpoint.registry.hooks import HookSet
 
-from .build_core import build_core
-from .client import EngineCoreClient, InprocClient
-from .engine_connection import EngineStart, Sink
 from .frontend.async_engine import AsyncEngine
 from .frontend.frontend import EngineParts
 from .frontend.llm_engine import LLMEngine
-from .frontend.relay import Relay
-from .frontend.restarting import Restarter
 from .frontend.statistics import Statistics, open_statistics
 from .kv_cache import CacheSize
-from .model_source import find_files
 from .opening_log import log_opening
-from .prepare import prepare_worker
-from .process.engine_process import EngineProcess
-from .process.launch import Interpreter
-from .process_client import ProcessClient
 from .worker.worker import WorkerSpec
 
 __all__ = ["build_async_engine", "build_engine", "no_progress"]

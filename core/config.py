@@ -17,8 +17,8 @@ from msgspec import inspect as types
 from hardpoint.plugins import KINDS, ConfigError, EngineConfig, Origins
 from hardpoint.plugins.describing import child_type
 from hardpoint.plugins.kinds import PLANNED
-from hardpoint.plugins.settings import parse_value, split_setting
 from hardpoint.plugins.typed import convert, join_path
+from hardpoint.registry.settings import parse_value, split_setting
 
 __all__ = ["DEFAULT_FILE", "PREFIX", "config_from", "load_config"]
 

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from hardpoint.plugins import Component, Context, PluginFaultError, PluginSet
 
-from .step_faults import CALL_LOST, FaultReporter, StepFaults
+from .faults import CALL_LOST, FaultReporter, StepFaults
 
 __all__ = ["Fanout", "create_all"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from hardpoint.plugins import EngineConfig, Origins
-from hardpoint.plugins.discovery import installed_version
 from hardpoint.plugins.typed import join_path
+from hardpoint.registry.discovery import installed_version
 
 __all__ = ["log_opening"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
-from .error_kinds import kind_of
+from .errors import kind_of
 
 __all__ = ["refusal"]
 

@@ -8,12 +8,14 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from hardpoint.registry.discovery import Found, discover
+from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
+
 from .batch_update import Added, BatchUpdate, Move, Moved, RowMap
 from .collaborators import EncoderCache, Grammars, KVConnectorScheduler
 from .commands import Command, CommandContext
 from .component import Component, Context, Progress
 from .config import EngineConfig, Origins
-from .discovery import Found, discover
 from .errors import (
     ConfigError,
     EngineClosedError,
@@ -32,7 +34,7 @@ from .errors import (
     PluginNotFoundError,
     RequestError,
 )
-from .execution import (
+from .executor import (
     NO_DRAFT,
     DraftTokenIds,
     Executor,
@@ -64,7 +66,6 @@ from .kv_cache import (
     PrefixCacheStats,
     PublisherContext,
 )
-from .live_request import Request, RequestStatus
 from .logits import (
     BatchLogitsProcessor,
     Edits,
@@ -80,7 +81,7 @@ from .logits import (
     TensorSpec,
 )
 from .manifest import Manifest, PluginEntry
-from .modeling import (
+from .model import (
     AttentionBackend,
     AttentionContext,
     AttentionStep,
@@ -95,7 +96,7 @@ from .modeling import (
 )
 from .params import PoolingParams, RepetitionDetection, RequestOutputKind, SamplingParams
 from .reasoning import ReasoningContext, ReasoningMarkers, ReasoningParser
-from .registry import PluginSet, resolve_plugins
+from .request import Request, RequestStatus
 from .requests import (
     CompletionOutput,
     EngineCoreEvent,
@@ -112,8 +113,8 @@ from .requests import (
     RequestOutput,
     TokenLogprobs,
 )
-from .sampling import Sampler, SamplerContext, SamplingRows
-from .scheduling import (
+from .sampler import Sampler, SamplerContext, SamplingRows
+from .scheduler import (
     CachedRequests,
     NewRequest,
     PauseState,
@@ -127,7 +128,7 @@ from .scheduling_policy import Load, PolicyContext, SchedulingPolicy
 from .stat_sink import StatSink, StatSinkContext
 from .stats import FinishedRequest, IterationStats, RequestMetrics
 from .step_record import StepRecord, WaitingFor, WaitReason
-from .tokenizing import DecodeStream, Tokenizer, TokenizerContext
+from .tokenizer import DecodeStream, Tokenizer, TokenizerContext
 from .typed import Arguments, Options
 
 __all__ = [

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .execution import GrammarBitmask
+from .executor import GrammarBitmask
 from .kv_cache import BlockIds
-from .live_request import Request
+from .request import Request
 
 if TYPE_CHECKING:
-    from .scheduling import SchedulerOutput
+    from .scheduler import SchedulerOutput
 
 __all__ = ["EncoderCache", "Grammars", "KVConnectorScheduler"]
 

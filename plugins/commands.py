@@ -11,8 +11,9 @@ from .params import SamplingParams
 from .requests import RequestOutput
 
 if TYPE_CHECKING:
+    from hardpoint.registry.plugin_set import PluginSet
+
     from .config import EngineConfig, Origins
-    from .registry import PluginSet
 
 __all__ = ["Command", "CommandContext", "Generator"]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from .component import Component
-from .execution import Executor
+from .executor import Executor
 from .kv_cache import EvictionPolicy, KVEventPublisher
 from .logits import (
     BatchLogitsProcessor,
@@ -14,13 +14,13 @@ from .logits import (
     LogitsProcessor,
     SparseLogitsProcessor,
 )
-from .modeling import AttentionBackend, Model, WeightLoader
+from .model import AttentionBackend, Model, WeightLoader
 from .reasoning import ReasoningParser
-from .sampling import Sampler
-from .scheduling import Scheduler
+from .sampler import Sampler
+from .scheduler import Scheduler
 from .scheduling_policy import SchedulingPolicy
 from .stat_sink import StatSink
-from .tokenizing import Tokenizer
+from .tokenizer import Tokenizer
 
 __all__ = ["KINDS", "PLANNED", "FaultScope", "Kind", "Number", "Process"]
 

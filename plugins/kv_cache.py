@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from .component import Component, Context
-from .live_request import Request
+from .request import Request
 from .stats import PrefixCacheStats
 
 __all__ = [

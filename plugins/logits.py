@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from .reasoning import ReasoningParser
-    from .tokenizing import Tokenizer
+    from .tokenizer import Tokenizer
 
 __all__ = [
     "BatchLogitsProcessor",

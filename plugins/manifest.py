@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from .loading import Source
+from hardpoint.registry.loading import Source
 
 __all__ = ["Manifest", "PluginEntry"]
 

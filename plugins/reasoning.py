@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .component import Component, Context
-from .tokenizing import Tokenizer
+from .tokenizer import Tokenizer
 
 __all__ = ["ReasoningContext", "ReasoningMarkers", "ReasoningParser"]
 

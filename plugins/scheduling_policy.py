@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .component import Component, Context
-from .live_request import Request
+from .request import Request
 
 __all__ = ["Load", "PolicyContext", "SchedulingPolicy"]
 

@@ -17,6 +17,8 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = {
     "api": "hardpoint",
     "plugins": "hardpoint/plugins",
+    "registry": "hardpoint/registry",
+    "testing": "hardpoint/testing",
     "core": "hardpoint/core",
     "builtin_plugins": "hardpoint/builtin_plugins",
 }

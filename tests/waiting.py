@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from hardpoint import EngineDeadError
-from hardpoint.core.process_client import ProcessClient
+from hardpoint.core.client.process_client import ProcessClient
 
 PATIENCE_S = 20.0
 

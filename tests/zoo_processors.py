@@ -6,9 +6,9 @@ from logits_processor_zoo import transformers as zoo_transformers
 from logits_processor_zoo import vllm as zoo_vllm
 from transformers import PreTrainedTokenizerFast
 
-from hardpoint.builtin_plugins.gguf_tokenizer import build_gguf_tokenizer
 from hardpoint.builtin_plugins.loaders.gguf_file import open_gguf
-from hardpoint.core.model_source import find_files
+from hardpoint.builtin_plugins.tokenizer.gguf import build_gguf_tokenizer
+from hardpoint.core.engine.model_source import find_files
 
 _path = find_files("smollm2").path
 TOKENIZER = PreTrainedTokenizerFast(

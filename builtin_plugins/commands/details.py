@@ -19,10 +19,10 @@ from hardpoint.plugins import (
     PluginNotFoundError,
     PluginSet,
 )
-from hardpoint.plugins.adapting import adapter_of, load_component
 from hardpoint.plugins.describing import FieldDoc, first_paragraph, struct_fields
 from hardpoint.plugins.hooks import PROJECT
 from hardpoint.plugins.typed import json_schema
+from hardpoint.registry.adapt import adapter_of, load_component
 
 from .listing import Listed
 

@@ -15,10 +15,10 @@ from hardpoint.plugins import (
     PluginNotFoundError,
     PluginSet,
 )
-from hardpoint.plugins.adapting import adapter_of
 from hardpoint.plugins.kinds import PLANNED, Number
-from hardpoint.plugins.loading import Source
 from hardpoint.plugins.typed import suggest
+from hardpoint.registry.adapt import adapter_of
+from hardpoint.registry.loading import Source
 
 __all__ = ["Listed", "find_listed", "list_components"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hardpoint.plugins import RequestError, SamplingParams
 from hardpoint.plugins.params import RequestOutputKind
-from hardpoint.plugins.settings import parse_value, split_setting
+from hardpoint.registry.settings import parse_value, split_setting
 
 __all__ = ["add_sampling_options", "sampling_params"]
 

@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import torch
 
-from hardpoint.builtin_plugins.hf_config import ConfigFields, model_config
+from hardpoint.builtin_plugins.models.hf_config import ConfigFields, model_config
 from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightLoader
 
 from .gguf_file import GGUFFile, open_gguf

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from hardpoint.builtin_plugins.hf_config import default_sampling, model_config, token_ids
+from hardpoint.builtin_plugins.models.hf_config import default_sampling, model_config, token_ids
 from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightLoader
 
 __all__ = ["SafetensorsLoader", "read_json", "read_model_config"]

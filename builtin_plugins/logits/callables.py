@@ -16,7 +16,7 @@ from hardpoint.plugins import (
     RequestError,
     Rows,
 )
-from hardpoint.plugins.adapters.rowwise import Answers, Seat, form_of
+from hardpoint.registry.adapters.per_request import Answers, Seat, form_of
 
 __all__ = ["RequestCallables"]
 

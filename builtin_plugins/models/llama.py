@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hardpoint.builtin_plugins.hf_config import ConfigFields
 from hardpoint.plugins import ForwardBatch, KVSpec, Model, ModelContext
 
+from .hf_config import ConfigFields
 from .layers import Embedding, Layer, Linear, RMSNorm
 from .rope import RotaryEmbedding
 

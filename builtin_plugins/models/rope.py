@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hardpoint.builtin_plugins.hf_config import ConfigFields
+from .hf_config import ConfigFields
 
 __all__ = ["RotaryEmbedding"]
 

@@ -17,10 +17,10 @@ from hardpoint.plugins import (
 )
 
 from . import reasons
-from .books import Books
 from .encoder import choose_features, take_features
 from .live import LiveRequest
 from .step import Step
+from .tracker import Books
 from .transfer import ask_connector, begin_loading
 from .waiting_queue import Walk
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hardpoint.plugins import EncoderCache, RequestError
 
 from . import reasons
-from .books import Books
 from .live import LiveRequest
 from .step import Step
+from .tracker import Books
 
 __all__ = ["check_features", "choose_features", "encoder_of", "free_features", "take_features"]
 

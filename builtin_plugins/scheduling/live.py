@@ -10,7 +10,7 @@ from hardpoint.plugins import (
     Request,
 )
 
-from ..repetition import repeats
+from .repetition import repeats
 
 __all__ = ["LiveRequest"]
 

@@ -13,10 +13,10 @@ from hardpoint.plugins import (
     RequestStatus,
 )
 
-from .books import Books
 from .encoder import free_features
 from .live import LiveRequest
 from .step import PlannedStep
+from .tracker import Books
 
 __all__ = ["DraftCounts", "take_results"]
 

@@ -6,9 +6,9 @@ from hardpoint.plugins import PauseState, RequestStatus
 
 from . import reasons
 from .admission import admit_one, is_full
-from .books import Books
 from .live import LiveRequest
 from .step import Step
+from .tracker import Books
 
 __all__ = ["admit_begun", "holds", "is_busy"]
 

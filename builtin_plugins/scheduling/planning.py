@@ -8,8 +8,8 @@ import msgspec
 
 from hardpoint.plugins import SchedulerOutput, StepRecord
 
-from .books import Books
 from .step import Step
+from .tracker import Books
 
 __all__ = ["make_plan", "make_record"]
 

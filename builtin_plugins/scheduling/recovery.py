@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .books import Books
 from .encoder import encoder_of
 from .step import PlannedStep
+from .tracker import Books
 
 __all__ = ["forget_doubtful", "lose_plan"]
 

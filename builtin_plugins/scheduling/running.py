@@ -5,10 +5,10 @@ from __future__ import annotations
 from hardpoint.plugins import BlockIds, RequestStatus
 
 from . import reasons
-from .books import Books
 from .encoder import choose_features, take_features
 from .live import LiveRequest
 from .step import Step
+from .tracker import Books
 
 __all__ = ["schedule_running"]
 

@@ -29,7 +29,6 @@ from hardpoint.plugins import (
 
 from . import reasons
 from .admission import AdmissionOptions, admit_waiting, unblock
-from .books import Books
 from .encoder import check_features
 from .live import LiveRequest
 from .outcome import DraftCounts, take_results
@@ -38,6 +37,7 @@ from .planning import make_plan, make_record
 from .recovery import lose_plan
 from .running import schedule_running
 from .step import PlannedStep, Step
+from .tracker import Books
 from .transfer import take_transfers
 from .waiting_queue import WaitingQueue
 

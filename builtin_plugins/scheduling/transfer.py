@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from hardpoint.plugins import CachedPrefix, ModelRunnerOutput, RequestStatus
 
 from . import reasons
-from .books import LOAD, SAVE, Books
 from .live import LiveRequest
 from .recovery import forget_doubtful
 from .step import PlannedStep, Step
+from .tracker import LOAD, SAVE, Books
 
 __all__ = ["ask_connector", "begin_loading", "take_transfers"]
 

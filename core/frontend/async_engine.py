@@ -12,6 +12,12 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from hardpoint.core.blame import blamed
+from hardpoint.core.client.event_loop import Item, Relay
+from hardpoint.core.client.process_client import ProcessClient
+from hardpoint.core.client.sockets import dead
+from hardpoint.core.client.turns import Turns
+from hardpoint.core.errors import error_of
 from hardpoint.plugins import (
     EngineClosedError,
     EngineCoreOutputs,
@@ -25,17 +31,11 @@ from hardpoint.plugins import (
     WaitReason,
 )
 
-from ..blame import blamed
-from ..engine_sockets import dead
-from ..error_kinds import error_of
-from ..process_client import ProcessClient
-from .collector import RequestOutputCollector
 from .frontend import EngineParts, Frontend, Submission
 from .input_processor import NO_EXTRAS, Prompt, RequestExtras
+from .output_collector import RequestOutputCollector
 from .plugin_health import Health
-from .relay import Item, Relay
-from .restarting import Restarter
-from .turns import Turns
+from .restart import Restarter
 
 __all__ = ["AsyncEngine"]
 

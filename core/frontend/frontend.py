@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hardpoint.core.client.base import EngineCoreClient
+from hardpoint.core.engine.change_policy import change_policy
 from hardpoint.plugins import (
     Component,
     EngineConfig,
@@ -27,19 +29,17 @@ from hardpoint.plugins import (
     StepFault,
     Tokenizer,
 )
-from hardpoint.plugins.hook_set import HookSet
+from hardpoint.registry.hooks import HookSet
 
-from ..change_policy import change_policy
-from ..client import EngineCoreClient
 from .input_processor import NO_EXTRAS, InputProcessor, Prompt, RequestExtras
 from .output_processor import OutputProcessor, ProcessedOutputs
 from .parent_request import AnyOutput, OutputSink, ParentRequest
 from .plugin_arguments import PluginArguments
 from .plugin_health import Health, PluginHealth
-from .ready_made import ReadyMade
 from .received import ReceivedHook
 from .statistics import Statistics
 from .text_check import check_text
+from .validation import ReadyMade
 
 __all__ = ["EngineParts", "Frontend", "Submission", "Taken"]
 

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeGuard
 
+from hardpoint.core.blame import blamed
+from hardpoint.core.client.sockets import dead
 from hardpoint.plugins import (
     EngineClosedError,
     EngineCoreRequest,
@@ -21,8 +23,6 @@ from hardpoint.plugins import (
     WaitReason,
 )
 
-from ..blame import blamed
-from ..engine_sockets import dead
 from .frontend import EngineParts, Frontend, Taken
 from .input_processor import NO_EXTRAS, Prompt, RequestExtras
 from .parent_request import AnyOutput
@@ -175,7 +175,7 @@ class LLMEngine:
         """Call one of the engine's utilities, such as "pause" or "scheduler_stats", and wait.
 
         Args:
-            method: one of `hardpoint.core.utilities.UTILITIES`; what it does and takes is said at
+            method: one of `utility_calls.UTILITIES`; what it does and takes is said at
                 the method of EngineCore of that name.
             args: by position.
 

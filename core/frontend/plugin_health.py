@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from hardpoint.plugins import PluginSet, RequestError, StepFault
-from hardpoint.plugins.discovery import DISTRIBUTION
+from hardpoint.registry.discovery import DISTRIBUTION
 
 __all__ = ["Health", "PluginHealth"]
 

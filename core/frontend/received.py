@@ -7,10 +7,10 @@ import copy
 import msgspec
 
 from hardpoint.plugins import EngineCoreRequest, PluginFaultError, RequestError
-from hardpoint.plugins.hook_set import HookSet
+from hardpoint.registry.hooks import HookSet
 
 from .plugin_arguments import PluginArguments
-from .ready_made import ReadyMade
+from .validation import ReadyMade
 
 __all__ = ["ReceivedHook"]
 

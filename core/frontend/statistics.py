@@ -7,6 +7,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 
+from hardpoint.core.fanout import Fanout, create_all
+from hardpoint.core.faults import StepFaults
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreEventType,
@@ -25,9 +27,6 @@ from hardpoint.plugins import (
     StatSinkContext,
     StepFault,
 )
-
-from ..fanout import Fanout, create_all
-from ..step_faults import StepFaults
 
 __all__ = ["RequestFigures", "Statistics", "open_statistics"]
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from itertools import islice
 from operator import index
 
-from hardpoint.core.step_faults import FaultReporter
+from hardpoint.core.faults import FaultReporter
 from hardpoint.plugins import EvictionPolicy, PluginFaultError
 from hardpoint.plugins.kv_cache import CachedBlock
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 
-from hardpoint.core.step_faults import FaultReporter
+from hardpoint.core.faults import FaultReporter
 from hardpoint.plugins import EngineCoreRequest, EvictionPolicy, Request, RequestStatus
 from hardpoint.plugins.kv_cache import (
     BlockIds,
@@ -20,7 +20,7 @@ from .block_pool import NULL_BLOCK, BlockPool
 from .common_prefix import common_prefix, may_share
 from .events import EventLog
 from .eviction import Eviction, raise_fault
-from .prefixes import first_seen, longest_prefix
+from .prefix_lookup import first_seen, longest_prefix
 
 __all__ = ["BlockManager"]
 

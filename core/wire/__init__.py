@@ -27,7 +27,7 @@ from .messages import (
     UtilityOutput,
     UtilityResult,
 )
-from .sending import SendTracker
+from .send_buffers import SendTracker
 from .tensors import Buffer, TensorConsumer, TensorProvider
 
 __all__ = [

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from hardpoint.core.worker.sampling.logprobs import gather_logprobs
+from hardpoint.core.worker.sampling.sampler_stage import SamplingStage
 from hardpoint.plugins import (
     AttentionBackend,
     EngineCoreRequest,
@@ -23,9 +25,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.logits import LogitsPlugin
 
-from ..sampling.logprobs import gather_logprobs
-from ..sampling.sampling_stage import SamplingStage
-from .batch import InputBatch, StepInput
+from .input_batch import InputBatch, StepInput
 
 __all__ = ["ModelRunner"]
 

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
+from hardpoint.core.worker.sampling.sampler_stage import SamplingStage
+from hardpoint.core.worker.sampling.stage import Stage
 from hardpoint.plugins import (
     AttentionBackend,
     AttentionContext,
@@ -34,10 +37,7 @@ from hardpoint.plugins import (
     WorkerInfo,
 )
 
-from ..sampling.pipeline import LogitsPipeline
-from ..sampling.processor_stage import Stage
-from ..sampling.sampling_stage import SamplingStage
-from .batch import InputBatch
+from .input_batch import InputBatch
 from .model_runner import ModelRunner
 from .profiling import Profiling
 

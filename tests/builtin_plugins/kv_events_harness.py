@@ -11,7 +11,7 @@ import msgspec
 import zmq
 from waiting import PATIENCE_S
 
-from hardpoint.builtin_plugins.kv_events import END_OF_REPLAY, ZmqPublisher
+from hardpoint.builtin_plugins.kv_cache.events import END_OF_REPLAY, ZmqPublisher
 from hardpoint.plugins import BlockStored, KVEventBatch, PublisherContext
 from hardpoint.plugins.typed import convert
 

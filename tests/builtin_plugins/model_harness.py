@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hardpoint.builtin_plugins.attention import TorchAttention
+from hardpoint.builtin_plugins.attention.torch import TorchAttention
 from hardpoint.plugins import (
     AttentionContext,
     AttentionStep,

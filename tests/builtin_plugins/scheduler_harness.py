@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed, Priority
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
-from hardpoint.core.encoder_cache import EncoderCacheManager
+from hardpoint.core.engine.encoder_cache import EncoderCacheManager
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.plugins import (
     EngineCoreRequest,

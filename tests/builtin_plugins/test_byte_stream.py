@@ -9,7 +9,7 @@ from tokenizer_harness import open_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hardpoint import SamplingParams
-from hardpoint.builtin_plugins import token_stream
+from hardpoint.builtin_plugins.tokenizer import stream as token_stream
 from hardpoint.core.frontend.detokenizer import Detokenizer
 
 CHARACTERS = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardpoint.builtin_plugins.eviction import LeastRecentlyUsed
+from hardpoint.builtin_plugins.kv_cache.eviction import LeastRecentlyUsed
 from hardpoint.plugins import EvictionContext
 from hardpoint.plugins.kv_cache import CachedBlock
 

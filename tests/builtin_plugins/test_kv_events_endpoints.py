@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from kv_events_harness import Subscriber, batch, threads
 
-from hardpoint.builtin_plugins import kv_events
-from hardpoint.builtin_plugins.kv_events import NullPublisher
+from hardpoint.builtin_plugins.kv_cache import events as kv_events
+from hardpoint.builtin_plugins.kv_cache.events import NullPublisher
 from hardpoint.plugins import ConfigError, PublisherContext
 
 # Endpoints
@@ -161,7 +161,7 @@ def test_closing_waits_for_a_subscriber_that_does_not_read_but_not_long(context,
 
 def test_a_process_that_forgets_to_close_ends():
     code = (
-        "from hardpoint.builtin_plugins.kv_events import ZmqPublisher as Z\n"
+        "from hardpoint.builtin_plugins.kv_cache.events import ZmqPublisher as Z\n"
         "from hardpoint.plugins import PublisherContext as C\n"
         "z = Z(C(name='zmq', options=Z.Options(endpoint='tcp://127.0.0.1:*')))\n"
     )

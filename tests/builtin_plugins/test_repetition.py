@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hardpoint import SamplingParams
-from hardpoint.builtin_plugins.repetition import repeats
+from hardpoint.builtin_plugins.scheduling.repetition import repeats
 from hardpoint.plugins import RepetitionDetection, RequestError
 from hardpoint.testing import scripted_engine, write_scripted_model
 

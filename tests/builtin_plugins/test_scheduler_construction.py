@@ -6,7 +6,7 @@ import pytest
 from scheduler_harness import Connector, Rig, adapter, feature
 
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
-from hardpoint.core.encoder_cache import EncoderCacheManager
+from hardpoint.core.engine.encoder_cache import EncoderCacheManager
 from hardpoint.plugins import (
     KINDS,
     ConfigError,

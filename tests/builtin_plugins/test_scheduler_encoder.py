@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scheduler_harness import Priority, Rig, feature
 
-from hardpoint.core.encoder_cache import EncoderCacheManager
+from hardpoint.core.engine.encoder_cache import EncoderCacheManager
 from hardpoint.plugins import FinishReason, WaitingFor
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizer_harness import MESSAGES, open_tokenizer, words_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from hardpoint.builtin_plugins.tokenizer import TransformersTokenizer
+from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
 from hardpoint.plugins import ModelError, RequestError
 
 TEXTS = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hardpoint.builtin_plugins.tokenizer import TransformersTokenizer
+from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
 from hardpoint.plugins import ModelFiles, TokenizerContext
 
 MESSAGES = [{"role": "user", "content": "Why?"}]

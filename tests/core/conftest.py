@@ -10,11 +10,11 @@ from fake_engine import PlayedProcess
 from io_harness import Served
 from launch_harness import CHILD, PARENT, launch, write_child
 
-from hardpoint.core import engine_connection
 from hardpoint.core.build import build_engine
-from hardpoint.core.engine_sockets import EngineSockets
-from hardpoint.core.process.engine_process import EngineProcess
-from hardpoint.core.process.launch import Launch
+from hardpoint.core.client import engine_connection
+from hardpoint.core.client.sockets import EngineSockets
+from hardpoint.core.engine_process.launch import Launch
+from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.plugins import EngineConfig, typed
 from hardpoint.testing import scripted_config, scripted_engine
 

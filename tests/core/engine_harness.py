@@ -12,13 +12,13 @@ from waiting import PATIENCE_S
 
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
-from hardpoint.core.engine import EngineCore
-from hardpoint.core.engine_loop import EngineLoop, LoopOptions, LoopQueues, Prepared
+from hardpoint.core.engine.core import EngineCore
+from hardpoint.core.engine.kv_events import KVEventFanout
+from hardpoint.core.engine.step import EngineCoreParts
+from hardpoint.core.engine_process.loop import EngineLoop, LoopOptions, LoopQueues, Prepared
+from hardpoint.core.engine_process.sender import Outbox
+from hardpoint.core.faults import StepFaults
 from hardpoint.core.kv_cache import BlockManager
-from hardpoint.core.kv_events import KVEventFanout
-from hardpoint.core.outbox import Outbox
-from hardpoint.core.step_faults import StepFaults
-from hardpoint.core.steps import EngineCoreParts
 from hardpoint.plugins import (
     EngineCoreRequest,
     ModelRunnerOutput,

@@ -8,7 +8,7 @@ from typing import Any
 import zmq
 from msgspec.structs import replace
 
-from hardpoint.core.engine_sockets import EngineSockets
+from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.wire import Encoder, EngineCoreReadyResponse
 
 READY = EngineCoreReadyResponse(manifest_hash="", max_model_len=64, num_gpu_blocks=8)

@@ -7,8 +7,8 @@ import time
 import zmq
 from engine_harness import PATIENCE_S, LoopRig
 
-from hardpoint.core.engine_io import EngineIO
-from hardpoint.core.request_check import RequestCheck
+from hardpoint.core.engine.request_check import RequestCheck
+from hardpoint.core.engine_process.transport import EngineIO
 from hardpoint.core.wire import (
     ENGINE_CORE_DEAD,
     Decoder,

@@ -10,8 +10,8 @@ import textwrap
 import time
 from pathlib import Path
 
-from hardpoint.core.process.engine_process import EngineProcess
-from hardpoint.core.process.launch import Launch
+from hardpoint.core.engine_process.launch import Launch
+from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.plugins import (
     HardpointError,
     Manifest,
@@ -37,8 +37,8 @@ PARENT = """
 import os, sys, time
 sys.path.insert(0, {lib!r})
 from pathlib import Path
-from hardpoint.core.process.engine_process import EngineProcess
-from hardpoint.core.process.launch import Launch, main_objects
+from hardpoint.core.engine_process.process import EngineProcess
+from hardpoint.core.engine_process.launch import Launch, main_objects
 from hardpoint.plugins import Manifest
 
 class Dry:
@@ -70,7 +70,7 @@ def write_child(folder: Path, body: str) -> Path:
     program.write_text(
         "import json, os, signal, sys, threading, time\n"
         "from pathlib import Path\n"
-        "from hardpoint.core.process.__main__ import main\n"
+        "from hardpoint.core.engine_process.__main__ import main\n"
         "from hardpoint.plugins import *\n"
         f"OUT = Path({str(folder / 'out')!r})\n"
         "def say(value):\n"

@@ -20,7 +20,7 @@ from hardpoint import (
     RequestOutputKind,
     SamplingParams,
 )
-from hardpoint.core.frontend import relay
+from hardpoint.core.client import event_loop as relay
 from hardpoint.plugins import hookimpl
 from hardpoint.testing import scripted_config, write_scripted_model
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardpoint import SamplingParams
-from hardpoint.core.worker.batch import InputBatch
+from hardpoint.core.worker.input_batch import InputBatch
 from hardpoint.plugins import LogitsRequest, RowMap
 
 BLOCK = 4

@@ -12,7 +12,7 @@ from engine_harness import Rig, ScriptedExecutor, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardpoint.core.batch_queue import Batch, BatchQueue, start_batch
+from hardpoint.core.engine.batch_queue import Batch, BatchQueue, start_batch
 from hardpoint.plugins import ModelRunnerOutput, SchedulerOutput
 
 PLAN = SchedulerOutput(step=1, total_num_scheduled_tokens=3)

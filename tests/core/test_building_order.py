@@ -6,10 +6,10 @@ from typing import ClassVar
 
 import pytest
 
-from hardpoint.builtin_plugins.eviction import LeastRecentlyUsed
+from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
+from hardpoint.builtin_plugins.kv_cache.eviction import LeastRecentlyUsed
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
-from hardpoint.builtin_plugins.uniproc import UniprocExecutor
 from hardpoint.testing import scripted_engine
 
 HERE = __name__

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from msgspec import Meta
 
 from hardpoint import plugins
-from hardpoint.core.process.by_value import dumps, loads
-from hardpoint.core.process.struct_parts import StructParts
+from hardpoint.core.engine_process.main_module.pickling import dumps, loads
+from hardpoint.core.engine_process.main_module.structs import StructParts
 from hardpoint.plugins import KINDS, PluginLoadError
-from hardpoint.plugins.adapting import load_component
-from hardpoint.plugins.loading import Source
 from hardpoint.plugins.typed import convert, json_schema
+from hardpoint.registry.adapt import load_component
+from hardpoint.registry.loading import Source
 
 PROGRAM = '''
 from __future__ import annotations
@@ -149,7 +149,7 @@ def answers(arguments):
     return found
 
 if __name__ == "__main__":
-    from hardpoint.core.process.by_value import dumps
+    from hardpoint.core.engine_process.main_module.pickling import dumps
     found = answers(Dry.Arguments)  # msgspec now has its caches in these classes
     objects = {"Dry": Dry, "Same": Dry, "Arguments": Dry.Arguments, "Range": Range, "Node": Node,
                "answers": answers, "json": json, "encode": msgspec.json.encode}

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardpoint import CompletionOutput, Logprob, RequestOutput, RequestOutputKind
-from hardpoint.core.frontend.collector import RequestOutputCollector
+from hardpoint.core.frontend.output_collector import RequestOutputCollector
 from hardpoint.plugins import RequestMetrics
 
 DELTA, CUMULATIVE, FINAL_ONLY = (

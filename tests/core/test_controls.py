@@ -18,7 +18,7 @@ from hardpoint import (
     RequestOutputKind,
     SamplingParams,
 )
-from hardpoint.core.utilities import UTILITIES
+from hardpoint.core.engine.utility_calls import UTILITIES
 from hardpoint.plugins import LoRARequest
 from hardpoint.testing import scripted_config
 

@@ -20,10 +20,10 @@ from hardpoint.builtin_plugins.logits import (
     truncation,
 )
 from hardpoint.builtin_plugins.sampler import DefaultSampler
-from hardpoint.core.sampling.drafts import accepted, with_drafts
-from hardpoint.core.sampling.pipeline import LogitsPipeline
-from hardpoint.core.sampling.processor_stage import Stage
-from hardpoint.core.sampling.sampling_stage import SamplingStage
+from hardpoint.core.worker.sampling.drafts import accepted, with_drafts
+from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
+from hardpoint.core.worker.sampling.sampler_stage import SamplingStage
+from hardpoint.core.worker.sampling.stage import Stage
 from hardpoint.plugins import (
     Added,
     BatchLogitsProcessor,
@@ -35,7 +35,7 @@ from hardpoint.plugins import (
     SamplerContext,
     TensorSpec,
 )
-from hardpoint.plugins.loading import Source
+from hardpoint.registry.loading import Source
 from hardpoint.testing import history_hash
 
 CPU = torch.device("cpu")

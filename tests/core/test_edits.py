@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hardpoint.core.sampling.edits import compile_edits
+from hardpoint.core.worker.sampling.edits import compile_edits
 from hardpoint.plugins import Edits, Op
 
 INF = math.inf

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardpoint import SamplingParams
-from hardpoint.core.encoder_cache import EncoderCacheManager, encoder_budget
+from hardpoint.core.engine.encoder_cache import EncoderCacheManager, encoder_budget
 from hardpoint.plugins import EngineCoreRequest, MultiModalFeature, Request
 
 LENGTHS = {"cat": 4, "dog": 6, "owl": 3, "fox": 5, "elk": 10}

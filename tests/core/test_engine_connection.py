@@ -8,8 +8,8 @@ import time
 import pytest
 from waiting import PATIENCE_S, wait_until
 
-from hardpoint.core import engine_connection
-from hardpoint.core.engine_connection import EngineConnection, EngineStart
+from hardpoint.core.client import engine_connection
+from hardpoint.core.client.engine_connection import EngineConnection, EngineStart
 from hardpoint.core.wire import ENGINE_CORE_DEAD
 from hardpoint.plugins import (
     EngineConfig,

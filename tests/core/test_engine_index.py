@@ -6,9 +6,9 @@ import queue
 
 from engine_harness import PATIENCE_S, LoopRig, request
 
-from hardpoint.core.engine_connection import EngineConnection, EngineStart
-from hardpoint.core.engine_io import EngineIO
-from hardpoint.core.engine_sockets import EngineSockets
+from hardpoint.core.client.engine_connection import EngineConnection, EngineStart
+from hardpoint.core.client.sockets import EngineSockets
+from hardpoint.core.engine_process.transport import EngineIO
 from hardpoint.core.wire import EngineCoreReadyResponse, RequestType
 from hardpoint.plugins import EngineConfig, EngineCoreOutputs, Manifest, Origins
 

@@ -12,8 +12,8 @@ from engine_harness import LoopRig, MidStep, ScriptedExecutor, expected, request
 from io_harness import ME, READY
 from waiting import PATIENCE_S, wait_until
 
-from hardpoint.core import engine_io
-from hardpoint.core.engine_io import EngineIO
+from hardpoint.core.engine_process import transport as engine_io
+from hardpoint.core.engine_process.transport import EngineIO
 from hardpoint.core.wire import (
     Encoder,
     EngineAddresses,
@@ -125,7 +125,7 @@ class TestAClientThatDoesNotRead:
 
     def test_its_messages_are_not_read_either_while_it_is_far_behind(self, serve, monkeypatch):
         monkeypatch.setattr(engine_io, "_MOST_UNREAD", 2)
-        monkeypatch.setattr("hardpoint.core.outbox._MOST_HELD", 20)
+        monkeypatch.setattr("hardpoint.core.engine_process.sender._MOST_HELD", 20)
         served = serve(clients=2, receive_at_most=1)
         deaf, well = served.clients
         served.rig.core.plugin_meters = lambda: LARGE

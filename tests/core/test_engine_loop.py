@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from engine_harness import PATIENCE_S, LoopRig, MidStep, ScriptedExecutor, expected, request
 
-from hardpoint.core.engine_loop import Failure, LoopOptions, LoopQueues, Refusal
+from hardpoint.core.engine_process.loop import Failure, LoopOptions, LoopQueues, Refusal
 from hardpoint.core.wire import UtilityCall
 from hardpoint.plugins import EngineDeadError, RequestError
 
@@ -167,7 +167,9 @@ class TestIdle:
 
     def test_after_a_step_that_executed_it_does_not_sleep(self, monkeypatch):
         naps = []
-        monkeypatch.setattr("hardpoint.core.engine_loop.time", SimpleNamespace(sleep=naps.append))
+        monkeypatch.setattr(
+            "hardpoint.core.engine_process.loop.time", SimpleNamespace(sleep=naps.append)
+        )
         rig = LoopRig()
         rig.send(request("a", max_tokens=50))
         rig.loop.request_shutdown()
@@ -375,7 +377,7 @@ from pathlib import Path
 sys.path.append(sys.argv[2])
 from engine_harness import LoopRig, request
 from waiting import wait_until
-from hardpoint.core.engine_loop import LoopOptions
+from hardpoint.core.engine_process.loop import LoopOptions
 
 report = Path(sys.argv[1])
 rig = LoopRig(options=LoopOptions(watchdog_seconds=0.2, watchdog_exits={exits}))

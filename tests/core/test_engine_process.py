@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from launch_harness import LIMIT_S, failure_of, launch, said, state_of, write_child
 
-from hardpoint.core.process import engine_process
-from hardpoint.core.process.engine_process import EngineProcess
+from hardpoint.core.engine_process import process as engine_process
+from hardpoint.core.engine_process.process import EngineProcess
 
 
 def test_no_failure_while_it_is_well(child, tmp_path):

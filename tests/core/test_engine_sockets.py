@@ -21,8 +21,9 @@ from hardpoint import (
     HardpointError,
     PluginError,
 )
-from hardpoint.core import engine_sockets, outgoing
-from hardpoint.core.engine_sockets import EngineSockets
+from hardpoint.core.client import outgoing
+from hardpoint.core.client import sockets as engine_sockets
+from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.wire import (
     ENGINE_CORE_DEAD,
     Decoder,

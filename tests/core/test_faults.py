@@ -297,7 +297,7 @@ def test_processed_logprobs_on_request(scripted):
 def test_edits_keep_only_and_set():
     import torch
 
-    from hardpoint.core.sampling.edits import compile_edits
+    from hardpoint.core.worker.sampling.edits import compile_edits
 
     logits = torch.zeros(3, 4)
     compile_edits(Edits([0, 0], [1, 2], (), Op.KEEP_ONLY), [2], logits)(logits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from hardpoint.core.inbox import Inbox
+from hardpoint.core.client.output_queue import Inbox
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, EngineDeadError
 
 END = EngineDeadError("gone")

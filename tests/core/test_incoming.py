@@ -11,10 +11,10 @@ from engine_harness import request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardpoint.core.engine_loop import LoopQueues, Prepared, Refusal
-from hardpoint.core.incoming import MessageReader
-from hardpoint.core.outbox import Outbox
-from hardpoint.core.request_check import RequestCheck
+from hardpoint.core.engine.request_check import RequestCheck
+from hardpoint.core.engine_process.loop import LoopQueues, Prepared, Refusal
+from hardpoint.core.engine_process.receiver import MessageReader
+from hardpoint.core.engine_process.sender import Outbox
 from hardpoint.core.wire import Encoder, RequestType, UtilityCall
 from hardpoint.plugins import (
     EngineCoreRequest,

@@ -11,8 +11,9 @@ from engine_harness import expected, request
 from waiting import PATIENCE_S, wait_until
 from zmq.utils.monitor import recv_monitor_message
 
-from hardpoint.core import engine_sockets, input_line
-from hardpoint.core.engine_sockets import EngineSockets
+from hardpoint.core.client import sockets as engine_sockets
+from hardpoint.core.client.sockets import EngineSockets
+from hardpoint.core.engine_process import input_line
 from hardpoint.core.wire import MOST_BYTES, Encoder, RequestType, WireError
 
 MIB = 1 << 20

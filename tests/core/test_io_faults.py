@@ -11,10 +11,10 @@ from engine_harness import LoopRig, MidStep, ScriptedExecutor, expected, request
 from io_harness import READY
 from waiting import PATIENCE_S, wait_until
 
-from hardpoint.core.engine_io import EngineIO
-from hardpoint.core.engine_sockets import EngineSockets
-from hardpoint.core.output_frames import OutputFrames
-from hardpoint.core.request_check import RequestCheck
+from hardpoint.core.client.sockets import EngineSockets
+from hardpoint.core.engine.request_check import RequestCheck
+from hardpoint.core.engine_process.output_frames import OutputFrames
+from hardpoint.core.engine_process.transport import EngineIO
 from hardpoint.core.wire import Decoder, RequestType
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, FinishReason
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from kv_cache_model import Live, Model, make_request
 
-from hardpoint.builtin_plugins.eviction import LeastRecentlyUsed
+from hardpoint.builtin_plugins.kv_cache.eviction import LeastRecentlyUsed
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.plugins import EvictionContext, RequestStatus
 from hardpoint.plugins.kv_cache import KVCacheGroup

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hardpoint.core.kv_events import KVEventFanout
-from hardpoint.core.step_faults import StepFaults
+from hardpoint.core.engine.kv_events import KVEventFanout
+from hardpoint.core.faults import StepFaults
 from hardpoint.plugins import (
     AllBlocksCleared,
     BlockRemoved,
@@ -14,7 +14,7 @@ from hardpoint.plugins import (
     PluginFaultError,
     PublisherContext,
 )
-from hardpoint.plugins.loading import Source
+from hardpoint.registry.loading import Source
 
 REMOVED = BlockRemoved([b"a"])
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from launch_harness import said
 
-from hardpoint.core.process import labels
+from hardpoint.core.engine_process import labels
 
 
 @pytest.mark.parametrize(("index", "name"), [(0, "EngineCore"), (3, "EngineCore_DP3")])
 def test_process_lists_show_the_engine(child, tmp_path, index, name):
     process = child(
         f"""
-        from hardpoint.core.process.labels import engine_name, name_process
+        from hardpoint.core.engine_process.labels import engine_name, name_process
         name_process(engine_name({index}))
         say(Path("/proc/self/comm").read_text())
         """
@@ -35,7 +35,7 @@ def test_every_line_says_which_engine(child, capfd):
     process = child(
         """
         import logging
-        from hardpoint.core.process.labels import log_as
+        from hardpoint.core.engine_process.labels import log_as
         log_as(3, "INFO")
         log = logging.getLogger("hardpoint")
         log.info("two\\nlines of %s", "words")

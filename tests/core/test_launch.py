@@ -15,8 +15,8 @@ import pytest
 from launch_harness import LIMIT_S, failure_of, launch, said
 from processes import ROOT
 
-from hardpoint.core.process.failure import Failure
-from hardpoint.core.process.launch import Interpreter, Launch, decode_launch, main_objects
+from hardpoint.core.engine_process.failure import Failure
+from hardpoint.core.engine_process.launch import Interpreter, Launch, decode_launch, main_objects
 from hardpoint.plugins import (
     ConfigError,
     EngineDeadError,
@@ -145,7 +145,7 @@ def test_processes_spawned_from_the_child_do_not_run_the_program_again(child, tm
 
 
 def test_program_says_what_it_is_for():
-    program = ROOT / "core" / "process" / "__main__.py"
+    program = ROOT / "core" / "engine_process" / "__main__.py"
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == "This program is started by Hardpoint, which tells it what to do.\n"
@@ -234,7 +234,7 @@ def test_main_object_that_cannot_be_rebuilt(child):
     module.Missing = type("Missing", (), {"__module__": "here_alone"})
     sys.modules["here_alone"] = module
     try:
-        from hardpoint.core.process.by_value import dumps
+        from hardpoint.core.engine_process.main_module.pickling import dumps
 
         data = dumps({"Dry": module.Missing})
     finally:

@@ -10,13 +10,13 @@ import time
 import pytest
 from launch_harness import LIMIT_S
 
-from hardpoint.core.process import engine_process
-from hardpoint.core.process.__main__ import LAUNCH_SECONDS, LENGTH
-from hardpoint.core.process.failure import Failure
-from hardpoint.core.process.launch import Interpreter
+from hardpoint.core.engine_process import process as engine_process
+from hardpoint.core.engine_process.__main__ import LAUNCH_SECONDS, LENGTH
+from hardpoint.core.engine_process.failure import Failure
+from hardpoint.core.engine_process.launch import Interpreter
 
 PROGRAM = """
-from hardpoint.core.process import __main__ as entry
+from hardpoint.core.engine_process import __main__ as entry
 entry.LAUNCH_SECONDS = 0.5
 entry.main(lambda launch, watch: None)
 """

@@ -97,7 +97,7 @@ def test_hardpoint_found_by_a_path_set_at_run_time(tmp_path):
     """Neither installed nor in PYTHONPATH, and another one where the parent stands."""
     package = tmp_path / "lib" / "hardpoint"
     link_package(package)
-    (package / "core" / "process" / "run.py").write_text(
+    (package / "core" / "engine_process" / "run.py").write_text(
         "import hardpoint\n"
         "from pathlib import Path\n"
         "def run_engine(launch, watch):\n"
@@ -109,8 +109,8 @@ def test_hardpoint_found_by_a_path_set_at_run_time(tmp_path):
     script.parent.mkdir()
     script.write_text(
         f"import sys; sys.path[:0] = {[str(package.parent), sysconfig.get_path('purelib')]}\n"
-        "from hardpoint.core.process.engine_process import EngineProcess\n"
-        "from hardpoint.core.process.launch import Launch\n"
+        "from hardpoint.core.engine_process.process import EngineProcess\n"
+        "from hardpoint.core.engine_process.launch import Launch\n"
         "from hardpoint.plugins import Manifest\n"
         "process = EngineProcess.start(Launch(address='a', config={'out': sys.argv[1]},\n"
         "    manifest=Manifest(hardpoint='1', entries=())))\n"
@@ -125,13 +125,14 @@ def link_package(package: Path) -> None:
     for source, target in ((ROOT / "api", package), (ROOT / "core", package / "core")):
         target.mkdir(parents=True)
         for entry in source.iterdir():
-            if entry.name != "process":
+            if entry.name != "engine_process":
                 (target / entry.name).symlink_to(entry)
-    (package / "plugins").symlink_to(ROOT / "plugins")
-    (package / "core" / "process").mkdir()
-    for entry in (ROOT / "core" / "process").glob("*.py"):
+    for folder in ("plugins", "registry"):
+        (package / folder).symlink_to(ROOT / folder)
+    (package / "core" / "engine_process").mkdir()
+    for entry in (ROOT / "core" / "engine_process").iterdir():
         if entry.name != "run.py":
-            (package / "core" / "process" / entry.name).symlink_to(entry)
+            (package / "core" / "engine_process" / entry.name).symlink_to(entry)
 
 
 WAITING_CHILD = "say(os.getpid()); time.sleep(60)"

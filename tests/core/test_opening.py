@@ -20,8 +20,8 @@ from hardpoint import (
     __version__,
 )
 from hardpoint.core import build
-from hardpoint.core.engine import EngineCore
-from hardpoint.core.process_client import ProcessClient
+from hardpoint.core.client.process_client import ProcessClient
+from hardpoint.core.engine.core import EngineCore
 from hardpoint.testing import scripted_config, write_scripted_model
 
 APART = {"engine": {"in_process": False}}

@@ -9,9 +9,9 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardpoint.core.merging import _TOLD_ONCE, absorb
-from hardpoint.core.outbox import Outbox
+from hardpoint.core.engine_process.sender import Outbox
 from hardpoint.core.wire import UtilityOutput
+from hardpoint.core.wire.merge_outputs import _TOLD_ONCE, absorb
 from hardpoint.plugins import (
     EngineCoreEvent,
     EngineCoreEventType,

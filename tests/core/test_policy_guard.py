@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from policies import LOAD, request
 
 from hardpoint.builtin_plugins.policies import Fair, FirstComeFirstServed, Priority
-from hardpoint.core.policy_guard import GuardedPolicy
-from hardpoint.core.step_faults import StepFaults
+from hardpoint.core.engine.policy import GuardedPolicy
+from hardpoint.core.faults import StepFaults
 from hardpoint.plugins import PluginFaultError, PolicyContext, SchedulingPolicy
-from hardpoint.plugins.loading import Source
+from hardpoint.registry.loading import Source
 
 OPTIONAL = ["group", "group_key", "admit", "victim", "added", "scheduled", "preempted", "finished"]
 

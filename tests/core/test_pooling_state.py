@@ -6,7 +6,7 @@ import pytest
 from output_desk import ABORT, DELTA, ERROR, FINAL_ONLY, STOP, Desk
 
 from hardpoint import RequestError, SamplingParams
-from hardpoint.core.frontend.collector import RequestOutputCollector
+from hardpoint.core.frontend.output_collector import RequestOutputCollector
 from hardpoint.plugins import (
     EngineCoreOutput,
     EngineCoreOutputs,

@@ -23,8 +23,8 @@ from hardpoint import (
     SamplingParams,
     plugins,
 )
-from hardpoint.core.engine_sockets import dead
-from hardpoint.core.error_kinds import error_of, kind_of
+from hardpoint.core.client.sockets import dead
+from hardpoint.core.errors import error_of, kind_of
 from hardpoint.core.wire import RequestType, WireError
 from hardpoint.plugins import (
     EngineCoreRequest,

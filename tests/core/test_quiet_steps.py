@@ -12,8 +12,8 @@ import zmq
 from engine_harness import LoopRig, ScriptedExecutor, expected, request
 
 from hardpoint import LLM, AsyncLLM, RequestOutputKind, SamplingParams
-from hardpoint.core.client import InprocClient
-from hardpoint.core.process_client import ProcessClient
+from hardpoint.core.client.base import InprocClient
+from hardpoint.core.client.process_client import ProcessClient
 from hardpoint.core.wire import Encoder
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, PrefixCacheStats, SchedulerStats
 from hardpoint.testing import scripted_config

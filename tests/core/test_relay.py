@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from hardpoint.core.frontend import relay as module
-from hardpoint.core.frontend.relay import Relay
+from hardpoint.core.client import event_loop as module
+from hardpoint.core.client.event_loop import Relay
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, EngineDeadError, FinishReason
 
 END = EngineDeadError("gone")

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from launch_harness import launch
 
-from hardpoint.core.process import run
+from hardpoint.core.engine_process import run
 from hardpoint.plugins import EngineConfig
 
 

@@ -13,8 +13,8 @@ from hardpoint import (
     RequestOutputKind,
     SamplingParams,
 )
-from hardpoint.core.change_policy import change_policy
 from hardpoint.core.config import config_from
+from hardpoint.core.engine.change_policy import change_policy
 from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.plugins import (
     PluginFaultError,

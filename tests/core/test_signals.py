@@ -8,7 +8,7 @@ import sys
 
 STORM = """
 import json, queue, signal
-from hardpoint.core.engine_loop import LoopQueues, Wakeup
+from hardpoint.core.engine_process.loop import LoopQueues, Wakeup
 
 WANTED = 5000
 queues, counts = LoopQueues(), {"handled": 0, "woken": 0, "own": 0, "put": 0, "blocked": 0}

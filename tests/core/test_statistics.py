@@ -9,10 +9,10 @@ import pytest
 
 from hardpoint import SamplingParams
 from hardpoint.core.fanout import Fanout
+from hardpoint.core.faults import StepFaults
 from hardpoint.core.frontend.output_processor import OutputProcessor
 from hardpoint.core.frontend.parent_request import ParentRequest
 from hardpoint.core.frontend.statistics import Statistics
-from hardpoint.core.step_faults import StepFaults
 from hardpoint.plugins import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -29,7 +29,7 @@ from hardpoint.plugins import (
     StatSinkContext,
     StepFault,
 )
-from hardpoint.plugins.loading import Source
+from hardpoint.registry.loading import Source
 from hardpoint.testing import ScriptedClock
 
 QUEUED, SCHEDULED, PREEMPTED = EngineCoreEventType

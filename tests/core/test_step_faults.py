@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from hardpoint.core.step_faults import StepFaults
+from hardpoint.core.faults import StepFaults
 from hardpoint.plugins import PluginFaultError, StepFault
-from hardpoint.plugins.loading import Source
+from hardpoint.registry.loading import Source
 
 SOURCE = Source("mine", "acme:Mine", "acme", "1.0", "scheduler.policy (argument)")
 

@@ -9,7 +9,7 @@ import pytest
 from engine_harness import Rig, ScriptedExecutor
 
 from hardpoint import SamplingParams
-from hardpoint.core.step_log import StepLog
+from hardpoint.core.engine.step_log import StepLog
 from hardpoint.testing import scripted_engine
 
 

@@ -9,9 +9,9 @@ from engine_harness import Rig, ScriptedExecutor, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
-from hardpoint.builtin_plugins.uniproc import UniprocExecutor
-from hardpoint.core.batch_queue import Batch, BatchQueue, with_drafts
+from hardpoint.core.engine.batch_queue import Batch, BatchQueue, with_drafts
 from hardpoint.plugins import (
     NO_DRAFT,
     DraftTokenIds,

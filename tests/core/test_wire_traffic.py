@@ -13,8 +13,8 @@ from engine_harness import request
 from fake_engine import Engine
 from waiting import PATIENCE_S, wait_until
 
-from hardpoint.core import engine_sockets
-from hardpoint.core.engine_sockets import EngineSockets
+from hardpoint.core.client import sockets as engine_sockets
+from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.wire import Decoder, RequestType
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest
 

@@ -32,9 +32,9 @@ from hardpoint.plugins import (
     SamplingParams,
     hookimpl,
 )
-from hardpoint.plugins.adapters.batchwise import MoveDirectionality
-from hardpoint.plugins.adapters.form import ForeignParams
-from hardpoint.plugins.adapting import adapter_of
+from hardpoint.registry.adapt import adapter_of
+from hardpoint.registry.adapters.base import ForeignParams
+from hardpoint.registry.adapters.vllm import MoveDirectionality
 
 
 @pytest.fixture
@@ -361,7 +361,7 @@ def test_foreign_groups_are_looked_into_when_configured(installed, monkeypatch):
 
 def test_the_contract_imports_no_torch():
     script = (
-        "import sys, hardpoint.plugins, hardpoint.plugins.adapting;"
+        "import sys, hardpoint.plugins, hardpoint.registry.adapt;"
         "print([m for m in ('torch', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -14,9 +14,9 @@ from hardpoint.plugins import (
     RequestOutput,
     hookimpl,
 )
-from hardpoint.plugins.hook_set import HookSet
 from hardpoint.plugins.hooks import HookSpecs
-from hardpoint.plugins.loading import Source
+from hardpoint.registry.hooks import HookSet
+from hardpoint.registry.loading import Source
 
 
 def source(name):

@@ -23,8 +23,8 @@ from hardpoint.plugins import (
     hookimpl,
 )
 from hardpoint.plugins import Options as PluginOptions
-from hardpoint.plugins.loading import snake_case
 from hardpoint.plugins.logits import LogitsPlugin
+from hardpoint.registry.loading import snake_case
 
 WHO = "plugin 'dry' (acme-pack 2.0, "
 

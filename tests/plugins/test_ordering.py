@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hardpoint.plugins import LogitsProcessor, Phase, PluginConflictError
-from hardpoint.plugins.ordering import ordered
+from hardpoint.registry.ordering import ordered
 
 
 def processor(phase=Phase.TRUNCATE, before=(), after=()):

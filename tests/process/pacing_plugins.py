@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from hardpoint import plugins
-from hardpoint.core.process import run
+from hardpoint.core.engine_process import run
 from hardpoint.plugins import LogitsProcessor, Phase
 
 

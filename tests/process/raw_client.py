@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from hardpoint.core.process.engine_process import EngineProcess
-from hardpoint.core.process.launch import Launch
+from hardpoint.core.engine_process.launch import Launch
+from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.core.wire import (
     ENGINE_CORE_DEAD,
     Decoder,

@@ -27,7 +27,7 @@ from harness import (
 from waiting import HeldSteps, until
 
 from hardpoint import AsyncLLM, EngineClosedError, RequestOutputKind, SamplingParams
-from hardpoint.core.process import engine_process
+from hardpoint.core.engine_process import process as engine_process
 from hardpoint.plugins import EngineDeadError
 
 SLOW = {"plugins": {"enable": ["slow_plugins:Slow"]}}

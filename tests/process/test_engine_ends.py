@@ -125,11 +125,11 @@ def test_a_start_that_fails_says_nothing_on_the_sockets(engine):
 
 
 BROKEN_THREADS = """
-from hardpoint.core.process.__main__ import main
+from hardpoint.core.engine_process.__main__ import main
 
 def run(launch, watch):
     from hardpoint.core import engine_io
-    from hardpoint.core.process.run import run_engine
+    from hardpoint.core.engine_process.run import run_engine
 
     def start(self, ready):
         raise RuntimeError("can't start new thread")

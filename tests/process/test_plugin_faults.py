@@ -22,7 +22,7 @@ from hardpoint import (
     SamplingParams,
     plugins,
 )
-from hardpoint.core.process.engine_process import EngineProcess
+from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.plugins import (
     EngineDeadError,
     LogitsProcessor,

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from hardpoint.plugins import Move, SamplingParams
-from hardpoint.testing import logits_histories
-from hardpoint.testing.host_sync import META, HostSyncError, Unknown, no_values
-from hardpoint.testing.logits_desk import Desk, difference, make_logits
-from hardpoint.testing.logits_subject import Refused, Subject
+from hardpoint.testing.logits import histories as logits_histories
+from hardpoint.testing.logits.batch import Desk, difference, make_logits
+from hardpoint.testing.logits.host_sync import META, HostSyncError, Unknown, no_values
+from hardpoint.testing.logits.subject import Refused, Subject
 from hardpoint.testing.snapshots import snapshot, weigh
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hardpoint.builtin_plugins.eviction import LeastRecentlyUsed
+from hardpoint.builtin_plugins.kv_cache.eviction import LeastRecentlyUsed
 from hardpoint.builtin_plugins.policies import (
     Fair,
     FirstComeFirstServed,
@@ -23,7 +23,7 @@ from hardpoint.testing import (
     SchedulerSuite,
     SchedulingPolicySuite,
 )
-from hardpoint.testing.scheduling_collaborators import Compile, Transfer
+from hardpoint.testing.scheduling.fakes.connector import Compile, Transfer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 

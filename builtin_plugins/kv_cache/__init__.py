@@ -1,0 +1,1 @@
+"""Eviction policies and KV event publishers."""

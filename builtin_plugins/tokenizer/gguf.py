@@ -1,0 +1,166 @@
+"""A tokenizer from a GGUF file's metadata."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from hardpoint.builtin_plugins.loaders.gguf_file import GGUFFile
+from hardpoint.plugins import ModelError
+
+__all__ = ["build_gguf_tokenizer", "special_tokens"]
+
+_CONTROL, _USER_DEFINED = 3, 4
+
+# From the tokenizer.json files of the models that gave these names to llama.cpp.
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+_QWEN2 = ("qwen2", "deepseek-r1-qwen")
+_GPT2 = ("gpt-2", "default")
+_SMOLLM = ("smollm",)
+
+
+def build_gguf_tokenizer(file: GGUFFile, path: Path) -> Tokenizer:
+    """Build the tokenizer that a GGUF file describes.
+
+    Byte-level BPE is built here; other kinds through transformers.
+
+    Raises:
+        ModelError: if a field is missing, or the kind of tokenizer is not supported.
+    """
+    kind = file.value("tokenizer.ggml.model")
+    if kind is None:
+        raise ModelError(f"{path.name}: tokenizer.ggml.model: missing; it has no tokenizer")
+    return _byte_level(file, path) if kind == "gpt2" else _through_transformers(path, kind)
+
+
+def special_tokens(file: GGUFFile) -> dict[str, str]:
+    """Return the tokens that a chat template may name, such as `bos_token`."""
+    tokens = file.value("tokenizer.ggml.tokens") or []
+    keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    ids = {name: file.value(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    return {
+        f"{name}_token": tokens[index]
+        for name, index in ids.items()
+        if index is not None and index < len(tokens)
+    }
+
+
+def _byte_level(file: GGUFFile, path: Path) -> Tokenizer:
+    tokens: list[str] = _required(file, path, "tokens")
+    merges: list[str] = _required(file, path, "merges")
+    pre = file.value("tokenizer.ggml.pre") or "default"
+    try:
+        model = models.BPE(
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=[_pair(merge) for merge in merges],
+            ignore_merges=pre in _LLAMA3,
+        )
+    except Exception as cause:  # the library raises nothing narrower
+        raise ModelError(f"{path.name}: tokenizer.ggml.merges: {cause}") from cause
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = _pre_tokenizer(pre, path)
+    tokenizer.decoder = decoders.ByteLevel()
+    if pre in _QWEN2:
+        tokenizer.normalizer = normalizers.NFC()
+    types = file.value("tokenizer.ggml.token_type") or []
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(token, normalized=False, special=True)
+            for token, kind in zip(tokens, types, strict=False)
+            if kind == _CONTROL
+        ]
+    )
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, normalized=False)
+            for token, kind in zip(tokens, types, strict=False)
+            if kind == _USER_DEFINED
+        ]
+    )
+    _add_bos_eos(tokenizer, file, tokens, bos_by_default=pre in _LLAMA3)
+    return tokenizer
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
+
+
+def _pre_tokenizer(pre: str, path: Path) -> Any:
+    if pre in _GPT2:
+        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if pre in _SMOLLM:
+        return pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            ]
+        )
+    splits = dict.fromkeys(_LLAMA3, _LLAMA3_SPLIT) | dict.fromkeys(_QWEN2, _QWEN2_SPLIT)
+    if pre not in splits:
+        known = ", ".join(sorted((*splits, *_GPT2, *_SMOLLM)))
+        raise ModelError(
+            f"{path.name}: tokenizer.ggml.pre: expected one of {known}, got {pre!r}; set "
+            f"tokenizer.path to a directory with the model's tokenizer.json"
+        )
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(splits[pre]), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def _add_bos_eos(
+    tokenizer: Tokenizer, file: GGUFFile, tokens: list[str], *, bos_by_default: bool
+) -> None:
+    """Make `add_special_tokens` do what the file asks for."""
+    wanted = {}
+    for side, default in (("bos", bos_by_default), ("eos", False)):
+        stated = file.value(f"tokenizer.ggml.add_{side}_token")
+        index = file.value(f"tokenizer.ggml.{side}_token_id")
+        if (default if stated is None else stated) and index is not None:
+            wanted[side] = (tokens[index], int(index))
+    if not wanted:
+        return
+    before = ["bos"] if "bos" in wanted else []
+    after = ["eos"] if "eos" in wanted else []
+    tokenizer.post_processor = TemplateProcessing(
+        single=[*before, "$A", *after],
+        pair=[*before, "$A", *after, *(f"{side}:1" for side in before), "$B:1", *after],
+        special_tokens=[
+            {"id": side, "ids": [index], "tokens": [token]}
+            for side, (token, index) in wanted.items()
+        ],
+    )
+
+
+def _through_transformers(path: Path, kind: str) -> Tokenizer:
+    # Importing transformers takes seconds, and byte-level models do not need it.
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    try:
+        converted = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+        fast: Tokenizer = converted.backend_tokenizer
+    except Exception as cause:  # whatever a foreign file makes it raise
+        words = re.sub(r"\s+", " ", str(cause))
+        raise ModelError(
+            f"{path.name}: tokenizer.ggml.model: {kind!r} could not be converted: {words}"
+        ) from cause
+    return fast
+
+
+def _required(file: GGUFFile, path: Path, name: str) -> Any:
+    value = file.value(f"tokenizer.ggml.{name}")
+    if not value:
+        raise ModelError(f"{path.name}: tokenizer.ggml.{name}: missing")
+    return value

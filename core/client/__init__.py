@@ -1,0 +1,1 @@
+"""How a frontend reaches an engine core: in this process, or in one of its own."""

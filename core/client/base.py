@@ -1,0 +1,101 @@
+"""How a frontend reaches an engine core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from hardpoint.core.engine.core import EngineCore
+from hardpoint.core.engine.utility_calls import failure_of, run_utility
+from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest
+
+from .freed_memory import give_back
+
+__all__ = ["EngineCoreClient", "InprocClient"]
+
+
+class EngineCoreClient(Protocol):
+    """What a frontend may ask of an engine core, wherever it runs.
+
+    Attributes:
+        in_process: whether it runs in this process.
+    """
+
+    in_process: bool
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Send a request."""
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """End requests; they give no more outputs."""
+
+    def get_output(self, *, wait: bool, timeout: float | None = None) -> EngineCoreOutputs | None:
+        """Return the next batch of outputs; may be empty.
+
+        Args:
+            wait: whether there is something to wait for.
+            timeout: seconds to wait for an engine process; None is as long as it takes.
+
+        Returns:
+            None if nothing came in time.
+
+        Raises:
+            EngineDeadError: the engine is gone.
+        """
+
+    def call_utility(self, method: str, *args: Any) -> Any:
+        """Call one of the engine's utilities and wait for its result.
+
+        Args:
+            method: of EngineCore, one of `core.utilities.UTILITIES`.
+            args: what it declares, by position.
+
+        Raises:
+            HardpointError: what the utility raised.
+        """
+
+    def close(self) -> None:
+        """End the engine."""
+
+
+class InprocClient:
+    """Calls the core directly; `get_output` runs a step."""
+
+    in_process = True
+
+    def __init__(self, core: EngineCore) -> None:
+        """Take over the core."""
+        self._core = core
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queue a request."""
+        self._core.add_request(request)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """End requests; they give no more outputs."""
+        self._core.abort_requests(request_ids)
+
+    def get_output(self, *, wait: bool, timeout: float | None = None) -> EngineCoreOutputs:  # noqa: ARG002
+        """Run one step, however long it takes."""
+        outputs, _ = self._core.step()
+        return outputs.get(0) or EngineCoreOutputs()
+
+    def call_utility(self, method: str, *args: Any) -> Any:
+        """Call a method of the core; its future, if it gives one, is done at once."""
+        try:
+            result = run_utility(self._core, method, args)
+            return result.result(0) if isinstance(result, Future) else result
+        except Exception as error:
+            told = failure_of(method, error)
+            raise told from told.__cause__
+
+    def close(self) -> None:
+        """Close the core and let go of it."""
+        core = self._core
+        del self._core
+        try:
+            core.close()
+        finally:
+            del core
+            give_back()

@@ -1,0 +1,102 @@
+"""From the threads that hear of an engine to the event loop that waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable
+
+import msgspec
+
+from hardpoint.core.wire.merge_outputs import MergedOutputs
+from hardpoint.plugins import EngineCoreOutputs
+
+__all__ = ["Relay"]
+
+_CHUNK = 64
+"""Outputs that are handed over at a time; others have the loop before the next ones."""
+
+Item = EngineCoreOutputs | Exception
+
+
+class Relay:
+    """Hands outputs, and the error that ends them, to a method in an event loop's thread.
+
+    It does not keep the method's object alive. What comes before a loop is known, or while the
+    loop is busy, waits here, merged: one entry per request.
+    """
+
+    def __init__(self) -> None:
+        """Connect to nothing yet."""
+        self._lock = threading.Lock()
+        self._waiting = MergedOutputs()
+        self._rest: EngineCoreOutputs | None = None  # of a batch that is handed over in chunks
+        self._end: Exception | None = None
+        self._scheduled = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._method: weakref.WeakMethod[Callable[[Relay, Item], None]] | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        """How many entries wait."""
+        return len(self._waiting) + (len(self._rest.outputs) if self._rest is not None else 0)
+
+    @property
+    def failure(self) -> Exception | None:
+        """The end of the engine, if it came before `connect`."""
+        with self._lock:
+            return self._end if self._loop is None else None
+
+    def connect(
+        self, loop: asyncio.AbstractEventLoop, method: Callable[[Relay, Item], None]
+    ) -> None:
+        """Hand over to a bound method, called with this relay and the item."""
+        with self._lock:
+            self._loop, self._method = loop, weakref.WeakMethod(method)
+            wake = self._scheduled = self._has_more()
+        if wake:
+            loop.call_soon(self._deliver)
+
+    def __call__(self, item: Item) -> None:
+        """Take an item, in any thread."""
+        with self._lock:
+            if isinstance(item, Exception):
+                self._end = item
+            else:
+                self._waiting.put(item)
+            loop = None if self._scheduled else self._loop
+            self._scheduled = self._loop is not None
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # it is closed, so nobody waits any more
+                loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        method = self._method() if self._method is not None else None
+        if method is None:  # nobody is there to take anything, and nobody will be
+            return
+        with self._lock:
+            item = self._next()
+            more = self._scheduled = self._has_more()
+        try:
+            if item is not None:
+                method(self, item)
+        finally:
+            if more and self._loop is not None:
+                self._loop.call_soon(self._deliver)  # behind those whom this woke
+
+    def _has_more(self) -> bool:
+        return self._rest is not None or len(self._waiting) > 0 or self._end is not None
+
+    def _next(self) -> Item | None:
+        """Return some outputs; the end once there are none any more."""
+        batch = self._waiting.take() if self._rest is None else self._rest
+        self._rest = None
+        if batch is None:
+            end, self._end = self._end, None
+            return end
+        if len(batch.outputs) > _CHUNK:
+            self._rest = msgspec.structs.replace(batch, outputs=batch.outputs[_CHUNK:])
+            batch = msgspec.structs.replace(batch, outputs=batch.outputs[:_CHUNK])
+        return batch

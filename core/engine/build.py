@@ -1,0 +1,203 @@
+"""Building the engine core: executor, KV cache, scheduler and what they call."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from hardpoint.core.fanout import create_all
+from hardpoint.core.faults import CALL_LOST, StepFaults
+from hardpoint.core.kv_cache import BlockManager, CacheSize, size_cache
+from hardpoint.core.worker.worker import LocalWorker, WorkerSpec
+from hardpoint.plugins import (
+    ConfigError,
+    EngineConfig,
+    EvictionContext,
+    EvictionPolicy,
+    Executor,
+    ExecutorContext,
+    Origins,
+    PluginFaultError,
+    PublisherContext,
+    Scheduler,
+    SchedulerContext,
+    SchedulerLimits,
+    StepRecord,
+    WorkerInfo,
+)
+from hardpoint.registry.hooks import HookSet
+
+from .core import EngineCore
+from .kv_events import KVEventFanout
+from .policy_slot import PolicySlot
+from .step import EngineCoreParts
+from .step_log import StepLog
+
+__all__ = ["BuiltCore", "build_core", "limits_of"]
+
+_log = logging.getLogger("hardpoint")
+
+_Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class BuiltCore:
+    """An engine core, and what was found out while it was built."""
+
+    core: EngineCore
+    size: CacheSize
+
+
+def limits_of(
+    config: EngineConfig, max_model_len: int, *, asynchronous: bool = False
+) -> SchedulerLimits:
+    """Return what no step may exceed.
+
+    Args:
+        config: what was asked for.
+        max_model_len: resolved.
+        asynchronous: whether steps are planned before the results of earlier ones are in.
+
+    Raises:
+        ConfigError: limits that cannot work together.
+    """
+    scheduler = config.scheduler
+    return SchedulerLimits(
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        chunked_prefill=scheduler.chunked_prefill,
+        long_prefill_token_threshold=scheduler.long_prefill_token_threshold,
+        max_waiting=scheduler.max_waiting,
+        asynchronous=asynchronous,
+    )
+
+
+def build_core(spec: WorkerSpec, hooks: HookSet, origins: Origins, clock: _Clock) -> BuiltCore:
+    """Load the model and build everything around it. What was built is closed if a part fails.
+
+    Raises:
+        ConfigError: the KV cache does not fit; the message says what would.
+        PluginError: a component could not be built.
+    """
+    config, plugins = spec.config, spec.plugins
+    faults = StepFaults.under(config.plugins.on_error)
+    with contextlib.ExitStack() as undo:
+        policy = PolicySlot(plugins, faults)
+        undo.callback(policy.close)
+        publishers = create_all(plugins, "kv_event_publishers", faults, PublisherContext)
+        kv_events = KVEventFanout(publishers, time.time)
+        undo.callback(kv_events.close)
+        eviction: EvictionPolicy = plugins.create(plugins.one("eviction_policies"), EvictionContext)
+        undo.callback(eviction.close)
+        executor: Executor = plugins.create(
+            plugins.one("executors"),
+            ExecutorContext,
+            create_worker=lambda _rank: LocalWorker(spec),
+        )
+        undo.callback(executor.close)
+        info, size, config = _start(executor, spec, origins)
+        kv_cache = BlockManager(
+            size.num_blocks,
+            config.kv_cache.block_size,
+            prefix_caching=config.kv_cache.prefix_caching,
+            hash_algorithm=config.kv_cache.hash_algorithm,
+            eviction=eviction,
+            fault=faults.reporter(plugins.one("eviction_policies").source),
+            events=bool(plugins.entries("kv_event_publishers")),
+        )
+        scheduler: Scheduler = plugins.create(
+            plugins.one("schedulers"),
+            SchedulerContext,
+            limits=_limits(config, size, executor),
+            kv_cache=kv_cache,
+            policy=policy.policy,
+            clock=clock,
+            watermark=config.kv_cache.watermark,
+            policy_fault=lambda words: policy.report(words, None),
+            record=_recorder(hooks, faults),
+            log_stats=config.stats.on,
+        )
+        parts = EngineCoreParts(
+            scheduler,
+            executor,
+            kv_cache,
+            policy,
+            kv_events,
+            faults,
+            components=[eviction],
+            config=config,
+            log_stats=config.stats.on,
+            step_log=StepLog() if config.engine.log_steps else None,
+            sleep_levels=info.sleep_levels,
+        )
+        undo.pop_all()
+        return BuiltCore(EngineCore(parts), size)
+
+
+def _start(
+    executor: Executor, spec: WorkerSpec, origins: Origins
+) -> tuple[WorkerInfo, CacheSize, EngineConfig]:
+    """Load the model and allocate the KV cache.
+
+    Returns:
+        What the workers said, the cache's size, and the configuration to run.
+    """
+    info = executor.start()
+    config = spec.config if info.bytes_per_block else _without_cache(spec)
+    try:
+        size = size_cache(config, spec.max_model_len, info)
+    except ConfigError as error:
+        raise ConfigError(origins.locate(str(error))) from None
+    if size.max_model_len != spec.max_model_len:
+        executor.collective_rpc("set_max_model_len", (size.max_model_len,))
+    executor.initialize_cache(size.num_blocks)
+    return info, size, config
+
+
+def _without_cache(spec: WorkerSpec) -> EngineConfig:
+    """Return the configuration of a model that keeps nothing of one step for the next.
+
+    Raises:
+        ConfigError: a prompt may not fit into one step.
+    """
+    config, most = spec.config, spec.config.scheduler.max_num_batched_tokens
+    if most < spec.max_model_len:
+        raise ConfigError(
+            f"model: {config.model!r} has no KV cache, so that a prompt is computed in one step: "
+            f"scheduler.max_num_batched_tokens: expected at least max_model_len "
+            f"({spec.max_model_len}), got {most}"
+        )
+    _log.warning(
+        "the model %s has no KV cache: prompts are computed in one step each, without "
+        "scheduler.chunked_prefill and kv_cache.prefix_caching",
+        config.model,
+    )
+    replace = msgspec.structs.replace
+    scheduler = replace(config.scheduler, chunked_prefill=False, long_prefill_token_threshold=0)
+    kv_cache = replace(config.kv_cache, prefix_caching=False)
+    return replace(config, scheduler=scheduler, kv_cache=kv_cache)
+
+
+def _limits(config: EngineConfig, size: CacheSize, executor: Executor) -> SchedulerLimits:
+    ahead = executor.max_concurrent_batches > 1
+    return limits_of(config, size.max_model_len, asynchronous=ahead)
+
+
+def _recorder(hooks: HookSet, faults: StepFaults) -> Callable[[StepRecord], None] | None:
+    """Return what takes step records; None if no hook wants them."""
+    if not hooks.has("step_planned"):
+        return None
+
+    def record(record: StepRecord) -> None:
+        try:
+            hooks.call("step_planned", record=record)
+        except PluginFaultError as fault:
+            faults.note("step_planned", str(fault), fault.__cause__, CALL_LOST)
+
+    return record

@@ -1,0 +1,50 @@
+"""What happened to the KV cache in a step, told to every publisher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hardpoint.core.fanout import Fanout
+from hardpoint.core.faults import FaultReporter
+from hardpoint.plugins import KVEvent, KVEventBatch, KVEventPublisher
+
+__all__ = ["KVEventFanout"]
+
+
+class KVEventFanout:
+    """Hands the events of each step to all publishers; none can come between another and them."""
+
+    def __init__(
+        self,
+        publishers: Sequence[tuple[KVEventPublisher, FaultReporter]],
+        wall_clock: Callable[[], float],
+        data_parallel_rank: int = 0,
+    ) -> None:
+        """Keep the publishers, each with what its faults are told to.
+
+        Args:
+            publishers: in the order in which they are told.
+            wall_clock: seconds since 1970.
+            data_parallel_rank: of the engine.
+        """
+        self._publishers = Fanout(publishers)
+        self._wall_clock = wall_clock
+        self._rank = data_parallel_rank
+
+    def publish(self, events: Sequence[KVEvent]) -> None:
+        """Publish the events of a step, if there are any.
+
+        Raises:
+            PluginFaultError: a publisher whose faults end the engine failed; all were told.
+        """
+        if events and self._publishers:
+            batch = KVEventBatch(self._wall_clock(), list(events), self._rank)
+            self._publishers.call(lambda publisher: publisher.publish(batch), "publish")
+
+    def close(self) -> None:
+        """Close all publishers.
+
+        Raises:
+            PluginFaultError: a publisher whose faults end the engine failed; all were closed.
+        """
+        self._publishers.close()

@@ -1,0 +1,120 @@
+"""What an engine process runs first.
+
+The parent starts this file by its path rather than with `-m`: until the parent's `sys.path` has
+come through the launch socket, the interpreter may find another Hardpoint, or none. So nothing
+but the standard library is imported before that.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+LENGTH = struct.Struct("!Q")
+"""Every frame on the launch socket is preceded by its length in bytes."""
+
+LAUNCH_SECONDS = 120.0
+"""How long the parent may take to say what this process is to do."""
+
+_MOST_CHARACTERS = 16_000
+"""Most of a message or a traceback that is reported, so that it fits the socket's buffer."""
+
+
+def main(run: Callable[..., None] | None = None) -> None:
+    """Serve as an engine process until it is done.
+
+    Whatever ends it before that is told to the parent, which raises it; it is not printed here.
+
+    Args:
+        run: called with the launch and the watch over the parent; None is the engine.
+    """
+    if sys.argv[1:2] != ["--launch-fd"] or not sys.argv[2:3]:
+        sys.exit("This program is started by Hardpoint, which tells it what to do.")
+    channel = socket.socket(fileno=int(sys.argv[2]))
+    channel.set_inheritable(False)
+    try:
+        deadline = time.monotonic() + LAUNCH_SECONDS
+        parent = _prepare(json.loads(_frame(channel, deadline)))
+        serve, run = _imported(run)  # takes seconds, in which the parent finds out what to launch
+        launch = _frame(channel, deadline)
+        channel.settimeout(None)
+        serve(channel, parent, launch, run, functools.partial(_report, channel))
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _report(channel, error)
+        sys.exit(1)
+
+
+def _imported(
+    run: Callable[..., None] | None,
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return what serves a launch, and what it calls."""
+    from .child import serve  # noqa: PLC0415 - found by the parent's path
+
+    if run is None:
+        from .run import run_engine  # noqa: PLC0415
+
+        run = run_engine
+    return serve, run
+
+
+def _prepare(interpreter: dict[str, Any]) -> int:
+    """Become like the parent's interpreter; return the parent's process id."""
+    sys.path[:] = interpreter["path"]
+    sys.argv[:] = interpreter["argv"]
+    # A parent may have blocked or ignored signals; both are inherited, and we rely on these.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    return int(interpreter["pid"])
+
+
+def _frame(channel: socket.socket, deadline: float) -> bytes:
+    (length,) = LENGTH.unpack(_read(channel, LENGTH.size, deadline))
+    return _read(channel, length, deadline)
+
+
+def _read(channel: socket.socket, size: int, deadline: float) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        channel.settimeout(max(deadline - time.monotonic(), 0.001))
+        try:
+            part = channel.recv(min(size - len(data), 1 << 20))
+        except TimeoutError:
+            raise TimeoutError(
+                f"launch: expected {size} bytes within {LAUNCH_SECONDS:g} s, got {len(data)}"
+            ) from None
+        if not part:
+            sys.exit(1)  # the parent is gone, so nobody is left to be told
+        data += part
+    return bytes(data)
+
+
+def _report(channel: socket.socket, error: BaseException) -> None:
+    """Tell the parent what went wrong; print it only if there is no parent."""
+    told = traceback.TracebackException.from_exception(error)
+    text, last = "".join(told.format()), "".join(told.format_exception_only())
+    failure = {
+        "types": [f"{t.__module__}:{t.__qualname__}" for t in type(error).__mro__],
+        "message": str(error)[:_MOST_CHARACTERS],
+        "notes": [str(note)[:_MOST_CHARACTERS] for note in getattr(error, "__notes__", [])][:3],
+        "traceback": text.removesuffix(last)[-_MOST_CHARACTERS:],
+    }
+    data = json.dumps(failure).encode()
+    try:
+        channel.sendall(LENGTH.pack(len(data)) + data)
+    except OSError:
+        traceback.print_exception(error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""What an engine process is told when it starts, and how it gets there.
+
+Everything goes over an anonymous socket that only the child inherits; nothing of it is in the
+command line, in the environment or on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from hardpoint.core.engine_process.main_module.pickling import dumps
+from hardpoint.plugins import HardpointError, Manifest
+
+__all__ = ["LAUNCH_PROTOCOL", "Interpreter", "Launch", "decode_launch", "main_objects"]
+
+LAUNCH_PROTOCOL = 1
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine needs.
+
+    Attributes:
+        address: the EngineAddresses that the engine connects to, as JSON.
+        manifest: the plugins, the same in every process.
+        config: an EngineConfig as plain data.
+        origins: by dotted path, where configuration values came from.
+        main_objects: what the parent's `__main__` defines, from `main_objects`.
+        log_level: of the logger "hardpoint".
+        engine_index: which engine of its parent it is, from 0.
+        folder: the parent's own, of the sockets; the engine removes it if the parent is gone, which
+            then cannot. Empty is none.
+        protocol: version of this message.
+    """
+
+    address: str
+    manifest: Manifest
+    config: dict[str, Any]
+    origins: dict[str, str] = {}
+    main_objects: bytes = b""
+    log_level: str = "INFO"
+    engine_index: int = 0
+    folder: str = ""
+    protocol: int = LAUNCH_PROTOCOL
+
+    def encode(self) -> bytes:
+        """Return the message for `decode_launch`."""
+        return msgspec.msgpack.encode(self)
+
+
+class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
+    """How to start a Python like this one. Keep it to start the same one again.
+
+    The environment is inherited. Import hooks and warning filters that the program installed
+    while it ran are not carried.
+
+    Attributes:
+        executable: the program.
+        flags: its options, such as `-X dev`.
+        path: `sys.path`.
+        argv: `sys.argv`.
+        directory: the working directory; None is one that was removed, "/" stands for it.
+    """
+
+    executable: str
+    flags: list[str]
+    path: list[str]
+    argv: list[str]
+    directory: str | None
+
+    @classmethod
+    def current(cls) -> Interpreter:
+        """Return the one that runs this.
+
+        Raises:
+            HardpointError: it does not know its own executable.
+        """
+        if not sys.executable:
+            raise HardpointError(
+                "sys.executable: expected the path of a Python interpreter to start the engine "
+                "process with, got nothing, as in some embedded programs; set it, or run the "
+                "engine in this process"
+            )
+        try:
+            directory = os.getcwd()
+        except FileNotFoundError:
+            directory = None
+        return cls(
+            executable=sys.executable,
+            flags=_flags(),
+            path=[entry for entry in sys.path if isinstance(entry, str)],
+            argv=[str(argument) for argument in getattr(sys, "argv", [])],
+            directory=directory,
+        )
+
+    @property
+    def command(self) -> list[str]:
+        """The command line up to the program; `-P` keeps the program's folder off the path."""
+        return [self.executable, *self.flags, "-P"]
+
+    def encode(self) -> bytes:
+        """Return what the child reads before it can import anything but the standard library.
+
+        JSON in ASCII: a path need not be valid Unicode.
+        """
+        return json.dumps({"path": self.path, "argv": self.argv, "pid": os.getpid()}).encode()
+
+
+def decode_launch(data: bytes) -> Launch:
+    """Return a launch from its message.
+
+    Raises:
+        HardpointError: it is none, or one of another version.
+    """
+    try:
+        protocol = msgspec.msgpack.decode(data, type=_Versioned).protocol
+        if protocol == LAUNCH_PROTOCOL:
+            return msgspec.msgpack.decode(data, type=Launch)
+    except msgspec.MsgspecError as cause:
+        raise HardpointError(f"launch: the message cannot be read: {cause}") from None
+    raise HardpointError(
+        f"launch: its protocol is version {protocol}, this Hardpoint speaks version "
+        f"{LAUNCH_PROTOCOL}; was Hardpoint changed while the program ran?"
+    )
+
+
+def main_objects(references: Iterable[str]) -> bytes:
+    """Return what the references name in this program's `__main__`, as bytes.
+
+    Args:
+        references: FQCNs; those of other modules are skipped.
+
+    Raises:
+        PluginLoadError: something cannot travel to another process.
+    """
+    module = sys.modules["__main__"]
+    split = (reference.partition(":") for reference in references)
+    names = {qualname.split(".")[0] for name, _, qualname in split if name == "__main__"}
+    found = {name: getattr(module, name) for name in sorted(names)}
+    return dumps(found) if found else b""
+
+
+class _Versioned(msgspec.Struct):
+    protocol: int
+
+
+_LETTERS = {
+    "debug": "d",
+    "optimize": "O",
+    "dont_write_bytecode": "B",
+    "no_user_site": "s",
+    "no_site": "S",
+    "ignore_environment": "E",
+    "verbose": "v",
+    "bytes_warning": "b",
+    "isolated": "I",
+}
+
+
+def _flags() -> list[str]:
+    """Return the options that this interpreter was started with."""
+    counts = {letter: int(getattr(sys.flags, flag)) for flag, letter in _LETTERS.items()}
+    flags = [f"-{letter * count}" for letter, count in counts.items() if count > 0]
+    for name, value in sys._xoptions.items():
+        flags += ["-X", name if value is True else f"{name}={value}"]
+    return flags + [f"-W{option}" for option in sys.warnoptions]

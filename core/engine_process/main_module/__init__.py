@@ -1,0 +1,1 @@
+"""Pickling of classes that the user defined in `__main__`."""

@@ -1,0 +1,67 @@
+"""Faults of plugins whose decisions the built-in default can take: counted, told, survived."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Collection, Mapping
+
+from hardpoint.plugins import PluginFaultError, StepFault
+from hardpoint.registry.loading import Source
+
+__all__ = ["CALL_LOST", "FaultReporter", "StepFaults"]
+
+_log = logging.getLogger("hardpoint")
+
+FaultReporter = Callable[[str, BaseException | None], None]
+"""Called with words such as "victim() returned None" and the cause, if there is one."""
+
+CALL_LOST = "the engine goes on, and only this call is lost"
+"""What becomes of a fault where nothing decides in the plugin's place."""
+
+_WITHOUT = "the engine goes on without it"
+
+
+class StepFaults:
+    """Books of the decisions that plugins of scope *step* did not take."""
+
+    def __init__(self, ends_engine: Collection[str] = ()) -> None:
+        """`ends_engine` names the plugins whose faults end the engine (`plugins.on_error`)."""
+        self._ends_engine = frozenset(ends_engine)
+        self._faults: dict[str, StepFault] = {}
+
+    @classmethod
+    def under(cls, on_error: Mapping[str, str]) -> StepFaults:
+        """Return the books where `plugins.on_error` says this."""
+        return cls([name for name, scope in on_error.items() if scope == "engine"])
+
+    def reporter(self, source: Source, then: str = _WITHOUT) -> FaultReporter:
+        """Return what notes the faults of one plugin, with what becomes of them.
+
+        The reporter raises PluginFaultError if the plugin's faults end the engine.
+        """
+
+        def report(words: str, cause: BaseException | None = None) -> None:
+            if cause is not None:
+                # Also where the error's own __str__ is broken.
+                words = f"{words}: {traceback.format_exception_only(cause)[-1].strip()}"
+            message = f"{source}: {words}"
+            if source.name in self._ends_engine:
+                raise PluginFaultError(message) from cause
+            self.note(source.name, message, cause, then)
+
+        return report
+
+    def note(
+        self, name: str, message: str, cause: BaseException | None = None, then: str = _WITHOUT
+    ) -> None:
+        """Count a fault under a name; the first one of a name is kept and logged."""
+        if before := self._faults.get(name):  # what is broken is so in every step
+            self._faults[name] = StepFault(before.count + 1, before.message)
+        else:
+            self._faults[name] = StepFault(1, message)
+            _log.warning("%s; %s", message, then, exc_info=cause)
+
+    def report(self) -> dict[str, StepFault]:
+        """Return the faults so far by plugin name."""
+        return dict(self._faults)

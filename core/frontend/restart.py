@@ -1,0 +1,108 @@
+"""Starting a dead engine anew: how often, and in another thread."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from hardpoint.core.client.event_loop import Relay
+from hardpoint.core.client.process_client import ProcessClient
+from hardpoint.plugins import EngineClosedError, EngineDeadError
+
+from .frontend import EngineParts
+
+__all__ = ["Connect", "Restarter"]
+
+_log = logging.getLogger("hardpoint")
+_WINDOW_S = 60.0
+
+Connect = Callable[[EngineParts], tuple[ProcessClient, Relay]]
+"""Starts an engine process for the parts there are; blocks until it is ready."""
+
+
+class Restarter:
+    """Decides whether a dead engine is started anew, and starts it.
+
+    Attributes:
+        enabled: whether it ever does.
+        count: how often it has.
+    """
+
+    def __init__(
+        self,
+        connect: Connect,
+        *,
+        enabled: bool,
+        most_per_minute: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            clock: seconds.
+        """
+        self.enabled = enabled
+        self.count = 0
+        self._connect = connect
+        self._most = most_per_minute
+        self._clock = clock
+        self._attempts: collections.deque[float] = collections.deque()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def may_restart(self) -> bool:
+        """Return whether one more start is allowed now, and count it."""
+        now = self._clock()
+        while self._attempts and now - self._attempts[0] >= _WINDOW_S:
+            self._attempts.popleft()
+        if not self.enabled or self._closed or len(self._attempts) >= self._most:
+            return False
+        self._attempts.append(now)
+        return True
+
+    def give_up(self, error: EngineDeadError) -> None:
+        """Say in an error, which ended an engine for good, that the limit is why; log it too.
+
+        Where something else is why, the error stays as it is.
+        """
+        if self.enabled and not self._closed and len(self._attempts) >= self._most:
+            often = f"{self._most} restart{'s' if self._most > 1 else ''} within a minute"
+            error.args = (f"{error}; not started anew: {often} (engine.max_restarts_per_minute)",)
+            _log.error("%s", error)
+
+    async def restart(self, parts: EngineParts) -> tuple[ProcessClient, Relay]:
+        """Start an engine; one that dies while it starts is tried again, as often as is allowed.
+
+        Raises:
+            HardpointError: it cannot be built, dies too often, or was closed meanwhile.
+        """
+        while True:
+            try:
+                started = await asyncio.to_thread(self._start, parts)
+            except EngineDeadError as error:
+                if not self.may_restart():
+                    self.give_up(error)
+                    raise
+                _log.warning("the engine died while it was started anew: %s", error)
+            else:
+                self.count += 1
+                _log.warning("the engine was started anew (pid %d)", started[0].pid)
+                return started
+
+    def close(self) -> None:
+        """Start nothing any more; what is being started is closed when it is there."""
+        with self._lock:
+            self._closed = True
+
+    def _start(self, parts: EngineParts) -> tuple[ProcessClient, Relay]:
+        started = self._connect(parts)
+        with self._lock:
+            closed = self._closed
+        if closed:
+            started[0].close()
+            raise EngineClosedError("the engine was closed while it was started anew")
+        return started

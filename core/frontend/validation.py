@@ -1,0 +1,90 @@
+"""Requests that were made elsewhere: taken as they are, once they are known to be sound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from hardpoint.core.engine.request_check import RequestCheck
+from hardpoint.core.wire import Buffer, Decoder, Encoder, WireError
+from hardpoint.plugins import EngineCoreRequest, RequestError, SamplingParams
+
+from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
+from .text_check import check_request_text
+
+__all__ = ["ReadyMade"]
+
+_CLIENT = 0
+
+
+class ReadyMade:
+    """Looks at requests as an engine process does, so that it matters not where the engine is."""
+
+    def __init__(self, processor: InputProcessor, vocab_size: int) -> None:
+        """Prepare; the processor looks at the sampling parameters."""
+        self._processor = processor
+        self._check = RequestCheck(vocab_size)
+        self._decoder: Decoder[EngineCoreRequest] = Decoder(EngineCoreRequest)
+
+    def take(
+        self, request: EngineCoreRequest, params: SamplingParams | None, extras: RequestExtras
+    ) -> EngineCoreRequest:
+        """Return a copy that shares nothing with the caller's object.
+
+        Args:
+            params: given beside it; there should be none.
+            extras: the same.
+
+        Raises:
+            RequestError: something is wrong or said twice; naming the field.
+        """
+        if params is not None or extras != NO_EXTRAS:
+            raise RequestError("sampling_params: a ready-made EngineCoreRequest brings its own")
+        _refuse_what_is_the_frontends(request)
+        return self.checked(request)
+
+    def checked(self, request: EngineCoreRequest) -> EngineCoreRequest:
+        """Return a copy whose every field was checked; it has a seed.
+
+        Raises:
+            RequestError: naming the field.
+        """
+        params = self._processor.checked(request.params)
+        check_request_text(request)
+        copy = self._copy(request, msgspec.structs.replace(params, logits_processors=[]))
+        copy.params = self._processor.seeded(params)  # callables are no data, so not the copy's
+        self._check(copy)
+        return copy
+
+    def _copy(self, request: EngineCoreRequest, params: SamplingParams) -> EngineCoreRequest:
+        plain = msgspec.structs.replace(request, params=params)
+        try:
+            return self._decoder.decode(self._encoded(plain))
+        except WireError as error:
+            raise RequestError(str(error)) from None
+
+    def _encoded(self, request: EngineCoreRequest) -> Sequence[Buffer]:
+        encoder = Encoder()
+        try:
+            return encoder.encode(request)
+        except WireError:
+            for field in request.__struct_fields__:  # the error does not say which it was
+                try:
+                    encoder.encode(getattr(request, field))
+                except WireError as error:
+                    raise RequestError(f"{field}: {error}") from None
+            raise
+
+
+def _refuse_what_is_the_frontends(request: EngineCoreRequest) -> None:
+    if request.external_req_id is not None:
+        raise RequestError(
+            f"external_req_id: expected None, for the frontend gives it, "
+            f"got {request.external_req_id!r}"
+        )
+    if request.client_index != _CLIENT:
+        raise RequestError(
+            f"client_index: expected {_CLIENT}, the client that sends it, "
+            f"got {request.client_index!r}"
+        )

@@ -1,0 +1,189 @@
+"""The persistent batch: what a worker remembers of its requests, as arrays by row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from hardpoint.plugins import Added, AttentionStep, BatchUpdate, LogitsRequest, Move
+
+from .batch_update import BatchUpdateBuilder
+
+__all__ = ["InputBatch", "StepInput"]
+
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, eq=False)
+class StepInput:
+    """One step's tokens, flat, with sequences of a single token first.
+
+    Attributes:
+        requests: in the order of the step's sequences.
+        token_ids: int64 [tokens].
+        positions: int64 [tokens].
+        attention: where they stand.
+        starts: int [seqs]; tokens of each sequence that were computed before.
+        samples: bool [seqs]; whether the step reaches the sequence's last known token.
+    """
+
+    requests: Sequence[LogitsRequest]
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    attention: AttentionStep
+    starts: IntArray
+    samples: np.ndarray[Any, np.dtype[np.bool_]]
+
+
+class InputBatch:
+    """Rows by request. Between `settle` and the next removal, rows 0 to n-1 are in use."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        """Reserve the arrays; memory is touched as rows fill."""
+        self._block_size = block_size
+        self._token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
+        self._blocks = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
+        self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self._requests: list[LogitsRequest | None] = []
+        self._outputs: list[list[int]] = []
+        self._row_of: dict[str, int] = {}
+        self._updates = BatchUpdateBuilder()
+
+    def __len__(self) -> int:
+        """Return the number of requests."""
+        return len(self._row_of)
+
+    def add(
+        self,
+        request: LogitsRequest,
+        output_token_ids: list[int],
+        block_ids: Sequence[int],
+        num_computed_tokens: int,
+    ) -> None:
+        """Give a request the lowest free row. `output_token_ids` is the request's live list."""
+        row = self._updates.pop_removed()
+        if row is None:
+            row = len(self._requests)
+            self._requests.append(None)
+            self._outputs.append([])
+        self._requests[row] = request
+        self._outputs[row] = output_token_ids
+        self._row_of[request.request_id] = request.row = row
+        known = [*request.prompt_token_ids, *output_token_ids]
+        self._token_ids[row, : len(known)] = known
+        self._num_tokens[row] = len(known)
+        self._num_computed[row] = num_computed_tokens
+        self._num_blocks[row] = 0
+        self._blocks[row] = 0
+        self.extend_blocks(request.request_id, block_ids)
+        self._updates.add(self._added(row))
+
+    def extend_blocks(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """Append blocks to a request's table."""
+        if block_ids:
+            row = self._row_of[request_id]
+            held = self._num_blocks[row]
+            self._blocks[row, held : held + len(block_ids)] = block_ids
+            self._num_blocks[row] += len(block_ids)
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request, if it is here."""
+        row = self._row_of.pop(request_id, None)
+        if row is not None:
+            self._requests[row] = None
+            self._updates.remove(row)
+
+    def settle(self) -> BatchUpdate | None:
+        """Fill rows that are still free by the last ones; return what changed since last time."""
+        self._trim()
+        while (hole := self._updates.peek_removed()) is not None:
+            last = len(self._requests) - 1
+            if hole > last:
+                break
+            self._updates.pop_removed()
+            self._move(last, hole)
+            self._updates.move(last, hole, Move.UNIDIRECTIONAL)
+            self._trim()
+        return self._updates.get_and_reset(len(self._requests))
+
+    def _request(self, row: int) -> LogitsRequest:
+        request = self._requests[row]
+        assert request is not None, f"row {row} is free"
+        return request
+
+    def whole(self) -> BatchUpdate:
+        """Return the settled batch as if all of it had just been added."""
+        rows = range(len(self._requests))
+        return BatchUpdate(len(rows), added=tuple(self._added(row) for row in rows))
+
+    def _added(self, row: int) -> Added:
+        request = self._request(row)
+        params = msgspec.structs.replace(request.params, plugin_args=dict(request.arguments))
+        return Added(row, params, request.prompt_token_ids, self._outputs[row])
+
+    def _trim(self) -> None:
+        """Drop free rows at the end."""
+        while self._requests and self._requests[-1] is None:
+            self._requests.pop()
+            self._outputs.pop()
+
+    def append(self, request_id: str, token: int) -> None:
+        """Add a sampled token to a request."""
+        row = self._row_of[request_id]
+        self._token_ids[row, self._num_tokens[row]] = token
+        self._num_tokens[row] += 1
+        self._outputs[row].append(token)
+
+    def prepare(self, scheduled: dict[str, int], device: torch.device) -> StepInput:
+        """Lay out the step's tokens and count them as computed."""
+        rows = np.fromiter((self._row_of[r] for r in scheduled), np.int64, len(scheduled))
+        counts = np.fromiter(scheduled.values(), np.int64, len(scheduled))
+        order = np.argsort(counts > 1, kind="stable")
+        rows, counts = rows[order], counts[order]
+        starts = self._num_computed[rows]
+        query_starts = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(counts, out=query_starts[1:])
+        seq_of = np.repeat(np.arange(len(rows)), counts)
+        positions = np.arange(query_starts[-1]) - (query_starts[:-1] - starts)[seq_of]
+        row_of = rows[seq_of]
+        token_ids = self._token_ids[row_of, positions].astype(np.int64)
+        blocks = self._blocks[row_of, positions // self._block_size].astype(np.int64)
+        slots = blocks * self._block_size + positions % self._block_size
+        seq_lens = starts + counts
+        width = -(-int(seq_lens.max()) // self._block_size)
+        table = self._blocks[rows, :width].astype(np.int64)
+        self._num_computed[rows] = seq_lens
+        return StepInput(
+            requests=[self._request(row) for row in rows],
+            token_ids=torch.from_numpy(token_ids).to(device),
+            positions=torch.from_numpy(positions).to(device),
+            attention=AttentionStep(
+                query_starts=query_starts,
+                seq_lens=seq_lens,
+                num_single=int((counts == 1).sum()),
+                block_table=torch.from_numpy(table).to(device),
+                slots=torch.from_numpy(slots).to(device),
+                block_size=self._block_size,
+            ),
+            starts=starts,
+            samples=seq_lens == self._num_tokens[rows],
+        )
+
+    def _move(self, source: int, target: int) -> None:
+        tokens = self._num_tokens[source]
+        self._token_ids[target, :tokens] = self._token_ids[source, :tokens]
+        self._blocks[target] = self._blocks[source]
+        self._num_tokens[target] = tokens
+        self._num_computed[target] = self._num_computed[source]
+        self._num_blocks[target] = self._num_blocks[source]
+        request = self._request(source)
+        self._requests[target], self._requests[source] = request, None
+        self._outputs[target] = self._outputs[source]
+        self._row_of[request.request_id] = request.row = target

@@ -1,0 +1,308 @@
+"""Executors: run the workers, in whatever process or machine they are."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from .component import Component, Context
+from .requests import LoRARequest, TokenLogprobs
+
+if TYPE_CHECKING:
+    from .scheduler import SchedulerOutput
+
+__all__ = [
+    "NO_DRAFT",
+    "DraftTokenIds",
+    "Executor",
+    "ExecutorContext",
+    "GrammarBitmask",
+    "ModelRunnerOutput",
+    "PluginMeter",
+    "RequestFault",
+    "StepFault",
+    "Worker",
+    "WorkerInfo",
+]
+
+
+NO_DRAFT = -1
+"""Stands in a plan where a draft is to be put in later, or where there is none; never accepted."""
+
+
+class DraftTokenIds(msgspec.Struct, array_like=True, frozen=True):
+    """What a speculator expects to follow, to be verified by a later step.
+
+    Attributes:
+        request_ids: whose drafts.
+        draft_token_ids: one list per request id, in order.
+    """
+
+    request_ids: list[str]
+    draft_token_ids: list[list[int]]
+
+    def by_request(self) -> dict[str, list[int]]:
+        """Return the drafts by request id.
+
+        Raises:
+            ValueError: there are not as many lists as ids.
+        """
+        return dict(zip(self.request_ids, self.draft_token_ids, strict=True))
+
+
+class GrammarBitmask(msgspec.Struct, array_like=True, frozen=True):
+    """Which tokens the grammars of a step allow.
+
+    Attributes:
+        request_ids: of each row. A request with drafts has a row per draft and one more, one
+            behind the other, in the order of its tokens; requests without a grammar have none.
+        bitmask: int32 array [rows, ceil(vocab_size / 32)]; token t is allowed where bit t % 32 of
+            column t // 32 is set.
+    """
+
+    request_ids: list[str]
+    bitmask: Any
+
+
+class RequestFault(msgspec.Struct, array_like=True, frozen=True):
+    """Why a request cannot go on.
+
+    Attributes:
+        message: what failed and who is to blame.
+        plugin: name of the guilty logits processor; None if the model is to blame.
+    """
+
+    message: str
+    plugin: str | None = None
+
+
+class PluginMeter(msgspec.Struct, array_like=True):
+    """What a plugin cost so far, in one worker.
+
+    Attributes:
+        steps: steps in which it ran.
+        rows: rows that it was given, all steps together.
+        seconds: host time in its methods.
+        faults: requests that ended because of it.
+    """
+
+    steps: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+    faults: int = 0
+
+
+class StepFault(msgspec.Struct, array_like=True, frozen=True):
+    """Decisions that a plugin did not take, so that the built-in default did.
+
+    Attributes:
+        count: so far.
+        message: the first one in words, beginning with who is to blame.
+    """
+
+    count: int
+    message: str
+
+
+@dataclass(slots=True)
+class ModelRunnerOutput:
+    """What a step produced.
+
+    Attributes:
+        sampled_token_ids: per request that reached its last known token, what was sampled:
+            accepted drafts, then one token more.
+        logprobs: per request that asked for them, one entry per sampled token.
+        prompt_logprobs: per request that asked for them, those of the prompt positions of this
+            step; None stands for the first position.
+        faults: requests that must end with an error; nothing was sampled for them.
+        kv_loaded: requests whose keys and values came from elsewhere and are all there now.
+        kv_saved: ended requests whose blocks the KV connector needs no more.
+        invalid_block_ids: blocks that could not be loaded; what they should hold is computed.
+        num_nans_in_logits: per request whose logits were damaged, how many were.
+        pooler_output: per request that pools and is computed to its end, what came of it; it
+            ends, and nothing is sampled for it.
+        routed_experts: per request that asked for them, what a mixture of experts chose.
+    """
+
+    sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
+    faults: dict[str, RequestFault] = field(default_factory=dict)
+    kv_loaded: frozenset[str] = frozenset()
+    kv_saved: frozenset[str] = frozenset()
+    invalid_block_ids: frozenset[int] = frozenset()
+    num_nans_in_logits: dict[str, int] = field(default_factory=dict)
+    pooler_output: dict[str, Any] = field(default_factory=dict)
+    routed_experts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """What the engine learns from a worker that has loaded its model.
+
+    Attributes:
+        bytes_per_block: of the KV cache, all layers together.
+        available_bytes: memory that is left beside the weights and what a step needs, as far as
+            that was measured.
+        cache_share: share of it that the KV cache takes, unless the configuration says.
+        sleep_levels: those of `Worker.sleep` that it can do.
+    """
+
+    bytes_per_block: int
+    available_bytes: int
+    cache_share: float = 0.4
+    sleep_levels: tuple[int, ...] = (1, 2)
+
+
+class Worker(Protocol):
+    """One device's share of the model. Made by `ExecutorContext.create_worker`."""
+
+    def load_model(self) -> WorkerInfo:
+        """Read the weights."""
+
+    def initialize_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache."""
+
+    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Run a step; None means that sampling waits for `sample_tokens`."""
+
+    def sample_tokens(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Finish a step that waits."""
+
+    def set_max_model_len(self, max_model_len: int) -> None:
+        """Take it that the KV cache holds no longer requests; called before `initialize_cache`."""
+
+    def plugin_meters(self) -> dict[str, PluginMeter]:
+        """Return what each logits processor cost so far, by name."""
+
+    def sleep(self, level: int) -> None:
+        """Give memory back. Called between steps; no request is computed from what was there.
+
+        Args:
+            level: 1 gives back the KV cache and moves the weights to CPU memory, 2 gives back
+                both.
+
+        Raises:
+            HardpointError: the device cannot do that.
+        """
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Have memory again: "weights", "kv_cache" or both."""
+
+    def start_profile(self) -> None:
+        """Begin to record what runs.
+
+        Raises:
+            HardpointError: no folder is configured, or a profile is being made.
+        """
+
+    def stop_profile(self) -> str:
+        """Return the file that the profile was written to.
+
+        Raises:
+            HardpointError: none is being made.
+        """
+
+    def add_lora(self, lora: LoRARequest) -> bool:
+        """Load an adapter; return whether it was not there already."""
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; return whether it was there."""
+
+    def list_loras(self) -> set[int]:
+        """Return the ids of the adapters that are there."""
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter, whatever others come; return whether it is there."""
+
+    def close(self) -> None:
+        """Release everything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutorContext(Context):
+    """What an executor is built with.
+
+    Attributes:
+        create_worker: builds the worker of a rank.
+    """
+
+    create_worker: Callable[[int], Worker]
+
+
+class Executor(Component):
+    """Starts workers and hands them each step's plan."""
+
+    context: ExecutorContext
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        """How many steps may be under way at once; more than 1 is a pipeline.
+
+        In a pipeline `sample_tokens` is called before the step's `execute_model` is done, and is
+        to begin once that is. Where `execute_model` gives a result of its own, nobody looks at
+        what sampling gave.
+        """
+        return 1
+
+    @abstractmethod
+    def start(self) -> WorkerInfo:
+        """Start the workers and load the model; return the tightest worker's figures."""
+
+    @abstractmethod
+    def initialize_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache in every worker."""
+
+    @abstractmethod
+    def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
+        """Start a step.
+
+        A result of None means that sampling waits for `sample_tokens`; a plan without tokens, from
+        which workers only learn what ended, has its result at once.
+        """
+
+    @abstractmethod
+    def sample_tokens(
+        self, plan: SchedulerOutput, bitmask: GrammarBitmask | None = None
+    ) -> Future[ModelRunnerOutput]:
+        """Finish a step that waits.
+
+        Args:
+            plan: the one that `execute_model` got. In a pipeline it may have drafts by now where
+                it had NO_DRAFT.
+            bitmask: which tokens grammars allow; None where no request of the step is in one.
+        """
+
+    @abstractmethod
+    def collective_rpc(
+        self, method: str, args: Sequence[Any] = (), timeout: float | None = None
+    ) -> list[Any]:
+        """Call a worker method on every worker; return their results in rank order.
+
+        Args:
+            method: of `Worker`.
+            args: positional.
+            timeout: seconds that all workers together may take; None is no limit. Workers that
+                are called directly are not interrupted.
+
+        Raises:
+            TimeoutError: they took longer.
+        """
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Return the drafts that the last step made, once; None if it made none.
+
+        It is asked where there is speculation only. The default is an executor without.
+        """
+        return None
+
+    def on_failure(self, callback: Callable[[BaseException], None]) -> None:
+        """Have `callback` called, in any thread, when workers are lost beside a step.
+
+        The default calls it never: whatever fails, fails in a call.
+        """

@@ -1,0 +1,1 @@
+"""The loader: discovery, selection, checks, order, and the set of plugins of one engine."""

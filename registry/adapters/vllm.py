@@ -1,0 +1,217 @@
+"""Classes that were written against vLLM V1's interface of logits processors."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from hardpoint.plugins.batch_update import BatchUpdate, Move
+from hardpoint.plugins.errors import PluginContractError
+from hardpoint.plugins.logits import BatchLogitsProcessor, LogitsContext, Phase, PrepareContext
+from hardpoint.plugins.params import SamplingParams
+
+from .base import Adapter, Foreign, ForeignArguments, ForeignParams, signature_text
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ForeignBatchUpdate", "ForeignConfig", "MoveDirectionality", "VLLMClass", "adapt_class"]
+
+_METHODS = ("is_argmax_invariant", "update_state", "apply")
+
+
+class MoveDirectionality(Enum):
+    """vLLM's enum, for where vLLM is not installed; equals any enum's member of the same names."""
+
+    UNIDIRECTIONAL = 1
+    SWAP = 2
+
+    def __eq__(self, other: object) -> bool:
+        """Whether `other` is the member of the same name of an enum of this name."""
+        if not isinstance(other, Enum) or type(other).__name__ != "MoveDirectionality":
+            return NotImplemented
+        return self.name == other.name
+
+    def __hash__(self) -> int:
+        """Hash by name."""
+        return hash(self.name)
+
+
+@dataclass(frozen=True)
+class ForeignBatchUpdate:
+    """A batch update in vLLM's shape.
+
+    Attributes:
+        removed: rows.
+        added: (row, params, prompt ids, live output ids).
+        moved: (source, destination, direction).
+    """
+
+    batch_size: int
+    removed: tuple[int, ...]
+    added: tuple[tuple[int, ForeignParams, Any, Any], ...]
+    moved: tuple[tuple[int, int, Enum], ...]
+
+
+@dataclass(frozen=True)
+class _SchedulerConfig:
+    max_num_seqs: int
+
+
+@dataclass(frozen=True)
+class _ModelConfig:
+    vocab_size: int
+
+    def get_vocab_size(self) -> int:
+        return self.vocab_size
+
+
+class ForeignConfig:
+    """What a class gets as engine configuration: what a logits processor can need, and no more."""
+
+    def __init__(self, context: LogitsContext) -> None:
+        """Take the sizes from a processor's context."""
+        self.scheduler_config = _SchedulerConfig(context.max_num_seqs)
+        self.model_config = _ModelConfig(context.vocab_size)
+        self.speculative_config = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse everything else by name."""
+        raise AttributeError(
+            f"the engine configuration given to classes in vLLM's form has no {name!r}; it has "
+            f"scheduler_config.max_num_seqs, model_config.get_vocab_size() and speculative_config"
+        )
+
+
+class VLLMClass(Adapter, BatchLogitsProcessor):
+    """Runs a class in vLLM V1's form on the rows of our batch."""
+
+    contract = 1
+    phase = Phase.BIAS
+    adapter = "vLLM V1 class"
+    context: LogitsContext
+
+    class Arguments(ForeignArguments):
+        """What the class reads of one request."""
+
+    def __init__(self, context: LogitsContext) -> None:
+        """Build the foreign object.
+
+        Raises:
+            ValueError: it is less argmax-invariant than its class said.
+        """
+        super().__init__(context)
+        self._inner = self.foreign.target(ForeignConfig(context), context.device, False)
+        if self.argmax_invariant and not self._inner.is_argmax_invariant():
+            raise ValueError(
+                "is_argmax_invariant() is True before its constructor ran and False after; it "
+                "must be a constant"
+            )
+        self._directions = _directions()
+
+    @classmethod
+    def prepare(cls, arguments: ForeignArguments, context: PrepareContext) -> ForeignArguments:
+        """Let the class validate the request's parameters, where it does that."""
+        validate = getattr(cls.foreign.target, "validate_params", None)
+        if validate is not None:
+            validate(ForeignParams(context.params, arguments.extra_args, context.stop_token_ids))
+        return arguments
+
+    def update_state(self, update: BatchUpdate | None) -> None:
+        """Hand a batch update over, in vLLM's shape."""
+        self._inner.update_state(None if update is None else self._translated(update))
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return what the foreign object makes of the logits."""
+        result: torch.Tensor = self._inner.apply(logits)
+        return result
+
+    def _translated(self, update: BatchUpdate) -> ForeignBatchUpdate:
+        return ForeignBatchUpdate(
+            batch_size=update.batch_size,
+            removed=update.removed,
+            added=tuple(
+                (a.row, self._params(a.params), a.prompt_token_ids, a.output_token_ids)
+                for a in update.added
+            ),
+            moved=tuple(
+                (m.source, m.destination, self._directions[m.direction]) for m in update.moved
+            ),
+        )
+
+    def _params(self, params: SamplingParams) -> ForeignParams:
+        """Return a request's parameters; those of one that does not use the plugin are blank."""
+        given = params.plugin_args.get(self.name)
+        if given is None:
+            return ForeignParams(SamplingParams(), {})
+        return ForeignParams(params, given.extra_args)
+
+
+def adapt_class(foreign: Foreign) -> type[Adapter]:
+    """Return the component for a class that has methods of vLLM's interface.
+
+    Raises:
+        PluginContractError: it is not of vLLM V1's form; the message says what it seems to be.
+    """
+    target = foreign.target
+    missing = [name for name in _METHODS if not callable(getattr(target, name, None))]
+    if missing:
+        raise PluginContractError(
+            f"{foreign.source}: it seems to be a logits processor of another generation of vLLM's "
+            f"interface: it lacks {', '.join(missing)}; classes in vLLM V1's form have "
+            f"{', '.join(_METHODS)}"
+        )
+    if unfinished := sorted(getattr(target, "__abstractmethods__", ())):
+        raise PluginContractError(f"{foreign.source}: it lacks {', '.join(unfinished)}")
+    if not _takes(target, 3):
+        raise PluginContractError(
+            f"{foreign.source}: it seems to be a logits processor of another generation of vLLM's "
+            f"interface: the constructor of a class in vLLM V1's form takes (vllm_config, device, "
+            f"is_pin_memory), this one is {signature_text(target)}"
+        )
+    validate = getattr(target, "validate_params", None)
+    if validate is not None and not _takes(validate, 1):
+        raise PluginContractError(
+            f"{foreign.source}: its validate_params must be a classmethod or staticmethod that "
+            f"takes (params), this one is {signature_text(validate)}"
+        )
+    invariant = _argmax_invariant(target)
+    phase = Phase.TRUNCATE if invariant else Phase.BIAS
+    return VLLMClass.of(foreign, argmax_invariant=invariant, phase=phase)
+
+
+def _takes(call: Any, count: int) -> bool:
+    """Whether a callable can be called with so many positional arguments."""
+    try:
+        inspect.signature(call).bind(*range(count))
+    except ValueError:
+        return True  # Python cannot tell; the call will
+    except TypeError:
+        return False
+    return True
+
+
+def _argmax_invariant(target: Any) -> bool:
+    """Return a class's claim; False, which is always safe, if only a built object can tell.
+
+    The phase must be known before any object is built, but the claim is an instance method; a
+    bare object can answer it, since the answer is a constant in every class that keeps the rules.
+    """
+    try:
+        return object.__new__(target).is_argmax_invariant() is True
+    except Exception:
+        return False
+
+
+def _directions() -> dict[Move, Enum]:
+    """Return vLLM's own members where vLLM is installed, else their likes."""
+    directions: Any = MoveDirectionality
+    try:
+        module = importlib.import_module("vllm.v1.sample.logits_processor")
+        directions = module.MoveDirectionality
+    except ImportError:
+        pass
+    return {Move.UNIDIRECTIONAL: directions.UNIDIRECTIONAL, Move.SWAP: directions.SWAP}

@@ -1,0 +1,73 @@
+"""Discovery: which components are installed. Reads metadata only and imports nothing of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import importlib_metadata
+
+from hardpoint.plugins.kinds import KINDS
+
+__all__ = ["DISTRIBUTION", "Found", "discover", "installed_version"]
+
+DISTRIBUTION = "hardpoint"
+_PREFIX = "hardpoint."
+_FOREIGN = {"vllm.logits_processors": "logits_processors"}
+
+
+@dataclass(frozen=True, order=True)
+class Found:
+    """An entry point that some installed distribution offers.
+
+    Attributes:
+        kind: the group without its `hardpoint.`; may be a kind that this version does not know.
+            A group of another engine counts as the kind that it offers.
+        value: `package.module:attribute`, or a module for hooks.
+    """
+
+    kind: str
+    name: str
+    value: str
+    distribution: str
+    version: str
+
+    @property
+    def builtin(self) -> bool:
+        """Whether it comes with Hardpoint itself."""
+        return self.distribution == DISTRIBUTION
+
+    @property
+    def known_kind(self) -> bool:
+        """Whether this version of Hardpoint has the kind."""
+        return self.kind in KINDS
+
+    @property
+    def label(self) -> str:
+        """Name, distribution and place, for messages."""
+        return f"{self.kind}/{self.name} ({self.distribution} {self.version}, {self.value})"
+
+
+def discover(foreign_groups: Sequence[str] = ()) -> list[Found]:
+    """Return every entry point in a `hardpoint.*` group, built-ins first, then by name.
+
+    Args:
+        foreign_groups: groups of other engines to look into as well.
+    """
+    found = {
+        Found(
+            kind=_FOREIGN.get(point.group) or point.group.removeprefix(_PREFIX),
+            name=point.name,
+            value=point.value,
+            distribution=point.dist.name if point.dist else "unknown",
+            version=point.dist.version if point.dist else "unknown",
+        )
+        for point in importlib_metadata.entry_points()
+        if point.group.startswith(_PREFIX) or point.group in foreign_groups
+    }
+    return sorted(found, key=lambda f: (not f.builtin, f))
+
+
+def installed_version() -> str:
+    """Return the installed version of Hardpoint."""
+    return importlib_metadata.version(DISTRIBUTION)

@@ -1,0 +1,102 @@
+"""The enabled hooks: verified when registered, called with the guilty named."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from types import CodeType, TracebackType
+from typing import Any
+
+import pluggy
+
+from hardpoint.plugins.errors import PluginContractError, PluginFaultError, PluginLoadError
+from hardpoint.plugins.hooks import PROJECT, HookSpecs
+
+from .loading import Source
+
+__all__ = ["HookSet"]
+
+
+class HookSet:
+    """Calls hooks in order of enabling, last enabled first, as pluggy does."""
+
+    def __init__(self) -> None:
+        """Start with no plugin."""
+        self._manager = pluggy.PluginManager(PROJECT)
+        self._manager.add_hookspecs(HookSpecs)
+        self._sources: dict[str, Source] = {}
+
+    def add(self, target: Any, source: Source) -> None:
+        """Register a module, class or object.
+
+        Raises:
+            PluginContractError: it implements an unknown hook, or asks for unknown arguments.
+            PluginLoadError: its constructor failed; the cause is chained.
+        """
+        plugin = _built(target, source) if inspect.isclass(target) else target
+        self._sources[source.name] = source
+        try:
+            self._manager.register(plugin, name=source.name)
+            self._manager.check_pending()
+        except pluggy.PluginValidationError as cause:
+            known = ", ".join(name for name in vars(HookSpecs) if not name.startswith("_"))
+            detail = " ".join(str(cause).split())
+            raise PluginContractError(f"{source}: {detail}; hooks are: {known}") from cause
+
+    def has(self, hook: str) -> bool:
+        """Whether any plugin implements a hook; lets callers skip the work before a call."""
+        return bool(getattr(self._manager.hook, hook).get_hookimpls())
+
+    def authors(self, hook: str) -> str:
+        """Return in words who implements a hook, to blame for what came of all of them."""
+        impls = getattr(self._manager.hook, hook).get_hookimpls()
+        return str(self._sources[impls[0].plugin_name]) if len(impls) == 1 else _one_of(impls)
+
+    def call(self, hook: str, **arguments: Any) -> list[Any]:
+        """Call a hook; return what its implementations returned.
+
+        Raises:
+            PluginFaultError: naming the plugin whose implementation failed; the cause is chained.
+        """
+        caller = getattr(self._manager.hook, hook)
+        try:
+            results: list[Any] = caller(**arguments)
+        except Exception as cause:
+            who = self._guilty(caller, cause.__traceback__)
+            raise PluginFaultError(
+                f"{who}: its hook {hook} failed: {type(cause).__name__}: {cause}"
+            ) from cause
+        return results
+
+    def _guilty(self, caller: pluggy.HookCaller, traceback: TracebackType | None) -> str:
+        """Find whose function is in a traceback."""
+        impls = caller.get_hookimpls()
+        while traceback is not None:
+            frame = traceback.tb_frame
+            here = [impl for impl in impls if frame.f_code in _codes(impl.function)]
+            if len(here) > 1:  # several objects of one class
+                values = list(frame.f_locals.values())
+                here = [impl for impl in here if any(impl.plugin is value for value in values)]
+            if len(here) == 1:
+                return str(self._sources[here[0].plugin_name])
+            traceback = traceback.tb_next
+        return _one_of(impls)
+
+
+def _built(cls: type, source: Source) -> Any:
+    try:
+        return cls()
+    except Exception as cause:
+        raise PluginLoadError(
+            f"{source}: its constructor failed: {type(cause).__name__}: {cause}"
+        ) from cause
+
+
+def _one_of(impls: Sequence[pluggy.HookImpl]) -> str:
+    return f"one of the plugins {', '.join(impl.plugin_name for impl in impls)}"
+
+
+def _codes(function: Any) -> list[CodeType]:
+    """Return the code of a function, and of what it wraps."""
+    found = (getattr(each, "__code__", None) for each in (function, inspect.unwrap(function)))
+    return [code for code in found if code is not None]

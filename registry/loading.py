@@ -1,0 +1,210 @@
+"""Loading one component: import it, check it against its kind, blame the right one."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from hardpoint.plugins import typed
+from hardpoint.plugins.component import Component
+from hardpoint.plugins.errors import PluginContractError, PluginLoadError, PluginNotFoundError
+from hardpoint.plugins.hooks import PROJECT
+from hardpoint.plugins.kinds import KINDS, Kind
+from hardpoint.plugins.logits import LogitsPlugin, Phase, Reads
+from hardpoint.plugins.params import SamplingParams
+
+__all__ = [
+    "NO_DISTRIBUTION",
+    "UNVERSIONED",
+    "Source",
+    "check_component",
+    "import_object",
+    "kind_of",
+    "snake_case",
+]
+
+
+NO_DISTRIBUTION, UNVERSIONED = "no distribution", "unversioned"
+"""What stands for both where a class is named that no installed distribution offers."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Who a component is and who asked for it, for messages.
+
+    Attributes:
+        name: as it is enabled.
+        value: `package.module:Qual.Name`, or a module.
+        origin: who named it, "default" for built-in defaults.
+    """
+
+    name: str
+    value: str
+    distribution: str
+    version: str
+    origin: str
+
+    @property
+    def package(self) -> str:
+        """Its distribution and version; the module, where no distribution offers it."""
+        if self.distribution == NO_DISTRIBUTION:
+            return f"module {self.value.partition(':')[0]}"
+        return f"{self.distribution} {self.version}"
+
+    def __str__(self) -> str:
+        known = self.distribution != NO_DISTRIBUTION
+        place = f"{self.package}, {self.value}" if known else self.value
+        who = f"plugin {self.name!r} ({place})"
+        return f"{who}, asked for by {self.origin}" if self.origin != "default" else who
+
+
+def import_object(source: Source) -> Any:
+    """Import what `source.value` names.
+
+    Raises:
+        PluginLoadError: the module fails to import; the cause is chained.
+        PluginNotFoundError: the module has no such attribute.
+    """
+    module_name, _, qualname = source.value.partition(":")
+    try:
+        target: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as cause:
+        if cause.name and (module_name == cause.name or module_name.startswith(f"{cause.name}.")):
+            raise PluginNotFoundError(f"{source}: there is no module {cause.name!r}") from cause
+        raise PluginLoadError(f"{source}: its import failed: {_short(cause)}") from cause
+    except Exception as cause:
+        raise PluginLoadError(f"{source}: its import failed: {_short(cause)}") from cause
+    for part in qualname.split(".") if qualname else ():
+        if not hasattr(target, part):
+            raise PluginNotFoundError(f"{source}: {module_name!r} has no {qualname!r}")
+        target = getattr(target, part)
+    return target
+
+
+def kind_of(target: Any, source: Source) -> Kind:
+    """Return the kind that an imported object belongs to.
+
+    Raises:
+        PluginContractError: it derives from no interface and marks no hook.
+    """
+    if inspect.isclass(target):
+        for kind in KINDS.values():
+            if kind.interface is not None and issubclass(target, kind.interface):
+                return kind
+    if marks_hooks(target):
+        return KINDS["hooks"]
+    raise PluginContractError(
+        f"{source}: it is no plugin: it derives from no interface of hardpoint.plugins "
+        f"and marks no function with hookimpl"
+    )
+
+
+def check_component(target: Any, kind: Kind, source: Source) -> None:
+    """Check that an imported object keeps its kind's contract.
+
+    Raises:
+        PluginContractError: saying what is wrong and what to write.
+    """
+    if kind.interface is None:
+        if not marks_hooks(target):
+            raise PluginContractError(f"{source}: it marks no function with hookimpl")
+    else:
+        _check_class(target, kind, source)
+    _check_version(target, kind, source)
+
+
+def marks_hooks(target: Any) -> bool:
+    """Whether an object has a function marked with `hookimpl`."""
+    marker = f"{PROJECT}_impl"
+    return any(hasattr(inspect.getattr_static(target, name, None), marker) for name in dir(target))
+
+
+def snake_case(name: str) -> str:
+    """Return `DryPenalty` as `dry_penalty`."""
+    words = re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", name)
+    return re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", words).lower()
+
+
+def _check_class(target: Any, kind: Kind, source: Source) -> None:
+    assert kind.interface is not None
+    wanted = " or ".join(kind.interface_names)
+    if not inspect.isclass(target) or not issubclass(target, kind.interface):
+        raise PluginContractError(
+            f"{source}: {kind.name} must be classes derived from hardpoint.plugins {wanted}, "
+            f"this is {_describe(target)}"
+        )
+    if kind.forms and not issubclass(target, kind.forms):
+        raise PluginContractError(f"{source}: it must derive from {wanted}")
+    if missing := sorted(getattr(target, "__abstractmethods__", ())):
+        raise PluginContractError(f"{source}: it lacks {', '.join(missing)}")
+    _check_types(target, source)
+    if issubclass(target, LogitsPlugin):
+        _check_logits_plugin(target, source)
+
+
+def _check_logits_plugin(target: type[LogitsPlugin], source: Source) -> None:
+    """Check what a logits processor states of itself; a slip here would go unnoticed later."""
+    if not isinstance(getattr(target, "phase", None), Phase):
+        raise PluginContractError(
+            f"{source}: it states no phase; add `phase = Phase.TRUNCATE` (or another) to the class"
+        )
+    if not isinstance(target.reads, Reads):
+        raise PluginContractError(f"{source}: its reads must be one of hardpoint.plugins.Reads")
+    for attribute in ("before", "after", "params_fields"):
+        names = getattr(target, attribute)
+        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+            raise PluginContractError(
+                f"{source}: its {attribute} must be a tuple of names, got {names!r}"
+            )
+    for field in target.params_fields:
+        if field not in SamplingParams.__struct_fields__:
+            raise PluginContractError(
+                f"{source}: its params_fields name {field!r}, which SamplingParams does not have"
+            )
+    if target.advance is not LogitsPlugin.advance and target.start is LogitsPlugin.start:
+        raise PluginContractError(
+            f"{source}: it has advance but no start, so there is no state to carry on; add start"
+        )
+
+
+def _check_types(target: type[Component], source: Source) -> None:
+    for attribute, base in (("Options", typed.Options), ("Arguments", typed.Arguments)):
+        declared = getattr(target, attribute, base)
+        if not (inspect.isclass(declared) and issubclass(declared, base)):
+            raise PluginContractError(
+                f"{source}: its {attribute} must derive from hardpoint.plugins.{attribute}"
+            )
+
+
+def _check_version(target: Any, kind: Kind, source: Source) -> None:
+    place = "module" if isinstance(target, ModuleType) else "class body"
+    own = vars(target) if hasattr(target, "__dict__") else {}
+    if "contract" not in own and not inspect.isclass(target) and place == "class body":
+        own = vars(type(target))
+    if "contract" not in own:
+        raise PluginContractError(
+            f"{source}: it states no contract version; add `contract = {kind.contract}` "
+            f"to its {place}"
+        )
+    stated = own["contract"]
+    accepted = [v for v in (kind.contract - 1, kind.contract) if v > 0]
+    if stated not in accepted or isinstance(stated, bool):
+        raise PluginContractError(
+            f"{source}: it was written for version {stated!r} of the {kind.name} contract; "
+            f"this Hardpoint accepts {' and '.join(map(str, accepted))}"
+        )
+
+
+def _describe(target: Any) -> str:
+    if inspect.isclass(target):
+        bases = ", ".join(base.__name__ for base in target.__bases__)
+        return f"a class derived from {bases}"
+    return f"a {type(target).__name__}"
+
+
+def _short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,64 @@
+"""The order of logits processors: phase first, then before/after, then as enabled."""
+
+from __future__ import annotations
+
+import graphlib
+from collections.abc import Mapping
+
+from hardpoint.plugins.errors import PluginConflictError
+from hardpoint.plugins.logits import LogitsPlugin
+
+__all__ = ["ordered"]
+
+
+def ordered(processors: Mapping[str, type[LogitsPlugin]]) -> list[str]:
+    """Return the names in the order in which they run.
+
+    `before` and `after` name processors of the same phase. Names that are not enabled ask for
+    nothing, nor does a processor's own name: it may have taken the place of the one it names.
+
+    Raises:
+        PluginConflictError: on a cycle, or a wish against the order of phases.
+    """
+    graph: dict[str, set[str]] = {name: set() for name in processors}
+    for name, processor in processors.items():
+        for other in processor.before:
+            if other in processors and other != name:
+                _check_phases(name, processor, "before", other, processors[other])
+                graph[other].add(name)
+        for other in processor.after:
+            if other in processors and other != name:
+                _check_phases(name, processor, "after", other, processors[other])
+                graph[name].add(other)
+    place = {name: (processors[name].phase, index) for index, name in enumerate(processors)}
+    sorter = graphlib.TopologicalSorter(graph)
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as cycle:
+        raise PluginConflictError(
+            "logits_processors: their before/after make a cycle: " + " -> ".join(cycle.args[1])
+        ) from None
+    result: list[str] = []
+    ready: list[str] = []
+    while sorter.is_active():
+        ready.extend(sorter.get_ready())
+        ready.sort(key=place.__getitem__)
+        first = ready.pop(0)
+        result.append(first)
+        sorter.done(first)
+    return sorted(result, key=lambda name: processors[name].phase)
+
+
+def _check_phases(
+    name: str,
+    processor: type[LogitsPlugin],
+    wish: str,
+    other_name: str,
+    other: type[LogitsPlugin],
+) -> None:
+    if processor.phase != other.phase:
+        raise PluginConflictError(
+            f"logits_processors: {name!r} (phase {processor.phase.name}) wants to run {wish} "
+            f"{other_name!r} (phase {other.phase.name}); before and after order processors of "
+            f"one phase only"
+        )

@@ -1,0 +1,283 @@
+"""The set of plugins of one engine: resolved once, loaded by need, the same everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from hardpoint.plugins import typed
+from hardpoint.plugins.component import Component, Context
+from hardpoint.plugins.config import EngineConfig, Origins
+from hardpoint.plugins.errors import (
+    ConfigError,
+    HardpointError,
+    PluginContractError,
+    PluginLoadError,
+    PluginNotFoundError,
+)
+from hardpoint.plugins.kinds import KINDS, Number
+from hardpoint.plugins.logits import LogitsPlugin
+from hardpoint.plugins.manifest import Manifest, PluginEntry
+
+from .adapt import configured, load_component
+from .discovery import Found, discover, installed_version
+from .hooks import HookSet
+from .ordering import ordered
+from .selection import Chosen, Selection
+
+__all__ = ["PluginSet", "resolve_plugins"]
+
+
+class PluginSet:
+    """The components that are on.
+
+    Attributes:
+        manifest: what travels to other processes.
+        found: everything installed, on or not.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        found: Sequence[Found] = (),
+        targets: Mapping[tuple[str, str], Any] | None = None,
+    ) -> None:
+        """`targets` holds what is imported already, by kind and name."""
+        self.manifest = manifest
+        self.found = found
+        self._entries = {(e.kind, e.name): e for e in manifest.entries}
+        self._targets = dict(targets or {})
+
+    def entries(self, kind: str) -> list[PluginEntry]:
+        """Return the entries of a kind in their resolved order."""
+        return sorted((e for e in self.manifest.entries if e.kind == kind), key=lambda e: e.place)
+
+    def one(self, kind: str) -> PluginEntry:
+        """Return the entry of a kind of which there is one."""
+        (entry,) = self.entries(kind)
+        return entry
+
+    def get(self, kind: str, name: str) -> PluginEntry:
+        """Return the entry of a name.
+
+        Raises:
+            PluginNotFoundError: saying what is on, and whether it is installed but not enabled.
+        """
+        if entry := self._entries.get((kind, name)):
+            return entry
+        on = [e.name for e in self.entries(kind)]
+        raise PluginNotFoundError(
+            f"{kind}: no component {name!r} is on{typed.suggest(name, on)}"
+            f"{self.hint(name, kind)}; on: {', '.join(sorted(on)) or 'none'}"
+        )
+
+    def hint(self, name: str, kind: str) -> str:
+        """Return advice if an installed component of that name is not enabled, else nothing."""
+        for found in self.not_enabled():
+            if (found.kind, found.name) == (kind, name):
+                return (
+                    f"; {found.distribution} {found.version} offers it: "
+                    f'add "{name}" to plugins.enable'
+                )
+        return ""
+
+    def not_enabled(self) -> list[Found]:
+        """Return what is installed, but neither on nor a built-in."""
+        on = {(e.kind, e.value) for e in self.manifest.entries}
+        return [f for f in self.found if not f.builtin and (f.kind, f.value) not in on]
+
+    def target(self, entry: PluginEntry) -> Any:
+        """Return an entry's class (or hooks object), importing and checking it the first time."""
+        key = (entry.kind, entry.name)
+        if key not in self._targets:
+            target = load_component(KINDS[entry.kind], entry.source)
+            options_type = getattr(target, "Options", typed.Options)
+            options = typed.convert(entry.options, options_type, path=f"plugin.{entry.name}")
+            self._targets[key] = configured(target, options)
+        return self._targets[key]
+
+    def loaded(self, entry: PluginEntry) -> Any:
+        """Return an entry's class if it is imported already, else None."""
+        return self._targets.get((entry.kind, entry.name))
+
+    def options(self, entry: PluginEntry) -> Any:
+        """Return an entry's checked options."""
+        return typed.convert(entry.options, self.target(entry).Options, path=f"plugin.{entry.name}")
+
+    def create(self, entry: PluginEntry, context_type: type[Context], **fields: Any) -> Any:
+        """Build an entry's component; `fields` are those of its context beside name and options.
+
+        Raises:
+            PluginLoadError: its constructor failed; the cause is chained.
+        """
+        cls: type[Component] = self.target(entry)
+        context = context_type(name=entry.name, options=self.options(entry), **fields)
+        try:
+            component = cls(context)
+        except HardpointError:
+            raise
+        except Exception as cause:
+            raise PluginLoadError(
+                f"{entry.source}: its constructor failed: {type(cause).__name__}: {cause}"
+            ) from cause
+        if getattr(component, "context", None) is not context:
+            raise PluginContractError(
+                f"{entry.source}: its __init__ must call super().__init__(context)"
+            )
+        return component
+
+    def hooks(self) -> HookSet:
+        """Return a new set of the enabled hooks, each one verified."""
+        hooks = HookSet()
+        for entry in self.entries("hooks"):
+            hooks.add(self.target(entry), entry.source)
+        return hooks
+
+    def changed(self, config: EngineConfig, origins: Origins, kind: str) -> PluginSet:
+        """Return the next generation: the same, but for a kind of which there is one.
+
+        Args:
+            config: names the component that takes the place.
+            origins: where the configuration came from.
+            kind: the only one that is looked at.
+        """
+        entry = (fresh := resolve_plugins(config, origins, self.found)).one(kind)
+        manifest = msgspec.structs.replace(
+            self.manifest,
+            entries=(*(e for e in self.manifest.entries if e.kind != kind), entry),
+            generation=self.manifest.generation + 1,
+        )
+        targets = {**self._targets, (kind, entry.name): fresh.target(entry)}
+        return PluginSet(manifest, self.found, targets)
+
+    def logits_processors(self) -> list[tuple[PluginEntry, type[LogitsPlugin]]]:
+        """Return the logits processors in the order in which they run."""
+        return [(entry, self.target(entry)) for entry in self.entries("logits_processors")]
+
+
+def resolve_plugins(
+    config: EngineConfig,
+    origins: Origins | None = None,
+    found: Sequence[Found] | None = None,
+) -> PluginSet:
+    """Resolve a configuration's plugins, import those that are sure to run, and check them all.
+
+    Built-ins that are loaded by name are imported when a model or request names them.
+
+    Raises:
+        ConfigError: an option is wrong or belongs to no plugin that is on.
+        PluginError: a component is missing, broken, ambiguous or against its contract.
+    """
+    origins = origins or Origins()
+    found = discover(config.plugins.foreign_groups) if found is None else found
+    chosen = Selection(config, origins, found).run()
+    targets: dict[tuple[str, str], Any] = {}
+    for item in chosen:
+        if item.kind.number is not Number.BY_NAME or item.path:
+            target = load_component(item.kind, item.source, item.target)
+            targets[item.kind.name, item.name] = target
+    _check_on_error(config, origins, chosen)
+    options = _options_by_component(config, origins, chosen, targets)
+    places = _places(chosen, targets)
+    entries = tuple(
+        PluginEntry(
+            kind=item.kind.name,
+            name=item.name,
+            value=item.source.value,
+            distribution=item.source.distribution,
+            version=item.source.version,
+            origin=item.source.origin,
+            options=options[item.kind.name, item.name],
+            place=places[item.kind.name, item.name],
+        )
+        for item in chosen
+    )
+    return PluginSet(Manifest(hardpoint=installed_version(), entries=entries), found, targets)
+
+
+def _check_on_error(config: EngineConfig, origins: Origins, chosen: Sequence[Chosen]) -> None:
+    """Refuse scopes that a plugin cannot have: the wish would be ignored."""
+    scopes = {c.name: c.kind.fault_scope for c in chosen if c.kind.scope_can_be_raised}
+    for name, scope in config.plugins.on_error.items():
+        path = f"plugins.on_error.{name}"
+        origin = origins.of(path)
+        if name not in scopes:
+            raise ConfigError(
+                f"{path}: no plugin {name!r} is on whose faults end less than the engine"
+                f"{typed.suggest(name, sorted(scopes))} (from {origin})"
+            )
+        if scope not in (scopes[name].value, "engine"):
+            raise ConfigError(
+                f'{path}: expected "{scopes[name].value}" or "engine", got "{scope}" '
+                f"(from {origin})"
+            )
+
+
+def _options_by_component(
+    config: EngineConfig,
+    origins: Origins,
+    chosen: Sequence[Chosen],
+    targets: dict[tuple[str, str], Any],
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return each component's options, defaults filled in, checked by the component's type.
+
+    Components that their options shape are shaped in `targets`.
+    """
+    paths = _option_paths(config, origins, chosen)
+    result: dict[tuple[str, str], dict[str, Any]] = {}
+    for item in chosen:
+        key = (item.kind.name, item.name)
+        path = paths.get(key)
+        table = config.plugin[path.removeprefix("plugin.")] if path else {}
+        if key not in targets:  # loaded by name; checked when it is
+            result[key] = dict(table)
+            continue
+        options_type = getattr(targets[key], "Options", typed.Options)
+        try:
+            checked = typed.convert(table, options_type, path=path or f"plugin.{item.name}")
+            targets[key] = configured(targets[key], checked)
+        except ConfigError as error:
+            message = origins.locate(str(error)) if path else f"{error} (for {item.source})"
+            raise ConfigError(message) from None
+        result[key] = msgspec.to_builtins(checked)
+    return result
+
+
+def _option_paths(
+    config: EngineConfig, origins: Origins, chosen: Sequence[Chosen]
+) -> dict[tuple[str, str], str]:
+    """Find whose each `[plugin.<name>]` table is; return its path by component."""
+    paths: dict[tuple[str, str], str] = {}
+    for name in config.plugin:
+        path = f"plugin.{name}"
+        origin = origins.of(path)
+        keys = [
+            (c.kind.name, c.name) for c in chosen if name in (c.name, f"{c.kind.name}/{c.name}")
+        ]
+        if not keys:
+            known = sorted({c.name for c in chosen})
+            raise ConfigError(
+                f"{path}: no plugin {name!r} is on{typed.suggest(name, known)} (from {origin})"
+            )
+        if len(keys) > 1:
+            choices = ", ".join(f'"{kind}/{key}"' for kind, key in keys)
+            raise ConfigError(f"{path}: {name!r} could be any of {choices} (from {origin})")
+        if keys[0] in paths:
+            raise ConfigError(f"{path}: given twice, here and by {paths[keys[0]]} (from {origin})")
+        paths[keys[0]] = path
+    return paths
+
+
+def _places(
+    chosen: Sequence[Chosen], targets: dict[tuple[str, str], Any]
+) -> dict[tuple[str, str], int]:
+    """Return each component's position within its kind."""
+    places: dict[tuple[str, str], int] = {}
+    for kind in KINDS:
+        names = [c.name for c in chosen if c.kind.name == kind]
+        if kind == "logits_processors":
+            names = ordered({name: targets[kind, name] for name in names})
+        places.update({(kind, name): index for index, name in enumerate(names)})
+    return places

@@ -1,0 +1,220 @@
+"""Selection: from a configuration and what is installed to the components that are on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hardpoint.plugins.config import EngineConfig, Origins, PluginUse
+from hardpoint.plugins.errors import ConfigError, PluginConflictError, PluginNotFoundError
+from hardpoint.plugins.kinds import KINDS, Kind, Number
+from hardpoint.plugins.typed import suggest
+
+from .adapt import adapt
+from .discovery import Found
+from .loading import NO_DISTRIBUTION, UNVERSIONED, Source, import_object, kind_of, snake_case
+
+__all__ = ["Chosen", "Selection"]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A component that is on.
+
+    Attributes:
+        path: the configuration path that named it; empty for built-in defaults.
+        target: the imported object, where choosing it needed an import.
+    """
+
+    kind: Kind
+    source: Source
+    path: str = ""
+    target: Any = None
+
+    @property
+    def name(self) -> str:
+        """The name under which it is on."""
+        return self.source.name
+
+
+class Selection:
+    """Resolves references. `run` returns everything that is on."""
+
+    def __init__(self, config: EngineConfig, origins: Origins, found: Sequence[Found]) -> None:
+        """`found` is what `discover()` returned."""
+        self._config = config
+        self._origins = origins
+        self._found = [f for f in found if f.known_kind]
+        self._on: dict[tuple[str, str], Chosen] = {}
+
+    def run(self) -> list[Chosen]:
+        """Return the components that are on, built-in defaults first, then as configured.
+
+        Raises:
+            PluginNotFoundError, PluginConflictError, PluginLoadError, PluginContractError,
+            ConfigError: naming the reference and where it came from.
+        """
+        for found in self._found:
+            if found.builtin and KINDS[found.kind].chosen_by is None:
+                self._add(self._chosen(found, ""))
+        self._disable()
+        self._replace()
+        for index, wanted in enumerate(self._config.plugins.enable):
+            self._enable(wanted, f"plugins.enable[{index}]")
+        for kind in KINDS.values():
+            if kind.chosen_by is not None:
+                for chosen in self.chosen(kind, kind.chosen_by):
+                    self._add(chosen)
+        return list(self._on.values())
+
+    def chosen(self, kind: Kind, path: str) -> list[Chosen]:
+        """Return the components that the configuration names at `path`."""
+        named: Any = self._config
+        for step in path.split("."):
+            named = getattr(named, step)
+        if isinstance(named, str):
+            return [self._resolve(named, path, kind)]
+        by_value: dict[str, str] = {}
+        several = []
+        for index, each in enumerate(named):
+            several.append(self._resolve(each, place := f"{path}[{index}]", kind))
+            if (other := by_value.setdefault(several[-1].source.value, place)) != place:
+                raise ConfigError(
+                    f"{place}: {each!r} is named twice, here and by {other} "
+                    f"(from {self._origins.of(place)})"
+                )
+        return several
+
+    def _enable(self, wanted: str | PluginUse, path: str) -> None:
+        use, name = (wanted, None) if isinstance(wanted, str) else (wanted.use, wanted.name)
+        if name is not None and ("/" in name or "." in name):
+            raise ConfigError(
+                f"{path}.name: expected a name without '/' or '.', got {name!r} "
+                f"(from {self._origins.of(path)})"
+            )
+        chosen = self._resolve(use, path, None)
+        if name is not None:
+            chosen = replace(chosen, source=replace(chosen.source, name=name))
+        if chosen.kind.chosen_by is not None:
+            few = ", of which there is one" if chosen.kind.number is Number.ONE else ""
+            raise ConfigError(
+                f"{path}: {use!r} is of kind {chosen.kind.name}{few}; choose it "
+                f"with {chosen.kind.chosen_by} (from {self._origins.of(path)})"
+            )
+        self._add(chosen)
+
+    def _disable(self) -> None:
+        for index, name in enumerate(self._config.plugins.disable):
+            del self._on[self._key_of(name, f"plugins.disable[{index}]")]
+
+    def _replace(self) -> None:
+        for name, reference in self._config.plugins.replace.items():
+            path = f"plugins.replace.{name}"
+            key = self._key_of(name, path)
+            chosen = self._resolve(reference, path, KINDS[key[0]])
+            self._on[key] = replace(chosen, source=replace(chosen.source, name=key[1]))
+
+    def _key_of(self, name: str, path: str) -> tuple[str, str]:
+        """Return the (kind, name) of a component that is on, given `name` or `kind/name`."""
+        keys = [key for key in self._on if name in (key[1], "/".join(key))]
+        if len(keys) == 1:
+            return keys[0]
+        origin = self._origins.of(path)
+        if keys:
+            choices = ", ".join(f'"{kind}/{key}"' for kind, key in keys)
+            raise ConfigError(f"{path}: {name!r} could be any of {choices} (from {origin})")
+        for kind in KINDS.values():
+            if kind.chosen_by and any(f.kind == kind.name and f.name == name for f in self._found):
+                raise ConfigError(
+                    f"{path}: {name!r} is of kind {kind.name}, of which there is one; choose it "
+                    f"with {kind.chosen_by} (from {origin})"
+                )
+        known = [key[1] for key in self._on]
+        raise PluginNotFoundError(
+            f"{path}: no component {name!r} is on{suggest(name, known)} (from {origin})"
+        )
+
+    def _add(self, chosen: Chosen) -> None:
+        key = (chosen.kind.name, chosen.name)
+        there = self._on.get(key)
+        if there is not None and there.source.value != chosen.source.value:
+            raise PluginConflictError(
+                f"two components are called {'/'.join(key)}: {there.source} and {chosen.source}; "
+                f"give one another name, or let it take the other's place with "
+                f'plugins.replace = {{ {key[1]} = "{chosen.source.value}" }}'
+            )
+        if there is None:
+            self._on[key] = chosen
+
+    def _resolve(self, reference: str, path: str, kind: Kind | None) -> Chosen:
+        if ":" in reference:
+            return self._by_fqcn(reference, path, kind)
+        return self._by_name(reference, path, kind)
+
+    def _by_fqcn(self, value: str, path: str, kind: Kind | None) -> Chosen:
+        module, _, qualname = value.partition(":")
+        parts = [*module.split("."), *qualname.split(".")]
+        if not all(part.isidentifier() for part in parts):
+            raise ConfigError(
+                f"{path}: expected an FQCN like package.module:Class, got {value!r} "
+                f"(from {self._origins.of(path)})"
+            )
+        known = next((f for f in self._found if f.value == value), None)
+        name = known.name if known else snake_case(qualname.rsplit(".", 1)[-1])
+        source = Source(
+            name,
+            value,
+            known.distribution if known else NO_DISTRIBUTION,
+            known.version if known else UNVERSIONED,
+            self._asked_by(path, builtin=known is not None and known.builtin),
+        )
+        target = import_object(source)
+        return Chosen(kind or kind_of(adapt(target, source), source), source, path, target)
+
+    def _by_name(self, reference: str, path: str, kind: Kind | None) -> Chosen:
+        candidates = [
+            f
+            for f in self._found
+            if reference in (f.name, f"{f.kind}/{f.name}") and kind in (None, KINDS[f.kind])
+        ]
+        origin = self._origins.of(path)
+        if not candidates:
+            known = sorted({f.name for f in self._found if kind in (None, KINDS[f.kind])})
+            what = f"no {kind.name} component" if kind else "no installed component"
+            raise PluginNotFoundError(
+                f"{path}: {what} is called {reference!r}{suggest(reference, known)}; "
+                f"found: {', '.join(known) or 'none'} (from {origin})"
+            )
+        if len(candidates) > 1:
+            raise self._ambiguous(reference, path, candidates)
+        return self._chosen(candidates[0], path)
+
+    def _ambiguous(self, reference: str, path: str, found: Sequence[Found]) -> PluginConflictError:
+        listed = " and ".join(f.label for f in found)
+        third = next((f for f in found if not f.builtin), found[0])
+        if len({f.kind for f in found}) > 1:
+            advice = f'name one with its kind, as in "{third.kind}/{third.name}"'
+        elif any(f.builtin for f in found):
+            advice = (
+                f"to put the second in the built-in's place, say "
+                f'plugins.replace = {{ {reference} = "{third.value}" }}'
+            )
+        else:
+            advice = f'name one by its FQCN, as in {{ use = "{third.value}", name = "..." }}'
+        return PluginConflictError(
+            f"{path}: {reference!r} is the name of {listed}; {advice} "
+            f"(from {self._origins.of(path)})"
+        )
+
+    def _chosen(self, found: Found, path: str) -> Chosen:
+        asked_by = self._asked_by(path, builtin=found.builtin)
+        source = Source(found.name, found.value, found.distribution, found.version, asked_by)
+        return Chosen(KINDS[found.kind], source, path)
+
+    def _asked_by(self, path: str, *, builtin: bool) -> str:
+        """Return who named a component; "default" if a built-in stands where nobody chose."""
+        origin = self._origins.of(path)
+        if origin != "default":
+            return f"{path} ({origin})"
+        return "default" if builtin and not path.startswith("plugins.") else path

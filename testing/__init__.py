@@ -1,0 +1,64 @@
+"""Tools for tests of plugins and of the engine: the scripted model, and the conformance suites.
+
+The scripted model needs nothing beside the engine. The suites need pytest and hypothesis
+(`pip install hardpoint[testing]`) and are switched on where they are wanted, by a line in
+`conftest.py`: `pytest_plugins = ["hardpoint.testing"]`.
+
+PYTEST_DONT_REWRITE: there is no `assert` here that pytest would have to explain.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .pytest_hooks import pytest_report_header, pytest_terminal_summary
+from .scripted import (
+    EOS,
+    HistoryAttention,
+    ScriptedClock,
+    ScriptedModel,
+    history_hash,
+    scripted_config,
+    scripted_engine,
+    write_scripted_model,
+)
+
+if TYPE_CHECKING:
+    from hardpoint.testing.logits.suite import LogitsProcessorSuite
+    from hardpoint.testing.scheduling.eviction_suite import EvictionPolicySuite
+    from hardpoint.testing.scheduling.policy_suite import SchedulingPolicySuite
+    from hardpoint.testing.scheduling.scheduler_suite import SchedulerSuite
+    from hardpoint.testing.scheduling.simulator import SchedulerRig
+
+__all__ = [
+    "EOS",
+    "EvictionPolicySuite",
+    "HistoryAttention",
+    "LogitsProcessorSuite",
+    "SchedulerRig",
+    "SchedulerSuite",
+    "SchedulingPolicySuite",
+    "ScriptedClock",
+    "ScriptedModel",
+    "history_hash",
+    "pytest_report_header",
+    "pytest_terminal_summary",
+    "scripted_config",
+    "scripted_engine",
+    "write_scripted_model",
+]
+
+
+_LAZY = {
+    "EvictionPolicySuite": "eviction_suite",
+    "LogitsProcessorSuite": "logits_suite",
+    "SchedulerRig": "scheduling_rig",
+    "SchedulerSuite": "scheduler_suite",
+    "SchedulingPolicySuite": "policy_suite",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Who only wants the scripted model needs neither pytest nor hypothesis.
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

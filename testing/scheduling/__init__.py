@@ -1,0 +1,1 @@
+"""The conformance suites of schedulers, scheduling policies and eviction policies."""

@@ -1,0 +1,1 @@
+"""Invariants that a scheduler must keep."""

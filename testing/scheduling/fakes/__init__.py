@@ -1,0 +1,1 @@
+"""Simulated collaborators of a scheduler."""

@@ -1,0 +1,167 @@
+"""A KV cache manager under watch: who holds what, and whether anything is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from hardpoint.plugins import Request
+from hardpoint.plugins.kv_cache import (
+    BlockIds,
+    CachedPrefix,
+    KVCacheGroup,
+    KVCacheManager,
+    KVEvent,
+    PrefixCacheStats,
+)
+from hardpoint.testing.scheduling.checks.names import POOL
+
+__all__ = ["WatchedKVCache"]
+
+
+class WatchedKVCache:
+    """Passes everything on, and keeps books of its own.
+
+    Attributes:
+        holders: requests that hold blocks, by id.
+        null_blocks: ids of blocks that nobody holds and that stand where a window sees nothing.
+    """
+
+    def __init__(self, inner: KVCacheManager) -> None:
+        """Watch `inner`, of which every block is free."""
+        self.inner = inner
+        self.block_size = inner.block_size
+        self.num_blocks = inner.num_blocks
+        self.groups: Sequence[KVCacheGroup] = inner.groups
+        self.holders: dict[str, Request] = {}
+        self.null_blocks = set(range(inner.num_blocks - inner.num_usable_blocks))
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody holds."""
+        return self.inner.num_free_blocks
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """Blocks that requests can hold."""
+        return self.inner.num_usable_blocks
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        """Return the most blocks that a request of so many tokens ever holds."""
+        return self.inner.blocks_needed(num_tokens)
+
+    def lookup(self, request: Request) -> CachedPrefix:
+        """Return what the cache has of a request, and check that it is whole blocks."""
+        prefix = self.inner.lookup(request)
+        tokens = prefix.num_tokens
+        if tokens % self.block_size or not 0 <= tokens < request.num_tokens:
+            raise POOL.broken(
+                f"lookup found {tokens} tokens of {request!r}, with blocks of {self.block_size}",
+                "return a multiple of the block size that is less than the request has",
+            )
+        return prefix
+
+    def admit(
+        self,
+        request: Request,
+        prefix: CachedPrefix,
+        num_new_tokens: int,
+        *,
+        num_external_tokens: int = 0,
+        num_lookahead_tokens: int = 0,
+        num_reserved_blocks: int = 0,
+        delay_caching: bool = False,
+    ) -> bool:
+        """Give a request its first blocks."""
+        if request.request_id in self.holders:
+            raise POOL.broken(f"admit of {request.request_id!r}, which holds blocks already")
+        admitted = self.inner.admit(
+            request,
+            prefix,
+            num_new_tokens,
+            num_external_tokens=num_external_tokens,
+            num_lookahead_tokens=num_lookahead_tokens,
+            num_reserved_blocks=num_reserved_blocks,
+            delay_caching=delay_caching,
+        )
+        if admitted:
+            self.holders[request.request_id] = request
+            if self.num_free_blocks < num_reserved_blocks:
+                raise POOL.broken(
+                    f"admit left {self.num_free_blocks} blocks free, {num_reserved_blocks} were "
+                    "to stay so"
+                )
+        return admitted
+
+    def extend(
+        self, request: Request, num_new_tokens: int, num_lookahead_tokens: int = 0
+    ) -> BlockIds | None:
+        """Extend a request's blocks."""
+        if request.request_id not in self.holders:
+            raise POOL.broken(f"extend of {request.request_id!r}, which holds no blocks")
+        return self.inner.extend(request, num_new_tokens, num_lookahead_tokens)
+
+    def cache_arrived(self, request: Request, num_tokens: int) -> None:
+        """Pass it on."""
+        self.inner.cache_arrived(request, num_tokens)
+
+    def rewind(self, request: Request, num_tokens: int) -> None:
+        """Pass it on."""
+        self.inner.rewind(request, num_tokens)
+
+    def discard(self, block_ids: Iterable[int]) -> None:
+        """Pass it on."""
+        self.inner.discard(block_ids)
+
+    def free(self, request: Request) -> None:
+        """Take back all of a request's blocks."""
+        self.inner.free(request)
+        self.holders.pop(request.request_id, None)
+
+    def block_ids(self, request: Request) -> BlockIds:
+        """Return a request's blocks in order."""
+        return self.inner.block_ids(request)
+
+    def num_common_prefix_blocks(self, running: Sequence[Request]) -> list[int]:
+        """Pass it on."""
+        return self.inner.num_common_prefix_blocks(running)
+
+    def reset(self) -> None:
+        """Pass it on."""
+        self.inner.reset()
+
+    def take_events(self) -> list[KVEvent]:
+        """Pass it on."""
+        return self.inner.take_events()
+
+    def stats(self) -> PrefixCacheStats:
+        """Pass it on."""
+        return self.inner.stats()
+
+    def check(self) -> None:
+        """Every block is held by those who say so, or free."""
+        held: set[int] = set()
+        for request in self.holders.values():
+            tables = self.inner.block_ids(request)
+            for table in tables:
+                own = [block for block in table if block not in self.null_blocks]
+                if len(set(own)) < len(own):
+                    raise POOL.broken(f"{request.request_id!r} has a block twice: {list(table)}")
+                if strange := [b for b in own if not 0 <= b < self.num_blocks]:
+                    raise POOL.broken(
+                        f"{request.request_id!r} has block {strange[0]} of {self.num_blocks}"
+                    )
+                held.update(own)
+        free, usable = self.num_free_blocks, self.num_usable_blocks
+        if len(held) + free != usable:
+            raise POOL.broken(
+                f"{len(held)} blocks are held by {sorted(self.holders)} and {free} are free, but "
+                f"there are {usable}"
+            )
+
+    def check_all_free(self) -> None:
+        """Nobody holds anything."""
+        if self.holders or self.num_free_blocks != self.num_usable_blocks:
+            raise POOL.broken(
+                f"nothing is live, but {self.num_usable_blocks - self.num_free_blocks} blocks are "
+                f"still held, by {sorted(self.holders)}"
+            )

@@ -13,8 +13,9 @@ import msgspec
 from hardpoint.core.build import build_async_engine
 from hardpoint.core.config import config_from
 from hardpoint.core.frontend.async_engine import AsyncEngine
-from hardpoint.core.frontend.input_processor import Prompt, RequestExtras
+from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.core.frontend.plugin_health import Health
+from hardpoint.core.frontend.prompts import Prompt
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,

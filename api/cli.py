@@ -153,7 +153,7 @@ def _context(load: _Load, problem: HardpointError | None) -> CommandContext:
     def open_model(config: EngineConfig, origins: Origins) -> Generator:
         if problem is not None:
             raise problem
-        from hardpoint.llm import LLM  # noqa: PLC0415 - torch takes a second to import
+        from .llm import LLM  # noqa: PLC0415 - torch takes a second to import
 
         if sys.stderr.isatty() or not _LOG_SINK.isdisjoint(config.stats.sinks):
             _show_log()

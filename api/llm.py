@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 
 from hardpoint.core.build import build_engine
 from hardpoint.core.config import config_from
-from hardpoint.core.frontend.input_processor import Prompt
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.plugin_health import Health
+from hardpoint.core.frontend.prompts import Prompt
 from hardpoint.plugins import (
     EngineConfig,
     LoRARequest,

@@ -51,7 +51,7 @@ from scheduling_load import (
 )
 from scheduling_vllm import Vllm, VllmCache
 
-from hardpoint.core.engine.policy_slot import PolicySlot
+from hardpoint.core.engine.policy import PolicySlot
 from hardpoint.core.faults import StepFaults
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.plugins import (

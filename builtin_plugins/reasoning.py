@@ -13,8 +13,6 @@ from hardpoint.plugins import (
     ReasoningParser,
 )
 
-__all__ = ["ThinkTags"]
-
 Tag = Annotated[str, Meta(min_length=1)]
 
 

@@ -12,8 +12,6 @@ from hardpoint.plugins import (
     StatSinkContext,
 )
 
-__all__ = ["LogSink"]
-
 _log = logging.getLogger("hardpoint")
 
 

@@ -8,19 +8,23 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from hardpoint.core.client.base import EngineCoreClient, InprocClient
-from hardpoint.core.client.engine_connection import EngineStart, Sink
 from hardpoint.core.client.event_loop import Relay
-from hardpoint.core.client.process_client import ProcessClient
+from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
 from hardpoint.core.engine.build import build_core
-from hardpoint.core.engine.model_source import find_files
-from hardpoint.core.engine.prepare import prepare_worker
+from hardpoint.core.engine.prepare import find_files, prepare_worker
 from hardpoint.core.engine_process.launch import Interpreter
 from hardpoint.core.engine_process.process import EngineProcess
+from hardpoint.core.frontend.async_engine import AsyncEngine
+from hardpoint.core.frontend.frontend import EngineParts
+from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.restart import Restarter
+from hardpoint.core.frontend.statistics import Statistics, open_statistics
+from hardpoint.core.worker.worker import WorkerSpec
 from hardpoint.plugins import (
     EngineConfig,
     ModelFiles,
@@ -34,19 +38,45 @@ from hardpoint.plugins import (
     TokenizerContext,
     resolve_plugins,
 )
+from hardpoint.plugins.typed import join_path
+from hardpoint.registry.discovery import installed_version
 from hardpoint.registry.hooks import HookSet
 
-from .frontend.async_engine import AsyncEngine
-from .frontend.frontend import EngineParts
-from .frontend.llm_engine import LLMEngine
-from .frontend.statistics import Statistics, open_statistics
 from .kv_cache import CacheSize
-from .opening_log import log_opening
-from .worker.worker import WorkerSpec
-
-__all__ = ["build_async_engine", "build_engine", "no_progress"]
 
 _log = logging.getLogger("hardpoint")
+
+_NAMED = frozenset({"model"})
+_SECRET = frozenset({"plugin"})
+"""Options of plugins are never logged: a password may be among them."""
+
+
+def log_opening(config: EngineConfig, origins: Origins) -> None:
+    """Say version, model, and each value that is not its default, with its origin."""
+    changed = ", ".join(
+        f"{path} = {value!r} ({origins.of(path)})"
+        for path, value in _changed(config, EngineConfig(), "")
+        if path not in _NAMED | _SECRET
+    )
+    _log.info(
+        "hardpoint %s opens %s (%s); not default: %s",
+        installed_version(),
+        config.model,
+        origins.of("model"),
+        changed or "nothing",
+    )
+
+
+def _changed(
+    value: msgspec.Struct, default: msgspec.Struct, path: str
+) -> Iterator[tuple[str, Any]]:
+    """Yield path and value of what differs from the default."""
+    for name in value.__struct_fields__:
+        mine, other, where = getattr(value, name), getattr(default, name), join_path(path, name)
+        if isinstance(mine, msgspec.Struct) and isinstance(other, msgspec.Struct):
+            yield from _changed(mine, other, where)
+        elif mine != other:
+            yield where, msgspec.to_builtins(mine)
 
 
 def no_progress(what: str, done: int, total: int) -> None:

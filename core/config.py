@@ -20,8 +20,6 @@ from hardpoint.plugins.kinds import PLANNED
 from hardpoint.plugins.typed import convert, join_path
 from hardpoint.registry.settings import parse_value, split_setting
 
-__all__ = ["DEFAULT_FILE", "PREFIX", "config_from", "load_config"]
-
 DEFAULT_FILE = "hardpoint.toml"
 PREFIX = "HARDPOINT__"
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from hardpoint.plugins import HardpointError, RequestError, errors
+from hardpoint.plugins import (
+    Component,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    HardpointError,
+    PluginFaultError,
+    PluginSet,
+    RequestError,
+    errors,
+)
+from hardpoint.registry.loading import Source
 
 from .wire import WireError
-
-__all__ = ["error_of", "kind_of"]
 
 
 def kind_of(error: BaseException) -> str:
@@ -25,3 +34,44 @@ def error_of(kind: str | None, words: str | None) -> HardpointError:
     cls = getattr(errors, kind, HardpointError) if kind in errors.__all__ else HardpointError
     error: HardpointError = cls(words or "the engine gave no reason")
     return error
+
+
+def guilty(error: BaseException, plugins: PluginSet) -> Source | None:
+    """Return the component whose method the error came from, the innermost of several."""
+    found: Component | None = None
+    traceback = error.__traceback__
+    while traceback is not None:
+        owner = traceback.tb_frame.f_locals.get("self")
+        if isinstance(owner, Component):
+            found = owner
+        traceback = traceback.tb_next
+    if found is None:
+        return None
+    for entry in plugins.manifest.entries:
+        if entry.name == found.name and plugins.loaded(entry) is type(found):
+            return entry.source
+    return None
+
+
+def blamed(error: Exception, plugins: PluginSet) -> Exception:
+    """Return an error that names the guilty plugin, with the error as its cause.
+
+    That is the error itself if it says who is guilty, or nobody is.
+    """
+    source = None if isinstance(error, HardpointError) else guilty(error, plugins)
+    if source is None:
+        return error
+    named = PluginFaultError(f"{source}: {type(error).__name__}: {error}")
+    named.__cause__ = error
+    return named
+
+
+def refusal(request_id: str, error: BaseException) -> EngineCoreOutputs:
+    """Return the only output of a request that an error keeps from running."""
+    output = EngineCoreOutput(
+        request_id=request_id,
+        finish_reason=FinishReason.ERROR,
+        error=str(error),
+        error_kind=kind_of(error),
+    )
+    return EngineCoreOutputs(outputs=[output], finished_requests={request_id})

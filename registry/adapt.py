@@ -18,8 +18,6 @@ from hardpoint.registry.adapters.vllm import adapt_class
 
 from .loading import Source, check_component, import_object, marks_hooks
 
-__all__ = ["adapt", "adapter_of", "configured", "load_component"]
-
 _VLLM_METHODS = {"update_state", "is_argmax_invariant", "validate_params"}
 
 

@@ -9,8 +9,6 @@ import importlib_metadata
 
 from hardpoint.plugins.kinds import KINDS
 
-__all__ = ["DISTRIBUTION", "Found", "discover", "installed_version"]
-
 DISTRIBUTION = "hardpoint"
 _PREFIX = "hardpoint."
 _FOREIGN = {"vllm.logits_processors": "logits_processors"}

@@ -14,8 +14,6 @@ from hardpoint.plugins.hooks import PROJECT, HookSpecs
 
 from .loading import Source
 
-__all__ = ["HookSet"]
-
 
 class HookSet:
     """Calls hooks in order of enabling, last enabled first, as pluggy does."""

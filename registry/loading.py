@@ -17,17 +17,6 @@ from hardpoint.plugins.kinds import KINDS, Kind
 from hardpoint.plugins.logits import LogitsPlugin, Phase, Reads
 from hardpoint.plugins.params import SamplingParams
 
-__all__ = [
-    "NO_DISTRIBUTION",
-    "UNVERSIONED",
-    "Source",
-    "check_component",
-    "import_object",
-    "kind_of",
-    "snake_case",
-]
-
-
 NO_DISTRIBUTION, UNVERSIONED = "no distribution", "unversioned"
 """What stands for both where a class is named that no installed distribution offers."""
 

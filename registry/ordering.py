@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from hardpoint.plugins.errors import PluginConflictError
 from hardpoint.plugins.logits import LogitsPlugin
 
-__all__ = ["ordered"]
-
 
 def ordered(processors: Mapping[str, type[LogitsPlugin]]) -> list[str]:
     """Return the names in the order in which they run.

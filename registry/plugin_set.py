@@ -27,8 +27,6 @@ from .hooks import HookSet
 from .ordering import ordered
 from .selection import Chosen, Selection
 
-__all__ = ["PluginSet", "resolve_plugins"]
-
 
 class PluginSet:
     """The components that are on.

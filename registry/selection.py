@@ -15,8 +15,6 @@ from .adapt import adapt
 from .discovery import Found
 from .loading import NO_DISTRIBUTION, UNVERSIONED, Source, import_object, kind_of, snake_case
 
-__all__ = ["Chosen", "Selection"]
-
 
 @dataclass(frozen=True)
 class Chosen:

@@ -7,8 +7,6 @@ from typing import Any
 
 from hardpoint.plugins.errors import ConfigError
 
-__all__ = ["parse_value", "split_setting"]
-
 
 def split_setting(text: str, option: str, example: str) -> tuple[list[str], str]:
     """Split `a.b=text` into its path and what is right of the first `=`.

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from .seeds import SEED_VARIABLE
-
-__all__ = ["pytest_report_header", "pytest_terminal_summary"]
+from .suite import SEED_VARIABLE
 
 
 def pytest_report_header() -> str:

@@ -29,17 +29,6 @@ from hardpoint.plugins import (
     typed,
 )
 
-__all__ = [
-    "EOS",
-    "HistoryAttention",
-    "ScriptedClock",
-    "ScriptedModel",
-    "history_hash",
-    "scripted_config",
-    "scripted_engine",
-    "write_scripted_model",
-]
-
 EOS = 256
 """End-of-sequence token of the scripted model; tokens 0 to 255 stand for one byte each."""
 

@@ -12,8 +12,6 @@ import msgspec
 import numpy as np
 import torch
 
-__all__ = ["snapshot", "weigh"]
-
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 

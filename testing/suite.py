@@ -3,15 +3,139 @@
 from __future__ import annotations
 
 import inspect
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import pytest
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Flaky
 
-from .searching import Found
-from .seeds import replay_line
-from .violations import Violation
+SEED_VARIABLE = "HARDPOINT_SEED"
+"""Environment variable that makes the searches of an earlier run again."""
 
-__all__ = ["fail", "refuse_replaced_tests", "replayed"]
+
+def seed_now() -> int:
+    """Return the seed that the environment asks for, or a new one.
+
+    Raises:
+        ValueError: the environment asks for something that is no whole number.
+    """
+    wanted = os.environ.get(SEED_VARIABLE)
+    if wanted is None:
+        return random.SystemRandom().randrange(2**32)
+    try:
+        return int(wanted)
+    except ValueError:
+        raise ValueError(f"{SEED_VARIABLE}: expected a whole number, got {wanted!r}") from None
+
+
+def replay_line(number: int) -> str:
+    """Return the command that makes the current test's search again."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
+    return f"{SEED_VARIABLE}={number} pytest {test!r}"
+
+
+_SHRINKING_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """A broken rule.
+
+    Attributes:
+        drawn: the case, as small as it was found.
+        seed: makes the same search again.
+    """
+
+    violation: Violation
+    drawn: dict[str, Any]
+    seed: int
+
+
+class _SmallEnough(BaseException):
+    """Ends hypothesis' search at once, as an interrupt from the keyboard does."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """How to search.
+
+    Attributes:
+        examples: cases to try.
+        seed: of the search; None draws one.
+    """
+
+    examples: int
+    seed: int | None = None
+
+    def run(self, check: Callable[..., None], **strategies: st.SearchStrategy[Any]) -> Found | None:
+        """Call `check` with drawn values until one raises a Violation.
+
+        Raises:
+            Unsatisfiable: nothing could be drawn that suits.
+        """
+        number = seed_now() if self.seed is None else self.seed
+        found: Found | None = None  # the last one
+        deadline = 0.0
+
+        @seed(number)
+        @settings(
+            max_examples=self.examples,
+            deadline=None,
+            database=None,
+            derandomize=False,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(**strategies)
+        def search(**drawn: Any) -> None:
+            nonlocal deadline, found
+            if found is not None and time.monotonic() > deadline:
+                raise _SmallEnough
+            try:
+                check(**drawn)
+            except Violation as violation:
+                deadline = deadline or time.monotonic() + _SHRINKING_SECONDS
+                found = Found(violation, drawn, number)
+                raise
+
+        try:
+            search()
+        except Violation as violation:
+            if found is None:  # it was met while a case was made
+                return Found(violation, {}, number)
+        except (Flaky, _SmallEnough):
+            pass  # the last one that was found is the smallest
+        return found
+
+
+def describe(drawn: dict[str, Any]) -> str:
+    """Return a case, one drawn value per line."""
+    return "\n".join(f"    {name} = {short(value)}" for name, value in drawn.items())
+
+
+_LONGEST = 600
+
+
+class Violation(Exception):  # noqa: N818 - it is a finding
+    """A rule that a component broke."""
+
+    def __init__(self, saw: str, do: str) -> None:
+        """Keep what was seen, and what its author should do."""
+        super().__init__(saw)
+        self.saw = saw
+        self.do = do
+
+
+def short(value: Any) -> str:
+    """Return `repr`, cut where it gets too long to read."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
 
 
 def refuse_replaced_tests(derived: type, suite: type) -> None:

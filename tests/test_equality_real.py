@@ -14,7 +14,7 @@ import torch
 from driving import run
 
 from hardpoint import LLM, RequestOutputKind, SamplingParams
-from hardpoint.core.engine.model_source import find_files
+from hardpoint.core.engine.prepare import find_files
 
 TIE = 1e-4
 NEW_TOKENS = 24

@@ -15,8 +15,6 @@ import torch
 
 from hardpoint.plugins import AttentionStep
 
-__all__ = ["Chunk", "Plan", "Share", "Singles"]
-
 # A group of its own costs some calls per layer; they pay from about this many padded tokens on.
 _SPLIT_TOKENS = 2048
 

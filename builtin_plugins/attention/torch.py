@@ -12,8 +12,6 @@ from hardpoint.plugins import AttentionBackend, AttentionStep, KVSpec
 
 from .plan import Chunk, Plan, Singles
 
-__all__ = ["Cache", "TorchAttention"]
-
 Cache = tuple[torch.Tensor, ...]
 """Keys, then values, each [blocks, block_size, num_kv_heads, head_size]."""
 

@@ -18,8 +18,6 @@ from hardpoint.plugins.commands import Generator
 
 from .sampling import add_sampling_options, sampling_params
 
-__all__ = ["COMMAND"]
-
 _HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer."
 
 

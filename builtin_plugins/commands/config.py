@@ -13,8 +13,6 @@ from hardpoint.plugins.typed import join_path, json_schema
 
 from .tables import print_table
 
-__all__ = ["COMMAND"]
-
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options] COMMAND ..."

@@ -26,8 +26,6 @@ from hardpoint.registry.adapt import adapter_of, load_component
 
 from .listing import Listed
 
-__all__ = ["Details"]
-
 
 @dataclass(frozen=True)
 class Details:

@@ -23,8 +23,6 @@ from hardpoint.plugins.commands import Generator
 
 from .sampling import add_sampling_options, sampling_params
 
-__all__ = ["COMMAND"]
-
 
 @dataclass
 class _Completion:

@@ -20,8 +20,6 @@ from hardpoint.plugins.typed import suggest
 from hardpoint.registry.adapt import adapter_of
 from hardpoint.registry.loading import Source
 
-__all__ = ["Listed", "find_listed", "list_components"]
-
 
 @dataclass(frozen=True)
 class Listed:

@@ -12,8 +12,6 @@ from .details import Details
 from .listing import Listed, find_listed, list_components
 from .tables import print_table
 
-__all__ = ["COMMAND"]
-
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options] COMMAND ..."

@@ -9,8 +9,6 @@ from hardpoint.plugins import RequestError, SamplingParams
 from hardpoint.plugins.params import RequestOutputKind
 from hardpoint.registry.settings import parse_value, split_setting
 
-__all__ = ["add_sampling_options", "sampling_params"]
-
 _FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop", "n", "logprobs")
 
 

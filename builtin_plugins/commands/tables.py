@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-__all__ = ["print_table"]
-
 
 def print_table(
     headers: Sequence[str], rows: Sequence[Sequence[str]], *, dim: Sequence[bool] = ()

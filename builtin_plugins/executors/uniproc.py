@@ -15,8 +15,6 @@ from hardpoint.plugins import (
     WorkerInfo,
 )
 
-__all__ = ["UniprocExecutor"]
-
 T = TypeVar("T")
 
 

@@ -16,8 +16,6 @@ import zmq
 
 from hardpoint.plugins import KVEventBatch
 
-__all__ = ["END_OF_REPLAY", "Socket", "Stream", "bound_endpoint", "release"]
-
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 """Stands in the place of the sequence number of the last message of a replay."""
 

@@ -18,9 +18,7 @@ from hardpoint.plugins import (
     PublisherContext,
 )
 
-from .event_stream import END_OF_REPLAY, Socket, Stream, bound_endpoint, release
-
-__all__ = ["END_OF_REPLAY", "NullPublisher", "ZmqPublisher"]
+from .event_stream import Socket, Stream, bound_endpoint, release
 
 _LINGER_MS = 500  # how long closing waits for subscribers that have not got everything
 _LONGEST_REQUEST = 1024  # bytes; whoever sends more is disconnected

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from hardpoint.plugins import EvictionContext, EvictionPolicy
 from hardpoint.plugins.kv_cache import CachedBlock
 
-__all__ = ["LeastRecentlyUsed"]
-
 
 class LeastRecentlyUsed(EvictionPolicy):
     """What was released longest ago goes first. Every move takes constant time per block."""

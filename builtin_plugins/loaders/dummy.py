@@ -13,8 +13,6 @@ from hardpoint.plugins import ModelConfig, ModelFiles, WeightLoader
 
 from .safetensors import read_model_config
 
-__all__ = ["DummyLoader"]
-
 
 class DummyLoader(WeightLoader):
     """Draws each weight from a generator that its name and the seed determine.

@@ -17,8 +17,6 @@ from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightLoader
 
 from .gguf_file import GGUFFile, open_gguf
 
-__all__ = ["GGUFLoader"]
-
 _ROW_BYTES = 1 << 13
 
 _ARCHITECTURES = {

@@ -11,8 +11,6 @@ import numpy as np
 
 from hardpoint.plugins import ModelError
 
-__all__ = ["GGUFFile", "open_gguf"]
-
 FieldParts = tuple[int, list[Any], list[int], list[Any]]
 """Size in bytes, raw parts, which of them are data, types: as GGUFReader keeps a field."""
 

@@ -13,8 +13,6 @@ from safetensors import SafetensorError, safe_open
 from hardpoint.builtin_plugins.models.hf_config import default_sampling, model_config, token_ids
 from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightLoader
 
-__all__ = ["SafetensorsLoader", "read_json", "read_model_config"]
-
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 

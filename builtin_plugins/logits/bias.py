@@ -19,8 +19,6 @@ from hardpoint.plugins import (
 
 from .row_cache import RowCache
 
-__all__ = ["LogitBias"]
-
 _AWAY = -100  # what OpenAI's API reference calls a ban
 
 

@@ -18,8 +18,6 @@ from hardpoint.plugins import (
 )
 from hardpoint.registry.adapters.per_request import Answers, Seat, form_of
 
-__all__ = ["RequestCallables"]
-
 
 class RequestCallables(LogitsProcessor):
     """Runs `SamplingParams.logits_processors` over the request's own row, in order.

@@ -26,8 +26,6 @@ from hardpoint.plugins import (
 
 from .row_cache import RowCache
 
-__all__ = ["AllowedTokenIds", "BadWords", "MinTokens"]
-
 TokenId = Annotated[int, Meta(ge=0)]
 
 

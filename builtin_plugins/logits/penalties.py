@@ -13,8 +13,6 @@ import torch
 from hardpoint import plugins
 from hardpoint.plugins import LogitsProcessor, LogitsRequest, Meta, Phase, PrepareContext, Rows
 
-__all__ = ["Penalties", "TokenCounts"]
-
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 # Beyond these, a product of a logit and the penalty may leave float32.

@@ -7,8 +7,6 @@ from typing import Generic, TypeVar
 
 from hardpoint.plugins import Rows
 
-__all__ = ["RowCache"]
-
 T = TypeVar("T")
 
 

@@ -6,8 +6,6 @@ import math
 
 import torch
 
-__all__ = ["drop_below_", "largest"]
-
 _BLOCK = 16  # logits per block in the coarse search
 
 

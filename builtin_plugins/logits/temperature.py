@@ -9,8 +9,6 @@ import torch
 from hardpoint import plugins
 from hardpoint.plugins import LogitsProcessor, Meta, Phase, PrepareContext, Reads, Rows
 
-__all__ = ["Temperature"]
-
 # Logits divided by more than this are equal in float32; a larger divisor could become infinite,
 # and -inf / inf is NaN.
 _LARGEST = 1e30

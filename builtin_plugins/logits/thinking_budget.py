@@ -21,8 +21,6 @@ from hardpoint.plugins import (
     SparseLogitsProcessor,
 )
 
-__all__ = ["ThinkingBudget", "ThinkingState"]
-
 TokenId = Annotated[int, Meta(ge=0)]
 
 # So far above every other logit that its probability is exactly 1 in float32; infinity would make

@@ -14,8 +14,6 @@ from hardpoint.plugins import LogitsContext, LogitsProcessor, Meta, Phase, Reads
 from .row_cache import RowCache
 from .selection import drop_below_, largest
 
-__all__ = ["MinP", "TopK", "TopP"]
-
 
 class TopK(LogitsProcessor):
     """Keeps the k likeliest tokens (Fan et al., arXiv:1805.04833).

@@ -7,8 +7,6 @@ from typing import Any
 
 from hardpoint.plugins import ModelConfig, ModelError, RequestError, SamplingParams
 
-__all__ = ["ConfigFields", "default_sampling", "model_config", "token_ids"]
-
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 

@@ -13,8 +13,6 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-__all__ = ["Embedding", "Layer", "Linear", "RMSNorm"]
-
 _PACKED_DTYPES = (torch.bfloat16, torch.float32)
 _PACK_ROWS = 512
 

@@ -16,8 +16,6 @@ from .hf_config import ConfigFields
 from .layers import Embedding, Layer, Linear, RMSNorm
 from .rope import RotaryEmbedding
 
-__all__ = ["Block", "Llama"]
-
 
 @dataclass(frozen=True)
 class Block:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .llama import Llama
 
-__all__ = ["Qwen2", "Qwen3"]
-
 _SLIDING = "sliding_attention"
 _LAYER_TYPES = ("full_attention", _SLIDING)
 

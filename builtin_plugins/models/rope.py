@@ -10,8 +10,6 @@ import torch
 
 from .hf_config import ConfigFields
 
-__all__ = ["RotaryEmbedding"]
-
 DEFAULT_THETA = 10000.0
 _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 

@@ -11,8 +11,6 @@ from hardpoint.plugins import Load, Meta, PolicyContext, Request, RequestStatus,
 
 from .virtual_counters import Client, VirtualCounters
 
-__all__ = ["Fair"]
-
 Cost = Annotated[float, Meta(ge=0)]
 
 

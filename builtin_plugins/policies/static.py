@@ -8,8 +8,6 @@ from typing import Annotated, Any
 from hardpoint import plugins
 from hardpoint.plugins import Load, Meta, Request, SchedulingPolicy
 
-__all__ = ["FirstComeFirstServed", "Priority", "ShortestFirst"]
-
 
 class FirstComeFirstServed(SchedulingPolicy):
     """Requests run in the order in which they came; the latest admitted gives way."""

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 
-__all__ = ["Client", "VirtualCounters"]
-
 
 @dataclass(slots=True, eq=False)
 class Client:

@@ -24,8 +24,6 @@ from .tracker import Books
 from .transfer import ask_connector, begin_loading
 from .waiting_queue import Walk
 
-__all__ = ["AdmissionOptions", "admit_one", "admit_waiting", "is_full", "unblock"]
-
 
 @dataclass(frozen=True)
 class AdmissionOptions:

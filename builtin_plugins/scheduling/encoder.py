@@ -9,8 +9,6 @@ from .live import LiveRequest
 from .step import Step
 from .tracker import Books
 
-__all__ = ["check_features", "choose_features", "encoder_of", "free_features", "take_features"]
-
 
 def check_features(books: Books, request: LiveRequest) -> None:
     """Refuse features that no step could ever encode.

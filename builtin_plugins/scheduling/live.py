@@ -12,8 +12,6 @@ from hardpoint.plugins import (
 
 from .repetition import repeats
 
-__all__ = ["LiveRequest"]
-
 
 class LiveRequest(Request):
     """A request with its stop conditions at hand.

@@ -18,8 +18,6 @@ from .live import LiveRequest
 from .step import PlannedStep
 from .tracker import Books
 
-__all__ = ["DraftCounts", "take_results"]
-
 
 class DraftCounts:
     """Totals of speculation.

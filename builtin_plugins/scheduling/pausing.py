@@ -10,8 +10,6 @@ from .live import LiveRequest
 from .step import Step
 from .tracker import Books
 
-__all__ = ["admit_begun", "holds", "is_busy"]
-
 
 def admit_begun(books: Books, step: Step) -> None:
     """Admit those that ran or were loaded before, oldest first; the policy is not asked."""

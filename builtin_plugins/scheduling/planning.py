@@ -11,8 +11,6 @@ from hardpoint.plugins import SchedulerOutput, StepRecord
 from .step import Step
 from .tracker import Books
 
-__all__ = ["make_plan", "make_record"]
-
 
 def make_plan(books: Books, step: Step) -> SchedulerOutput:
     """Return what the workers have to do; what it tells once is told with that."""

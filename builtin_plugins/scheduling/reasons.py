@@ -4,23 +4,6 @@ from __future__ import annotations
 
 from hardpoint.plugins import WaitingFor, WaitReason
 
-__all__ = [
-    "behind",
-    "held_back",
-    "no_blocks",
-    "no_budget",
-    "no_encoder",
-    "no_lora_slot",
-    "no_slot",
-    "not_seen",
-    "paused",
-    "preempted",
-    "room_is_short",
-    "waits_for_grammar",
-    "waits_for_remote_kv",
-    "waits_for_results",
-]
-
 
 def no_budget(needed: int, available: int) -> WaitReason:
     """The step's tokens are given away."""

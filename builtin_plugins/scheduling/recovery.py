@@ -8,8 +8,6 @@ from .encoder import encoder_of
 from .step import PlannedStep
 from .tracker import Books
 
-__all__ = ["forget_doubtful", "lose_plan"]
-
 
 def lose_plan(books: Books, lost: PlannedStep, later: Sequence[PlannedStep], now: float) -> None:
     """Tell again what a plan told, and compute anew its requests and those of later plans."""

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from hardpoint.plugins import RepetitionDetection
 
-__all__ = ["repeats"]
-
 
 def repeats(tokens: Sequence[int], detection: RepetitionDetection) -> bool:
     """Whether the newest tokens are `min_count` copies of a pattern of an allowed length.

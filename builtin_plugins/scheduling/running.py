@@ -10,8 +10,6 @@ from .live import LiveRequest
 from .step import Step
 from .tracker import Books
 
-__all__ = ["schedule_running"]
-
 
 def schedule_running(books: Books, step: Step) -> None:
     """Give running requests their tokens, in order of admission, while the budget lasts.

@@ -41,8 +41,6 @@ from .tracker import Books
 from .transfer import take_transfers
 from .waiting_queue import WaitingQueue
 
-__all__ = ["DefaultScheduler"]
-
 
 class DefaultScheduler(Scheduler):
     """Gives running requests their tokens first, then admits waiting ones by policy."""

@@ -15,8 +15,6 @@ from hardpoint.plugins import (
 
 from .live import LiveRequest
 
-__all__ = ["PlannedStep", "Step"]
-
 
 @dataclass(slots=True)
 class Step:

@@ -21,8 +21,6 @@ from .live import LiveRequest
 from .step import Step
 from .waiting_queue import WaitingQueue
 
-__all__ = ["LOAD", "SAVE", "Books"]
-
 LOAD, SAVE = "load", "save"
 
 

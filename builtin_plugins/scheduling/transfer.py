@@ -12,8 +12,6 @@ from .recovery import forget_doubtful
 from .step import PlannedStep, Step
 from .tracker import LOAD, SAVE, Books
 
-__all__ = ["ask_connector", "begin_loading", "take_transfers"]
-
 
 def ask_connector(
     books: Books, request: LiveRequest, prefix: CachedPrefix

@@ -10,8 +10,6 @@ from hardpoint.plugins import SchedulingPolicy
 
 from .live import LiveRequest
 
-__all__ = ["WaitingQueue", "Walk"]
-
 # Key, whether it never ran, order of arrival, serial of the entry, request.
 _Entry = tuple[Any, bool, int, int, LiveRequest]
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from hardpoint.plugins import RequestError
 
-__all__ = ["render_chat"]
-
 
 def render_chat(
     messages: Sequence[Mapping[str, Any]],

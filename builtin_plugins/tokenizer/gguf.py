@@ -12,8 +12,6 @@ from tokenizers.processors import TemplateProcessing
 from hardpoint.builtin_plugins.loaders.gguf_file import GGUFFile
 from hardpoint.plugins import ModelError
 
-__all__ = ["build_gguf_tokenizer", "special_tokens"]
-
 _CONTROL, _USER_DEFINED = 3, 4
 
 # From the tokenizer.json files of the models that gave these names to llama.cpp.

@@ -12,8 +12,6 @@ from tokenizers.decoders import DecodeStream as FastDecodeStream
 
 from hardpoint.plugins import DecodeStream
 
-__all__ = ["ByteStream", "TokenStream", "TokenTexts"]
-
 # Enough tokens for a character of four bytes and a letter before it.
 _PRIMING_TOKENS = 6
 _REPLACEMENT = "\ufffd"

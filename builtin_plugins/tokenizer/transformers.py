@@ -23,8 +23,6 @@ from .chat_template import render_chat
 from .gguf import build_gguf_tokenizer, special_tokens
 from .stream import TokenTexts
 
-__all__ = ["TransformersTokenizer"]
-
 _TEMPLATE_VARIABLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 

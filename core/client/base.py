@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -10,9 +11,16 @@ from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.utility_calls import failure_of, run_utility
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest
 
-from .freed_memory import give_back
 
-__all__ = ["EngineCoreClient", "InprocClient"]
+def give_back() -> None:
+    """Return freed memory to the system, where the C library can be asked to (glibc).
+
+    Without it, a program that has closed its engine keeps the room of weights for good.
+    """
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, TypeError, AttributeError):  # another C library
+        pass
 
 
 class EngineCoreClient(Protocol):

@@ -7,8 +7,6 @@ import threading
 from hardpoint.core.wire.merge_outputs import MergedOutputs
 from hardpoint.plugins import EngineCoreOutputs
 
-__all__ = ["Inbox"]
-
 
 class Inbox:
     """Holds outputs, and at last the error that ended them. Putting one in never waits.

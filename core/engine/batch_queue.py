@@ -12,8 +12,6 @@ import msgspec
 
 from hardpoint.plugins import NO_DRAFT, DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 
-__all__ = ["Batch", "BatchQueue", "no_result", "start_batch", "with_drafts"]
-
 T = TypeVar("T")
 
 Sample = Callable[[SchedulerOutput], Future[ModelRunnerOutput]]

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from hardpoint.core.fanout import create_all
-from hardpoint.core.faults import CALL_LOST, StepFaults
+from hardpoint.core.faults import CALL_LOST, StepFaults, create_all
 from hardpoint.core.kv_cache import BlockManager, CacheSize, size_cache
 from hardpoint.core.worker.worker import LocalWorker, WorkerSpec
 from hardpoint.plugins import (
@@ -34,11 +33,9 @@ from hardpoint.registry.hooks import HookSet
 
 from .core import EngineCore
 from .kv_events import KVEventFanout
-from .policy_slot import PolicySlot
+from .policy import PolicySlot
 from .step import EngineCoreParts
 from .step_log import StepLog
-
-__all__ = ["BuiltCore", "build_core", "limits_of"]
 
 _log = logging.getLogger("hardpoint")
 

@@ -27,8 +27,6 @@ from .pause import Pausing, Surroundings
 from .step import EngineCoreParts, Outputs, Steps
 from .worker_calls import WorkerCalls
 
-__all__ = ["EngineCore"]
-
 _log = logging.getLogger("hardpoint")
 
 

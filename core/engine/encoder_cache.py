@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from hardpoint.plugins import Request
 
-__all__ = ["EncoderCacheManager", "encoder_budget"]
-
 
 def encoder_budget(max_num_batched_tokens: int, longest_feature: int) -> int:
     """Return how many tokens a step may encode, which is also what the cache has room for.

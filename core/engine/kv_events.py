@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hardpoint.core.fanout import Fanout
-from hardpoint.core.faults import FaultReporter
+from hardpoint.core.faults import Fanout, FaultReporter
 from hardpoint.plugins import KVEvent, KVEventBatch, KVEventPublisher
-
-__all__ = ["KVEventFanout"]
 
 
 class KVEventFanout:

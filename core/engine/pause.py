@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from hardpoint.core.wire import PauseMode
 from hardpoint.plugins import Executor, HardpointError, PauseState, RequestError, Scheduler, typed
 
-__all__ = ["MEMORY_TAGS", "SCHEDULING_TAG", "Pausing"]
-
 MEMORY_TAGS = ("weights", "kv_cache")
 SCHEDULING_TAG = "scheduling"
 

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hardpoint.core.faults import FaultReporter
-from hardpoint.plugins import Load, Request, SchedulingPolicy
+import msgspec
 
-__all__ = ["GuardedPolicy"]
+from hardpoint.core.faults import FaultReporter, StepFaults
+from hardpoint.plugins import (
+    EngineConfig,
+    Load,
+    Origins,
+    PluginFaultError,
+    PluginSet,
+    PolicyContext,
+    Request,
+    Scheduler,
+    SchedulingPolicy,
+)
+from hardpoint.registry.loading import Source
 
 
 class GuardedPolicy(SchedulingPolicy):
@@ -216,3 +228,115 @@ def _show(value: Any) -> str:
     except Exception:
         return f"a {type(value).__name__} without a repr"
     return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+_KIND = "scheduling_policies"
+_ORIGIN = "set_policy()"
+
+
+def change_policy(
+    config: EngineConfig,
+    origins: Origins,
+    plugins: PluginSet,
+    use: str,
+    options: Mapping[str, Any],
+) -> tuple[EngineConfig, PluginSet]:
+    """Return the configuration with another policy, and the next generation of the plugin set.
+
+    Args:
+        config, origins, plugins: as they are now.
+        use: entry-point name or FQCN.
+        options: the policy's own.
+
+    Raises:
+        ConfigError, PluginError: the policy cannot be had; nothing was changed.
+    """
+    old = plugins.one(_KIND).name
+    tables = {k: v for k, v in config.plugin.items() if k not in (old, f"{_KIND}/{old}")}
+    config = msgspec.structs.replace(
+        config,
+        scheduler=msgspec.structs.replace(config.scheduler, policy=use),
+        plugin=tables,
+    )
+    by_path = {**origins.by_path, "scheduler.policy": _ORIGIN}
+    changed = plugins.changed(config, Origins(by_path), _KIND)
+    if options:
+        name = changed.one(_KIND).name
+        alone = sum(entry.name == name for entry in changed.manifest.entries) == 1
+        table = name if alone else f"{_KIND}/{name}"
+        path = f"plugin.{table}"
+        kept = {k: v for k, v in by_path.items() if not f"{k}.".startswith(f"{path}.")}
+        origins = Origins({**kept, path: _ORIGIN})
+        config = msgspec.structs.replace(config, plugin={**tables, table: dict(options)})
+        changed = plugins.changed(config, origins, _KIND)
+    return config, changed
+
+
+class PolicySlot:
+    """Holds one policy, guarded.
+
+    Attributes:
+        policy: what schedulers call.
+        report: takes faults of the policy that are noticed elsewhere.
+    """
+
+    def __init__(self, plugins: PluginSet, faults: StepFaults) -> None:
+        """Build the configured policy.
+
+        Raises:
+            PluginLoadError: its constructor failed.
+        """
+        self._faults = faults
+        self.policy: GuardedPolicy
+        self.report: FaultReporter
+        self._source: Source
+        self.policy, self.report, self._source = self._build(plugins)
+
+    def replace(self, plugins: PluginSet, scheduler: Scheduler) -> None:
+        """Put the policy of another plugin set in the place of this one, between two steps.
+
+        If anything fails, the old one stays.
+
+        Raises:
+            PluginLoadError: its constructor failed.
+            PluginFaultError: `export_state` or `import_state` did.
+            Exception: of the scheduler.
+        """
+        new, report, source = self._build(plugins)
+        old = self.policy
+        try:
+            if new.state_format and new.state_format == old.state_format:
+                with _named(self._source, "export_state"):
+                    books = old.export_state()
+                with _named(source, "import_state"):
+                    new.import_state(books)
+            scheduler.set_policy(new)
+        except BaseException:
+            new.close()
+            raise
+        old_report = self.report
+        self.policy, self.report, self._source = new, report, source
+        try:
+            old.close()
+        except Exception as cause:  # the new one is there all the same
+            old_report("close() failed", cause)
+
+    def close(self) -> None:
+        """Close the policy."""
+        self.policy.close()
+
+    def _build(self, plugins: PluginSet) -> tuple[GuardedPolicy, FaultReporter, Source]:
+        entry = plugins.one(_KIND)
+        policy: SchedulingPolicy = plugins.create(entry, PolicyContext)
+        report = self._faults.reporter(entry.source)
+        return GuardedPolicy(policy, report), report, entry.source
+
+
+@contextlib.contextmanager
+def _named(source: Source, method: str) -> Iterator[None]:
+    """Say whose method failed."""
+    try:
+        yield
+    except Exception as cause:
+        words = f"{source}: {method}() failed: {type(cause).__name__}: {cause}"
+        raise PluginFaultError(words) from cause

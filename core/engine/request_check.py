@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from hardpoint.plugins import EngineCoreRequest, RequestError
 
-__all__ = ["RequestCheck"]
-
 
 class RequestCheck:
     """Looks at what an engine could not bear or would ignore: a bad request harms nobody else."""

@@ -23,12 +23,9 @@ from hardpoint.plugins import (
 )
 
 from .batch_queue import Batch, BatchQueue, no_result, start_batch, with_drafts
-from .failure_report import log_failure
 from .kv_events import KVEventFanout
-from .policy_slot import PolicySlot
-from .step_log import StepLog
-
-__all__ = ["EngineCoreParts", "Outputs", "Steps"]
+from .policy import PolicySlot
+from .step_log import StepLog, log_failure
 
 _log = logging.getLogger("hardpoint")
 

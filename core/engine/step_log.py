@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
-from hardpoint.plugins import SchedulerOutput
+import msgspec
 
-__all__ = ["StepLog"]
+from hardpoint.plugins import EngineConfig, SchedulerOutput, SchedulerStats
 
 _log = logging.getLogger("hardpoint")
 
@@ -63,3 +65,63 @@ class StepLog:
             if computed < self._known.get(name, 0):
                 context.add(name)
         return context
+
+
+def log_failure(
+    error: BaseException,
+    plan: SchedulerOutput,
+    config: EngineConfig | None,
+    stats: Callable[[], SchedulerStats],
+) -> None:
+    """Log what was going on when a step failed. Never raises.
+
+    Prompts, outputs and options of plugins, which may be secrets, are not written.
+    """
+    with contextlib.suppress(Exception):
+        _log.error(
+            "step %s failed: %s: %s\n  configuration: %s\n  plan: %s\n  statistics: %s",
+            getattr(plan, "step", "?"),
+            type(error).__name__,
+            error,
+            _shown(lambda: _settings(config)),
+            _shown(lambda: _outline(plan)),
+            _shown(stats),
+        )
+
+
+def _shown(describe: Callable[[], Any]) -> str:
+    try:
+        return str(describe())
+    except Exception as cause:
+        return f"cannot be shown ({type(cause).__name__}: {cause})"
+
+
+def _settings(config: EngineConfig | None) -> dict[str, Any]:
+    settings: dict[str, Any] = msgspec.to_builtins(config) if config is not None else {}
+    settings["plugin"] = sorted(settings.get("plugin", ()))
+    return settings
+
+
+def _outline(plan: SchedulerOutput) -> dict[str, Any]:
+    """Return a plan with lengths in the place of contents."""
+    return {
+        "num_scheduled_tokens": plan.num_scheduled_tokens,
+        "new": {
+            new.source.request_id: {
+                "prompt": len(new.source.prompt_token_ids),
+                "outputs": len(new.output_token_ids),
+                "computed": new.num_computed_tokens,
+            }
+            for new in plan.new_requests
+        },
+        "cached": dict(
+            zip(
+                plan.cached_requests.request_ids,
+                plan.cached_requests.num_computed_tokens,
+                strict=True,
+            )
+        ),
+        "drafts": {name: len(drafts) for name, drafts in plan.draft_token_ids.items()},
+        "finished": sorted(plan.finished_request_ids),
+        "preempted": sorted(plan.preempted_request_ids),
+    }

@@ -11,18 +11,7 @@ from hardpoint.core.wire import UtilityCall, UtilityOutput, WireError
 from hardpoint.plugins import HardpointError, RequestError, typed
 
 from .core import EngineCore
-from .typed_calls import convert_arguments, returned_type
-
-__all__ = [
-    "UNHURRIED",
-    "UTILITIES",
-    "Answer",
-    "call_utility",
-    "failed_call",
-    "failure_of",
-    "result_type",
-    "run_utility",
-]
+from .worker_calls import convert_arguments, returned_type
 
 UTILITIES = frozenset(
     {

@@ -58,10 +58,10 @@ def _imported(
     run: Callable[..., None] | None,
 ) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return what serves a launch, and what it calls."""
-    from .child import serve  # noqa: PLC0415 - found by the parent's path
+    from hardpoint.core.engine_process.child import serve  # noqa: PLC0415 - found by the parent's path
 
     if run is None:
-        from .run import run_engine  # noqa: PLC0415
+        from hardpoint.core.engine_process.run import run_engine  # noqa: PLC0415
 
         run = run_engine
     return serve, run

@@ -16,8 +16,6 @@ from hardpoint.core.engine_process.main_module.pickling import loads
 
 from .launch import Launch, decode_launch
 
-__all__ = ["ParentWatch", "Report", "Run", "serve"]
-
 _GLANCE_S = 0.25
 _EXIT_CODE = 1
 

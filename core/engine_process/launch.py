@@ -17,8 +17,6 @@ import msgspec
 from hardpoint.core.engine_process.main_module.pickling import dumps
 from hardpoint.plugins import HardpointError, Manifest
 
-__all__ = ["LAUNCH_PROTOCOL", "Interpreter", "Launch", "decode_launch", "main_objects"]
-
 LAUNCH_PROTOCOL = 1
 
 

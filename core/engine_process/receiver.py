@@ -10,13 +10,11 @@ from typing import Any
 import msgspec
 
 from hardpoint.core.engine.utility_calls import failed_call
-from hardpoint.core.refusal import refusal
+from hardpoint.core.errors import refusal
 from hardpoint.core.wire import Decoder, RequestType, TensorProvider, UtilityCall, WireError
 from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError
 
 from .loop import LoopQueues, Message, Prepared, Refusal
-
-__all__ = ["Check", "HashPrompt", "MessageReader"]
 
 _log = logging.getLogger("hardpoint")
 

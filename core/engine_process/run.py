@@ -6,32 +6,110 @@ import contextlib
 import gc
 import logging
 import os
+import signal
+import socket
 import sys
 import threading
 import time
+from pathlib import Path
+from types import FrameType
 
 import msgspec
 
-from hardpoint.core.blame import blamed
 from hardpoint.core.engine.build import BuiltCore, build_core
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.engine.request_check import RequestCheck
+from hardpoint.core.errors import blamed
 from hardpoint.core.wire import EngineAddresses, EngineCoreReadyResponse
 from hardpoint.core.worker.worker import WorkerSpec
 from hardpoint.plugins import EngineConfig, Origins, PluginLoadError, PluginSet
 from hardpoint.registry.discovery import discover
 
 from .child import ParentWatch
-from .labels import engine_name, log_as, name_process
 from .launch import Launch
 from .loop import EngineLoop, LoopOptions, LoopQueues
 from .sender import Outbox
-from .signals import handle_signals, restore_signals
 from .transport import EngineIO
 
-__all__ = ["run_engine"]
-
 _log = logging.getLogger("hardpoint")
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def handle_signals(loop: EngineLoop) -> None:
+    """Have the loop end in order at the first signal, soon at the second; a third one kills.
+
+    Only in the main thread, whose loop it is. Python runs handlers there between two instructions.
+    A signal that comes just before the thread waits for input, or in another thread, does not end
+    that waiting: so a thread beside it is told of each signal by Python's own C code, and wakes
+    the loop.
+    """
+    seen = 0
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        nonlocal seen
+        seen += 1
+        if seen > 1:
+            restore_signals()
+        loop.request_shutdown()
+
+    told, tell = socket.socketpair()
+    tell.setblocking(False)
+    threading.Thread(
+        target=_wake, args=(loop, told, tell), name="EngineSignals", daemon=True
+    ).start()
+    signal.set_wakeup_fd(tell.fileno(), warn_on_full_buffer=False)
+    for number in _SIGNALS:
+        signal.signal(number, handle)
+
+
+def restore_signals() -> None:
+    """Have each signal end the process at once."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _wake(loop: EngineLoop, told: socket.socket, _tell: socket.socket) -> None:
+    """Wake the loop after each signal; holds both sockets, for the system knows but a number."""
+    while told.recv(64):
+        loop.wake_up()
+
+
+_COMM = Path("/proc/self/comm")
+
+
+def engine_name(index: int) -> str:
+    """Return the name of an engine: the first one of a program is just called EngineCore."""
+    return f"EngineCore_DP{index}" if index else "EngineCore"
+
+
+def name_process(name: str) -> None:
+    """Have process lists show a name, cut to 15 characters; only on Linux."""
+    with contextlib.suppress(OSError):  # other systems have no such file
+        _COMM.write_text(name)
+
+
+def log_as(index: int, level: str) -> None:
+    """Write the log to stderr, every line with the engine's index and process id before it.
+
+    Args:
+        index: of the engine.
+        level: of the logger "hardpoint".
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Labelled(f"[EngineCore {index}, pid {os.getpid()}] "))
+    logging.basicConfig(handlers=[handler])
+    logging.getLogger("hardpoint").setLevel(level)
+
+
+class _Labelled(logging.Formatter):
+    def __init__(self, label: str) -> None:
+        super().__init__("%(levelname)s: %(message)s")
+        self._label = label
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(self._label + line for line in super().format(record).split("\n"))
+
 
 _ABANDONED_SECONDS = 4.0  # to end in order, after the parent has gone
 

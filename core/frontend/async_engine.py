@@ -12,12 +12,10 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from hardpoint.core.blame import blamed
-from hardpoint.core.client.event_loop import Item, Relay
+from hardpoint.core.client.event_loop import Item, Relay, Turns
 from hardpoint.core.client.process_client import ProcessClient
 from hardpoint.core.client.sockets import dead
-from hardpoint.core.client.turns import Turns
-from hardpoint.core.errors import error_of
+from hardpoint.core.errors import blamed, error_of
 from hardpoint.plugins import (
     EngineClosedError,
     EngineCoreOutputs,
@@ -32,12 +30,11 @@ from hardpoint.plugins import (
 )
 
 from .frontend import EngineParts, Frontend, Submission
-from .input_processor import NO_EXTRAS, Prompt, RequestExtras
+from .input_processor import NO_EXTRAS, RequestExtras
 from .output_collector import RequestOutputCollector
 from .plugin_health import Health
+from .prompts import Prompt
 from .restart import Restarter
-
-__all__ = ["AsyncEngine"]
 
 _LONG_TEXT = 2000
 _NEWS_S, _GLANCE_S = 20.0, 0.01

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from hardpoint.plugins import RequestOutputKind, SamplingParams, Tokenizer
 
-__all__ = ["Detokenizer"]
-
 
 class Detokenizer:
     """Turns one request's tokens into text as they come.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hardpoint.core.client.base import EngineCoreClient
-from hardpoint.core.engine.change_policy import change_policy
+from hardpoint.core.engine.policy import change_policy
 from hardpoint.plugins import (
     Component,
     EngineConfig,
@@ -31,17 +31,14 @@ from hardpoint.plugins import (
 )
 from hardpoint.registry.hooks import HookSet
 
-from .input_processor import NO_EXTRAS, InputProcessor, Prompt, RequestExtras
+from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
 from .output_processor import OutputProcessor, ProcessedOutputs
-from .parent_request import AnyOutput, OutputSink, ParentRequest
 from .plugin_arguments import PluginArguments
 from .plugin_health import Health, PluginHealth
-from .received import ReceivedHook
+from .prompts import Prompt, check_text
+from .request_state import AnyOutput, OutputSink, ParentRequest
 from .statistics import Statistics
-from .text_check import check_text
-from .validation import ReadyMade
-
-__all__ = ["EngineParts", "Frontend", "Submission", "Taken"]
+from .validation import ReadyMade, ReceivedHook
 
 _log = logging.getLogger("hardpoint")
 

@@ -18,10 +18,7 @@ from hardpoint.plugins import (
 )
 
 from .plugin_arguments import PluginArguments
-from .prompts import Prompt, ReadPrompt, checked_ids, read_prompt
-from .text_check import check_params_text, check_text
-
-__all__ = ["NO_EXTRAS", "InputProcessor", "Prompt", "RequestExtras"]
+from .prompts import Prompt, ReadPrompt, check_params_text, check_text, checked_ids, read_prompt
 
 
 class RequestExtras(typed.Strict):

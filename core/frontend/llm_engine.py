@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeGuard
 
-from hardpoint.core.blame import blamed
 from hardpoint.core.client.sockets import dead
+from hardpoint.core.errors import blamed
 from hardpoint.plugins import (
     EngineClosedError,
     EngineCoreRequest,
@@ -24,11 +24,10 @@ from hardpoint.plugins import (
 )
 
 from .frontend import EngineParts, Frontend, Taken
-from .input_processor import NO_EXTRAS, Prompt, RequestExtras
-from .parent_request import AnyOutput
+from .input_processor import NO_EXTRAS, RequestExtras
 from .plugin_health import Health
-
-__all__ = ["EngineParts", "LLMEngine"]
+from .prompts import Prompt
+from .request_state import AnyOutput
 
 _log = logging.getLogger("hardpoint")
 

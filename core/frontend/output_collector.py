@@ -6,9 +6,7 @@ import asyncio
 
 from hardpoint.plugins import CompletionOutput, RequestOutput, RequestOutputKind
 
-from .parent_request import AnyOutput
-
-__all__ = ["RequestOutputCollector"]
+from .request_state import AnyOutput
 
 
 class RequestOutputCollector:

@@ -13,12 +13,9 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 
-from .parent_request import AnyOutput, ParentRequest
 from .pooling_state import PoolingState
-from .request_state import RequestState
+from .request_state import AnyOutput, ParentRequest, RequestState
 from .statistics import RequestFigures, Statistics
-
-__all__ = ["OutputProcessor", "ProcessedOutputs"]
 
 _State = RequestState | PoolingState
 

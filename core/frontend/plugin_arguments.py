@@ -24,8 +24,6 @@ from hardpoint.plugins.logits import LogitsPlugin
 
 from .plugin_health import PluginHealth
 
-__all__ = ["PluginArguments"]
-
 _DEFAULTS = SamplingParams()
 
 _SHAPING_FIELDS = (

@@ -7,8 +7,6 @@ import msgspec
 from hardpoint.plugins import PluginSet, RequestError, StepFault
 from hardpoint.registry.discovery import DISTRIBUTION
 
-__all__ = ["Health", "PluginHealth"]
-
 
 class Health(msgspec.Struct, frozen=True):
     """How an engine is.

@@ -12,10 +12,8 @@ from hardpoint.plugins import (
     RequestOutputKind,
 )
 
-from .parent_request import ParentRequest
+from .request_state import ParentRequest
 from .statistics import RequestFigures
-
-__all__ = ["PoolingState"]
 
 
 class PoolingState:

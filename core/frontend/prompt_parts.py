@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from hardpoint.plugins import EngineCoreOutput, EngineCoreRequest, FinishReason, RequestError
 
-__all__ = ["PromptPart", "PromptParts"]
-
 _ENDS_OF_PARTS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)
 
 

@@ -15,8 +15,6 @@ from hardpoint.plugins import EngineClosedError, EngineDeadError
 
 from .frontend import EngineParts
 
-__all__ = ["Connect", "Restarter"]
-
 _log = logging.getLogger("hardpoint")
 _WINDOW_S = 60.0
 

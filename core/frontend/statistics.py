@@ -7,8 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 
-from hardpoint.core.fanout import Fanout, create_all
-from hardpoint.core.faults import StepFaults
+from hardpoint.core.faults import Fanout, StepFaults, create_all
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreEventType,
@@ -27,8 +26,6 @@ from hardpoint.plugins import (
     StatSinkContext,
     StepFault,
 )
-
-__all__ = ["RequestFigures", "Statistics", "open_statistics"]
 
 _log = logging.getLogger("hardpoint")
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import msgspec
 
 from hardpoint.core.engine.request_check import RequestCheck
 from hardpoint.core.wire import Buffer, Decoder, Encoder, WireError
-from hardpoint.plugins import EngineCoreRequest, RequestError, SamplingParams
+from hardpoint.plugins import EngineCoreRequest, PluginFaultError, RequestError, SamplingParams
+from hardpoint.registry.hooks import HookSet
 
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
-from .text_check import check_request_text
-
-__all__ = ["ReadyMade"]
+from .plugin_arguments import PluginArguments
+from .prompts import check_request_text
 
 _CLIENT = 0
 
@@ -88,3 +89,51 @@ def _refuse_what_is_the_frontends(request: EngineCoreRequest) -> None:
             f"client_index: expected {_CLIENT}, the client that sends it, "
             f"got {request.client_index!r}"
         )
+
+
+_FIXED = ("request_id", "external_req_id", "child_index", "client_index")
+"""What the frontend knows a completion by."""
+
+
+class ReceivedHook:
+    """Calls `request_received`, and checks what became of the request as of one from outside."""
+
+    def __init__(self, hooks: HookSet, ready_made: ReadyMade, arguments: PluginArguments) -> None:
+        """Prepare; without an implementation of the hook, nothing is done."""
+        self._hooks = hooks
+        self._check = ready_made.checked
+        self._arguments = arguments
+
+    def __call__(self, request: EngineCoreRequest) -> EngineCoreRequest:
+        """Return the request as the hooks would have it.
+
+        Raises:
+            RequestError: a hook refuses it, failed, or made of it what no engine can take.
+        """
+        if not self._hooks.has("request_received"):
+            return request
+        before = msgspec.structs.replace(request, plugin_args=copy.deepcopy(request.plugin_args))
+        try:
+            self._hooks.call("request_received", request=request)
+        except PluginFaultError as fault:
+            cause = fault.__cause__
+            message = str(cause) if isinstance(cause, ValueError) else str(fault)
+            raise RequestError(message) from fault
+        try:
+            _refuse_another_identity(request, before)
+            checked = self._check(request)
+            self._arguments.revise(checked, before)
+        except RequestError as error:
+            who = self._hooks.authors("request_received")
+            raise RequestError(f"{who}: after its hook request_received: {error}") from error
+        return checked
+
+
+def _refuse_another_identity(request: EngineCoreRequest, before: EngineCoreRequest) -> None:
+    for field in _FIXED:
+        was, now = getattr(before, field), getattr(request, field)
+        if now != was:
+            raise RequestError(
+                f"{field}: expected {was!r}, for the frontend gives it and hooks may not change "
+                f"it, got {now!r}"
+            )

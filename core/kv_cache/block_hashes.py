@@ -11,8 +11,6 @@ import msgspec
 
 from hardpoint.plugins import EngineCoreRequest, Request
 
-__all__ = ["NO_PARENT", "BlockHashes"]
-
 NO_PARENT = bytes(32)
 """Stands where a first block has no parent."""
 

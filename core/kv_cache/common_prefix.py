@@ -5,8 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-__all__ = ["common_prefix", "may_share"]
-
 
 def may_share(tables: Sequence[list[int]], ref_count: Sequence[int], count: int) -> bool:
     """Whether `count` requests can have a leading block in common in any group.

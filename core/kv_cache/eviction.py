@@ -10,8 +10,6 @@ from hardpoint.core.faults import FaultReporter
 from hardpoint.plugins import EvictionPolicy, PluginFaultError
 from hardpoint.plugins.kv_cache import CachedBlock
 
-__all__ = ["Eviction", "raise_fault"]
-
 
 def raise_fault(words: str, cause: BaseException | None = None) -> None:
     """Report a fault where nobody else listens.

@@ -16,13 +16,10 @@ from hardpoint.plugins.kv_cache import (
 )
 
 from .block_hashes import BlockHashes
-from .block_pool import NULL_BLOCK, BlockPool
+from .block_pool import NULL_BLOCK, BlockPool, EventLog
 from .common_prefix import common_prefix, may_share
-from .events import EventLog
 from .eviction import Eviction, raise_fault
 from .prefix_lookup import first_seen, longest_prefix
-
-__all__ = ["BlockManager"]
 
 _NEVER = sys.maxsize
 _NOTHING = CachedPrefix()

@@ -8,8 +8,6 @@ from hardpoint.plugins.kv_cache import KVCacheGroup
 
 from .block_pool import NULL_BLOCK
 
-__all__ = ["first_seen", "longest_prefix"]
-
 
 def first_seen(position: int, window: int) -> int:
     """Return the first token position that the token at `position` sees through a window."""

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from hardpoint.plugins import ConfigError, EngineConfig, WorkerInfo
 
-__all__ = ["CacheSize", "size_cache"]
-
 
 @dataclass(frozen=True)
 class CacheSize:

@@ -31,8 +31,6 @@ from .tensors import (
     tensor_from,
 )
 
-__all__ = ["INLINE_BELOW", "MOST_BYTES", "Decoder", "Encoder"]
-
 T = TypeVar("T")
 
 INLINE_BELOW = 256

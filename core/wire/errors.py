@@ -12,8 +12,6 @@ from msgspec import inspect as types
 
 from hardpoint.plugins import HardpointError
 
-__all__ = ["MALFORMED", "WireError", "explain", "field_path", "short", "type_name"]
-
 
 class WireError(HardpointError, ValueError):
     """A message cannot be sent, or what arrived is none; the text says where in it and why."""

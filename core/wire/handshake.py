@@ -17,16 +17,6 @@ from .codec import Decoder
 from .errors import MALFORMED, WireError, explain
 from .tensors import Buffer
 
-__all__ = [
-    "PROTOCOL_VERSION",
-    "EngineAddresses",
-    "EngineCoreReadyResponse",
-    "HandshakeMetadata",
-    "Hello",
-    "Ready",
-    "decode_handshake",
-]
-
 PROTOCOL_VERSION = 1
 """Rises with every change of the order, number or meaning of fields that travel."""
 

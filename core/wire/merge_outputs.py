@@ -8,8 +8,6 @@ import msgspec
 
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs
 
-__all__ = ["MergedOutputs", "absorb"]
-
 T = TypeVar("T")
 
 

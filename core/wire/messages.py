@@ -15,23 +15,6 @@ from msgspec import Meta
 from .errors import WireError
 from .tensors import Buffer
 
-__all__ = [
-    "COORDINATOR_CLIENT",
-    "ENGINE_CORE_DEAD",
-    "KEEP_RANK",
-    "NOTIFICATION_CALL",
-    "SHUTDOWN_RANK",
-    "EngineNotification",
-    "PauseMode",
-    "ReconfigureRequest",
-    "RequestType",
-    "ShutdownState",
-    "StartWave",
-    "UtilityCall",
-    "UtilityOutput",
-    "UtilityResult",
-]
-
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 """The last message of an engine that failed, raw, on every output socket."""
 

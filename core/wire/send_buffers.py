@@ -8,8 +8,6 @@ from typing import Any
 
 import zmq
 
-__all__ = ["COPY_BELOW", "SendTracker"]
-
 COPY_BELOW = 1 << 18
 """Bytes; up to about twice as many, a copy takes less time than being told of the end."""
 

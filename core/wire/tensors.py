@@ -18,24 +18,6 @@ from msgspec import Meta, msgpack
 
 from .errors import MALFORMED, WireError, explain
 
-__all__ = [
-    "ARRAY",
-    "SLICE",
-    "TENSOR",
-    "Buffer",
-    "Header",
-    "TensorConsumer",
-    "TensorProvider",
-    "array_bytes",
-    "array_from",
-    "read_header",
-    "read_slice",
-    "slice_payload",
-    "tensor_bytes",
-    "tensor_dtype",
-    "tensor_from",
-]
-
 Buffer = bytes | bytearray | memoryview
 """What holds the bytes of a frame; a zmq.Frame does as well."""
 

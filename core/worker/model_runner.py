@@ -27,8 +27,6 @@ from hardpoint.plugins.logits import LogitsPlugin
 
 from .input_batch import InputBatch, StepInput
 
-__all__ = ["ModelRunner"]
-
 _PROMPT_ROWS = 256  # rows of logits held at once for prompt log-probabilities
 
 

@@ -10,8 +10,6 @@ import torch
 
 from hardpoint.plugins import ConfigError, HardpointError
 
-__all__ = ["Profiling"]
-
 
 class Profiling:
     """Makes profiles with torch's profiler, one at a time, each in a file of its own.

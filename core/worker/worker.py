@@ -41,8 +41,6 @@ from .input_batch import InputBatch
 from .model_runner import ModelRunner
 from .profiling import Profiling
 
-__all__ = ["LocalWorker", "WorkerSpec"]
-
 _NO_ADAPTERS = "workers of this version hold none"
 
 

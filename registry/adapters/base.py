@@ -12,16 +12,6 @@ from hardpoint.plugins.logits import LogitsPlugin, Phase
 from hardpoint.plugins.params import SamplingParams
 from hardpoint.registry.loading import Source
 
-__all__ = [
-    "Adapter",
-    "Foreign",
-    "ForeignArguments",
-    "ForeignOptions",
-    "ForeignParams",
-    "parameter_names",
-    "signature_text",
-]
-
 
 @dataclass(frozen=True)
 class Foreign:

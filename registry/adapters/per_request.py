@@ -20,16 +20,6 @@ from .base import Adapter, Foreign, ForeignArguments, ForeignParams, parameter_n
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Answers",
-    "PerRequestFactory",
-    "Seat",
-    "TransformersProcessor",
-    "adapt_factory",
-    "form_of",
-    "is_transformers_form",
-]
-
 
 _TRANSFORMERS = ("LogitsProcessor", "LogitsProcessorList")
 

@@ -18,7 +18,6 @@ from .base import Adapter, Foreign, ForeignArguments, ForeignParams, signature_t
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ForeignBatchUpdate", "ForeignConfig", "MoveDirectionality", "VLLMClass", "adapt_class"]
 
 _METHODS = ("is_argmax_invariant", "update_state", "apply")
 

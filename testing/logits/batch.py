@@ -10,11 +10,9 @@ import torch
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
 from hardpoint.core.worker.sampling.stage import Stage, StageFault
 from hardpoint.plugins import Added, BatchUpdate, LogitsRequest, Move, Moved, RequestFault
-from hardpoint.testing.violations import Violation
+from hardpoint.testing.suite import Violation
 
 from .subject import Case, Subject
-
-__all__ = ["KINDS", "Desk", "alone", "difference", "make_logits", "run_pipeline", "started"]
 
 KINDS = ("plain", "ties", "masked")
 """Kinds of logits that a model and the masks before a processor may make."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hardpoint.core.worker.input_batch import InputBatch
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
 from hardpoint.plugins import LogitsRequest
-from hardpoint.testing.violations import Violation, short
+from hardpoint.testing.suite import Violation, short
 
 from .batch import (
     KINDS,
@@ -24,8 +24,6 @@ from .batch import (
     started,
 )
 from .subject import MAX_ROWS, Case, Subject
-
-__all__ = ["Floor", "Step", "check_history", "steps"]
 
 _MIN_STEPS, _MAX_STEPS = 10, 30
 _MAX_LENGTH = 64

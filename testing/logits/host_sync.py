@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["META", "HostSyncError", "Unknown", "no_values"]
-
 META = torch.device("meta")
 
 _ASKING = {

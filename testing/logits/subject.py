@@ -25,9 +25,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.registry.loading import Source
-from hardpoint.testing.violations import Violation, short
-
-__all__ = ["MAX_ROWS", "Case", "Refused", "Subject"]
+from hardpoint.testing.suite import Violation, short
 
 MAX_ROWS = 8
 """Rows of the batches that the kit makes."""

@@ -11,15 +11,12 @@ from hypothesis import strategies as st
 from hardpoint.plugins import CachedBlock, Component, EvictionContext, EvictionPolicy
 from hardpoint.testing.scheduling.checks.names import EVICTION
 from hardpoint.testing.snapshots import weigh
-from hardpoint.testing.suite import refuse_replaced_tests
-from hardpoint.testing.violations import Violation, short
+from hardpoint.testing.suite import Violation, refuse_replaced_tests, short
 
 from .features import Refusals
 from .scenarios import Scenario, play, scenarios
 from .settings import builtin_scheduler
 from .suite_base import SchedulingSuiteBase, best_of
-
-__all__ = ["EvictionPolicySuite"]
 
 _BLOCKS = 24
 _ANYTHING = Refusals({}, frozenset())

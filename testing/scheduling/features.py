@@ -18,8 +18,6 @@ from hardpoint.testing.scheduling.fakes.connector import Compile, Transfer
 
 from .simulator import SchedulerRig
 
-__all__ = ["FEATURES", "Feature", "Refusals", "find_refusals"]
-
 
 @dataclass(frozen=True)
 class Feature:

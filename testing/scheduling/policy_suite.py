@@ -17,8 +17,6 @@ from .scenarios import Scenario, play, scenarios
 from .settings import builtin_scheduler
 from .suite_base import SchedulingSuiteBase
 
-__all__ = ["SchedulingPolicySuite"]
-
 _ANYTHING = Refusals({}, frozenset())
 
 

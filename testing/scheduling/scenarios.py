@@ -20,12 +20,10 @@ from hardpoint.plugins import (
 )
 from hardpoint.testing.scheduling.checks.names import CRASH, REFUSAL
 from hardpoint.testing.scheduling.fakes.connector import Compile, Transfer
-from hardpoint.testing.violations import Violation
+from hardpoint.testing.suite import Violation
 
 from .features import FEATURES, Refusals
 from .simulator import SchedulerRig
-
-__all__ = ["EVENTS", "Scenario", "crashes", "pauses", "play", "scenarios", "victims"]
 
 EVENTS = (
     "abort",

@@ -16,8 +16,6 @@ from .scenarios import EVENTS, Scenario, pauses, play, scenarios, victims
 from .simulator import SchedulerRig
 from .suite_base import SchedulingSuiteBase
 
-__all__ = ["SchedulerSuite"]
-
 _RULE = "the contract: a loader must be able to check and build it"
 
 

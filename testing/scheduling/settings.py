@@ -23,8 +23,6 @@ from hardpoint.plugins import (
 )
 from hardpoint.testing.scheduling.checks.names import EVICTION
 
-__all__ = ["PolicySource", "RigSettings", "builtin_scheduler", "make_policy"]
-
 PolicySource = SchedulingPolicy | type[SchedulingPolicy] | Callable[[], SchedulingPolicy] | str
 """A policy, its class, what makes one, or the name of an installed one."""
 

@@ -34,20 +34,22 @@ from hardpoint.testing.scheduling.checks.names import (
     RECORD,
     TRANSFER,
 )
-from hardpoint.testing.scheduling.checks.pauses import check_idle, check_paused_plan, never_idle
 from hardpoint.testing.scheduling.checks.plan import check_plan, check_record
-from hardpoint.testing.scheduling.checks.state import check_end, check_standing
+from hardpoint.testing.scheduling.checks.state import (
+    check_end,
+    check_idle,
+    check_paused_plan,
+    check_standing,
+    never_idle,
+)
 from hardpoint.testing.scheduling.fakes.connector import ScriptedConnector, ScriptedGrammars
 from hardpoint.testing.scheduling.fakes.kv_cache import WatchedKVCache
 from hardpoint.testing.scheduling.fakes.policy import watched
-from hardpoint.testing.scheduling.fakes.requests import Life, Script, expected_reply
-from hardpoint.testing.scheduling.fakes.roll import Roll
+from hardpoint.testing.scheduling.fakes.requests import Life, Roll, Script, expected_reply
 from hardpoint.testing.scheduling.fakes.worker import ScriptedWorker
 from hardpoint.testing.scripted import ScriptedClock, history_hash
 
 from .settings import PolicySource, RigSettings, make_policy
-
-__all__ = ["RigSettings", "SchedulerRig", "Script"]
 
 _STEP_SECONDS = 1e-6
 _SCRIPT = {field.name for field in dataclasses.fields(Script)}

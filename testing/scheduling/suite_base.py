@@ -13,13 +13,9 @@ from hypothesis import strategies as st
 from hardpoint.plugins import KINDS, Component, Context, HardpointError, PluginContractError, typed
 from hardpoint.registry.loading import Source, check_component, snake_case
 from hardpoint.testing.scheduling.checks.names import BrokenRule
-from hardpoint.testing.searching import Search, describe
-from hardpoint.testing.suite import fail, replayed
-from hardpoint.testing.violations import Violation, short
+from hardpoint.testing.suite import Search, Violation, describe, fail, replayed, short
 
 from .scenarios import Scenario, crashes
-
-__all__ = ["SchedulingSuiteBase", "best_of"]
 
 
 class SchedulingSuiteBase:

@@ -11,7 +11,7 @@ from io_harness import Served
 from launch_harness import CHILD, PARENT, launch, write_child
 
 from hardpoint.core.build import build_engine
-from hardpoint.core.client import engine_connection
+from hardpoint.core.client import process_client
 from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.engine_process.launch import Launch
 from hardpoint.core.engine_process.process import EngineProcess
@@ -75,7 +75,7 @@ def played(monkeypatch):
             super().__init__(*args, **options)
             there.append(self)
 
-    monkeypatch.setattr(engine_connection, "EngineSockets", Sockets)
+    monkeypatch.setattr(process_client, "EngineSockets", Sockets)
     process = PlayedProcess(there)
     yield process
     process.engine.close()

@@ -6,7 +6,7 @@ import msgspec
 
 from hardpoint import RequestOutputKind, SamplingParams
 from hardpoint.core.frontend.output_processor import OutputProcessor
-from hardpoint.core.frontend.parent_request import ParentRequest
+from hardpoint.core.frontend.request_state import ParentRequest
 from hardpoint.plugins import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
 
 DELTA, CUMULATIVE, FINAL_ONLY = (

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardpoint import SamplingParams
-from hardpoint.core.worker.batch_update import BatchUpdateBuilder
+from hardpoint.core.worker.input_batch import BatchUpdateBuilder
 from hardpoint.plugins import Added, BatchUpdate, Move, Moved, RowMap
 
 PARAMS = SamplingParams()

@@ -23,7 +23,7 @@ from hardpoint import (
     RequestOutputKind,
     SamplingParams,
 )
-from hardpoint.core.client.outgoing import Outgoing
+from hardpoint.core.client.sockets import Outgoing
 from hardpoint.core.wire import Encoder, RequestType
 from hardpoint.plugins import EngineCoreOutputs
 from hardpoint.testing import scripted_config, write_scripted_model

@@ -8,8 +8,8 @@ import time
 import pytest
 from waiting import PATIENCE_S, wait_until
 
-from hardpoint.core.client import engine_connection
-from hardpoint.core.client.engine_connection import EngineConnection, EngineStart
+from hardpoint.core.client import process_client
+from hardpoint.core.client.process_client import EngineConnection, EngineStart
 from hardpoint.core.wire import ENGINE_CORE_DEAD
 from hardpoint.plugins import (
     EngineConfig,
@@ -68,7 +68,7 @@ def test_outputs_come_before_the_failure_that_followed_them(connected):
 
 
 def test_a_failure_is_told_though_the_outputs_do_not_end(connected, monkeypatch):
-    monkeypatch.setattr(engine_connection, "_LAST_OUTPUTS_S", 0.1)
+    monkeypatch.setattr(process_client, "_LAST_OUTPUTS_S", 0.1)
     connection, sink, played = connected
     played.speak(EngineDeadError("no memory"))
     connection._watcher.join(PATIENCE_S)
@@ -78,7 +78,7 @@ def test_a_failure_is_told_though_the_outputs_do_not_end(connected, monkeypatch)
 
 
 def test_closing_does_not_wait_for_outputs_of_an_engine_that_fails(connected, monkeypatch):
-    monkeypatch.setattr(engine_connection, "_LAST_OUTPUTS_S", 60.0)
+    monkeypatch.setattr(process_client, "_LAST_OUTPUTS_S", 60.0)
     connection, sink, played = connected
     played.speak(EngineDeadError("no memory"))
     began = time.monotonic()

@@ -11,8 +11,8 @@ import pytest
 from engine_harness import Rig, ScriptedExecutor, expected, request
 
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
-from hardpoint.core.engine.failure_report import log_failure
 from hardpoint.core.engine.step import Steps
+from hardpoint.core.engine.step_log import log_failure
 from hardpoint.plugins import (
     EngineConfig,
     HardpointError,

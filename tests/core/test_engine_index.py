@@ -6,7 +6,7 @@ import queue
 
 from engine_harness import PATIENCE_S, LoopRig, request
 
-from hardpoint.core.client.engine_connection import EngineConnection, EngineStart
+from hardpoint.core.client.process_client import EngineConnection, EngineStart
 from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.engine_process.transport import EngineIO
 from hardpoint.core.wire import EngineCoreReadyResponse, RequestType

@@ -21,7 +21,6 @@ from hardpoint import (
     HardpointError,
     PluginError,
 )
-from hardpoint.core.client import outgoing
 from hardpoint.core.client import sockets as engine_sockets
 from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.wire import (
@@ -376,9 +375,9 @@ def test_what_tries_again_is_not_encoded_again(stuck, monkeypatch):
 def test_what_another_abort_costs_does_not_grow_with_those_that_wait(stuck, monkeypatch):
     sockets, _, _, _ = stuck
     looks = []
-    wanted = outgoing._Waiting.wanted.fget
+    wanted = sockets._Waiting.wanted.fget
     counted = property(lambda each: looks.append(1) or wanted(each))
-    monkeypatch.setattr(outgoing._Waiting, "wanted", counted)
+    monkeypatch.setattr(sockets._Waiting, "wanted", counted)
     for number in range(300):
         sockets.post(RequestType.ABORT, [str(number)])
     assert len(sockets._outgoing._backlog) == 300

@@ -13,7 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from hardpoint.core.client import sockets as engine_sockets
 from hardpoint.core.client.sockets import EngineSockets
-from hardpoint.core.engine_process import input_line
+from hardpoint.core.engine_process import transport
 from hardpoint.core.wire import MOST_BYTES, Encoder, RequestType, WireError
 
 MIB = 1 << 20
@@ -38,7 +38,7 @@ class Joins:
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(input_line, "MOST_BYTES", MIB)
+    monkeypatch.setattr(transport, "MOST_BYTES", MIB)
 
 
 def test_a_frame_that_is_too_large_is_not_received(small, serve, caplog):

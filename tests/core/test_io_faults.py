@@ -13,7 +13,7 @@ from waiting import PATIENCE_S, wait_until
 
 from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.engine.request_check import RequestCheck
-from hardpoint.core.engine_process.output_frames import OutputFrames
+from hardpoint.core.engine_process.sender import OutputFrames
 from hardpoint.core.engine_process.transport import EngineIO
 from hardpoint.core.wire import Decoder, RequestType
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, FinishReason

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from launch_harness import said
 
-from hardpoint.core.engine_process import labels
+from hardpoint.core.engine_process import run
 
 
 @pytest.mark.parametrize(("index", "name"), [(0, "EngineCore"), (3, "EngineCore_DP3")])
 def test_process_lists_show_the_engine(child, tmp_path, index, name):
     process = child(
         f"""
-        from hardpoint.core.engine_process.labels import engine_name, name_process
+        from hardpoint.core.engine_process.run import engine_name, name_process
         name_process(engine_name({index}))
         say(Path("/proc/self/comm").read_text())
         """
@@ -25,8 +25,8 @@ def test_process_lists_show_the_engine(child, tmp_path, index, name):
 
 def test_other_systems_have_no_such_file(monkeypatch, tmp_path):
     missing = tmp_path / "nothing" / "comm"
-    monkeypatch.setattr(labels, "_COMM", missing)
-    labels.name_process("EngineCore")
+    monkeypatch.setattr(run, "_COMM", missing)
+    run.name_process("EngineCore")
     assert not missing.parent.exists()
     assert Path("/proc/self/comm").read_text() != "EngineCore\n"
 
@@ -35,7 +35,7 @@ def test_every_line_says_which_engine(child, capfd):
     process = child(
         """
         import logging
-        from hardpoint.core.engine_process.labels import log_as
+        from hardpoint.core.engine_process.run import log_as
         log_as(3, "INFO")
         log = logging.getLogger("hardpoint")
         log.info("two\\nlines of %s", "words")

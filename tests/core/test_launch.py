@@ -15,8 +15,8 @@ import pytest
 from launch_harness import LIMIT_S, failure_of, launch, said
 from processes import ROOT
 
-from hardpoint.core.engine_process.failure import Failure
 from hardpoint.core.engine_process.launch import Interpreter, Launch, decode_launch, main_objects
+from hardpoint.core.engine_process.process import Failure
 from hardpoint.plugins import (
     ConfigError,
     EngineDeadError,

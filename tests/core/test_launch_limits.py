@@ -12,8 +12,8 @@ from launch_harness import LIMIT_S
 
 from hardpoint.core.engine_process import process as engine_process
 from hardpoint.core.engine_process.__main__ import LAUNCH_SECONDS, LENGTH
-from hardpoint.core.engine_process.failure import Failure
 from hardpoint.core.engine_process.launch import Interpreter
+from hardpoint.core.engine_process.process import Failure
 
 PROGRAM = """
 from hardpoint.core.engine_process import __main__ as entry

@@ -9,7 +9,7 @@ import pytest
 
 from hardpoint import LLM, RequestError, RequestOutputKind, SamplingParams
 from hardpoint.core.frontend.input_processor import RequestExtras
-from hardpoint.core.frontend.parent_request import ParentRequest
+from hardpoint.core.frontend.request_state import ParentRequest
 from hardpoint.plugins import EngineCoreRequest, hookimpl
 from hardpoint.testing import scripted_config, scripted_engine
 

@@ -14,7 +14,7 @@ from hardpoint import (
     SamplingParams,
 )
 from hardpoint.core.config import config_from
-from hardpoint.core.engine.change_policy import change_policy
+from hardpoint.core.engine.policy import change_policy
 from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.plugins import (
     PluginFaultError,

@@ -8,10 +8,9 @@ import threading
 import pytest
 
 from hardpoint import SamplingParams
-from hardpoint.core.fanout import Fanout
-from hardpoint.core.faults import StepFaults
+from hardpoint.core.faults import Fanout, StepFaults
 from hardpoint.core.frontend.output_processor import OutputProcessor
-from hardpoint.core.frontend.parent_request import ParentRequest
+from hardpoint.core.frontend.request_state import ParentRequest
 from hardpoint.core.frontend.statistics import Statistics
 from hardpoint.plugins import (
     EngineCoreEvent,

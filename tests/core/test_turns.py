@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hardpoint.core.client.turns import Turns
+from hardpoint.core.client.event_loop import Turns
 from hardpoint.plugins import EngineDeadError, EngineTimeoutError
 
 

@@ -9,8 +9,8 @@ import pytest
 from engine_harness import Rig
 
 from hardpoint.core.engine.core import EngineCore
-from hardpoint.core.engine.typed_calls import convert_arguments, returned_type
 from hardpoint.core.engine.utility_calls import UTILITIES, call_utility, result_type
+from hardpoint.core.engine.worker_calls import convert_arguments, returned_type
 from hardpoint.core.wire import Decoder, Encoder, UtilityCall, UtilityOutput
 from hardpoint.plugins import (
     LoRARequest,

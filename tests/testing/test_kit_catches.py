@@ -9,7 +9,8 @@ import broken_processors as broken
 import pytest
 from hypothesis import strategies as st
 
-from hardpoint.testing import LogitsProcessorSuite, searching
+from hardpoint.testing import LogitsProcessorSuite
+from hardpoint.testing import suite as kit_suite
 
 SEED = 20_240_601
 
@@ -111,7 +112,7 @@ TESTS = [name for name, _ in inspect.getmembers(LogitsProcessorSuite) if name.st
 @pytest.fixture(autouse=True)
 def _brief(monkeypatch):
     """A small case is for an author; here the first will do, so that speed decides nothing."""
-    monkeypatch.setattr(searching, "_SHRINKING_SECONDS", -1.0)
+    monkeypatch.setattr(kit_suite, "_SHRINKING_SECONDS", -1.0)
 
 
 def suite_of(cls, given, **more):

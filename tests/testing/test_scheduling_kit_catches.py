@@ -10,7 +10,8 @@ import broken_policies as policies
 import broken_schedulers as broken
 import pytest
 
-from hardpoint.testing import EvictionPolicySuite, SchedulerSuite, SchedulingPolicySuite, searching
+from hardpoint.testing import EvictionPolicySuite, SchedulerSuite, SchedulingPolicySuite
+from hardpoint.testing import suite as kit_suite
 
 SEED = 20_240_601
 
@@ -118,7 +119,7 @@ RIGHT = [
 @pytest.fixture(autouse=True)
 def _brief(monkeypatch):
     """A small case is for an author; here the first will do, so that speed decides nothing."""
-    monkeypatch.setattr(searching, "_SHRINKING_SECONDS", -1.0)
+    monkeypatch.setattr(kit_suite, "_SHRINKING_SECONDS", -1.0)
 
 
 def outcome(suite, attribute, cls, test):

@@ -12,8 +12,9 @@ import pytest
 from broken_processors import Bias, MixesRows
 from hypothesis import strategies as st
 
-from hardpoint.testing import LogitsProcessorSuite, searching
-from hardpoint.testing.seeds import seed_now
+from hardpoint.testing import LogitsProcessorSuite
+from hardpoint.testing import suite as kit_suite
+from hardpoint.testing.suite import seed_now
 
 TEST_FILE = """
 from hypothesis import strategies as st
@@ -130,7 +131,7 @@ def test_a_test_may_be_excused_with_a_reason():
 
 
 def test_the_same_seed_finds_the_same_case(monkeypatch):
-    monkeypatch.setattr(searching, "_SHRINKING_SECONDS", 60.0)  # to the very smallest
+    monkeypatch.setattr(kit_suite, "_SHRINKING_SECONDS", 60.0)  # to the very smallest
 
     class Suite(LogitsProcessorSuite):
         processor = MixesRows

@@ -9,8 +9,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["find_culprit"]
-
 _SKIPPED = {"__dict__", "__weakref__", "__module__", "__doc__", "_abc_impl", "__annotations__"}
 _DESCRIPTORS = (GetSetDescriptorType, MemberDescriptorType)
 

@@ -24,8 +24,6 @@ from hardpoint.plugins import PluginLoadError
 from .diagnose import find_culprit
 from .structs import MSGSPEC_CACHE, StructParts, build_struct, fill_struct, make_meta, make_new_type
 
-__all__ = ["dumps", "loads"]
-
 _META_FIELDS = [name for name in dir(msgspec.Meta) if not name.startswith("_")]
 
 

@@ -10,15 +10,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = [
-    "MSGSPEC_CACHE",
-    "StructParts",
-    "build_struct",
-    "fill_struct",
-    "make_meta",
-    "make_new_type",
-]
-
 MSGSPEC_CACHE = "__msgspec_cache__"
 """Where msgspec keeps what it found out about a class that it converted to."""
 

@@ -15,8 +15,6 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.logits import LogitsPlugin
 
-__all__ = ["DeviceState"]
-
 
 class DeviceState:
     """The tensors of one processor, a row per row of the batch, and scratch rows for drafts."""

@@ -8,8 +8,6 @@ from hardpoint.plugins import LogitsRequest
 
 from .pipeline import LogitsPipeline
 
-__all__ = ["accepted", "with_drafts"]
-
 
 def with_drafts(
     requests: Sequence[LogitsRequest],

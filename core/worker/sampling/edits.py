@@ -8,8 +8,6 @@ import torch
 
 from hardpoint.plugins import Edits, Op
 
-__all__ = ["CompiledEdits", "compile_edits"]
-
 CompiledEdits = Callable[[torch.Tensor], None]
 """Applies edits to logits [rows, vocab] in place."""
 

@@ -8,8 +8,6 @@ import torch
 
 from hardpoint.plugins import TokenLogprobs
 
-__all__ = ["gather_logprobs"]
-
 
 def gather_logprobs(
     logits: torch.Tensor, chosen: torch.Tensor, counts: Sequence[int]

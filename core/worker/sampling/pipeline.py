@@ -18,8 +18,6 @@ from hardpoint.plugins import (
 from .rows import ProcessorRows
 from .stage import Share, Stage, StageFault, row_is_sound
 
-__all__ = ["LogitsPipeline"]
-
 Faults = dict[str, RequestFault]
 """Requests that cannot go on, by id."""
 

@@ -11,8 +11,6 @@ from hardpoint.plugins import LogitsRequest
 
 from .device_state import DeviceState
 
-__all__ = ["ProcessorRows"]
-
 
 class ProcessorRows:
     """The rows whose requests use one processor; lives as long as those rows stay the same."""

@@ -20,8 +20,6 @@ from .logprobs import gather_logprobs
 from .pipeline import Faults, LogitsPipeline
 from .stage import StageFault
 
-__all__ = ["Sampled", "SamplingStage", "mixed_seed"]
-
 Recompute = Callable[[], torch.Tensor]
 """Returns the step's logits again, untouched, from its hidden states."""
 

@@ -30,8 +30,6 @@ from .device_state import DeviceState
 from .edits import CompiledEdits, compile_edits
 from .rows import ProcessorRows
 
-__all__ = ["Share", "Stage", "StageFault", "row_is_sound"]
-
 
 class StageFault(Exception):  # noqa: N818 - it is control flow: the step is run again
     """A stage failed for its rows as a whole; the guilty are to be found one by one."""

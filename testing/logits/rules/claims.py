@@ -32,16 +32,7 @@ from hardpoint.testing.logits.histories import Floor, Step
 from hardpoint.testing.logits.host_sync import META, HostSyncError, Unknown, no_values
 from hardpoint.testing.logits.subject import MAX_ROWS, Case, Subject
 from hardpoint.testing.snapshots import weigh
-from hardpoint.testing.violations import Violation, short
-
-__all__ = [
-    "check_contract",
-    "check_memory",
-    "check_no_sync",
-    "check_reads",
-    "check_round_trip",
-    "microseconds_per_row",
-]
+from hardpoint.testing.suite import Violation, short
 
 
 def check_contract(subject: Subject) -> None:

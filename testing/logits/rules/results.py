@@ -7,15 +7,7 @@ import torch
 from hardpoint.plugins import BatchLogitsProcessor, Phase
 from hardpoint.testing.logits.batch import Desk, difference, make_logits
 from hardpoint.testing.logits.subject import Case, Subject
-from hardpoint.testing.violations import Violation
-
-__all__ = [
-    "check_argmax_claim",
-    "check_bystanders",
-    "check_deterministic",
-    "check_masks_stay",
-    "check_sound",
-]
+from hardpoint.testing.suite import Violation
 
 
 def check_bystanders(subject: Subject, cases: list[Case], seed: int) -> None:

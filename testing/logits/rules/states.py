@@ -10,9 +10,7 @@ from hardpoint.plugins import LogitsRequest
 from hardpoint.testing.logits.batch import KINDS, Desk, alone, difference, make_logits
 from hardpoint.testing.logits.subject import MAX_ROWS, Case, Subject
 from hardpoint.testing.snapshots import snapshot
-from hardpoint.testing.violations import Violation
-
-__all__ = ["check_advance", "check_drafts", "check_fork", "check_pure", "check_swaps"]
+from hardpoint.testing.suite import Violation
 
 
 def check_pure(subject: Subject, cases: list[Case], seed: int) -> None:

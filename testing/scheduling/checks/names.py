@@ -4,33 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hardpoint.testing.violations import Violation
-
-__all__ = [
-    "BATCH",
-    "BOOKS",
-    "CONTENT",
-    "CRASH",
-    "ENCODER",
-    "EVICTION",
-    "FINISHED",
-    "GRAMMAR",
-    "LIMITS",
-    "OUTPUTS",
-    "PAUSE",
-    "PLAN",
-    "POLICY",
-    "POOL",
-    "POSITIONS",
-    "PROGRESS",
-    "RECORD",
-    "REFUSAL",
-    "TOKENS",
-    "TRANSFER",
-    "WAITING",
-    "BrokenRule",
-    "Rule",
-]
+from hardpoint.testing.suite import Violation
 
 
 class BrokenRule(Violation):

@@ -9,8 +9,6 @@ from hardpoint.testing.scheduling.fakes.requests import Life
 
 from .names import BATCH, ENCODER, LIMITS, PLAN, POSITIONS, RECORD
 
-__all__ = ["check_plan", "check_record"]
-
 
 def check_plan(
     plan: SchedulerOutput,

@@ -21,19 +21,7 @@ from hardpoint.plugins import (
 from hardpoint.testing.scheduling.fakes.policy import ANSWERS, watched
 from hardpoint.testing.scheduling.suite_base import best_of
 from hardpoint.testing.snapshots import snapshot, weigh
-from hardpoint.testing.violations import Violation, short
-
-__all__ = [
-    "check_admit",
-    "check_groups",
-    "check_keys",
-    "check_memory",
-    "check_reads_only",
-    "check_speed",
-    "check_state",
-    "check_victim",
-    "requests",
-]
+from hardpoint.testing.suite import Violation, short
 
 Make = Callable[[], SchedulingPolicy]
 

@@ -15,8 +15,6 @@ from hardpoint.plugins.kv_cache import (
 )
 from hardpoint.testing.scheduling.checks.names import POOL
 
-__all__ = ["WatchedKVCache"]
-
 
 class WatchedKVCache:
     """Passes everything on, and keeps books of its own.

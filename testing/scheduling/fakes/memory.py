@@ -9,8 +9,6 @@ from typing import NamedTuple
 from hardpoint.plugins import EngineCoreRequest
 from hardpoint.testing.scheduling.checks.names import CONTENT
 
-__all__ = ["Content", "Memory", "histories", "step_history"]
-
 _MODULUS = 2**31 - 1
 _BASE = 1_000_003
 

@@ -7,9 +7,7 @@ from typing import Any
 
 from hardpoint.plugins import Load, Request, SchedulingPolicy
 from hardpoint.testing.scheduling.checks.names import POLICY, BrokenRule, Rule
-from hardpoint.testing.violations import short
-
-__all__ = ["ANSWERS", "Ledger", "watched"]
+from hardpoint.testing.suite import short
 
 ANSWERS = Rule(
     "answers: each method returns what the contract says, and raises nothing",

@@ -23,10 +23,8 @@ from hardpoint.testing.scheduling.checks.names import (
     TRANSFER,
 )
 
+from .connector import WorkerTransfers
 from .memory import Content, Memory, histories
-from .transfers import WorkerTransfers
-
-__all__ = ["Row", "ScriptedWorker"]
 
 
 @dataclass

@@ -21,14 +21,13 @@ from hardpoint.plugins import (
     PluginConflictError,
     PluginContractError,
     PluginFaultError,
-    PluginSet,
-    discover,
-    resolve_plugins,
 )
 from hardpoint.plugins.commands import Generator
-from hardpoint.registry.discovery import installed_version
+from hardpoint.plugins.manifest import Source
+from hardpoint.registry.discovery import discover, installed_version
 from hardpoint.registry.hooks import HookSet
-from hardpoint.registry.loading import Source, check_component, import_object
+from hardpoint.registry.loading import check_component, import_object
+from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.registry.selection import Chosen, Selection
 
 __all__ = ["main"]

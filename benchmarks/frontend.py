@@ -29,8 +29,8 @@ from hardpoint.plugins import (
     RequestOutputKind,
     SamplingParams,
     TokenizerContext,
-    resolve_plugins,
 )
+from hardpoint.registry.plugin_set import resolve_plugins
 
 TEXT = (
     "Once upon a time, in a village between two rivers, there lived a clockmaker who built a new "

@@ -44,10 +44,9 @@ from hardpoint.plugins import (
     EngineConfig,
     LogitsContext,
     LogitsRequest,
-    PluginSet,
     SamplingParams,
-    resolve_plugins,
 )
+from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 
 SIZES = ((32, 49_152), (256, 49_152), (32, 128_256), (256, 128_256))
 CPU = torch.device("cpu")

@@ -66,8 +66,8 @@ from hardpoint.plugins import (
     SchedulerContext,
     SchedulerLimits,
     StepRecord,
-    resolve_plugins,
 )
+from hardpoint.registry.plugin_set import resolve_plugins
 
 SIZES = (1, 32, 256, 1024, 4096)
 PROMPTS = ((4_096, 16), (32_768, 16), (4_096, 128), (32_768, 128))  # tokens, block size

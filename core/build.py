@@ -29,18 +29,17 @@ from hardpoint.plugins import (
     EngineConfig,
     ModelFiles,
     Origins,
-    PluginSet,
     Progress,
     ReasoningContext,
     ReasoningParser,
     SamplingParams,
     Tokenizer,
     TokenizerContext,
-    resolve_plugins,
 )
 from hardpoint.plugins.typed import join_path
 from hardpoint.registry.discovery import installed_version
 from hardpoint.registry.hooks import HookSet
+from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 
 from .kv_cache import CacheSize
 

@@ -9,11 +9,11 @@ from hardpoint.plugins import (
     FinishReason,
     HardpointError,
     PluginFaultError,
-    PluginSet,
     RequestError,
     errors,
 )
-from hardpoint.registry.loading import Source
+from hardpoint.plugins.manifest import Source
+from hardpoint.registry.plugin_set import PluginSet
 
 from .wire import WireError
 

@@ -7,8 +7,9 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from hardpoint.plugins import Component, Context, PluginFaultError, PluginSet, StepFault
-from hardpoint.registry.loading import Source
+from hardpoint.plugins import Component, Context, PluginFaultError, StepFault
+from hardpoint.plugins.manifest import Source
+from hardpoint.registry.plugin_set import PluginSet
 
 _log = logging.getLogger("hardpoint")
 

@@ -8,9 +8,6 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from hardpoint.registry.discovery import Found, discover
-from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
-
 from .batch_update import Added, BatchUpdate, Move, Moved, RowMap
 from .collaborators import EncoderCache, Grammars, KVConnectorScheduler
 from .commands import Command, CommandContext
@@ -177,7 +174,6 @@ __all__ = [
     "FinishReason",
     "FinishedRequest",
     "ForwardBatch",
-    "Found",
     "GrammarBitmask",
     "Grammars",
     "HardpointError",
@@ -223,7 +219,6 @@ __all__ = [
     "PluginLoadError",
     "PluginMeter",
     "PluginNotFoundError",
-    "PluginSet",
     "PolicyContext",
     "PoolingParams",
     "PoolingRequestOutput",
@@ -270,7 +265,5 @@ __all__ = [
     "WeightLoader",
     "Worker",
     "WorkerInfo",
-    "discover",
     "hookimpl",
-    "resolve_plugins",
 ]

@@ -3,13 +3,46 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from hardpoint.registry.loading import Source
+__all__ = ["NO_DISTRIBUTION", "UNVERSIONED", "Manifest", "PluginEntry", "Source"]
 
-__all__ = ["Manifest", "PluginEntry"]
+
+NO_DISTRIBUTION, UNVERSIONED = "no distribution", "unversioned"
+"""What stands for both where a class is named that no installed distribution offers."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Who a component is and who asked for it, for messages.
+
+    Attributes:
+        name: as it is enabled.
+        value: `package.module:Qual.Name`, or a module.
+        origin: who named it, "default" for built-in defaults.
+    """
+
+    name: str
+    value: str
+    distribution: str
+    version: str
+    origin: str
+
+    @property
+    def package(self) -> str:
+        """Its distribution and version; the module, where no distribution offers it."""
+        if self.distribution == NO_DISTRIBUTION:
+            return f"module {self.value.partition(':')[0]}"
+        return f"{self.distribution} {self.version}"
+
+    def __str__(self) -> str:
+        known = self.distribution != NO_DISTRIBUTION
+        place = f"{self.package}, {self.value}" if known else self.value
+        who = f"plugin {self.name!r} ({place})"
+        return f"{who}, asked for by {self.origin}" if self.origin != "default" else who
 
 
 class PluginEntry(msgspec.Struct, frozen=True, kw_only=True):

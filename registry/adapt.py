@@ -8,6 +8,7 @@ from typing import Any
 
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.kinds import Kind
+from hardpoint.plugins.manifest import Source
 from hardpoint.registry.adapters.base import Adapter, Foreign
 from hardpoint.registry.adapters.per_request import (
     TransformersProcessor,
@@ -16,7 +17,7 @@ from hardpoint.registry.adapters.per_request import (
 )
 from hardpoint.registry.adapters.vllm import adapt_class
 
-from .loading import Source, check_component, import_object, marks_hooks
+from .loading import check_component, import_object, marks_hooks
 
 _VLLM_METHODS = {"update_state", "is_argmax_invariant", "validate_params"}
 

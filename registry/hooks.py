@@ -11,8 +11,7 @@ import pluggy
 
 from hardpoint.plugins.errors import PluginContractError, PluginFaultError, PluginLoadError
 from hardpoint.plugins.hooks import PROJECT, HookSpecs
-
-from .loading import Source
+from hardpoint.plugins.manifest import Source
 
 
 class HookSet:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -15,40 +14,8 @@ from hardpoint.plugins.errors import PluginContractError, PluginLoadError, Plugi
 from hardpoint.plugins.hooks import PROJECT
 from hardpoint.plugins.kinds import KINDS, Kind
 from hardpoint.plugins.logits import LogitsPlugin, Phase, Reads
+from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.params import SamplingParams
-
-NO_DISTRIBUTION, UNVERSIONED = "no distribution", "unversioned"
-"""What stands for both where a class is named that no installed distribution offers."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """Who a component is and who asked for it, for messages.
-
-    Attributes:
-        name: as it is enabled.
-        value: `package.module:Qual.Name`, or a module.
-        origin: who named it, "default" for built-in defaults.
-    """
-
-    name: str
-    value: str
-    distribution: str
-    version: str
-    origin: str
-
-    @property
-    def package(self) -> str:
-        """Its distribution and version; the module, where no distribution offers it."""
-        if self.distribution == NO_DISTRIBUTION:
-            return f"module {self.value.partition(':')[0]}"
-        return f"{self.distribution} {self.version}"
-
-    def __str__(self) -> str:
-        known = self.distribution != NO_DISTRIBUTION
-        place = f"{self.package}, {self.value}" if known else self.value
-        who = f"plugin {self.name!r} ({place})"
-        return f"{who}, asked for by {self.origin}" if self.origin != "default" else who
 
 
 def import_object(source: Source) -> Any:

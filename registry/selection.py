@@ -9,11 +9,12 @@ from typing import Any
 from hardpoint.plugins.config import EngineConfig, Origins, PluginUse
 from hardpoint.plugins.errors import ConfigError, PluginConflictError, PluginNotFoundError
 from hardpoint.plugins.kinds import KINDS, Kind, Number
+from hardpoint.plugins.manifest import NO_DISTRIBUTION, UNVERSIONED, Source
 from hardpoint.plugins.typed import suggest
 
 from .adapt import adapt
 from .discovery import Found
-from .loading import NO_DISTRIBUTION, UNVERSIONED, Source, import_object, kind_of, snake_case
+from .loading import import_object, kind_of, snake_case
 
 
 @dataclass(frozen=True)

@@ -49,11 +49,11 @@ __all__ = [
 
 
 _LAZY = {
-    "EvictionPolicySuite": "eviction_suite",
-    "LogitsProcessorSuite": "logits_suite",
-    "SchedulerRig": "scheduling_rig",
-    "SchedulerSuite": "scheduler_suite",
-    "SchedulingPolicySuite": "policy_suite",
+    "EvictionPolicySuite": "scheduling.eviction_suite",
+    "LogitsProcessorSuite": "logits.suite",
+    "SchedulerRig": "scheduling.simulator",
+    "SchedulerSuite": "scheduling.scheduler_suite",
+    "SchedulingPolicySuite": "scheduling.policy_suite",
 }
 
 

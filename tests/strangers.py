@@ -56,7 +56,8 @@ def engine_closing():
 # A program: what comes of the configuration that its argument is, as JSON.
 RESOLVE = """
 import json, sys
-from hardpoint.plugins import EngineConfig, HardpointError, resolve_plugins
+from hardpoint.plugins import EngineConfig, HardpointError
+from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.plugins.typed import convert
 
 config = convert(json.loads(sys.argv[1]), EngineConfig, path="")

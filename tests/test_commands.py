@@ -18,8 +18,8 @@ from hardpoint.plugins import (
     RequestError,
     RequestOutput,
     RequestOutputKind,
-    resolve_plugins,
 )
+from hardpoint.registry.plugin_set import resolve_plugins
 
 pytestmark = pytest.mark.usefixtures("folder")
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hardpoint.plugins import EngineConfig, LogitsProcessor, resolve_plugins
+from hardpoint.plugins import EngineConfig, LogitsProcessor
+from hardpoint.registry.plugin_set import resolve_plugins
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

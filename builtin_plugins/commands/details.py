@@ -10,19 +10,12 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.plugins import (
-    KINDS,
-    Arguments,
-    Component,
-    Options,
-    Origins,
-    PluginNotFoundError,
-    PluginSet,
-)
+from hardpoint.plugins import KINDS, Arguments, Component, Options, Origins, PluginNotFoundError
 from hardpoint.plugins.describing import FieldDoc, first_paragraph, struct_fields
 from hardpoint.plugins.hooks import PROJECT
 from hardpoint.plugins.typed import json_schema
 from hardpoint.registry.adapt import adapter_of, load_component
+from hardpoint.registry.plugin_set import PluginSet
 
 from .listing import Listed
 

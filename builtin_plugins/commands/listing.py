@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from hardpoint.plugins import (
     KINDS,
     EngineConfig,
-    Found,
     Origins,
     PluginConflictError,
     PluginEntry,
     PluginNotFoundError,
-    PluginSet,
 )
 from hardpoint.plugins.kinds import PLANNED, Number
+from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.typed import suggest
 from hardpoint.registry.adapt import adapter_of
-from hardpoint.registry.loading import Source
+from hardpoint.registry.discovery import Found
+from hardpoint.registry.plugin_set import PluginSet
 
 
 @dataclass(frozen=True)

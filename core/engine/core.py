@@ -15,13 +15,13 @@ from hardpoint.plugins import (
     LoRARequest,
     Manifest,
     PluginMeter,
-    PluginSet,
     Request,
     RequestError,
     SchedulerStats,
     StepFault,
     WaitReason,
 )
+from hardpoint.registry.plugin_set import PluginSet
 
 from .pause import Pausing, Surroundings
 from .step import EngineCoreParts, Outputs, Steps

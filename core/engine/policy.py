@@ -14,13 +14,13 @@ from hardpoint.plugins import (
     Load,
     Origins,
     PluginFaultError,
-    PluginSet,
     PolicyContext,
     Request,
     Scheduler,
     SchedulingPolicy,
 )
-from hardpoint.registry.loading import Source
+from hardpoint.plugins.manifest import Source
+from hardpoint.registry.plugin_set import PluginSet
 
 
 class GuardedPolicy(SchedulingPolicy):

@@ -18,10 +18,10 @@ from hardpoint.plugins import (
     ModelFiles,
     Origins,
     PluginNotFoundError,
-    PluginSet,
     Progress,
     WeightLoader,
 )
+from hardpoint.registry.plugin_set import PluginSet
 
 from .build import limits_of
 

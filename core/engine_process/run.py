@@ -22,8 +22,9 @@ from hardpoint.core.engine.request_check import RequestCheck
 from hardpoint.core.errors import blamed
 from hardpoint.core.wire import EngineAddresses, EngineCoreReadyResponse
 from hardpoint.core.worker.worker import WorkerSpec
-from hardpoint.plugins import EngineConfig, Origins, PluginLoadError, PluginSet
+from hardpoint.plugins import EngineConfig, Origins, PluginLoadError
 from hardpoint.registry.discovery import discover
+from hardpoint.registry.plugin_set import PluginSet
 
 from .child import ParentWatch
 from .launch import Launch

@@ -21,7 +21,6 @@ from hardpoint.plugins import (
     ModelConfig,
     Origins,
     PluginFaultError,
-    PluginSet,
     ReasoningParser,
     RequestError,
     RequestOutput,
@@ -30,6 +29,7 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.registry.hooks import HookSet
+from hardpoint.registry.plugin_set import PluginSet
 
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
 from .output_processor import OutputProcessor, ProcessedOutputs

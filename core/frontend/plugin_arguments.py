@@ -11,7 +11,6 @@ import msgspec
 from hardpoint.plugins import (
     EngineCoreRequest,
     PluginEntry,
-    PluginSet,
     PrepareContext,
     ReasoningMarkers,
     ReasoningParser,
@@ -21,6 +20,7 @@ from hardpoint.plugins import (
     typed,
 )
 from hardpoint.plugins.logits import LogitsPlugin
+from hardpoint.registry.plugin_set import PluginSet
 
 from .plugin_health import PluginHealth
 

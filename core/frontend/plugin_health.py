@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from hardpoint.plugins import PluginSet, RequestError, StepFault
+from hardpoint.plugins import RequestError, StepFault
 from hardpoint.registry.discovery import DISTRIBUTION
+from hardpoint.registry.plugin_set import PluginSet
 
 
 class Health(msgspec.Struct, frozen=True):

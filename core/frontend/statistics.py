@@ -18,7 +18,6 @@ from hardpoint.plugins import (
     FinishReason,
     IterationStats,
     PluginFaultError,
-    PluginSet,
     PrefixCacheStats,
     RequestMetrics,
     SchedulerStats,
@@ -26,6 +25,7 @@ from hardpoint.plugins import (
     StatSinkContext,
     StepFault,
 )
+from hardpoint.registry.plugin_set import PluginSet
 
 _log = logging.getLogger("hardpoint")
 

@@ -28,7 +28,6 @@ from hardpoint.plugins import (
     ModelError,
     ModelRunnerOutput,
     PluginMeter,
-    PluginSet,
     Progress,
     Sampler,
     SamplerContext,
@@ -36,6 +35,7 @@ from hardpoint.plugins import (
     WeightLoader,
     WorkerInfo,
 )
+from hardpoint.registry.plugin_set import PluginSet
 
 from .input_batch import InputBatch
 from .model_runner import ModelRunner

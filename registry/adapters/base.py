@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal
 
 from hardpoint.plugins import typed
 from hardpoint.plugins.logits import LogitsPlugin, Phase
+from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.params import SamplingParams
-from hardpoint.registry.loading import Source
 
 
 @dataclass(frozen=True)

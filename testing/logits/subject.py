@@ -24,7 +24,7 @@ from hardpoint.plugins import (
     typed,
 )
 from hardpoint.plugins.logits import LogitsPlugin
-from hardpoint.registry.loading import Source
+from hardpoint.plugins.manifest import Source
 from hardpoint.testing.suite import Violation, short
 
 MAX_ROWS = 8

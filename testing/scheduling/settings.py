@@ -13,14 +13,13 @@ from hardpoint.plugins import (
     EvictionPolicy,
     KVCacheGroup,
     KVCacheManager,
-    PluginSet,
     PolicyContext,
     Scheduler,
     SchedulerLimits,
     SchedulingPolicy,
-    resolve_plugins,
     typed,
 )
+from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.testing.scheduling.checks.names import EVICTION
 
 PolicySource = SchedulingPolicy | type[SchedulingPolicy] | Callable[[], SchedulingPolicy] | str

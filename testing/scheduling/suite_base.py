@@ -11,7 +11,8 @@ import msgspec
 from hypothesis import strategies as st
 
 from hardpoint.plugins import KINDS, Component, Context, HardpointError, PluginContractError, typed
-from hardpoint.registry.loading import Source, check_component, snake_case
+from hardpoint.plugins.manifest import Source
+from hardpoint.registry.loading import check_component, snake_case
 from hardpoint.testing.scheduling.checks.names import BrokenRule
 from hardpoint.testing.suite import Search, Violation, describe, fail, replayed, short
 

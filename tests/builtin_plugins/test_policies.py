@@ -8,15 +8,9 @@ from hypothesis import strategies as st
 from policies import LOAD, build, request
 
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed, Priority, ShortestFirst
-from hardpoint.plugins import (
-    KINDS,
-    ConfigError,
-    EngineConfig,
-    PolicyContext,
-    SchedulingPolicy,
-    resolve_plugins,
-)
+from hardpoint.plugins import KINDS, ConfigError, EngineConfig, PolicyContext, SchedulingPolicy
 from hardpoint.plugins.typed import convert
+from hardpoint.registry.plugin_set import resolve_plugins
 
 
 def order(policy, *requests):

@@ -17,9 +17,9 @@ from hardpoint.plugins import (
     RequestError,
     SchedulerContext,
     SchedulerLimits,
-    resolve_plugins,
 )
 from hardpoint.plugins.typed import convert
+from hardpoint.registry.plugin_set import resolve_plugins
 
 # Construction and limits
 

@@ -21,9 +21,9 @@ from hardpoint import plugins
 from hardpoint.core.engine_process.main_module.pickling import dumps, loads
 from hardpoint.core.engine_process.main_module.structs import StructParts
 from hardpoint.plugins import KINDS, PluginLoadError
+from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.typed import convert, json_schema
 from hardpoint.registry.adapt import load_component
-from hardpoint.registry.loading import Source
 
 PROGRAM = '''
 from __future__ import annotations

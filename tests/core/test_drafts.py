@@ -35,7 +35,7 @@ from hardpoint.plugins import (
     SamplerContext,
     TensorSpec,
 )
-from hardpoint.registry.loading import Source
+from hardpoint.plugins.manifest import Source
 from hardpoint.testing import history_hash
 
 CPU = torch.device("cpu")

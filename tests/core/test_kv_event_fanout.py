@@ -14,7 +14,7 @@ from hardpoint.plugins import (
     PluginFaultError,
     PublisherContext,
 )
-from hardpoint.registry.loading import Source
+from hardpoint.plugins.manifest import Source
 
 REMOVED = BlockRemoved([b"a"])
 

@@ -15,7 +15,7 @@ from hardpoint.builtin_plugins.policies import Fair, FirstComeFirstServed, Prior
 from hardpoint.core.engine.policy import GuardedPolicy
 from hardpoint.core.faults import StepFaults
 from hardpoint.plugins import PluginFaultError, PolicyContext, SchedulingPolicy
-from hardpoint.registry.loading import Source
+from hardpoint.plugins.manifest import Source
 
 OPTIONAL = ["group", "group_key", "admit", "victim", "added", "scheduled", "preempted", "finished"]
 

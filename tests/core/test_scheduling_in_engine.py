@@ -16,13 +16,8 @@ from hardpoint import (
 from hardpoint.core.config import config_from
 from hardpoint.core.engine.policy import change_policy
 from hardpoint.core.frontend.input_processor import RequestExtras
-from hardpoint.plugins import (
-    PluginFaultError,
-    SchedulingPolicy,
-    WaitingFor,
-    hookimpl,
-    resolve_plugins,
-)
+from hardpoint.plugins import PluginFaultError, SchedulingPolicy, WaitingFor, hookimpl
+from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.testing import ScriptedClock, scripted_config, scripted_engine
 
 HERE = "faulty_plugins"

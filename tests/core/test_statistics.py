@@ -28,7 +28,7 @@ from hardpoint.plugins import (
     StatSinkContext,
     StepFault,
 )
-from hardpoint.registry.loading import Source
+from hardpoint.plugins.manifest import Source
 from hardpoint.testing import ScriptedClock
 
 QUEUED, SCHEDULED, PREEMPTED = EngineCoreEventType

@@ -8,7 +8,7 @@ import pytest
 
 from hardpoint.core.faults import StepFaults
 from hardpoint.plugins import PluginFaultError, StepFault
-from hardpoint.registry.loading import Source
+from hardpoint.plugins.manifest import Source
 
 SOURCE = Source("mine", "acme:Mine", "acme", "1.0", "scheduler.policy (argument)")
 

@@ -13,20 +13,19 @@ from hardpoint.plugins import (
     EngineConfig,
     EvictionPolicy,
     Executor,
-    Found,
     LogitsProcessor,
     Model,
     Origins,
     Phase,
-    PluginSet,
     Sampler,
     Scheduler,
     SchedulingPolicy,
     Tokenizer,
     WeightLoader,
-    resolve_plugins,
 )
 from hardpoint.plugins.typed import convert
+from hardpoint.registry.discovery import Found
+from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 
 
 def component(interface: type, class_name: str = "Fake", **attributes: Any) -> Any:

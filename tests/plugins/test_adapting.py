@@ -28,13 +28,13 @@ from hardpoint.plugins import (
     Phase,
     PluginContractError,
     PluginLoadError,
-    PluginSet,
     SamplingParams,
     hookimpl,
 )
 from hardpoint.registry.adapt import adapter_of
 from hardpoint.registry.adapters.base import ForeignParams
 from hardpoint.registry.adapters.vllm import MoveDirectionality
+from hardpoint.registry.plugin_set import PluginSet
 
 
 @pytest.fixture
@@ -345,7 +345,7 @@ def foreign_point(installed, monkeypatch, value):
 
 
 def test_foreign_groups_are_looked_into_when_configured(installed, monkeypatch):
-    from hardpoint.plugins import discover
+    from hardpoint.registry.discovery import discover
 
     foreign_point(installed, monkeypatch, "foreign_processors:OneToken")
     assert discover() == []

@@ -15,8 +15,8 @@ from hardpoint.plugins import (
     hookimpl,
 )
 from hardpoint.plugins.hooks import HookSpecs
+from hardpoint.plugins.manifest import Source
 from hardpoint.registry.hooks import HookSet
-from hardpoint.registry.loading import Source
 
 
 def source(name):

@@ -7,7 +7,6 @@ from fake_plugins import component, on
 
 from hardpoint.plugins import (
     ConfigError,
-    Found,
     KVEventPublisher,
     LogitsProcessor,
     Origins,
@@ -18,6 +17,7 @@ from hardpoint.plugins import (
     SchedulingPolicy,
     StatSink,
 )
+from hardpoint.registry.discovery import Found
 
 DEFAULTS = {
     "logits_processors/top_k",

@@ -30,9 +30,9 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     Origins,
     SamplingParams,
-    resolve_plugins,
     typed,
 )
+from hardpoint.registry.plugin_set import resolve_plugins
 
 IDENTITY = b"\x00\x00"
 _LIMIT_MS = 30_000

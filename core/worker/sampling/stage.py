@@ -24,7 +24,7 @@ from hardpoint.plugins import (
     SparseLogitsProcessor,
 )
 from hardpoint.plugins.logits import LogitsPlugin
-from hardpoint.registry.loading import Source
+from hardpoint.plugins.manifest import Source
 
 from .device_state import DeviceState
 from .edits import CompiledEdits, compile_edits

@@ -18,11 +18,11 @@ from hardpoint.core.frontend.plugin_health import Health
 from hardpoint.core.frontend.prompts import Prompt
 from hardpoint.plugins import (
     ConfigError,
+    ConfigSources,
     EngineConfig,
     EngineDeadError,
     LoRARequest,
     Manifest,
-    Origins,
     PluginMeter,
     RequestOutput,
     SamplingParams,
@@ -89,19 +89,19 @@ class AsyncLLM:
     def from_resolved(
         cls,
         config: EngineConfig,
-        origins: Origins,
+        config_sources: ConfigSources,
         *,
         restart: Literal["never", "on_failure"] = "never",
     ) -> AsyncLLM:
-        """Open one from a configuration that was read elsewhere, with its origins."""
+        """Open one from a configuration that was read elsewhere, with its config_sources."""
         llm = cls.__new__(cls)
-        llm._open(config, origins, restart)
+        llm._open(config, config_sources, restart)
         return llm
 
-    def _open(self, config: EngineConfig, origins: Origins, restart: str) -> None:
+    def _open(self, config: EngineConfig, config_sources: ConfigSources, restart: str) -> None:
         if restart not in ("never", "on_failure"):
             raise ConfigError(f'restart: expected "never" or "on_failure", got {restart!r}')
-        origin = origins.of("engine.in_process")
+        origin = config_sources.of("engine.in_process")
         if config.engine.in_process and origin != "default":
             raise ConfigError(
                 "engine.in_process: expected false, for AsyncLLM always runs its engine in a "
@@ -111,7 +111,7 @@ class AsyncLLM:
         config = msgspec.structs.replace(config, engine=engine)
         with ProgressDisplay() as display:
             self._engine: AsyncEngine = build_async_engine(
-                config, origins, restart=restart == "on_failure", progress=display.report
+                config, config_sources, restart=restart == "on_failure", progress=display.report
             )
 
     def generate(

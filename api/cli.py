@@ -15,9 +15,9 @@ from hardpoint.core.config import load_config
 from hardpoint.plugins import (
     Command,
     CommandContext,
+    ConfigSources,
     EngineConfig,
     HardpointError,
-    Origins,
     PluginConflictError,
     PluginContractError,
     PluginFaultError,
@@ -36,7 +36,7 @@ _BROKEN_PIPE = 141
 _INTERRUPTED = 130
 _LOG_SINK = frozenset({"log", "stat_sinks/log"})  # what it shows is asked for
 
-_Load = Callable[[], tuple[EngineConfig, Origins]]
+_Load = Callable[[], tuple[EngineConfig, ConfigSources]]
 _Commands = dict[str, "_Owned"]
 
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     given, _ = _Parser(prog="hardpoint", add_help=False).parse_known_args(arguments)
 
-    def load() -> tuple[EngineConfig, Origins]:
+    def load() -> tuple[EngineConfig, ConfigSources]:
         settings = getattr(given, "set", [])
         path, model = getattr(given, "config", None), getattr(given, "model", None)
         return load_config(path, settings=settings, model=model)
@@ -103,18 +103,18 @@ def _prepare(load: _Load) -> tuple[argparse.ArgumentParser, _Commands, Hardpoint
         commands = _collect_commands(*load())
         return _parser(commands), commands, None
     except HardpointError as problem:
-        commands = _collect_commands(EngineConfig(), Origins())
+        commands = _collect_commands(EngineConfig(), ConfigSources())
         return _parser(commands), commands, problem
 
 
-def _collect_commands(config: EngineConfig, origins: Origins) -> _Commands:
+def _collect_commands(config: EngineConfig, config_sources: ConfigSources) -> _Commands:
     """Ask each plugin of kind `hooks` for commands; other plugins are not imported.
 
     Raises:
         PluginError: a plugin's hook is at fault, or two plugins add one command.
     """
     commands: _Commands = {}
-    for chosen in Selection(config, origins, discover(config.plugins.foreign_groups)).run():
+    for chosen in Selection(config, config_sources, discover(config.plugins.foreign_groups)).run():
         if chosen.kind.interface is not None:
             continue
         for command in _commands_of(chosen):
@@ -144,19 +144,19 @@ def _commands_of(chosen: Chosen) -> list[Command]:
 
 
 def _context(load: _Load, problem: HardpointError | None) -> CommandContext:
-    def load_plugins(config: EngineConfig, origins: Origins) -> PluginSet:
+    def load_plugins(config: EngineConfig, config_sources: ConfigSources) -> PluginSet:
         if problem is not None:
             raise problem
-        return resolve_plugins(config, origins)
+        return resolve_plugins(config, config_sources)
 
-    def open_model(config: EngineConfig, origins: Origins) -> Generator:
+    def open_model(config: EngineConfig, config_sources: ConfigSources) -> Generator:
         if problem is not None:
             raise problem
         from .llm import LLM  # noqa: PLC0415 - torch takes a second to import
 
         if sys.stderr.isatty() or not _LOG_SINK.isdisjoint(config.stats.sinks):
             _show_log()
-        return LLM.from_resolved(config, origins)
+        return LLM.from_resolved(config, config_sources)
 
     return CommandContext(
         load_config=load,

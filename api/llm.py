@@ -14,10 +14,10 @@ from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.plugin_health import Health
 from hardpoint.core.frontend.prompts import Prompt
 from hardpoint.plugins import (
+    ConfigSources,
     EngineConfig,
     LoRARequest,
     Manifest,
-    Origins,
     PluginMeter,
     RequestError,
     RequestOutput,
@@ -83,17 +83,19 @@ class LLM:
 
     @classmethod
     def from_resolved(
-        cls, config: EngineConfig, origins: Origins, *, progress: bool | None = None
+        cls, config: EngineConfig, config_sources: ConfigSources, *, progress: bool | None = None
     ) -> LLM:
-        """Load a model from a configuration that was read elsewhere, with its origins."""
+        """Load a model from a configuration that was read elsewhere, with its config_sources."""
         llm = cls.__new__(cls)
-        llm._open(config, origins, progress)
+        llm._open(config, config_sources, progress)
         return llm
 
-    def _open(self, config: EngineConfig, origins: Origins, progress: bool | None) -> None:
+    def _open(
+        self, config: EngineConfig, config_sources: ConfigSources, progress: bool | None
+    ) -> None:
         self._progress = progress
         with ProgressDisplay(progress) as display:
-            self._engine: LLMEngine = build_engine(config, origins, progress=display.report)
+            self._engine: LLMEngine = build_engine(config, config_sources, progress=display.report)
         self._calls = OpenCalls(self._engine)
 
     def generate(

@@ -29,14 +29,14 @@ BIG_PER_SMALL = 10
 def main() -> None:
     """Measure and print."""
     arguments = _arguments()
-    config, origins = config_from(
+    config, config_sources = config_from(
         {
             "scheduler": {"max_num_seqs": arguments.seqs},
             "kv_cache": {"prefix_caching": False},
         },
         {"model": arguments.model, "max_model_len": 512},
     )
-    engine = build_engine(config, origins)
+    engine = build_engine(config, config_sources)
     report: dict[str, Any] = {}
     try:
         _serve(engine, arguments, small=2, seconds=0.0)  # warm up

@@ -26,9 +26,9 @@ from hardpoint.core.frontend.restart import Restarter
 from hardpoint.core.frontend.statistics import Statistics, open_statistics
 from hardpoint.core.worker.worker import WorkerSpec
 from hardpoint.plugins import (
+    ConfigSources,
     EngineConfig,
     ModelFiles,
-    Origins,
     Progress,
     ReasoningContext,
     ReasoningParser,
@@ -50,10 +50,10 @@ _SECRET = frozenset({"plugin"})
 """Options of plugins are never logged: a password may be among them."""
 
 
-def log_opening(config: EngineConfig, origins: Origins) -> None:
+def log_opening(config: EngineConfig, config_sources: ConfigSources) -> None:
     """Say version, model, and each value that is not its default, with its origin."""
     changed = ", ".join(
-        f"{path} = {value!r} ({origins.of(path)})"
+        f"{path} = {value!r} ({config_sources.of(path)})"
         for path, value in _changed(config, EngineConfig(), "")
         if path not in _NAMED | _SECRET
     )
@@ -61,7 +61,7 @@ def log_opening(config: EngineConfig, origins: Origins) -> None:
         "hardpoint %s opens %s (%s); not default: %s",
         installed_version(),
         config.model,
-        origins.of("model"),
+        config_sources.of("model"),
         changed or "nothing",
     )
 
@@ -84,7 +84,7 @@ def no_progress(what: str, done: int, total: int) -> None:
 
 def build_engine(
     config: EngineConfig,
-    origins: Origins | None = None,
+    config_sources: ConfigSources | None = None,
     *,
     progress: Progress = no_progress,
     clock: Callable[[], float] = time.monotonic,
@@ -98,13 +98,13 @@ def build_engine(
     """
     began = time.perf_counter()
     if config.engine.in_process:
-        prepared = _prepare(config, origins or Origins(), progress, clock)
+        prepared = _prepare(config, config_sources or ConfigSources(), progress, clock)
         with prepared.closed_on_error():
-            built = build_core(prepared.spec, prepared.hooks, prepared.origins, clock)
+            built = build_core(prepared.spec, prepared.hooks, prepared.config_sources, clock)
             parts = prepared.parts(InprocClient(built.core), built.size)
     else:
         with _spawned() as spawned:
-            prepared = _prepare(config, origins or Origins(), progress, clock)
+            prepared = _prepare(config, config_sources or ConfigSources(), progress, clock)
             parts = _in_own_process(prepared, spawned, None)
     engine = LLMEngine(parts)
     _start_hooks(parts, prepared, engine.close, time.perf_counter() - began)
@@ -113,7 +113,7 @@ def build_engine(
 
 def build_async_engine(
     config: EngineConfig,
-    origins: Origins | None = None,
+    config_sources: ConfigSources | None = None,
     *,
     restart: bool = False,
     progress: Progress = no_progress,
@@ -129,7 +129,7 @@ def build_async_engine(
     began = time.perf_counter()
     relay = Relay()
     with _spawned() as spawned:
-        prepared = _prepare(config, origins or Origins(), progress, time.monotonic)
+        prepared = _prepare(config, config_sources or ConfigSources(), progress, time.monotonic)
         parts = _in_own_process(prepared, spawned, relay)
     restarter = Restarter(
         _connect, enabled=restart, most_per_minute=config.engine.max_restarts_per_minute
@@ -143,7 +143,7 @@ def build_async_engine(
 class _Prepared:
     """What an engine needs, wherever it runs."""
 
-    origins: Origins
+    config_sources: ConfigSources
     hooks: HookSet
     spec: WorkerSpec
     tokenizer: Tokenizer
@@ -179,7 +179,7 @@ class _Prepared:
         )
         return EngineParts(
             config=config,
-            origins=self.origins,
+            config_sources=self.config_sources,
             plugins=spec.plugins,
             hooks=self.hooks,
             model_config=spec.model_config,
@@ -194,17 +194,20 @@ class _Prepared:
 
 
 def _prepare(
-    config: EngineConfig, origins: Origins, progress: Progress, clock: Callable[[], float]
+    config: EngineConfig,
+    config_sources: ConfigSources,
+    progress: Progress,
+    clock: Callable[[], float],
 ) -> _Prepared:
-    log_opening(config, origins)
-    plugins = resolve_plugins(config, origins)
+    log_opening(config, config_sources)
+    plugins = resolve_plugins(config, config_sources)
     _announce(plugins)
     hooks = plugins.hooks()
-    spec = prepare_worker(config, plugins, origins, progress)
+    spec = prepare_worker(config, plugins, config_sources, progress)
     tokenizer = _tokenizer(config, plugins, spec.loader.context.files)
     reasoning = _reasoning(config, plugins, tokenizer)
     statistics = open_statistics(config, plugins, clock)
-    return _Prepared(origins, hooks, spec, tokenizer, reasoning, clock, statistics)
+    return _Prepared(config_sources, hooks, spec, tokenizer, reasoning, clock, statistics)
 
 
 @contextlib.contextmanager
@@ -226,7 +229,7 @@ def _in_own_process(
     spec, (process, interpreter) = prepared.spec, spawned
     start = EngineStart(
         config=spec.config,
-        origins=prepared.origins,
+        config_sources=prepared.config_sources,
         manifest=spec.plugins.manifest,
         log_level=_log_level(),
         interpreter=interpreter,

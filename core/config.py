@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect as types
 
-from hardpoint.plugins import KINDS, ConfigError, EngineConfig, Origins
+from hardpoint.plugins import KINDS, ConfigError, ConfigSources, EngineConfig
 from hardpoint.plugins.describing import child_type
 from hardpoint.plugins.kinds import PLANNED
 from hardpoint.plugins.typed import convert, join_path
@@ -30,7 +30,7 @@ def load_config(
     settings: Sequence[str] = (),
     model: str | None = None,
     environ: Mapping[str, str] | None = None,
-) -> tuple[EngineConfig, Origins]:
+) -> tuple[EngineConfig, ConfigSources]:
     """Return the configuration of a command line, and where each value came from.
 
     Args:
@@ -57,7 +57,7 @@ def config_from(
     overrides: Mapping[str, Any] | None = None,
     *,
     caller: str = "LLM",
-) -> tuple[EngineConfig, Origins]:
+) -> tuple[EngineConfig, ConfigSources]:
     """Return the configuration of a Python call, and where each value came from.
 
     Reads neither `hardpoint.toml` nor the environment: a program says itself what it wants.
@@ -67,7 +67,7 @@ def config_from(
             EngineConfig; None is the defaults.
         overrides: arguments given by name, by dotted path such as `tokenizer.path`; None is not
             given.
-        caller: who was called, for the origins.
+        caller: who was called, for the config_sources.
 
     Raises:
         ConfigError: as `load_config`.
@@ -96,7 +96,7 @@ class _Builder:
 
     def __init__(self) -> None:
         self._tree: dict[str, Any] = {}
-        self._origins: dict[str, str] = {}
+        self._config_sources: dict[str, str] = {}
 
     def add_file(self, path: str | Path | None) -> None:
         """Add a TOML file; None is the default file, if there is one."""
@@ -137,14 +137,14 @@ class _Builder:
         for key, value in table.items():
             self.put([_name(key, (), origin)], value, origin)
 
-    def build(self) -> tuple[EngineConfig, Origins]:
+    def build(self) -> tuple[EngineConfig, ConfigSources]:
         """Check the whole and return it."""
-        origins = Origins(self._origins)
-        self._refuse_planned(origins)
+        config_sources = ConfigSources(self._config_sources)
+        self._refuse_planned(config_sources)
         try:
-            return convert(self._tree, EngineConfig, path=""), origins
+            return convert(self._tree, EngineConfig, path=""), config_sources
         except ConfigError as error:
-            raise ConfigError(origins.locate(str(error))) from None
+            raise ConfigError(config_sources.locate(str(error))) from None
 
     def put(self, steps: Sequence[str], value: Any, origin: str) -> None:
         """Set a value; a table is laid over what is there, key by key."""
@@ -157,10 +157,10 @@ class _Builder:
             for key, item in plain.items():
                 self.put([*steps, _name(key, steps, origin)], item, origin)
             return
-        for below in [known for known in self._origins if known.startswith(f"{path}.")]:
-            del self._origins[below]
+        for below in [known for known in self._config_sources if known.startswith(f"{path}.")]:
+            del self._config_sources[below]
         table[steps[-1]] = plain
-        self._origins[path] = origin
+        self._config_sources[path] = origin
 
     def _open(self, steps: Sequence[str], origin: str) -> dict[str, Any]:
         """Return the table that holds the last step, making the ones on the way."""
@@ -171,7 +171,7 @@ class _Builder:
             if not isinstance(inner, dict):
                 raise ConfigError(
                     f"{join_path(*steps)}: cannot be set, for {path} is no table but {inner!r}, "
-                    f"from {self._origins[path]} (from {origin})"
+                    f"from {self._config_sources[path]} (from {origin})"
                 )
             self._own_table(steps[:depth], origin)
             table = inner
@@ -183,15 +183,15 @@ class _Builder:
         A struct is nobody's: what is not set in it keeps its default.
         """
         if not isinstance(_type_at(steps), types.StructType):
-            self._origins[join_path(*steps)] = origin
+            self._config_sources[join_path(*steps)] = origin
 
-    def _refuse_planned(self, origins: Origins) -> None:
+    def _refuse_planned(self, config_sources: ConfigSources) -> None:
         planned = {**{kind: kind for kind in PLANNED}, **{t: k for k, t in PLANNED.items()}}
         for key in self._tree:
             if key in planned:
                 raise ConfigError(
                     f"{key}: this version of Hardpoint has no {planned[key]} yet; kinds here: "
-                    f"{', '.join(KINDS)} (from {origins.of(key)})"
+                    f"{', '.join(KINDS)} (from {config_sources.of(key)})"
                 )
 
 

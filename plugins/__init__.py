@@ -12,7 +12,7 @@ from .batch_update import Added, BatchUpdate, Move, Moved, RowMap
 from .collaborators import EncoderCache, Grammars, KVConnectorScheduler
 from .commands import Command, CommandContext
 from .component import Component, Context, Progress
-from .config import EngineConfig, Origins
+from .config import ConfigSources, EngineConfig
 from .errors import (
     ConfigError,
     EngineClosedError,
@@ -151,6 +151,7 @@ __all__ = [
     "CompletionOutput",
     "Component",
     "ConfigError",
+    "ConfigSources",
     "Context",
     "DecodeStream",
     "DraftTokenIds",
@@ -207,7 +208,6 @@ __all__ = [
     "NewRequest",
     "Op",
     "Options",
-    "Origins",
     "OverloadedError",
     "PauseState",
     "Phase",

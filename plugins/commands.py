@@ -13,7 +13,7 @@ from .requests import RequestOutput
 if TYPE_CHECKING:
     from hardpoint.registry.plugin_set import PluginSet
 
-    from .config import EngineConfig, Origins
+    from .config import ConfigSources, EngineConfig
 
 __all__ = ["Command", "CommandContext", "Generator"]
 
@@ -47,9 +47,9 @@ class CommandContext:
         version: of Hardpoint.
     """
 
-    load_config: Callable[[], tuple[EngineConfig, Origins]]
-    load_plugins: Callable[[EngineConfig, Origins], PluginSet]
-    open_model: Callable[[EngineConfig, Origins], Generator]
+    load_config: Callable[[], tuple[EngineConfig, ConfigSources]]
+    load_plugins: Callable[[EngineConfig, ConfigSources], PluginSet]
+    open_model: Callable[[EngineConfig, ConfigSources], Generator]
     version: str
 
 

@@ -11,13 +11,13 @@ from .typed import Strict
 
 __all__ = [
     "AttentionConfig",
+    "ConfigSources",
     "EngineConfig",
     "EngineProcessConfig",
     "ExecutorConfig",
     "KVCacheConfig",
     "KVEventsConfig",
     "LoadConfig",
-    "Origins",
     "PluginUse",
     "PluginsConfig",
     "ReasoningConfig",
@@ -273,7 +273,7 @@ class EngineConfig(Strict):
     plugin: dict[str, dict[str, Any]] = {}
 
 
-class Origins:
+class ConfigSources:
     """Where each configuration value came from."""
 
     def __init__(self, by_path: Mapping[str, str] | None = None) -> None:

@@ -9,7 +9,7 @@ import msgspec
 
 from hardpoint.plugins import typed
 from hardpoint.plugins.component import Component, Context
-from hardpoint.plugins.config import EngineConfig, Origins
+from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.errors import (
     ConfigError,
     HardpointError,
@@ -133,15 +133,15 @@ class PluginSet:
             hooks.add(self.target(entry), entry.source)
         return hooks
 
-    def changed(self, config: EngineConfig, origins: Origins, kind: str) -> PluginSet:
+    def changed(self, config: EngineConfig, config_sources: ConfigSources, kind: str) -> PluginSet:
         """Return the next generation: the same, but for a kind of which there is one.
 
         Args:
             config: names the component that takes the place.
-            origins: where the configuration came from.
+            config_sources: where the configuration came from.
             kind: the only one that is looked at.
         """
-        entry = (fresh := resolve_plugins(config, origins, self.found)).one(kind)
+        entry = (fresh := resolve_plugins(config, config_sources, self.found)).one(kind)
         manifest = msgspec.structs.replace(
             self.manifest,
             entries=(*(e for e in self.manifest.entries if e.kind != kind), entry),
@@ -157,7 +157,7 @@ class PluginSet:
 
 def resolve_plugins(
     config: EngineConfig,
-    origins: Origins | None = None,
+    config_sources: ConfigSources | None = None,
     found: Sequence[Found] | None = None,
 ) -> PluginSet:
     """Resolve a configuration's plugins, import those that are sure to run, and check them all.
@@ -168,16 +168,16 @@ def resolve_plugins(
         ConfigError: an option is wrong or belongs to no plugin that is on.
         PluginError: a component is missing, broken, ambiguous or against its contract.
     """
-    origins = origins or Origins()
+    config_sources = config_sources or ConfigSources()
     found = discover(config.plugins.foreign_groups) if found is None else found
-    chosen = Selection(config, origins, found).run()
+    chosen = Selection(config, config_sources, found).run()
     targets: dict[tuple[str, str], Any] = {}
     for item in chosen:
         if item.kind.number is not Number.BY_NAME or item.path:
             target = load_component(item.kind, item.source, item.target)
             targets[item.kind.name, item.name] = target
-    _check_on_error(config, origins, chosen)
-    options = _options_by_component(config, origins, chosen, targets)
+    _check_on_error(config, config_sources, chosen)
+    options = _options_by_component(config, config_sources, chosen, targets)
     places = _places(chosen, targets)
     entries = tuple(
         PluginEntry(
@@ -195,12 +195,14 @@ def resolve_plugins(
     return PluginSet(Manifest(hardpoint=installed_version(), entries=entries), found, targets)
 
 
-def _check_on_error(config: EngineConfig, origins: Origins, chosen: Sequence[Chosen]) -> None:
+def _check_on_error(
+    config: EngineConfig, config_sources: ConfigSources, chosen: Sequence[Chosen]
+) -> None:
     """Refuse scopes that a plugin cannot have: the wish would be ignored."""
     scopes = {c.name: c.kind.fault_scope for c in chosen if c.kind.scope_can_be_raised}
     for name, scope in config.plugins.on_error.items():
         path = f"plugins.on_error.{name}"
-        origin = origins.of(path)
+        origin = config_sources.of(path)
         if name not in scopes:
             raise ConfigError(
                 f"{path}: no plugin {name!r} is on whose faults end less than the engine"
@@ -215,7 +217,7 @@ def _check_on_error(config: EngineConfig, origins: Origins, chosen: Sequence[Cho
 
 def _options_by_component(
     config: EngineConfig,
-    origins: Origins,
+    config_sources: ConfigSources,
     chosen: Sequence[Chosen],
     targets: dict[tuple[str, str], Any],
 ) -> dict[tuple[str, str], dict[str, Any]]:
@@ -223,7 +225,7 @@ def _options_by_component(
 
     Components that their options shape are shaped in `targets`.
     """
-    paths = _option_paths(config, origins, chosen)
+    paths = _option_paths(config, config_sources, chosen)
     result: dict[tuple[str, str], dict[str, Any]] = {}
     for item in chosen:
         key = (item.kind.name, item.name)
@@ -237,20 +239,20 @@ def _options_by_component(
             checked = typed.convert(table, options_type, path=path or f"plugin.{item.name}")
             targets[key] = configured(targets[key], checked)
         except ConfigError as error:
-            message = origins.locate(str(error)) if path else f"{error} (for {item.source})"
+            message = config_sources.locate(str(error)) if path else f"{error} (for {item.source})"
             raise ConfigError(message) from None
         result[key] = msgspec.to_builtins(checked)
     return result
 
 
 def _option_paths(
-    config: EngineConfig, origins: Origins, chosen: Sequence[Chosen]
+    config: EngineConfig, config_sources: ConfigSources, chosen: Sequence[Chosen]
 ) -> dict[tuple[str, str], str]:
     """Find whose each `[plugin.<name>]` table is; return its path by component."""
     paths: dict[tuple[str, str], str] = {}
     for name in config.plugin:
         path = f"plugin.{name}"
-        origin = origins.of(path)
+        origin = config_sources.of(path)
         keys = [
             (c.kind.name, c.name) for c in chosen if name in (c.name, f"{c.kind.name}/{c.name}")
         ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hardpoint.plugins.config import EngineConfig, Origins, PluginUse
+from hardpoint.plugins.config import ConfigSources, EngineConfig, PluginUse
 from hardpoint.plugins.errors import ConfigError, PluginConflictError, PluginNotFoundError
 from hardpoint.plugins.kinds import KINDS, Kind, Number
 from hardpoint.plugins.manifest import NO_DISTRIBUTION, UNVERSIONED, Source
@@ -40,10 +40,12 @@ class Chosen:
 class Selection:
     """Resolves references. `run` returns everything that is on."""
 
-    def __init__(self, config: EngineConfig, origins: Origins, found: Sequence[Found]) -> None:
+    def __init__(
+        self, config: EngineConfig, config_sources: ConfigSources, found: Sequence[Found]
+    ) -> None:
         """`found` is what `discover()` returned."""
         self._config = config
-        self._origins = origins
+        self._config_sources = config_sources
         self._found = [f for f in found if f.known_kind]
         self._on: dict[tuple[str, str], Chosen] = {}
 
@@ -81,7 +83,7 @@ class Selection:
             if (other := by_value.setdefault(several[-1].source.value, place)) != place:
                 raise ConfigError(
                     f"{place}: {each!r} is named twice, here and by {other} "
-                    f"(from {self._origins.of(place)})"
+                    f"(from {self._config_sources.of(place)})"
                 )
         return several
 
@@ -90,7 +92,7 @@ class Selection:
         if name is not None and ("/" in name or "." in name):
             raise ConfigError(
                 f"{path}.name: expected a name without '/' or '.', got {name!r} "
-                f"(from {self._origins.of(path)})"
+                f"(from {self._config_sources.of(path)})"
             )
         chosen = self._resolve(use, path, None)
         if name is not None:
@@ -99,7 +101,7 @@ class Selection:
             few = ", of which there is one" if chosen.kind.number is Number.ONE else ""
             raise ConfigError(
                 f"{path}: {use!r} is of kind {chosen.kind.name}{few}; choose it "
-                f"with {chosen.kind.chosen_by} (from {self._origins.of(path)})"
+                f"with {chosen.kind.chosen_by} (from {self._config_sources.of(path)})"
             )
         self._add(chosen)
 
@@ -119,7 +121,7 @@ class Selection:
         keys = [key for key in self._on if name in (key[1], "/".join(key))]
         if len(keys) == 1:
             return keys[0]
-        origin = self._origins.of(path)
+        origin = self._config_sources.of(path)
         if keys:
             choices = ", ".join(f'"{kind}/{key}"' for kind, key in keys)
             raise ConfigError(f"{path}: {name!r} could be any of {choices} (from {origin})")
@@ -157,7 +159,7 @@ class Selection:
         if not all(part.isidentifier() for part in parts):
             raise ConfigError(
                 f"{path}: expected an FQCN like package.module:Class, got {value!r} "
-                f"(from {self._origins.of(path)})"
+                f"(from {self._config_sources.of(path)})"
             )
         known = next((f for f in self._found if f.value == value), None)
         name = known.name if known else snake_case(qualname.rsplit(".", 1)[-1])
@@ -177,7 +179,7 @@ class Selection:
             for f in self._found
             if reference in (f.name, f"{f.kind}/{f.name}") and kind in (None, KINDS[f.kind])
         ]
-        origin = self._origins.of(path)
+        origin = self._config_sources.of(path)
         if not candidates:
             known = sorted({f.name for f in self._found if kind in (None, KINDS[f.kind])})
             what = f"no {kind.name} component" if kind else "no installed component"
@@ -203,7 +205,7 @@ class Selection:
             advice = f'name one by its FQCN, as in {{ use = "{third.value}", name = "..." }}'
         return PluginConflictError(
             f"{path}: {reference!r} is the name of {listed}; {advice} "
-            f"(from {self._origins.of(path)})"
+            f"(from {self._config_sources.of(path)})"
         )
 
     def _chosen(self, found: Found, path: str) -> Chosen:
@@ -213,7 +215,7 @@ class Selection:
 
     def _asked_by(self, path: str, *, builtin: bool) -> str:
         """Return who named a component; "default" if a built-in stands where nobody chose."""
-        origin = self._origins.of(path)
+        origin = self._config_sources.of(path)
         if origin != "default":
             return f"{path} ({origin})"
         return "default" if builtin and not path.startswith("plugins.") else path

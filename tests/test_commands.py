@@ -74,7 +74,7 @@ def run_command(name, arguments, generator=None):
     context = CommandContext(
         load_config=lambda: load_config(environ={}),
         load_plugins=resolve_plugins,
-        open_model=lambda config, origins: generator,
+        open_model=lambda config, config_sources: generator,
         version="9.9",
     )
     return command.run(parser.parse_args(arguments), context)

@@ -79,8 +79,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace, context: CommandContext) -> int:
     params = sampling_params(options)
-    config, origins = context.load_config()
-    generator = context.open_model(config, origins)
+    config, config_sources = context.load_config()
+    generator = context.open_model(config, config_sources)
     try:
         conversation = _Conversation(generator, params, options.system)
         interactive = sys.stdin.isatty()

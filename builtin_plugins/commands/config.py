@@ -16,7 +16,9 @@ from .tables import print_table
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options] COMMAND ..."
-    parser.description = "Show the configuration: its values with their origins, or its schema."
+    parser.description = (
+        "Show the configuration: its values with their config_sources, or its schema."
+    )
     actions = parser.add_subparsers(
         dest="action", required=True, metavar="COMMAND", prog=parser.prog
     )
@@ -31,13 +33,15 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     if options.action == "schema":
         print(json.dumps(json_schema(EngineConfig), indent=2))
         return 0
-    config, origins = context.load_config()
+    config, config_sources = context.load_config()
     values = _flat(msgspec.to_builtins(config), "")
     if options.json:
-        shown = {path: {"value": v, "origin": origins.of(path)} for path, v in values.items()}
+        shown = {
+            path: {"value": v, "origin": config_sources.of(path)} for path, v in values.items()
+        }
         print(json.dumps(shown, indent=2))
         return 0
-    rows = [(path, _words(value), origins.of(path)) for path, value in values.items()]
+    rows = [(path, _words(value), config_sources.of(path)) for path, value in values.items()]
     print_table(("path", "value", "origin"), rows, dim=[row[2] == "default" for row in rows])
     return 0
 

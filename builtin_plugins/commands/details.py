@@ -10,7 +10,14 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.plugins import KINDS, Arguments, Component, Options, Origins, PluginNotFoundError
+from hardpoint.plugins import (
+    KINDS,
+    Arguments,
+    Component,
+    ConfigSources,
+    Options,
+    PluginNotFoundError,
+)
 from hardpoint.plugins.describing import FieldDoc, first_paragraph, struct_fields
 from hardpoint.plugins.hooks import PROJECT
 from hardpoint.plugins.typed import json_schema
@@ -27,16 +34,16 @@ class Details:
     Attributes:
         target: the imported class, or hooks object.
         values: its options as they are set; empty when it is off.
-        origins: of those values.
+        config_sources: of those values.
     """
 
     listed: Listed
     target: Any
     values: Mapping[str, Any]
-    origins: Origins
+    config_sources: ConfigSources
 
     @classmethod
-    def load(cls, listed: Listed, plugins: PluginSet, origins: Origins) -> Details:
+    def load(cls, listed: Listed, plugins: PluginSet, config_sources: ConfigSources) -> Details:
         """Import a component, on or not, and nothing else.
 
         Raises:
@@ -49,11 +56,11 @@ class Details:
             )
         if not listed.on:
             target = load_component(KINDS[listed.kind], listed.source)
-            return cls(listed, target, {}, origins)
+            return cls(listed, target, {}, config_sources)
         entry = plugins.get(listed.kind, listed.name)
         target = plugins.target(entry)
         values = plugins.options(entry) if _is_component(target) else None
-        return cls(listed, target, msgspec.to_builtins(values) or {}, origins)
+        return cls(listed, target, msgspec.to_builtins(values) or {}, config_sources)
 
     def as_json(self) -> dict[str, Any]:
         """Return it for machines."""
@@ -125,7 +132,7 @@ class Details:
                 f"plugin.{self.listed.name}",
                 f"plugin.{self.listed.kind}/{self.listed.name}",
             ):
-                if origin := self.origins.by_path.get(f"{path}.{option}"):
+                if origin := self.config_sources.by_path.get(f"{path}.{option}"):
                     described[option] = f"{_words(value)} from {origin}"
         return described
 

@@ -61,8 +61,8 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     if options.logprobs is not None and not options.json:
         raise RequestError("--logprobs: it is printed as JSON only; add --json")
     prompts = _prompts(options.prompts)
-    config, origins = context.load_config()
-    generator = context.open_model(config, origins)
+    config, config_sources = context.load_config()
+    generator = context.open_model(config, config_sources)
     failed = False
     try:
         for number, prompt in enumerate(prompts):

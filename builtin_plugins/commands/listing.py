@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from hardpoint.plugins import (
     KINDS,
+    ConfigSources,
     EngineConfig,
-    Origins,
     PluginConflictError,
     PluginEntry,
     PluginNotFoundError,
@@ -58,7 +58,9 @@ class Listed:
         return f"{self.place} {self.phase}" if self.place and self.phase else ""
 
 
-def list_components(plugins: PluginSet, config: EngineConfig, origins: Origins) -> list[Listed]:
+def list_components(
+    plugins: PluginSet, config: EngineConfig, config_sources: ConfigSources
+) -> list[Listed]:
     """Return everything that is on or installed, by kind; imports nothing that is not on."""
     on = [
         _listed(entry, plugins)
@@ -69,7 +71,7 @@ def list_components(plugins: PluginSet, config: EngineConfig, origins: Origins) 
             kind=found.kind,
             source=Source(found.name, found.value, found.distribution, found.version, "default"),
             on=False,
-            why=_why_off(found, config, origins),
+            why=_why_off(found, config, config_sources),
         )
         for found in plugins.found
         if not _is_on(found, plugins)
@@ -123,7 +125,7 @@ def _is_on(found: Found, plugins: PluginSet) -> bool:
     return any(entry.name not in offered for entry in same)
 
 
-def _why_off(found: Found, config: EngineConfig, origins: Origins) -> str:
+def _why_off(found: Found, config: EngineConfig, config_sources: ConfigSources) -> str:
     names = (found.name, f"{found.kind}/{found.name}")
     kind = KINDS.get(found.kind)
     if kind is None:
@@ -132,11 +134,11 @@ def _why_off(found: Found, config: EngineConfig, origins: Origins) -> str:
     for name, value in config.plugins.replace.items():
         if name in names and found.builtin:
             path = f"plugins.replace.{name}"
-            return f"replaced by {value}: {path} ({origins.of(path)})"
+            return f"replaced by {value}: {path} ({config_sources.of(path)})"
     for index, name in enumerate(config.plugins.disable):
         if name in names and found.builtin:
             path = f"plugins.disable[{index}]"
-            return f"{path} ({origins.of(path)})"
+            return f"{path} ({config_sources.of(path)})"
     if kind.number is Number.ONE:
-        return f"not chosen by {kind.chosen_by} ({origins.of(kind.chosen_by or '')})"
+        return f"not chosen by {kind.chosen_by} ({config_sources.of(kind.chosen_by or '')})"
     return "not enabled"

@@ -35,13 +35,13 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, context: CommandContext) -> int:
-    config, origins = context.load_config()
-    plugins = context.load_plugins(config, origins)
-    components = list_components(plugins, config, origins)
+    config, config_sources = context.load_config()
+    plugins = context.load_plugins(config, config_sources)
+    components = list_components(plugins, config, config_sources)
     if options.action == "list":
         _print_list(components, as_json=options.json)
         return 0
-    details = Details.load(find_listed(components, options.name), plugins, origins)
+    details = Details.load(find_listed(components, options.name), plugins, config_sources)
     print(json.dumps(details.as_json(), indent=2) if options.json else details.as_text())
     return 0
 

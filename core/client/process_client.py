@@ -21,13 +21,13 @@ from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.core.wire import EngineCoreReadyResponse, RequestType
 from hardpoint.plugins import (
     KINDS,
+    ConfigSources,
     EngineConfig,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineDeadError,
     EngineTimeoutError,
     Manifest,
-    Origins,
     PluginEntry,
 )
 from hardpoint.plugins.kinds import Process
@@ -55,7 +55,7 @@ class EngineStart:
     """
 
     config: EngineConfig
-    origins: Origins
+    config_sources: ConfigSources
     manifest: Manifest
     log_level: str = "WARNING"
     engine_index: int = 0
@@ -241,7 +241,7 @@ def _launch(start: EngineStart, sockets: EngineSockets) -> Launch:
         address=msgspec.json.encode(sockets.addresses).decode(),
         manifest=start.manifest,
         config=msgspec.to_builtins(start.config),
-        origins=start.origins.by_path,
+        config_sources=start.config_sources.by_path,
         main_objects=main_objects(entry.value for entry in start.manifest.entries if _goes(entry)),
         log_level=start.log_level,
         engine_index=start.engine_index,

@@ -15,12 +15,12 @@ from hardpoint.core.kv_cache import BlockManager, CacheSize, size_cache
 from hardpoint.core.worker.worker import LocalWorker, WorkerSpec
 from hardpoint.plugins import (
     ConfigError,
+    ConfigSources,
     EngineConfig,
     EvictionContext,
     EvictionPolicy,
     Executor,
     ExecutorContext,
-    Origins,
     PluginFaultError,
     PublisherContext,
     Scheduler,
@@ -75,7 +75,9 @@ def limits_of(
     )
 
 
-def build_core(spec: WorkerSpec, hooks: HookSet, origins: Origins, clock: _Clock) -> BuiltCore:
+def build_core(
+    spec: WorkerSpec, hooks: HookSet, config_sources: ConfigSources, clock: _Clock
+) -> BuiltCore:
     """Load the model and build everything around it. What was built is closed if a part fails.
 
     Raises:
@@ -98,7 +100,7 @@ def build_core(spec: WorkerSpec, hooks: HookSet, origins: Origins, clock: _Clock
             create_worker=lambda _rank: LocalWorker(spec),
         )
         undo.callback(executor.close)
-        info, size, config = _start(executor, spec, origins)
+        info, size, config = _start(executor, spec, config_sources)
         kv_cache = BlockManager(
             size.num_blocks,
             config.kv_cache.block_size,
@@ -138,7 +140,7 @@ def build_core(spec: WorkerSpec, hooks: HookSet, origins: Origins, clock: _Clock
 
 
 def _start(
-    executor: Executor, spec: WorkerSpec, origins: Origins
+    executor: Executor, spec: WorkerSpec, config_sources: ConfigSources
 ) -> tuple[WorkerInfo, CacheSize, EngineConfig]:
     """Load the model and allocate the KV cache.
 
@@ -150,7 +152,7 @@ def _start(
     try:
         size = size_cache(config, spec.max_model_len, info)
     except ConfigError as error:
-        raise ConfigError(origins.locate(str(error))) from None
+        raise ConfigError(config_sources.locate(str(error))) from None
     if size.max_model_len != spec.max_model_len:
         executor.collective_rpc("set_max_model_len", (size.max_model_len,))
     executor.initialize_cache(size.num_blocks)

@@ -10,9 +10,9 @@ import msgspec
 
 from hardpoint.core.faults import FaultReporter, StepFaults
 from hardpoint.plugins import (
+    ConfigSources,
     EngineConfig,
     Load,
-    Origins,
     PluginFaultError,
     PolicyContext,
     Request,
@@ -236,7 +236,7 @@ _ORIGIN = "set_policy()"
 
 def change_policy(
     config: EngineConfig,
-    origins: Origins,
+    config_sources: ConfigSources,
     plugins: PluginSet,
     use: str,
     options: Mapping[str, Any],
@@ -244,7 +244,7 @@ def change_policy(
     """Return the configuration with another policy, and the next generation of the plugin set.
 
     Args:
-        config, origins, plugins: as they are now.
+        config, config_sources, plugins: as they are now.
         use: entry-point name or FQCN.
         options: the policy's own.
 
@@ -258,17 +258,17 @@ def change_policy(
         scheduler=msgspec.structs.replace(config.scheduler, policy=use),
         plugin=tables,
     )
-    by_path = {**origins.by_path, "scheduler.policy": _ORIGIN}
-    changed = plugins.changed(config, Origins(by_path), _KIND)
+    by_path = {**config_sources.by_path, "scheduler.policy": _ORIGIN}
+    changed = plugins.changed(config, ConfigSources(by_path), _KIND)
     if options:
         name = changed.one(_KIND).name
         alone = sum(entry.name == name for entry in changed.manifest.entries) == 1
         table = name if alone else f"{_KIND}/{name}"
         path = f"plugin.{table}"
         kept = {k: v for k, v in by_path.items() if not f"{k}.".startswith(f"{path}.")}
-        origins = Origins({**kept, path: _ORIGIN})
+        config_sources = ConfigSources({**kept, path: _ORIGIN})
         config = msgspec.structs.replace(config, plugin={**tables, table: dict(options)})
-        changed = plugins.changed(config, origins, _KIND)
+        changed = plugins.changed(config, config_sources, _KIND)
     return config, changed
 
 

@@ -11,12 +11,12 @@ import torch
 from hardpoint.core.worker.worker import WorkerSpec
 from hardpoint.plugins import (
     ConfigError,
+    ConfigSources,
     EngineConfig,
     LoaderContext,
     ModelConfig,
     ModelError,
     ModelFiles,
-    Origins,
     PluginNotFoundError,
     Progress,
     WeightLoader,
@@ -100,7 +100,7 @@ def _from_hub(name: str) -> Path:
 
 
 def prepare_worker(
-    config: EngineConfig, plugins: PluginSet, origins: Origins, progress: Progress
+    config: EngineConfig, plugins: PluginSet, config_sources: ConfigSources, progress: Progress
 ) -> WorkerSpec:
     """Find the model, read its configuration, and check what can be checked cheaply.
 
@@ -111,8 +111,8 @@ def prepare_worker(
     loader = open_loader(config, plugins, find_files(config.model))
     model_config = loader.config()
     _check_architecture(model_config, plugins)
-    max_model_len = _max_model_len(config, model_config, origins)
-    _check_limits(config, max_model_len, origins)
+    max_model_len = _max_model_len(config, model_config, config_sources)
+    _check_limits(config, max_model_len, config_sources)
     return WorkerSpec(
         config=config,
         plugins=plugins,
@@ -134,19 +134,21 @@ def _check_architecture(model_config: ModelConfig, plugins: PluginSet) -> None:
         ) from cause
 
 
-def _max_model_len(config: EngineConfig, model_config: ModelConfig, origins: Origins) -> int:
+def _max_model_len(
+    config: EngineConfig, model_config: ModelConfig, config_sources: ConfigSources
+) -> int:
     longest = model_config.max_position_embeddings
     if config.max_model_len is None or config.max_model_len == "auto":
         return longest
     if config.max_model_len > longest:
         raise ConfigError(
             f"max_model_len: expected at most {longest}, what the model was made for, "
-            f"got {config.max_model_len} (from {origins.of('max_model_len')})"
+            f"got {config.max_model_len} (from {config_sources.of('max_model_len')})"
         )
     return config.max_model_len
 
 
-def _check_limits(config: EngineConfig, max_model_len: int, origins: Origins) -> None:
+def _check_limits(config: EngineConfig, max_model_len: int, config_sources: ConfigSources) -> None:
     """Refuse limits that cannot work together, before anything is loaded."""
     size = config.kv_cache.block_size
     try:
@@ -158,7 +160,7 @@ def _check_limits(config: EngineConfig, max_model_len: int, origins: Origins) ->
         if config.max_model_len != "auto":
             limits_of(config, max_model_len)
     except ConfigError as error:
-        raise ConfigError(origins.locate(str(error))) from None
+        raise ConfigError(config_sources.locate(str(error))) from None
 
 
 def _dtype(config: EngineConfig, model_config: ModelConfig) -> torch.dtype:

@@ -27,7 +27,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         address: the EngineAddresses that the engine connects to, as JSON.
         manifest: the plugins, the same in every process.
         config: an EngineConfig as plain data.
-        origins: by dotted path, where configuration values came from.
+        config_sources: by dotted path, where configuration values came from.
         main_objects: what the parent's `__main__` defines, from `main_objects`.
         log_level: of the logger "hardpoint".
         engine_index: which engine of its parent it is, from 0.
@@ -39,7 +39,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     manifest: Manifest
     config: dict[str, Any]
-    origins: dict[str, str] = {}
+    config_sources: dict[str, str] = {}
     main_objects: bytes = b""
     log_level: str = "INFO"
     engine_index: int = 0

@@ -22,7 +22,7 @@ from hardpoint.core.engine.request_check import RequestCheck
 from hardpoint.core.errors import blamed
 from hardpoint.core.wire import EngineAddresses, EngineCoreReadyResponse
 from hardpoint.core.worker.worker import WorkerSpec
-from hardpoint.plugins import EngineConfig, Origins, PluginLoadError
+from hardpoint.plugins import ConfigSources, EngineConfig, PluginLoadError
 from hardpoint.registry.discovery import discover
 from hardpoint.registry.plugin_set import PluginSet
 
@@ -124,13 +124,13 @@ def run_engine(launch: Launch, watch: ParentWatch) -> None:
     name_process(engine_name(launch.engine_index))
     log_as(launch.engine_index, launch.log_level)
     config = msgspec.convert(launch.config, EngineConfig)
-    origins = Origins(launch.origins)
+    config_sources = ConfigSources(launch.config_sources)
     plugins = PluginSet(launch.manifest)
     check_versions(plugins)
     with contextlib.ExitStack() as closing:  # each is closed, whatever another one raises
-        spec = prepare_worker(config, plugins, origins, lambda _what, _done, _total: None)
+        spec = prepare_worker(config, plugins, config_sources, lambda _what, _done, _total: None)
         closing.callback(spec.loader.close)
-        built = build_core(spec, plugins.hooks(), origins, time.monotonic)
+        built = build_core(spec, plugins.hooks(), config_sources, time.monotonic)
         closing.callback(built.core.close)
         _serve(launch, watch, spec, built, closing)
 

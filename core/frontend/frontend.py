@@ -14,12 +14,12 @@ from hardpoint.core.client.base import EngineCoreClient
 from hardpoint.core.engine.policy import change_policy
 from hardpoint.plugins import (
     Component,
+    ConfigSources,
     EngineConfig,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
     ModelConfig,
-    Origins,
     PluginFaultError,
     ReasoningParser,
     RequestError,
@@ -56,7 +56,7 @@ class EngineParts:
     """
 
     config: EngineConfig
-    origins: Origins
+    config_sources: ConfigSources
     plugins: PluginSet
     hooks: HookSet
     model_config: ModelConfig
@@ -78,7 +78,9 @@ class EngineParts:
         Raises:
             ConfigError, PluginError: the policy cannot be had.
         """
-        config, plugins = change_policy(self.config, self.origins, self.plugins, use, options)
+        config, plugins = change_policy(
+            self.config, self.config_sources, self.plugins, use, options
+        )
         return dataclasses.replace(self, config=config, plugins=plugins)
 
 

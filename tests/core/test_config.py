@@ -28,16 +28,16 @@ def refused(*settings, environ=None, path=None):
 
 
 def test_nothing_given_is_the_defaults():
-    config, origins = load()
+    config, config_sources = load()
     assert config == EngineConfig()
-    assert origins.of("scheduler.policy") == "default"
+    assert config_sources.of("scheduler.policy") == "default"
 
 
 def test_later_places_win_and_each_value_knows_its_place(folder):
     (folder / "hardpoint.toml").write_text(
         'model = "file"\nseed = 1\n[scheduler]\nmax_num_seqs = 2\npolicy = "priority"\n'
     )
-    config, origins = load(
+    config, config_sources = load(
         ["scheduler.max_num_seqs=5"],
         environ={"HARDPOINT__SCHEDULER__MAX_NUM_SEQS": "4", "HARDPOINT__SEED": "3"},
         model="argument",
@@ -45,19 +45,19 @@ def test_later_places_win_and_each_value_knows_its_place(folder):
     assert config.model == "argument"
     assert config.seed == 3
     assert config.scheduler == SchedulerConfig(max_num_seqs=5, policy="priority")
-    assert origins.of("model") == "argument --model"
-    assert origins.of("seed") == "environment HARDPOINT__SEED"
-    assert origins.of("scheduler.max_num_seqs") == "argument --set scheduler.max_num_seqs"
-    assert origins.of("scheduler.policy") == "file hardpoint.toml"
-    assert origins.of("scheduler.max_num_batched_tokens") == "default"
+    assert config_sources.of("model") == "argument --model"
+    assert config_sources.of("seed") == "environment HARDPOINT__SEED"
+    assert config_sources.of("scheduler.max_num_seqs") == "argument --set scheduler.max_num_seqs"
+    assert config_sources.of("scheduler.policy") == "file hardpoint.toml"
+    assert config_sources.of("scheduler.max_num_batched_tokens") == "default"
 
 
 def test_an_explicit_file_is_read_instead_of_the_default_one(folder):
     (folder / "hardpoint.toml").write_text("seed = 1")
     (folder / "other.toml").write_text('dtype = "float32"')
-    config, origins = load(path="other.toml")
+    config, config_sources = load(path="other.toml")
     assert (config.seed, config.dtype) == (None, "float32")
-    assert origins.of("dtype") == "file other.toml"
+    assert config_sources.of("dtype") == "file other.toml"
 
 
 def test_tables_are_merged_and_lists_replaced(folder):
@@ -67,21 +67,21 @@ def test_tables_are_merged_and_lists_replaced(folder):
     )
     config, _ = load()
     assert config.plugins.enable == ["a", PluginUse(use="p:B", name="b")]
-    config, origins = load(
+    config, config_sources = load(
         ['plugins.enable=["c"]', "plugins.replace.y=p:Y", "plugin.fair={ weight = 2 }"]
     )
     assert config.plugins.enable == ["c"]
     assert config.plugins.replace == {"x": "p:X", "y": "p:Y"}
     assert config.plugin == {"fair": {"tag": "t", "weight": 2}}
-    assert origins.of("plugins.replace.x") == "file hardpoint.toml"
-    assert origins.of("plugins.enable[0]") == "argument --set plugins.enable"
-    assert origins.of("plugin.fair.tag") == "file hardpoint.toml"
+    assert config_sources.of("plugins.replace.x") == "file hardpoint.toml"
+    assert config_sources.of("plugins.enable[0]") == "argument --set plugins.enable"
+    assert config_sources.of("plugin.fair.tag") == "file hardpoint.toml"
 
 
 def test_whoever_set_an_option_last_answers_for_the_table_of_the_plugin():
-    _, origins = load(environ={"HARDPOINT__PLUGIN__FAIR__TAG": "x"})
-    assert origins.of("plugin.fair") == "environment HARDPOINT__PLUGIN__FAIR__TAG"
-    assert origins.of("plugin.fair.missing") == "environment HARDPOINT__PLUGIN__FAIR__TAG"
+    _, config_sources = load(environ={"HARDPOINT__PLUGIN__FAIR__TAG": "x"})
+    assert config_sources.of("plugin.fair") == "environment HARDPOINT__PLUGIN__FAIR__TAG"
+    assert config_sources.of("plugin.fair.missing") == "environment HARDPOINT__PLUGIN__FAIR__TAG"
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ def test_whoever_set_an_option_last_answers_for_the_table_of_the_plugin():
     ],
 )
 def test_names_of_variables(name, path):
-    _, origins = load(environ={name: "value"})
-    assert origins.by_path[path] == f"environment {name}"
+    _, config_sources = load(environ={name: "value"})
+    assert config_sources.by_path[path] == f"environment {name}"
 
 
 def test_other_variables_are_left_alone():
@@ -248,29 +248,29 @@ def test_a_python_call_reads_neither_default_file_nor_environment(folder, monkey
 @pytest.mark.parametrize("as_text", [True, False])
 def test_config_from_a_path(folder, as_text):
     (folder / "a.toml").write_text("seed = 1")
-    config, origins = config_from("a.toml" if as_text else Path("a.toml"))
+    config, config_sources = config_from("a.toml" if as_text else Path("a.toml"))
     assert config.seed == 1
-    assert origins.of("seed") == "file a.toml"
+    assert config_sources.of("seed") == "file a.toml"
 
 
 def test_config_from_a_mapping_and_named_arguments():
-    config, origins = config_from(
+    config, config_sources = config_from(
         {"seed": 1, "scheduler": {"policy": "fair"}, "model": Path("some/where")},
         {"seed": 2, "tokenizer.path": "tok", "dtype": None},
     )
     assert (config.seed, config.tokenizer.path, config.dtype) == (2, "tok", "auto")
     assert config.model == str(Path("some/where"))
-    assert origins.of("seed") == "argument LLM(seed=...)"
-    assert origins.of("tokenizer.path") == "argument LLM(tokenizer=...)"
-    assert origins.of("scheduler.policy") == "argument LLM(config=...)"
-    assert origins.of("dtype") == "default"
+    assert config_sources.of("seed") == "argument LLM(seed=...)"
+    assert config_sources.of("tokenizer.path") == "argument LLM(tokenizer=...)"
+    assert config_sources.of("scheduler.policy") == "argument LLM(config=...)"
+    assert config_sources.of("dtype") == "default"
 
 
 def test_a_ready_configuration_is_checked_again():
-    config, origins = config_from(EngineConfig(seed=3), {"model": "m"})
+    config, config_sources = config_from(EngineConfig(seed=3), {"model": "m"})
     assert config == EngineConfig(seed=3, model="m")
-    assert origins.of("seed") == "argument LLM(config=...)"
-    assert origins.of("dtype") == "default"
+    assert config_sources.of("seed") == "argument LLM(config=...)"
+    assert config_sources.of("dtype") == "default"
     with pytest.raises(ConfigError, match="model: expected a string, got 5"):
         config_from(EngineConfig(model=5))
 

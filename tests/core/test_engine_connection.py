@@ -12,12 +12,12 @@ from hardpoint.core.client import process_client
 from hardpoint.core.client.process_client import EngineConnection, EngineStart
 from hardpoint.core.wire import ENGINE_CORE_DEAD
 from hardpoint.plugins import (
+    ConfigSources,
     EngineConfig,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineDeadError,
     Manifest,
-    Origins,
     PluginFaultError,
 )
 
@@ -37,7 +37,7 @@ class Sink:
 @pytest.fixture
 def connected(played):
     """A connection to an engine that is played, its sink, and the process."""
-    start = EngineStart(EngineConfig(), Origins(), Manifest(hardpoint="1", entries=()))
+    start = EngineStart(EngineConfig(), ConfigSources(), Manifest(hardpoint="1", entries=()))
     sink = Sink()
     connection = EngineConnection(start, sink, played)
     yield connection, sink, played

@@ -10,7 +10,7 @@ from hardpoint.core.client.process_client import EngineConnection, EngineStart
 from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.engine_process.transport import EngineIO
 from hardpoint.core.wire import EngineCoreReadyResponse, RequestType
-from hardpoint.plugins import EngineConfig, EngineCoreOutputs, Manifest, Origins
+from hardpoint.plugins import ConfigSources, EngineConfig, EngineCoreOutputs, Manifest
 
 INDEX, ADDRESS = 258, b"\x02\x01"  # least significant byte first
 
@@ -37,7 +37,7 @@ def test_outputs_say_which_engine_they_come_from():
 
 def test_a_connection_gives_the_index_to_its_process_and_is_addressed_by_it(played):
     start = EngineStart(
-        EngineConfig(), Origins(), Manifest(hardpoint="1", entries=()), engine_index=INDEX
+        EngineConfig(), ConfigSources(), Manifest(hardpoint="1", entries=()), engine_index=INDEX
     )
     connection = EngineConnection(start, lambda outputs: None, played)
     try:

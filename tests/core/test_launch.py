@@ -31,7 +31,7 @@ from hardpoint.plugins import (
 def test_launch_arrives_whole(child, tmp_path):
     plan = launch(
         config={"model": "m", "plugin": {"dry": {"a": [1, 2.5, None]}}, "big": "x" * 2_000_000},
-        origins={"model": "file hardpoint.toml"},
+        config_sources={"model": "file hardpoint.toml"},
         log_level="DEBUG",
         engine_index=2,
     )

@@ -10,12 +10,12 @@ import pytest
 
 from hardpoint.plugins import (
     AttentionBackend,
+    ConfigSources,
     EngineConfig,
     EvictionPolicy,
     Executor,
     LogitsProcessor,
     Model,
-    Origins,
     Phase,
     Sampler,
     Scheduler,
@@ -92,9 +92,9 @@ class Installed:
         self.found.append(Found(kind, name, value, distribution, version))
         return value
 
-    def resolve(self, origins: Origins | None = None, **config: Any) -> PluginSet:
+    def resolve(self, config_sources: ConfigSources | None = None, **config: Any) -> PluginSet:
         """Resolve a configuration against what is installed here."""
-        return resolve_plugins(convert(config, EngineConfig, path=""), origins, self.found)
+        return resolve_plugins(convert(config, EngineConfig, path=""), config_sources, self.found)
 
 
 def on(plugins: PluginSet) -> dict[str, str]:

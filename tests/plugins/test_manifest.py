@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from fake_plugins import component
 
-from hardpoint.plugins import LogitsProcessor, Manifest, Options, Origins, PluginEntry
+from hardpoint.plugins import ConfigSources, LogitsProcessor, Manifest, Options, PluginEntry
 
 ENTRY = PluginEntry(
     kind="logits_processors",
@@ -80,8 +80,8 @@ class TestOfAResolvedSet:
             target = component(LogitsProcessor, Options=DryOptions)
             installed.offer(f"logits_processors/{name}", target)
 
-        def run(*enable, origins=None, **config):
-            plugins = installed.resolve(origins, plugins={"enable": list(enable)}, **config)
+        def run(*enable, config_sources=None, **config):
+            plugins = installed.resolve(config_sources, plugins={"enable": list(enable)}, **config)
             return plugins.manifest.hash
 
         return run
@@ -97,5 +97,5 @@ class TestOfAResolvedSet:
         assert len({hash_with(), hash_with("dry"), hash_with("dry", "wet")}) == 3
 
     def test_where_it_was_enabled_does_not(self, hash_with):
-        origins = Origins({"plugins": "environment"})
-        assert hash_with("dry", origins=origins) == hash_with("dry")
+        config_sources = ConfigSources({"plugins": "environment"})
+        assert hash_with("dry", config_sources=config_sources) == hash_with("dry")

@@ -5,14 +5,20 @@ from __future__ import annotations
 import pytest
 from fake_plugins import component
 
-from hardpoint.plugins import ConfigError, LogitsProcessor, Options, Origins, PluginNotFoundError
+from hardpoint.plugins import (
+    ConfigError,
+    ConfigSources,
+    LogitsProcessor,
+    Options,
+    PluginNotFoundError,
+)
 
 
 class TestOptions:
     def test_options_of_an_unknown_plugin(self, installed):
-        origins = Origins({"plugin.min_q": "environment"})
+        config_sources = ConfigSources({"plugin.min_q": "environment"})
         with pytest.raises(ConfigError) as error:
-            installed.resolve(origins, plugin={"min_q": {}})
+            installed.resolve(config_sources, plugin={"min_q": {}})
         assert str(error.value) == (
             "plugin.min_q: no plugin 'min_q' is on (did you mean 'min_p'?) (from environment)"
         )
@@ -29,9 +35,9 @@ class TestOptions:
         assert installed.resolve(plugin={"samplers/default": {}}).one("samplers").options == {}
 
     def test_an_unknown_option_says_its_origin(self, installed):
-        origins = Origins({"plugin.min_p": "file hardpoint.toml"})
+        config_sources = ConfigSources({"plugin.min_p": "file hardpoint.toml"})
         with pytest.raises(ConfigError) as error:
-            installed.resolve(origins, plugin={"min_p": {"x": 1}})
+            installed.resolve(config_sources, plugin={"min_p": {"x": 1}})
         assert str(error.value).startswith("plugin.min_p.x: unknown field")
         assert str(error.value).endswith("(from file hardpoint.toml)")
 
@@ -84,8 +90,10 @@ class TestLookUp:
 
     def test_origins_travel_with_the_entries(self, installed):
         installed.offer("logits_processors/dry", component(LogitsProcessor))
-        origins = Origins({"plugins.enable[0]": "file hardpoint.toml", "sampler.use": "argument"})
-        plugins = installed.resolve(origins, plugins={"enable": ["dry"]})
+        config_sources = ConfigSources(
+            {"plugins.enable[0]": "file hardpoint.toml", "sampler.use": "argument"}
+        )
+        plugins = installed.resolve(config_sources, plugins={"enable": ["dry"]})
         assert plugins.get("logits_processors", "dry").origin == (
             "plugins.enable[0] (file hardpoint.toml)"
         )

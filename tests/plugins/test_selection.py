@@ -7,9 +7,9 @@ from fake_plugins import component, on
 
 from hardpoint.plugins import (
     ConfigError,
+    ConfigSources,
     KVEventPublisher,
     LogitsProcessor,
-    Origins,
     PluginConflictError,
     PluginContractError,
     PluginNotFoundError,
@@ -112,9 +112,9 @@ class TestEnable:
 
     def test_an_unknown_name_suggests_a_known_one_and_says_where_it_came_from(self, installed):
         installed.offer("logits_processors/mirostat", component(LogitsProcessor))
-        origins = Origins({"plugins.enable": "file hardpoint.toml"})
+        config_sources = ConfigSources({"plugins.enable": "file hardpoint.toml"})
         with pytest.raises(PluginNotFoundError) as error:
-            installed.resolve(origins, plugins={"enable": ["mirrostat"]})
+            installed.resolve(config_sources, plugins={"enable": ["mirrostat"]})
         message = str(error.value)
         assert message.startswith(
             "plugins.enable[0]: no installed component is called 'mirrostat' "
@@ -313,9 +313,9 @@ class TestLists:
             again = on(publishers.resolve(kv_events={"publishers": ["zmq"]}))[
                 "kv_event_publishers/zmq"
             ]
-        origins = Origins({"kv_events.publishers": "file hardpoint.toml"})
+        config_sources = ConfigSources({"kv_events.publishers": "file hardpoint.toml"})
         with pytest.raises(ConfigError) as error:
-            publishers.resolve(origins, kv_events={"publishers": ["zmq", "null", again]})
+            publishers.resolve(config_sources, kv_events={"publishers": ["zmq", "null", again]})
         assert str(error.value) == (
             f"kv_events.publishers[2]: {again!r} is named twice, here and by "
             "kv_events.publishers[0] (from file hardpoint.toml)"

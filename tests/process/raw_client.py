@@ -25,10 +25,10 @@ from hardpoint.core.wire import (
     UtilityOutput,
 )
 from hardpoint.plugins import (
+    ConfigSources,
     EngineConfig,
     EngineCoreOutputs,
     EngineCoreRequest,
-    Origins,
     SamplingParams,
     typed,
 )
@@ -73,7 +73,7 @@ class RawClient:
         self.pull = self.context.socket(zmq.PULL)
         self.pull.bind(addresses.outputs[0])
         typed_config = typed.convert(config, EngineConfig, path="")
-        manifest = resolve_plugins(typed_config, Origins()).manifest
+        manifest = resolve_plugins(typed_config, ConfigSources()).manifest
         self.log = folder / "log"
         with _standard_error_to(self.log):
             self.process = EngineProcess.start(

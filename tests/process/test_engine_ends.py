@@ -128,13 +128,13 @@ BROKEN_THREADS = """
 from hardpoint.core.engine_process.__main__ import main
 
 def run(launch, watch):
-    from hardpoint.core import engine_io
+    from hardpoint.core.engine_process import transport
     from hardpoint.core.engine_process.run import run_engine
 
     def start(self, ready):
         raise RuntimeError("can't start new thread")
 
-    engine_io.EngineIO.start = start
+    transport.EngineIO.start = start
     run_engine(launch, watch)
 
 main(run)

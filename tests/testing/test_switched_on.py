@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hardpoint.testing import LogitsProcessorSuite
 from hardpoint.testing import suite as kit_suite
-from hardpoint.testing.suite import seed_now
+from hardpoint.testing.pytest_hooks import seed_now
 
 TEST_FILE = """
 from hypothesis import strategies as st

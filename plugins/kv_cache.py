@@ -152,9 +152,6 @@ class KVCacheManager(Protocol):
     def block_ids(self, request: Request) -> BlockIds:
         """Return a request's blocks in order, one list per group."""
 
-    def num_common_prefix_blocks(self, running: Sequence[Request]) -> list[int]:
-        """Return per group how many leading blocks all running requests share."""
-
     def reset(self) -> None:
         """Forget cached content. Requests keep their blocks, but store nothing until readmitted."""
 

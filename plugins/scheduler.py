@@ -90,7 +90,6 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
         encoder_inputs: per request id, indices of the features to encode in this step.
         freed_encoder_inputs: identifiers whose embeddings a worker forgets, before it encodes;
             each is told once, and a worker may never have had it.
-        num_common_prefix_blocks: per group, leading blocks that all running requests share.
         structured_request_ids: request id to its place among the scheduled ones, of those that a
             grammar constrains.
         preempted_request_ids: leave the batch and may come back.
@@ -106,7 +105,6 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     draft_token_ids: Mapping[str, Sequence[int]] = {}
     encoder_inputs: Mapping[str, Sequence[int]] = {}
     freed_encoder_inputs: Sequence[str] = ()
-    num_common_prefix_blocks: Sequence[int] = ()
     structured_request_ids: Mapping[str, int] = {}
     preempted_request_ids: frozenset[str] = frozenset()
     finished_request_ids: frozenset[str] = frozenset()

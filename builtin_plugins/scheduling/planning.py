@@ -16,7 +16,6 @@ def make_plan(books: Books, step: Step) -> SchedulerOutput:
     """Return what the workers have to do; what it tells once is told with that."""
     finished, books.untold = frozenset(books.untold), set()
     preempted, books.preempted = frozenset(books.preempted), set()
-    running = list(books.running.values())
     plan = SchedulerOutput(
         step=step.number,
         new_requests=step.entries,
@@ -26,7 +25,6 @@ def make_plan(books: Books, step: Step) -> SchedulerOutput:
         draft_token_ids=step.drafts,
         encoder_inputs=step.encoder_inputs,
         freed_encoder_inputs=_freed_encoder_inputs(books),
-        num_common_prefix_blocks=books.cache.num_common_prefix_blocks(running),
         structured_request_ids=_structured(books, step),
         preempted_request_ids=preempted,
         finished_request_ids=finished,

@@ -17,7 +17,6 @@ from hardpoint.plugins.kv_cache import (
 
 from .block_hashes import BlockHashes
 from .block_pool import NULL_BLOCK, BlockPool, EventLog
-from .common_prefix import common_prefix, may_share
 from .eviction import Eviction, raise_fault
 from .prefix_lookup import first_seen, longest_prefix
 
@@ -253,24 +252,6 @@ class BlockManager:
         """Return a request's blocks in order, one list per group; empty if it holds none."""
         held = self._held.get(request)
         return [] if held is None else [list(table) for table in held.tables]
-
-    def num_common_prefix_blocks(self, running: Sequence[Request]) -> list[int]:
-        """Return per group how many leading blocks all running requests share."""
-        first = self._held.get(running[0]) if running else None
-        if first is None or not may_share(first.tables, self._pool.ref_count, len(running)):
-            return [0] * len(self.groups)
-        holders = [self._held.get(request) for request in running]
-        if None in holders:
-            return [0] * len(self.groups)
-        are_all = len(holders) == len(self._held)
-        return [
-            common_prefix(
-                [held.tables[group] for held in holders if held is not None],
-                self._pool.ref_count,
-                are_all=are_all,
-            )
-            for group in range(len(self.groups))
-        ]
 
     def reset(self) -> None:
         """Forget cached content. Requests keep their blocks, but store nothing until readmitted."""

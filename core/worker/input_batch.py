@@ -35,11 +35,6 @@ class BatchUpdateBuilder:
         return self._changed
 
     @property
-    def has_removed(self) -> bool:
-        """Whether rows are free; asking locks nothing."""
-        return bool(self._removed)
-
-    @property
     def removed(self) -> tuple[int, ...]:
         """The free rows, highest first; reading them ends registration for this step."""
         self._lock()

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_harness import FirstComeFirstServed, Grammars, Priority, Rig, reference
 
-from hardpoint.plugins import FinishReason, KVCacheGroup
+from hardpoint.plugins import FinishReason
 
 
 def test_plans_are_numbered_from_one():
@@ -63,30 +63,6 @@ def test_a_running_request_may_be_absent_from_a_plan():
     assert plan.num_scheduled_tokens == {"a": 4}
     assert plan.cached_requests.request_ids == ["a"]
     assert rig.scheduler.stats().num_running == 2
-
-
-def test_common_prefixes_are_counted_per_group_over_all_that_run():
-    rig = Rig(block_size=4, groups=[KVCacheGroup(), KVCacheGroup()])
-    prompt = [3] * 9
-    rig.add("a", prompt=prompt)
-    assert list(rig.step().num_common_prefix_blocks) == [3, 3]
-    rig.add("b", prompt=[*prompt, 4])
-    assert list(rig.step().num_common_prefix_blocks) == [2, 2]
-    rig.add("c", prompt=2)
-    assert list(rig.step().num_common_prefix_blocks) == [0, 0]
-
-
-def test_there_is_no_common_prefix_where_nothing_runs():
-    rig = Rig(groups=[KVCacheGroup(), KVCacheGroup()])
-    assert list(rig.step().num_common_prefix_blocks) == [0, 0]
-
-
-def test_a_window_group_has_no_common_prefix_behind_the_window():
-    rig = Rig(block_size=4, groups=[KVCacheGroup(), KVCacheGroup(window=4)])
-    rig.add("a", prompt=17, max_tokens=20)
-    for _ in range(5):
-        plan = rig.step()
-    assert list(plan.num_common_prefix_blocks) == [6, 0]
 
 
 def test_structured_requests_of_the_step_and_no_others():

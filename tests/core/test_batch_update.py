@@ -72,14 +72,12 @@ class TestBuilder:
         assert [builder.pop_removed() for _ in range(4)] == [2, 5, 9, None]
         assert builder.peek_removed() is None
 
-    def test_asking_whether_there_are_removals_locks_nothing(self):
+    def test_reading_removals_locks_nothing_while_there_are_none(self):
         builder = BatchUpdateBuilder()
-        assert not builder.has_removed
         assert builder.peek_removed() is None
         assert builder.pop_removed() is None
         assert builder.removed == ()
         builder.remove(1)
-        assert builder.has_removed
         builder.remove(2)
 
     def test_a_reused_row_is_an_addition_and_no_removal(self):

@@ -107,7 +107,6 @@ def test_requests_of_one_step_share():
     tables = [manager.block_ids(request)[0] for request in requests]
     assert [table[:4] for table in tables] == [[0, 1, 2, 3]] * 4
     assert len({table[4] for table in tables}) == 4
-    assert manager.num_common_prefix_blocks(requests) == [4]
     assert manager.num_free_blocks == 20 - 8
 
 

@@ -126,21 +126,6 @@ def test_drafts_in_flight_do_not_move_the_window():
     assert manager.block_ids(request)[0][:3] == [0, 2, 3]
 
 
-def test_common_prefix():
-    manager = BlockManager(30, 2, groups=WINDOW)
-    shared = (8, 6, 2)
-    requests = [make_request(f"r{n}", [*TOKENS[:n], 90 + n, 91, 92]) for n in shared]
-    assert all(run(manager, request) for request in requests)
-    assert manager.num_common_prefix_blocks([]) == [0, 0]
-    assert manager.num_common_prefix_blocks(requests[:1]) == [6, 6]
-    assert manager.num_common_prefix_blocks(requests[:2]) == [3, 0]
-    assert manager.num_common_prefix_blocks(requests[::2]) == [1, 1]
-    assert manager.num_common_prefix_blocks(requests) == [1, 0]
-    new = make_request("new", TOKENS)
-    assert manager.num_common_prefix_blocks([requests[0], new]) == [0, 0]
-    assert manager.num_common_prefix_blocks([new, requests[0]]) == [0, 0]
-
-
 def test_tails_of_all_groups_are_evicted_first():
     manager = BlockManager(20, 2, groups=WINDOW)
     request = make_request("a", TOKENS[:4])

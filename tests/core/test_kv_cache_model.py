@@ -237,22 +237,6 @@ class Cache(RuleBasedStateMachine):
             one.stopped = one.tables is not None
             one.delayed = False
 
-    @some_hold
-    @rule(numbers=st.lists(pick, max_size=4))
-    def common_prefix(self, numbers):
-        ones = {id(one): one for number in numbers if (one := self.choose(number))}
-        expected = []
-        for group in range(len(self.manager.groups)):
-            rows = zip(*[one.tables[group] for one in ones.values()], strict=False)
-            shared = 0
-            for row in rows:
-                if len(set(row)) > 1 or (row[0] == 0 and self.model.windowed):
-                    break
-                shared += 1
-            expected.append(shared)
-        running = [one.request for one in ones.values()]
-        assert self.manager.num_common_prefix_blocks(running) == expected
-
     @invariant()
     def agrees(self):
         if hasattr(self, "model"):

@@ -256,13 +256,6 @@ class HidesBlocks(ChangesPlans):
         return {"cached_requests": cached}
 
 
-class BoastsOfPrefixes(ChangesPlans):
-    contract = 1
-
-    def wrong(self, plan):
-        return {"num_common_prefix_blocks": [n + 1 for n in plan.num_common_prefix_blocks]}
-
-
 class ChangesResults(DefaultScheduler):
     """Takes another result than it was given."""
 

@@ -25,7 +25,6 @@ SCHEDULERS = [
     (broken.SchedulesNothing, "limits", "the plan", "new and cached requests are"),
     (broken.SkipsPositions, "limits", "positions", "tokens of '.' are computed, the worker has"),
     (broken.HidesBlocks, "limits", "blocks", "but its blocks have room for"),
-    (broken.BoastsOfPrefixes, "limits", "the plan", "num_common_prefix_blocks says"),
     (broken.Picky, "limits", "refusals", "can run is refused: max_tokens: expected anything but 3"),
     (broken.MisCountsLive, "limits", "counts", r"num_unfinished_requests is 2, \d requests"),
     (broken.KeepsNoRecord, "limits", "the step record", "was not recorded"),

@@ -18,7 +18,6 @@ from .names import (
     BOOKS,
     FINISHED,
     PAUSE,
-    PLAN,
     POLICY,
     POOL,
     RECORD,
@@ -119,7 +118,6 @@ def check_standing(rig: SchedulerRig, plan: SchedulerOutput | None = None) -> No
     if rig.settings.asks_policy:
         _check_accounts(rig, plan)
     _check_tables(rig)
-    _check_common_prefix(rig, plan)
     _check_reasons(rig, plan)
     _check_stats(rig)
     record = rig.records[-1]
@@ -209,25 +207,6 @@ def _check_tables(rig: SchedulerRig) -> None:
                     f"{list(table[first:])} as the KV cache manager says",
                     "tell of each new block exactly once",
                 )
-
-
-def _check_common_prefix(rig: SchedulerRig, plan: SchedulerOutput) -> None:
-    """No plan says that more blocks are common than are."""
-    if not plan.num_common_prefix_blocks:
-        return
-    rows = [rig.worker.rows[name] for name in plan.num_scheduled_tokens]
-    if len(plan.num_common_prefix_blocks) != len(rig.settings.windows):
-        raise PLAN.broken(
-            f"num_common_prefix_blocks has {len(plan.num_common_prefix_blocks)} numbers, there "
-            f"are {len(rig.settings.windows)} groups"
-        )
-    for group, count in enumerate(plan.num_common_prefix_blocks):
-        heads = {tuple(row.tables[group][:count]) for row in rows}
-        if len(heads) > 1 or any(len(row.tables[group]) < count for row in rows):
-            raise PLAN.broken(
-                f"num_common_prefix_blocks says {count} of group {group}, but the tables are "
-                f"{[row.tables[group] for row in rows]}"
-            )
 
 
 def _check_reasons(rig: SchedulerRig, plan: SchedulerOutput) -> None:

@@ -119,10 +119,6 @@ class WatchedKVCache:
         """Return a request's blocks in order."""
         return self.inner.block_ids(request)
 
-    def num_common_prefix_blocks(self, running: Sequence[Request]) -> list[int]:
-        """Pass it on."""
-        return self.inner.num_common_prefix_blocks(running)
-
     def reset(self) -> None:
         """Pass it on."""
         self.inner.reset()

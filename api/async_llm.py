@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -12,6 +12,7 @@ import msgspec
 
 from hardpoint.core.build import build_async_engine
 from hardpoint.core.config import config_from
+from hardpoint.core.engine.utility_calls import AsyncControlCalls
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.core.frontend.plugin_health import Health
@@ -21,23 +22,19 @@ from hardpoint.plugins import (
     ConfigSources,
     EngineConfig,
     EngineDeadError,
-    LoRARequest,
     Manifest,
-    PluginMeter,
     RequestOutput,
     SamplingParams,
-    SchedulerStats,
     Tokenizer,
     WaitReason,
 )
 
-from .llm_inputs import PauseWord
 from .progress import ProgressDisplay
 
 __all__ = ["AsyncLLM"]
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncControlCalls):
     """A model that generates text for many tasks of one event loop at once.
 
     The model runs in a process of its own, so tokenising, streaming and whatever else the program
@@ -232,151 +229,6 @@ class AsyncLLM:
         """
         await self._engine.set_policy(use, options)
 
-    async def plugin_meters(self) -> dict[str, PluginMeter]:
-        """Return what each logits processor cost so far, by name: steps, rows, seconds, faults."""
-        meters: dict[str, PluginMeter] = await self._engine.call_utility("plugin_meters")
-        return meters
-
-    async def scheduler_stats(self) -> SchedulerStats:
-        """Return how many requests run and wait, and what the KV cache holds and found."""
-        stats: SchedulerStats = await self._engine.call_utility("scheduler_stats")
-        return stats
-
-    async def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
-        """Forget what is kept for prompts that begin alike.
-
-        Args:
-            recompute_running: also compute anew what runs, for example after weights changed.
-        """
-        await self._engine.call_utility("reset_prefix_cache", recompute_running)
-
-    async def reset_encoder_cache(self) -> None:
-        """Forget embeddings of images and the like.
-
-        Raises:
-            HardpointError: there are none.
-        """
-        await self._engine.call_utility("reset_encoder_cache")
-
-    async def reset_mm_cache(self) -> None:
-        """Forget processed images and the like.
-
-        Raises:
-            HardpointError: there are none.
-        """
-        await self._engine.call_utility("reset_mm_cache")
-
-    async def pause(self, mode: PauseWord = "abort", *, clear_cache: bool = True) -> None:
-        """Stop giving tokens until `resume`; return once the engine stands still.
-
-        New requests wait meanwhile. An engine that is started anew is not paused.
-
-        Args:
-            mode: what becomes of the requests that are there: "abort" ends them, "wait" lets
-                those that have begun finish first, "keep" lets all go on after `resume`.
-            clear_cache: forget what is cached for prompts that begin alike.
-
-        Raises:
-            RequestError: an unknown mode.
-        """
-        await self._engine.call_utility("pause", mode, clear_cache)
-
-    async def resume(self) -> None:
-        """Go on after a pause.
-
-        Raises:
-            HardpointError: the engine sleeps.
-        """
-        await self._engine.call_utility("resume")
-
-    async def is_paused(self) -> bool:
-        """Whether the engine is paused."""
-        paused: bool = await self._engine.call_utility("is_paused")
-        return paused
-
-    async def sleep(self, level: int = 1, mode: PauseWord = "abort") -> None:
-        """Pause, then give memory back until `wake_up`.
-
-        Args:
-            level: 0 only pauses; 1 gives the KV cache back and moves weights to CPU memory;
-                2 gives back both, and `wake_up` loads the weights anew.
-            mode: as for `pause`.
-
-        Raises:
-            RequestError: an unknown level or mode.
-            HardpointError: the engine sleeps already.
-        """
-        await self._engine.call_utility("sleep", level, mode)
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Have memory again, and go on once all of it is there.
-
-        Args:
-            tags: of "weights", "kv_cache" and "scheduling"; None is all of them.
-
-        Raises:
-            RequestError: an unknown tag.
-            HardpointError: scheduling was asked for while some memory would still be asleep.
-        """
-        await self._engine.call_utility("wake_up", tags)
-
-    async def is_sleeping(self) -> bool:
-        """Whether memory was given back and is not there again."""
-        sleeps: bool = await self._engine.call_utility("is_sleeping")
-        return sleeps
-
-    async def collective_rpc(
-        self, method: str, timeout: float | None = None, args: Sequence[Any] = ()
-    ) -> list[Any]:
-        """Call a method of every worker; return the results in rank order.
-
-        Args:
-            method: one of those of `Worker` that change nothing that the engine keeps.
-            timeout: seconds; None is no limit.
-            args: by position.
-
-        Raises:
-            RequestError: no such method may be called, or its arguments are wrong.
-            HardpointError: a worker failed, or took too long.
-        """
-        results: list[Any] = await self._engine.call_utility(
-            "collective_rpc", method, timeout, list(args)
-        )
-        return results
-
-    async def start_profile(self) -> None:
-        """Begin to record what the workers do, for `engine.profile_dir`."""
-        await self._engine.call_utility("start_profile")
-
-    async def stop_profile(self) -> list[str]:
-        """Return the files that the workers' profiles were written to."""
-        files: list[str] = await self._engine.call_utility("stop_profile")
-        return files
-
-    async def add_lora(self, lora: LoRARequest) -> bool:
-        """Load an adapter; return whether every worker did.
-
-        Raises:
-            HardpointError: the workers hold no adapters.
-        """
-        added: bool = await self._engine.call_utility("add_lora", lora)
-        return added
-
-    async def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter; return whether every worker had it."""
-        removed: bool = await self._engine.call_utility("remove_lora", lora_id)
-        return removed
-
-    async def list_loras(self) -> set[int]:
-        """Return the ids of the adapters that every worker has."""
-        ids: set[int] = await self._engine.call_utility("list_loras")
-        return ids
-
-    async def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter, whatever others come; return whether every worker had it."""
-        pinned: bool = await self._engine.call_utility("pin_lora", lora_id)
-        return pinned
-
     def close(self) -> None:
         """End the engine; whoever waits for it gets EngineClosedError. Twice does nothing.
 
@@ -400,3 +252,6 @@ class AsyncLLM:
     ) -> None:
         """Close."""
         await self.aclose()
+
+    async def _call_utility(self, method: str, *args: Any) -> Any:
+        return await self._engine.call_utility(method, *args)

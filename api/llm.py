@@ -10,24 +10,22 @@ from typing import Any, NoReturn
 
 from hardpoint.core.build import build_engine
 from hardpoint.core.config import config_from
+from hardpoint.core.engine.utility_calls import SyncControlCalls
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.plugin_health import Health
 from hardpoint.core.frontend.prompts import Prompt
 from hardpoint.plugins import (
     ConfigSources,
     EngineConfig,
-    LoRARequest,
     Manifest,
-    PluginMeter,
     RequestError,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
-    SchedulerStats,
     Tokenizer,
 )
 
-from .llm_inputs import PauseWord, as_list, extras_of, not_yet, one_each, with_kind
+from .llm_inputs import as_list, extras_of, not_yet, one_each, with_kind
 from .open_calls import OpenCalls, OutputStream
 from .progress import ProgressDisplay
 
@@ -36,7 +34,7 @@ __all__ = ["LLM"]
 Messages = Sequence[Mapping[str, Any]]
 
 
-class LLM:
+class LLM(SyncControlCalls):
     """A model that generates text.
 
     It runs in this process, or in one of its own with `config={"engine": {"in_process": False}}`;
@@ -280,148 +278,9 @@ class LLM:
         """Return which plugins failed, what that ended, and which are quarantined."""
         return self._engine.health()
 
-    def plugin_meters(self) -> dict[str, PluginMeter]:
-        """Return what each logits processor cost so far, by name: steps, rows, seconds, faults."""
-        meters: dict[str, PluginMeter] = self._engine.call_utility("plugin_meters")
-        return meters
-
-    def scheduler_stats(self) -> SchedulerStats:
-        """Return how many requests run and wait, and what the KV cache holds and found."""
-        stats: SchedulerStats = self._engine.call_utility("scheduler_stats")
-        return stats
-
-    def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
-        """Forget what is kept for prompts that begin alike.
-
-        Args:
-            recompute_running: also compute anew what runs, for example after weights changed.
-        """
-        self._engine.call_utility("reset_prefix_cache", recompute_running)
-
-    def reset_encoder_cache(self) -> None:
-        """Forget embeddings of images and the like.
-
-        Raises:
-            HardpointError: there are none.
-        """
-        self._engine.call_utility("reset_encoder_cache")
-
-    def reset_mm_cache(self) -> None:
-        """Forget processed images and the like.
-
-        Raises:
-            HardpointError: there are none.
-        """
-        self._engine.call_utility("reset_mm_cache")
-
-    def pause(self, mode: PauseWord = "abort", *, clear_cache: bool = True) -> None:
-        """Stop giving tokens until `resume`; return once the engine stands still.
-
-        Args:
-            mode: what becomes of requests that are there, such as those of an open `stream`:
-                "abort" ends them, "keep" lets them go on after `resume`, and "wait", which needs
-                an engine in a process of its own, lets those that have begun finish first.
-            clear_cache: forget what is cached for prompts that begin alike.
-
-        Raises:
-            RequestError: an unknown mode, or one that cannot be had here.
-        """
-        self._engine.call_utility("pause", mode, clear_cache)
-
-    def resume(self) -> None:
-        """Go on after a pause.
-
-        Raises:
-            HardpointError: the engine sleeps.
-        """
-        self._engine.call_utility("resume")
-
     def is_paused(self) -> bool:
-        """Whether the engine is paused."""
+        """Return whether the engine is paused; also of an engine that is closed."""
         return self._engine.is_paused
-
-    def sleep(self, level: int = 1, mode: PauseWord = "abort") -> None:
-        """Pause, then give memory back until `wake_up`.
-
-        Args:
-            level: 0 only pauses; 1 gives the KV cache back and moves weights to CPU memory;
-                2 gives back both, and `wake_up` loads the weights anew.
-            mode: as for `pause`.
-
-        Raises:
-            RequestError: an unknown level or mode.
-            HardpointError: the engine sleeps already.
-        """
-        self._engine.call_utility("sleep", level, mode)
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Have memory again, and go on once all of it is there.
-
-        Args:
-            tags: of "weights", "kv_cache" and "scheduling"; None is all of them.
-
-        Raises:
-            RequestError: an unknown tag.
-            HardpointError: scheduling was asked for while some memory would still be asleep.
-        """
-        self._engine.call_utility("wake_up", tags)
-
-    def is_sleeping(self) -> bool:
-        """Whether memory was given back and is not there again."""
-        sleeps: bool = self._engine.call_utility("is_sleeping")
-        return sleeps
-
-    def collective_rpc(
-        self, method: str, timeout: float | None = None, args: Sequence[Any] = ()
-    ) -> list[Any]:
-        """Call a method of every worker; return the results in rank order.
-
-        Args:
-            method: one of those of `Worker` that change nothing that the engine keeps.
-            timeout: seconds; None is no limit.
-            args: by position.
-
-        Raises:
-            RequestError: no such method may be called, or its arguments are wrong.
-            HardpointError: a worker failed, or took too long.
-        """
-        results: list[Any] = self._engine.call_utility(
-            "collective_rpc", method, timeout, list(args)
-        )
-        return results
-
-    def start_profile(self) -> None:
-        """Begin to record what the workers do, for `engine.profile_dir`."""
-        self._engine.call_utility("start_profile")
-
-    def stop_profile(self) -> list[str]:
-        """Return the files that the workers' profiles were written to."""
-        files: list[str] = self._engine.call_utility("stop_profile")
-        return files
-
-    def add_lora(self, lora: LoRARequest) -> bool:
-        """Load an adapter; return whether every worker did.
-
-        Raises:
-            HardpointError: the workers hold no adapters.
-        """
-        added: bool = self._engine.call_utility("add_lora", lora)
-        return added
-
-    def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter; return whether every worker had it."""
-        removed: bool = self._engine.call_utility("remove_lora", lora_id)
-        return removed
-
-    def list_loras(self) -> set[int]:
-        """Return the ids of the adapters that every worker has."""
-        ids: set[int] = self._engine.call_utility("list_loras")
-        return ids
-
-    def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter, whatever others come; return whether every worker had it."""
-        pinned: bool = self._engine.call_utility("pin_lora", lora_id)
-        return pinned
 
     def close(self) -> None:
         """Give model, cache and processes back. Closing twice does nothing."""
@@ -458,6 +317,9 @@ class LLM:
         finally:
             self._calls.drop(ids)
         return [results[request_id] for request_id in ids]
+
+    def _call_utility(self, method: str, *args: Any) -> Any:
+        return self._engine.call_utility(method, *args)
 
     def _templated(self, messages: Messages) -> Prompt:
         text = self.tokenizer.apply_chat_template(messages)

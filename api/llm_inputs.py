@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -11,9 +11,7 @@ from hardpoint.core.errors import error_of
 from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.plugins import RequestError, RequestOutput, RequestOutputKind, SamplingParams
 
-__all__ = ["PauseWord", "accepted", "as_list", "extras_of", "not_yet", "one_each", "with_kind"]
-
-PauseWord = Literal["abort", "wait", "keep"]
+__all__ = ["accepted", "as_list", "extras_of", "not_yet", "one_each", "with_kind"]
 
 
 def not_yet(call: str) -> RequestError:

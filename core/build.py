@@ -17,6 +17,7 @@ from hardpoint.core.client.event_loop import Relay
 from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
 from hardpoint.core.engine.build import build_core
 from hardpoint.core.engine.prepare import find_files, prepare_worker
+from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.engine_process.launch import Interpreter
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.core.frontend.async_engine import AsyncEngine
@@ -169,7 +170,7 @@ class _Prepared:
         """
         with contextlib.ExitStack() as undo:
             undo.callback(client.close)
-            tasks = client.call_utility("supported_tasks")
+            tasks = EngineUtilities.supported_tasks.call(client.call_utility)
             undo.pop_all()
         spec = self.spec
         config = msgspec.structs.replace(

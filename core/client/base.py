@@ -56,7 +56,7 @@ class EngineCoreClient(Protocol):
         """Call one of the engine's utilities and wait for its result.
 
         Args:
-            method: of EngineCore, one of `core.utilities.UTILITIES`.
+            method: one of `utility_calls.UTILITIES`.
             args: what it declares, by position.
 
         Raises:

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.core.engine.utility_calls import UNHURRIED
+from hardpoint.core.engine.utility_calls import NO_TIMEOUT
 from hardpoint.core.engine_process.launch import Interpreter, Launch, main_objects
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.core.wire import EngineCoreReadyResponse, RequestType
@@ -371,7 +371,7 @@ class ProcessClient:
 
     def patience(self, method: str) -> float | None:
         """Return within how many seconds a call is to be answered, None if that is open."""
-        return None if method in UNHURRIED else self._timeout_s
+        return None if method in NO_TIMEOUT else self._timeout_s
 
     def no_answer(self, method: str) -> EngineTimeoutError:
         """Return what to raise when a call was not answered in time."""

@@ -59,7 +59,7 @@ class Pausing:
         """Whether memory was given back and is not there again."""
         return bool(self._asleep)
 
-    def pause(self, mode: PauseMode, *, clear_cache: bool) -> Future[None]:
+    def pause(self, mode: str, *, clear_cache: bool) -> Future[None]:
         """Stop scheduling; the future is done when the engine stands still.
 
         Raises:
@@ -79,7 +79,7 @@ class Pausing:
         self.give_up("the engine was resumed before it stood still")
         self._set(PauseState.UNPAUSED)
 
-    def sleep(self, level: int, mode: PauseMode) -> Future[None]:
+    def sleep(self, level: int, mode: str) -> Future[None]:
         """Pause, then give memory back; the future is done after both, or fails with either.
 
         Raises:
@@ -144,7 +144,7 @@ class Pausing:
     def _sleepers(self) -> str:
         return ", ".join(tag for tag in MEMORY_TAGS if tag in self._asleep)
 
-    def _begin(self, mode: PauseMode) -> None:
+    def _begin(self, mode: str) -> None:
         mode = typed.convert(mode, PauseMode, path="mode", error=RequestError)
         if mode is PauseMode.WAIT and not self.has_loop:
             raise RequestError(

@@ -1,57 +1,273 @@
-"""What a client may call on an engine core by name, with arguments of the declared types."""
+"""The table of control calls, each declared once, and how an engine core runs them by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hardpoint.core.errors import kind_of
-from hardpoint.core.wire import UtilityCall, UtilityOutput, WireError
-from hardpoint.plugins import HardpointError, RequestError, typed
+from hardpoint.core.wire import PauseMode, UtilityCall, UtilityOutput, WireError
+from hardpoint.plugins import (
+    Executor,
+    HardpointError,
+    LoRARequest,
+    Manifest,
+    PluginMeter,
+    RequestError,
+    SchedulerStats,
+    StepFault,
+    WaitReason,
+    Worker,
+    typed,
+)
+from hardpoint.registry.plugin_set import PluginSet
 
-from .core import EngineCore
-from .worker_calls import convert_arguments, returned_type
+from .pause import Pausing
+from .step import EngineCoreParts
+from .utility import AsyncCaller, SyncCaller, convert_arguments, utilities_of, utility
 
-UTILITIES = frozenset(
+if TYPE_CHECKING:
+    PauseModeName = PauseMode | Literal["abort", "wait", "keep"]
+else:
+    PauseModeName = PauseMode  # names are converted to it
+
+_log = logging.getLogger("hardpoint")
+
+WORKER_METHODS = frozenset(
     {
         "add_lora",
-        "collective_rpc",
-        "is_paused",
-        "is_sleeping",
         "list_loras",
-        "pause",
         "pin_lora",
         "plugin_meters",
         "remove_lora",
-        "reset_encoder_cache",
-        "reset_mm_cache",
-        "reset_prefix_cache",
-        "resume",
-        "scheduler_stats",
-        "set_policy",
-        "sleep",
         "start_profile",
-        "step_faults",
         "stop_profile",
-        "supported_tasks",
-        "wake_up",
-        "why_waiting",
     }
 )
-"""Methods of EngineCore; nothing else can be called."""
+"""Methods of Worker that `collective_rpc` may call: those that leave the engine's state alone."""
 
-UNHURRIED = frozenset({"add_lora", "collective_rpc", "pause", "sleep", "stop_profile", "wake_up"})
-"""Those that may rightly take as long as requests or workers do; no limit is set on them."""
+
+class UtilityHost(Protocol):
+    """The parts of an engine core that control calls use."""
+
+    _parts: EngineCoreParts
+    _pausing: Pausing
+
+
+class ControlCalls:
+    """The control calls that programs make: EngineCore runs them, LLM and AsyncLLM send them."""
+
+    @utility(has_timeout=False)
+    def pause(
+        self: UtilityHost, mode: PauseModeName = "abort", *, clear_cache: bool = True
+    ) -> Future[None]:
+        """Stop generating until `resume`; return once no step is under way.
+
+        New requests wait until `resume`. An engine that was restarted is not paused.
+
+        Args:
+            mode: what happens to requests in flight, such as those of an open stream: "abort" ends
+                them, "keep" lets them continue after `resume`, and "wait" lets those that are
+                running finish first. "wait" needs an engine in a process of its own.
+            clear_cache: clear the prefix cache once the engine is paused; kept requests are then
+                recomputed, with the same result.
+
+        Raises:
+            RequestError: an unknown mode, or one that this engine cannot do.
+        """
+        return self._pausing.pause(mode, clear_cache=clear_cache)
+
+    @utility()
+    def resume(self: UtilityHost) -> None:
+        """Continue after a pause.
+
+        Raises:
+            HardpointError: the engine is asleep.
+        """
+        self._pausing.resume()
+
+    @utility()
+    def is_paused(self: UtilityHost) -> bool:
+        """Return whether the engine is paused."""
+        return self._pausing.is_paused
+
+    @utility(has_timeout=False)
+    def sleep(self: UtilityHost, level: int = 1, mode: PauseModeName = "abort") -> Future[None]:
+        """Pause, then release memory until `wake_up`.
+
+        Args:
+            level: 0 only pauses and keeps the caches; 1 releases the KV cache and moves the weights
+                to CPU memory; 2 releases both, and `wake_up` loads the weights again.
+            mode: as for `pause`.
+
+        Raises:
+            RequestError: an unknown level or mode.
+            HardpointError: the engine is already asleep.
+        """
+        return self._pausing.sleep(level, mode)
+
+    @utility(has_timeout=False)
+    def wake_up(self: UtilityHost, tags: Sequence[str] | None = None) -> None:
+        """Reallocate memory that `sleep` released; resume once all of it is allocated.
+
+        Args:
+            tags: of "weights", "kv_cache" and "scheduling"; None is all of them.
+
+        Raises:
+            RequestError: an unknown tag.
+            HardpointError: scheduling was requested while some memory would remain released.
+        """
+        self._pausing.wake_up(tags)
+
+    @utility()
+    def is_sleeping(self: UtilityHost) -> bool:
+        """Return whether the engine is asleep."""
+        return self._pausing.is_sleeping
+
+    @utility()
+    def reset_prefix_cache(self: UtilityHost, *, recompute_running: bool = False) -> None:
+        """Clear the prefix cache.
+
+        Args:
+            recompute_running: also recompute running requests, for example after weights changed.
+        """
+        scheduler = self._parts.scheduler
+        scheduler.reset_prefix_cache(recompute_running=recompute_running)
+        if count := scheduler.num_unfinished_requests():
+            _log.warning("the prefix cache was reset while %d requests are unfinished", count)
+
+    @utility()
+    def reset_encoder_cache(self: UtilityHost) -> None:
+        """Clear the embeddings of images and the like.
+
+        Raises:
+            HardpointError: the engine has no encoder cache.
+        """
+        raise HardpointError("there is no encoder cache: no worker encodes images or sounds")
+
+    @utility()
+    def reset_mm_cache(self: UtilityHost) -> None:
+        """Clear the cache of processed images and the like.
+
+        Raises:
+            HardpointError: the engine has no multimodal cache.
+        """
+        raise HardpointError("there is no multimodal cache: requests bring no images or sounds")
+
+    @utility(has_timeout=False)
+    def collective_rpc(
+        self: UtilityHost, method: str, timeout: float | None = None, args: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Call a method of every worker; return the results in rank order.
+
+        Args:
+            method: a method of `Worker` that leaves the engine's state alone.
+            timeout: seconds; None is no limit.
+            args: by position.
+
+        Raises:
+            RequestError: the method may not be called, or its arguments are wrong.
+            HardpointError: a worker failed, or took too long.
+        """
+        return _call_workers(self._parts.executor, method, args, timeout)
+
+    @utility()
+    def start_profile(self: UtilityHost) -> None:
+        """Start profiling the workers; the profiles go to `engine.profile_dir`."""
+        self._parts.executor.collective_rpc("start_profile")
+
+    @utility(has_timeout=False)
+    def stop_profile(self: UtilityHost) -> list[str]:
+        """Stop profiling; return the files that the workers' profiles were written to."""
+        return self._parts.executor.collective_rpc("stop_profile")
+
+    @utility(has_timeout=False)
+    def add_lora(self: UtilityHost, lora: LoRARequest) -> bool:
+        """Load a LoRA adapter; return whether every worker did.
+
+        Raises:
+            HardpointError: the workers support no adapters.
+        """
+        return all(self._parts.executor.collective_rpc("add_lora", (lora,)))
+
+    @utility()
+    def remove_lora(self: UtilityHost, lora_id: int) -> bool:
+        """Remove a LoRA adapter; return whether every worker had it."""
+        return all(self._parts.executor.collective_rpc("remove_lora", (lora_id,)))
+
+    @utility()
+    def list_loras(self: UtilityHost) -> set[int]:
+        """Return the ids of the LoRA adapters that every worker has."""
+        return set.intersection(*map(set, self._parts.executor.collective_rpc("list_loras")))
+
+    @utility()
+    def pin_lora(self: UtilityHost, lora_id: int) -> bool:
+        """Keep a LoRA adapter from being evicted; return whether every worker had it."""
+        return all(self._parts.executor.collective_rpc("pin_lora", (lora_id,)))
+
+    @utility()
+    def plugin_meters(self: UtilityHost) -> dict[str, PluginMeter]:
+        """Return the cost of each logits processor, by name: steps, rows, seconds, faults.
+
+        Of several workers, the first one's.
+        """
+        meters: dict[str, PluginMeter] = self._parts.executor.collective_rpc("plugin_meters")[0]
+        return meters
+
+    @utility()
+    def scheduler_stats(self: UtilityHost) -> SchedulerStats:
+        """Return how many requests run and wait, and the state of the KV cache."""
+        return self._parts.scheduler.stats()
+
+
+class EngineUtilities(ControlCalls):
+    """All control calls of an engine core: the programs' and those that only frontends make."""
+
+    @utility()
+    def supported_tasks(self: UtilityHost) -> list[str]:
+        """Return the tasks of the model: models here generate, and none pools."""
+        return ["generate"]
+
+    @utility()
+    def why_waiting(self: UtilityHost, request_ids: list[str]) -> list[WaitReason | None]:
+        """Return per live request why it got no tokens in the last step; None if it got some."""
+        return [self._parts.scheduler.why_waiting(request_id) for request_id in request_ids]
+
+    @utility()
+    def set_policy(self: UtilityHost, manifest: Manifest) -> None:
+        """Replace the scheduling policy by that of another generation of the manifest."""
+        self._parts.policy.replace(PluginSet(manifest), self._parts.scheduler)
+
+    @utility()
+    def step_faults(self: UtilityHost) -> dict[str, StepFault]:
+        """Return the decisions that plugins failed to take, by plugin name."""
+        return self._parts.faults.report()
+
+
+class SyncControlCalls(ControlCalls, SyncCaller):
+    """The control calls of a program that waits for them."""
+
+
+class AsyncControlCalls(ControlCalls, AsyncCaller):
+    """The control calls of a program that runs an event loop."""
+
+
+UTILITIES = utilities_of(EngineUtilities)
+"""All control calls by name; nothing else can be called."""
+
+NO_TIMEOUT = frozenset(name for name, entry in UTILITIES.items() if not entry.has_timeout)
+"""Calls that `engine.call_timeout_seconds` does not limit."""
 
 Answer = Callable[[UtilityOutput], None]
-"""Takes the answer to a call, in whatever thread it was found."""
+"""Takes the answer to a call, in any thread."""
 
 
-def call_utility(core: EngineCore, call: UtilityCall, answer: Answer) -> None:
-    """Make a call; whatever goes wrong is told to the caller and harms nobody else.
+def call_utility(core: EngineUtilities, call: UtilityCall, answer: Answer) -> None:
+    """Make a call; an error fails the call alone.
 
-    A future is answered when it is done, and so is one that is another one's result.
+    A future is answered when it is done, as is one that another future gives as its result.
     """
     try:
         result = run_utility(core, call.method, call.args)
@@ -61,45 +277,66 @@ def call_utility(core: EngineCore, call: UtilityCall, answer: Answer) -> None:
         _answer(call, result, answer)
 
 
-def run_utility(core: EngineCore, method: str, arguments: Sequence[Any]) -> Any:
-    """Call a method; return its result, which may be a future.
+def run_utility(core: EngineUtilities, method: str, arguments: Sequence[Any]) -> Any:
+    """Run a utility by name; return its result, which may be a future.
 
     Raises:
-        RequestError: it is none of `UTILITIES`, or the arguments are not what it declares.
-        Exception: whatever the method raises.
+        RequestError: there is no such utility, or the arguments are not what it declares.
+        Exception: raised by the utility.
     """
-    if method not in UTILITIES:
-        known = sorted(UTILITIES)
-        raise RequestError(
-            f"method: expected one of {', '.join(known)}, got {method!r}"
-            f"{typed.suggest(method, known)}"
-        )
-    converted = convert_arguments(getattr(EngineCore, method), arguments, RequestError)
-    return getattr(core, method)(*converted)
+    _check_name(method, UTILITIES)
+    return UTILITIES[method].run_on(core, arguments)
 
 
 def failed_call(call: UtilityCall, error: BaseException) -> UtilityOutput:
     """Return the answer to a call that raised."""
-    told = failure_of(call.method, error)
-    return UtilityOutput.failed(call.call_id, str(told), kind_of(told))
+    reported = failure_of(call.method, error)
+    return UtilityOutput.failed(call.call_id, str(reported), kind_of(reported))
 
 
 def failure_of(method: str, error: BaseException) -> HardpointError:
-    """Return what a caller is told of an error: those of Hardpoint's tree as they are.
+    """Return the error that the caller gets: one of Hardpoint's tree as it is, others wrapped.
 
-    A call that cannot be read is a wrong request.
+    A call that cannot be decoded is a wrong request.
     """
     if isinstance(error, HardpointError) and not isinstance(error, WireError):
         return error
     kind = RequestError if isinstance(error, WireError) else HardpointError
-    told = kind(f"Call to {method} method failed: {type(error).__name__}: {error}")
-    told.__cause__ = error
-    return told
+    wrapped = kind(f"Call to {method} method failed: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 def result_type(method: str) -> Any:
-    """Return what a utility declares to return, or what its future gives."""
-    return returned_type(getattr(EngineCore, method))
+    """Return the declared result type of a utility; of a future, the type of its result."""
+    return UTILITIES[method].result_type
+
+
+def _call_workers(
+    executor: Executor, method: str, arguments: Sequence[Any], timeout: float | None
+) -> list[Any]:
+    """Call a method of every worker by name; return the results in rank order.
+
+    Raises:
+        RequestError: the method may not be called, or its arguments are wrong.
+        TimeoutError: it took longer than `timeout` seconds.
+    """
+    _check_name(method, WORKER_METHODS)
+    arguments = convert_arguments(getattr(Worker, method), arguments, RequestError)
+    if timeout is None:
+        return executor.collective_rpc(method, arguments)
+    if not timeout > 0:
+        raise RequestError(f"timeout: expected a number > 0, got {timeout:g}")
+    return executor.collective_rpc(method, arguments, timeout)
+
+
+def _check_name(method: str, callable_names: Collection[str]) -> None:
+    if method not in callable_names:
+        known = sorted(callable_names)
+        raise RequestError(
+            f"method: expected one of {', '.join(known)}, got {method!r}"
+            f"{typed.suggest(method, known)}"
+        )
 
 
 def _answer(call: UtilityCall, result: Any, answer: Answer) -> None:

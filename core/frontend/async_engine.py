@@ -15,6 +15,7 @@ from typing import Any
 from hardpoint.core.client.event_loop import Item, Relay, Turns
 from hardpoint.core.client.process_client import ProcessClient
 from hardpoint.core.client.sockets import dead
+from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.errors import blamed, error_of
 from hardpoint.plugins import (
     EngineClosedError,
@@ -222,7 +223,7 @@ class AsyncEngine:
         Raises:
             EngineDeadError: the engine is dead and is not started anew.
         """
-        fallbacks = await self.call_utility("step_faults")
+        fallbacks = await EngineUtilities.step_faults.call_async(self.call_utility)
         return self._frontend.health(fallbacks, self._restarter.count)
 
     async def why_waiting(self, request_id: str) -> dict[int, WaitReason | None]:
@@ -233,7 +234,7 @@ class AsyncEngine:
         """
         await self._ready()
         live = self._frontend.children_of(request_id)
-        reasons = await self.call_utility("why_waiting", list(live))
+        reasons = await EngineUtilities.why_waiting.call_async(self.call_utility, list(live))
         return dict(zip(live.values(), reasons, strict=True))
 
     async def set_policy(self, use: str, options: Mapping[str, Any] | None = None) -> Manifest:
@@ -247,9 +248,10 @@ class AsyncEngine:
         await self._ready()
         async with self._changing:
             parts = self.parts.with_policy(use, options or {})
-            await self.call_utility("set_policy", parts.plugins.manifest)
+            manifest = parts.plugins.manifest
+            await EngineUtilities.set_policy.call_async(self.call_utility, manifest)
             self.parts = dataclasses.replace(parts, client=self.parts.client)
-        return parts.plugins.manifest
+        return manifest
 
     async def call_utility(self, method: str, *args: Any) -> Any:
         """Call one of the engine's utilities, as `LLMEngine.call_utility` does.

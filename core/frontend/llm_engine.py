@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeGuard
 
 from hardpoint.core.client.sockets import dead
+from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.errors import blamed
 from hardpoint.plugins import (
     EngineClosedError,
@@ -147,7 +148,7 @@ class LLMEngine:
         """
         self._check_open()
         live = self._frontend.children_of(request_id)
-        reasons: Sequence[WaitReason | None] = self.call_utility("why_waiting", list(live))
+        reasons = EngineUtilities.why_waiting.call(self.call_utility, list(live))
         return dict(zip(live.values(), reasons, strict=True))
 
     def set_policy(self, use: str, options: Mapping[str, Any] | None = None) -> Manifest:
@@ -166,7 +167,7 @@ class LLMEngine:
             ConfigError, PluginError: the policy cannot be had.
         """
         parts = self.parts.with_policy(use, options or {})
-        self.call_utility("set_policy", parts.plugins.manifest)
+        EngineUtilities.set_policy.call(self.call_utility, parts.plugins.manifest)
         self.parts = parts
         return parts.plugins.manifest
 
@@ -174,12 +175,8 @@ class LLMEngine:
         """Call one of the engine's utilities, such as "pause" or "scheduler_stats", and wait.
 
         Args:
-            method: one of `utility_calls.UTILITIES`; what it does and takes is said at
-                the method of EngineCore of that name.
+            method: one of `utility_calls.UTILITIES`, which declares its parameters and result.
             args: by position.
-
-        Returns:
-            What the method returns; where that is a future, its result.
 
         Raises:
             RequestError: no such utility, or wrong arguments.
@@ -192,7 +189,7 @@ class LLMEngine:
         finally:
             if method in _STANDING_STILL:
                 with contextlib.suppress(EngineDeadError):  # it was told of that already
-                    self.is_paused = self._client.call_utility("is_paused")
+                    self.is_paused = EngineUtilities.is_paused.call(self._client.call_utility)
 
     def default_sampling_params(self) -> SamplingParams:
         """Return the parameters of a request that brings none: what the model's files recommend."""
@@ -201,7 +198,7 @@ class LLMEngine:
     def health(self) -> Health:
         """Return which plugins failed, what that ended, and which are quarantined."""
         if not self._closed:
-            self._fallbacks = self.call_utility("step_faults")
+            self._fallbacks = EngineUtilities.step_faults.call(self.call_utility)
         return self._frontend.health(self._fallbacks)
 
     def close(self) -> None:

@@ -252,6 +252,6 @@ def test_on_an_event_loop(scripted, tmp_path):
 def test_both_faces_have_every_utility():
     inside = {"step_faults"}  # a part of health()
     for face in (LLM, AsyncLLM):
-        missing = {name for name in UTILITIES - inside if not hasattr(face, name)}
+        missing = {name for name in UTILITIES.keys() - inside if not hasattr(face, name)}
         assert missing <= {"why_waiting"}, face  # of a request that runs beside its caller
     assert hasattr(AsyncLLM, "why_waiting")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from concurrent.futures import Future
 
@@ -9,8 +10,14 @@ import pytest
 from engine_harness import Rig
 
 from hardpoint.core.engine.core import EngineCore
+from hardpoint.core.engine.utility import (
+    AsyncCaller,
+    SyncCaller,
+    convert_arguments,
+    returned_type,
+    utility,
+)
 from hardpoint.core.engine.utility_calls import UTILITIES, call_utility, result_type
-from hardpoint.core.engine.worker_calls import convert_arguments, returned_type
 from hardpoint.core.wire import Decoder, Encoder, UtilityCall, UtilityOutput
 from hardpoint.plugins import (
     LoRARequest,
@@ -38,7 +45,7 @@ def ask(core, method, *args):
 class TestWhatMayBeCalled:
     def test_every_one_is_a_method_with_declared_types(self):
         for name in UTILITIES:
-            method = getattr(EngineCore, name)
+            method = getattr(EngineCore, name).run
             result_type(name)
             for parameter in list(inspect.signature(method).parameters.values())[1:]:
                 assert parameter.annotation is not inspect.Parameter.empty, name
@@ -134,8 +141,73 @@ class TestAnswers:
         )
 
     def test_declared_types_of_futures_are_those_of_their_results(self):
-        assert typed.convert(None, returned_type(EngineCore.pause), path="pause") is None
-        assert returned_type(EngineCore.why_waiting) == list[WaitReason | None]
+        assert typed.convert(None, returned_type(EngineCore.pause.run), path="pause") is None
+        assert returned_type(EngineCore.why_waiting.run) == list[WaitReason | None]
+
+
+class Table:
+    """A table with one utility, as ControlCalls has many."""
+
+    @utility()
+    def repeat(self: object, text: str, count: int = 2, *, upper: bool = False) -> Future[str]:
+        """Return a text several times."""
+        future = Future()
+        future.set_result((text.upper() if upper else text) * count)
+        return future
+
+
+class Local(Table):
+    """Runs what is declared, as EngineCore does."""
+
+
+class Sync(Table, SyncCaller):
+    """Notes what is sent, as LLM sends it."""
+
+    def _call_utility(self, method, *args):
+        return (method, *args)
+
+
+class Async(Table, AsyncCaller):
+    """The same, as AsyncLLM does."""
+
+    async def _call_utility(self, method, *args):
+        return (method, *args)
+
+
+class TestOneDeclaration:
+    def test_is_run_where_the_engine_is(self):
+        assert Local().repeat("ab", upper=True).result() == "ABAB"
+        assert Local.repeat.run_on(Local(), ["ab", 1, True]).result() == "AB"
+
+    def test_is_sent_by_position_with_its_defaults(self):
+        assert Sync().repeat("ab") == ("repeat", "ab", 2, False)
+        assert Sync().repeat("ab", count=3, upper=True) == ("repeat", "ab", 3, True)
+        assert asyncio.run(Async().repeat("ab", 3)) == ("repeat", "ab", 3, False)
+
+    def test_is_sent_for_a_frontend_that_has_no_such_method(self):
+        assert Table.repeat.call(Sync()._call_utility, "ab") == ("repeat", "ab", 2, False)
+        sent = Table.repeat.call_async(Async()._call_utility, "ab")
+        assert asyncio.run(sent) == ("repeat", "ab", 2, False)
+
+    @pytest.mark.parametrize("caller", [Sync, Async])
+    def test_shows_its_signature_and_documentation(self, caller):
+        assert inspect.getdoc(caller.repeat) == "Return a text several times."
+        signature = "(self, text: 'str', count: 'int' = 2, *, upper: 'bool' = False) -> 'str'"
+        assert str(inspect.signature(caller.repeat)) == signature
+        assert inspect.iscoroutinefunction(caller.repeat) is (caller is Async)
+
+    def test_refuses_what_a_method_would_refuse(self):
+        with pytest.raises(TypeError, match=r"repeat\(\): too many positional arguments"):
+            Sync().repeat("ab", 2, True)
+        with pytest.raises(TypeError, match=r"repeat\(\): missing a required argument: 'text'"):
+            Sync().repeat()
+
+    def test_a_class_may_replace_it(self):
+        class Own(Sync):
+            def repeat(self):
+                return "my own"
+
+        assert Own().repeat() == "my own"
 
 
 class TestFutures:

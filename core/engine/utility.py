@@ -1,0 +1,273 @@
+"""Typed control calls: declared once, run by an engine core, sent by name from a frontend.
+
+A declaration is a method of a table, which is a class such as `utility_calls.ControlCalls`:
+
+    @utility()
+    def remove_lora(self: UtilityHost, lora_id: int) -> bool:
+        \"\"\"Remove an adapter; return whether every worker had it.\"\"\"
+        return all(self._parts.executor.collective_rpc("remove_lora", (lora_id,)))
+
+An engine core derives from the table and runs the method. A class that derives from the table and
+from SyncCaller or AsyncCaller gets a method of the same name, parameters and documentation that
+sends the call; the latter's is a coroutine. On the wire a call is its name and its arguments by
+position, which the engine core converts to the declared types; the caller converts the result.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from types import MethodType
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+import msgspec
+
+from hardpoint.plugins import HardpointError, RequestError, typed
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Function = Callable[..., Any]
+
+
+class Utility(Generic[P, R]):
+    """A control call: name, parameters, result type, documentation and implementation.
+
+    Attributes:
+        name: of the call, on the wire and in Python.
+        run: the implementation; its first argument is the engine core.
+        has_timeout: whether `engine.call_timeout_seconds` limits it. It does not limit calls that
+            may rightly take as long as requests or workers do.
+    """
+
+    def __init__(self, run: Function, *, has_timeout: bool) -> None:
+        """Read name, parameters and documentation from the implementation."""
+        self.name = run.__name__
+        self.run = run
+        self.has_timeout = has_timeout
+        self.__doc__ = run.__doc__
+        self._signature = inspect.signature(run)
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Utility[P, R]: ...
+    @overload
+    def __get__(
+        self, instance: AsyncCaller, owner: type
+    ) -> Callable[P, Coroutine[Any, Any, R]]: ...
+    @overload
+    def __get__(self, instance: SyncCaller, owner: type) -> Callable[P, R]: ...
+    def __get__(self, instance: object, owner: type) -> Any:
+        """Return the utility itself for a class, the bound implementation for an engine core."""
+        return self if instance is None else MethodType(self.run, instance)
+
+    @property
+    def result_type(self) -> Any:
+        """The declared type of the result."""
+        return returned_type(self.run)
+
+    def call(self, send: Callable[..., Any], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Make the call through `send`, which takes the name and the arguments by position."""
+        result: R = send(self.name, *self._by_position(args, kwargs))
+        return result
+
+    async def call_async(
+        self, send: Callable[..., Awaitable[Any]], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Make the call through `send`, as `call` does, and await the result."""
+        result: R = await send(self.name, *self._by_position(args, kwargs))
+        return result
+
+    def sender(self, owner: type[SyncCaller | AsyncCaller]) -> Function:
+        """Return the method of a caller class that sends this call."""
+        sends: Any
+        if issubclass(owner, AsyncCaller):
+
+            async def sends(caller: AsyncCaller, *args: P.args, **kwargs: P.kwargs) -> R:
+                return await self.call_async(caller._call_utility, *args, **kwargs)
+
+        else:
+
+            def sends(caller: SyncCaller, *args: P.args, **kwargs: P.kwargs) -> R:
+                return self.call(caller._call_utility, *args, **kwargs)
+
+        sends.__name__, sends.__doc__ = self.name, self.__doc__
+        sends.__qualname__, sends.__module__ = f"{owner.__qualname__}.{self.name}", owner.__module__
+        sends.__signature__ = self._signature_of_sender()
+        method: Function = sends
+        return method
+
+    def run_on(self, core: object, arguments: Sequence[Any]) -> Any:
+        """Run the call with arguments by position; return its result, which may be a future.
+
+        Raises:
+            RequestError: the arguments are not what the utility declares.
+            Exception: raised by the implementation.
+        """
+        converted = convert_arguments(self.run, arguments, RequestError)
+        by_keyword = {
+            name: value
+            for (name, parameter), value in zip(
+                _parameters(self.run).items(), converted, strict=False
+            )
+            if parameter.keyword_only
+        }
+        by_position = converted[: len(converted) - len(by_keyword)]
+        return getattr(core, self.name)(*by_position, **by_keyword)
+
+    def _by_position(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Return all arguments by position, defaults included.
+
+        Raises:
+            TypeError: as a plain call of the method would.
+        """
+        try:
+            bound = self._signature.bind(None, *args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.name}(): {error}") from None
+        bound.apply_defaults()
+        return list(bound.arguments.values())[1:]
+
+    def _signature_of_sender(self) -> inspect.Signature:
+        """Return the signature without the type of `self`, and with the result of a future."""
+        host, *parameters = self._signature.parameters.values()
+        returned = self._signature.return_annotation.removeprefix("Future[")
+        if returned != self._signature.return_annotation:
+            returned = returned.removesuffix("]")
+        host = host.replace(annotation=inspect.Parameter.empty)
+        return self._signature.replace(parameters=[host, *parameters], return_annotation=returned)
+
+
+class utility:  # noqa: N801 - a decorator
+    """Declares a method of a table as a control call."""
+
+    def __init__(self, *, has_timeout: bool = True) -> None:
+        """`has_timeout` is that of the Utility."""
+        self._has_timeout = has_timeout
+
+    @overload
+    def __call__(self, run: Callable[Concatenate[Any, P], Future[R]]) -> Utility[P, R]: ...
+    @overload
+    def __call__(self, run: Callable[Concatenate[Any, P], R]) -> Utility[P, R]: ...
+    def __call__(self, run: Function) -> Utility[Any, Any]:
+        """Return the utility of an implementation."""
+        return Utility(run, has_timeout=self._has_timeout)
+
+
+class SyncCaller:
+    """Base of classes whose control calls wait for the result."""
+
+    def __init_subclass__(cls) -> None:
+        """Give the class a method for each utility that it inherits."""
+        super().__init_subclass__()
+        _add_senders(cls)
+
+    def _call_utility(self, method: str, *args: Any) -> Any:
+        """Send a control call by name, with arguments by position; return its result."""
+        raise NotImplementedError
+
+
+class AsyncCaller:
+    """Base of classes whose control calls are awaited."""
+
+    def __init_subclass__(cls) -> None:
+        """Give the class a coroutine method for each utility that it inherits."""
+        super().__init_subclass__()
+        _add_senders(cls)
+
+    async def _call_utility(self, method: str, *args: Any) -> Any:
+        """Send a control call by name, with arguments by position; return its result."""
+        raise NotImplementedError
+
+
+def _add_senders(cls: type[SyncCaller | AsyncCaller]) -> None:
+    for name, declared in utilities_of(cls).items():
+        setattr(cls, name, declared.sender(cls))
+
+
+def utilities_of(cls: type) -> dict[str, Utility[Any, Any]]:
+    """Return the utilities that a class declares or inherits and does not replace, by name."""
+    found = ((name, inspect.getattr_static(cls, name)) for name in dir(cls))
+    return {name: value for name, value in found if isinstance(value, Utility)}
+
+
+class _Parameter(typing.NamedTuple):
+    type: Any
+    required: bool
+    keyword_only: bool
+
+
+def convert_arguments(
+    method: Function, arguments: Sequence[Any], error: type[HardpointError]
+) -> list[Any]:
+    """Return the arguments of a method by position, `self` aside, converted to its declared types.
+
+    A structure may come as a list of its fields or as a table.
+
+    Raises:
+        `error`: there are too many or too few, or one is of the wrong type.
+    """
+    parameters = _parameters(method)
+    required = sum(parameter.required for parameter in parameters.values())
+    limit = len(parameters)
+    if not required <= len(arguments) <= limit:
+        expected = f"{limit}" if required == limit else f"{required} to {limit}"
+        raise error(f"{method.__name__}: expected {expected} arguments, got {len(arguments)}")
+    return [
+        _converted(value, parameter.type, name, error)
+        for value, (name, parameter) in zip(arguments, parameters.items(), strict=False)
+    ]
+
+
+def _converted(value: Any, type_: Any, name: str, error: type[HardpointError]) -> Any:
+    if not _travels_as_list(type_):
+        return typed.convert(value, type_, path=name, error=error)
+    if not isinstance(value, Mapping | list | tuple | type_):
+        fields = " and ".join(type_.__struct_fields__)
+        got = "nothing" if value is None else type(value).__name__
+        raise error(f"{name}: expected a table with {fields}, got {got}")
+    if isinstance(value, Mapping):
+        table = typed.convert(value, _table_of(type_), path=name, error=error)
+        value = [getattr(table, field) for field in table.__struct_fields__]
+    return typed.convert(value, type_, path=name, error=error)
+
+
+def _travels_as_list(type_: Any) -> bool:
+    is_struct = isinstance(type_, type) and issubclass(type_, msgspec.Struct)
+    return is_struct and type_.__struct_config__.array_like
+
+
+@functools.cache
+def _table_of(type_: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """Return a type with the same fields that travels as a table, so that errors name them."""
+    fields = [(field.name, field.type, _default(field)) for field in msgspec.structs.fields(type_)]
+    return msgspec.defstruct(type_.__name__, fields, kw_only=True, forbid_unknown_fields=True)
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    if field.default_factory is not msgspec.NODEFAULT:
+        return msgspec.field(default_factory=field.default_factory)
+    return msgspec.field(default=field.default)
+
+
+@functools.cache
+def returned_type(method: Function) -> Any:
+    """Return the type that a method declares to return; of a future, the type of its result."""
+    type_ = typing.get_type_hints(method)["return"]
+    return typing.get_args(type_)[0] if typing.get_origin(type_) is Future else type_
+
+
+@functools.cache
+def _parameters(method: Function) -> Mapping[str, _Parameter]:
+    hints = typing.get_type_hints(method)
+    return {
+        name: _Parameter(
+            hints[name],
+            required=parameter.default is inspect.Parameter.empty,
+            keyword_only=parameter.kind is inspect.Parameter.KEYWORD_ONLY,
+        )
+        for name, parameter in inspect.signature(method).parameters.items()
+        if name != "self"
+    }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from processes import ROOT, run
+from support.processes import ROOT, run
 
 from hardpoint.testing import write_scripted_model
 

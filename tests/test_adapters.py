@@ -6,15 +6,15 @@ import subprocess
 import sys
 
 import pytest
-from driving import alone, run, summary
-from strangers import open_site
+from support.driving import alone, run, summary
+from support.strangers import open_site
 
 from hardpoint import RequestError, SamplingParams
 from hardpoint.cli import main
 from hardpoint.plugins import PluginNotFoundError
 from hardpoint.testing import scripted_engine
 
-HERE = "foreign_processors"
+HERE = "support.plugins.foreign_processors"
 GREEDY = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
 
 

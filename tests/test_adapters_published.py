@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from driving import run
+from support.driving import run
 
 from hardpoint import LLM, SamplingParams
 
@@ -25,7 +25,7 @@ def llm():
         "device": "cpu",
         "plugins": {
             "enable": [
-                {"use": f"zoo_processors:{target}", "name": name}
+                {"use": f"support.plugins.zoo_processors:{target}", "name": name}
                 for name, target in ENABLED.items()
             ]
         },

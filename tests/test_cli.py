@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from strangers import open_site
+from support.strangers import open_site
 
 from hardpoint.builtin_plugins import commands as builtin_commands
 from hardpoint.cli import main

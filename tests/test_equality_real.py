@@ -11,7 +11,7 @@ import copy
 
 import pytest
 import torch
-from driving import run
+from support.driving import run
 
 from hardpoint import LLM, RequestOutputKind, SamplingParams
 from hardpoint.core.engine.prepare import find_files

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from strangers import open_site
+from support.strangers import open_site
 
 from hardpoint.cli import main
 from hardpoint.plugins import KINDS
@@ -128,9 +128,9 @@ def test_the_table_of_a_terminal_has_styles_and_says_the_same(capsys, monkeypatc
 
 
 def test_a_class_of_no_distribution_is_listed_with_its_module(capsys):
-    assert main(["plugins", "list", "--set", 'plugins.enable=["slow_plugins:Slow"]']) == 0
+    assert main(["plugins", "list", "--set", 'plugins.enable=["support.plugins.slow:Slow"]']) == 0
     (line,) = [each for each in capsys.readouterr().out.splitlines() if " slow " in each]
-    assert "  module slow_plugins  on" in line
+    assert "  module support.plugins.slow  on" in line
 
 
 def test_show_a_built_in(capsys):

@@ -6,7 +6,7 @@ import json
 import sys
 
 import pytest
-from processes import ROOT, run
+from support.processes import ROOT, run
 
 STACKS = sorted((ROOT / "examples" / "stacks").glob("*.toml"))
 HARDPOINT = (sys.executable, "-m", "hardpoint")

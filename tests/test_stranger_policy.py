@@ -10,8 +10,8 @@ import shutil
 import sys
 
 import pytest
-from processes import ROOT, run
-from strangers import RESOLVE
+from support.processes import ROOT, run
+from support.strangers import RESOLVE
 
 ORDER = """
 import json, sys

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from kv_events_harness import clients, publishers
-from model_harness import load_model, open_loader
+from support.builtins.kv_events_harness import clients, publishers
+from support.builtins.model_harness import load_model, open_loader
 
 from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
 from hardpoint.builtin_plugins.models.llama import Llama

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_harness import Blocks, build_backend
+from support.builtins.model_harness import Blocks, build_backend
 
 from hardpoint.builtin_plugins.attention.plan import Plan, _groups
 from hardpoint.plugins import KVSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizer_harness import open_tokenizer
+from support.builtins.tokenizer_harness import open_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hardpoint import SamplingParams

@@ -6,10 +6,10 @@ import itertools
 import math
 
 import pytest
-from fair_harness import Job, Loop, Service
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policies import LOAD, build, request
+from support.builtins.fair_harness import Job, Loop, Service
+from support.plugins.policies import LOAD, build, request
 
 from hardpoint.builtin_plugins.policies import Fair, FirstComeFirstServed
 from hardpoint.builtin_plugins.policies.virtual_counters import VirtualCounters

@@ -12,8 +12,8 @@ import time
 import msgspec
 import pytest
 import zmq
-from kv_events_harness import Subscriber, answers, ask, batch, replay, sent
-from waiting import wait_until
+from support.builtins.kv_events_harness import Subscriber, answers, ask, batch, replay, sent
+from support.waiting import wait_until
 
 from hardpoint.builtin_plugins.kv_cache import event_stream as kv_event_stream
 from hardpoint.plugins import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from kv_events_harness import Subscriber, batch, threads
+from support.builtins.kv_events_harness import Subscriber, batch, threads
 
 from hardpoint.builtin_plugins.kv_cache import events as kv_events
 from hardpoint.builtin_plugins.kv_cache.events import NullPublisher

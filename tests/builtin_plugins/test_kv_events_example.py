@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import msgspec
-from kv_events_harness import batch, sent
+from support.builtins.kv_events_harness import batch, sent
 
 from hardpoint.plugins import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_harness import TINY, random_model, refused
-from model_harness import Runner, load_model, open_loader
+from support.builtins.checkpoint_harness import TINY, random_model, refused
+from support.builtins.model_harness import Runner, load_model, open_loader
 
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader

@@ -7,8 +7,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from checkpoint_harness import finish, permute_as_llama_cpp, random_model, refused, write_gguf
-from model_harness import Runner, load_model, open_loader
+from support.builtins.checkpoint_harness import (
+    finish,
+    permute_as_llama_cpp,
+    random_model,
+    refused,
+    write_gguf,
+)
+from support.builtins.model_harness import Runner, load_model, open_loader
 
 from hardpoint.builtin_plugins.loaders.gguf import _NAMES, GGUFLoader
 from hardpoint.builtin_plugins.loaders.gguf_file import open_gguf

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_rows import FakeRows, applied, build, prepared, request_of, rows_of
+from support.builtins.fake_rows import FakeRows, applied, build, prepared, request_of, rows_of
 
 from hardpoint.builtin_plugins.logits.bias import LogitBias
 from hardpoint.plugins import Op, Phase

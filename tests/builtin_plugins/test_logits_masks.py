@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_rows import FakeRows, applied, build, prepared, request_of, rows_of, survivors
+from support.builtins.fake_rows import (
+    FakeRows,
+    applied,
+    build,
+    prepared,
+    request_of,
+    rows_of,
+    survivors,
+)
 
 from hardpoint.builtin_plugins.logits.masks import AllowedTokenIds, BadWords, MinTokens
 from hardpoint.plugins import Op, Phase, SamplingParams

@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 import torch
-from fake_rows import build, prepared, request_of, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.builtins.fake_rows import build, prepared, request_of, rows_of
 
 from hardpoint.builtin_plugins.logits.penalties import Penalties, TokenCounts
 from hardpoint.plugins import Phase

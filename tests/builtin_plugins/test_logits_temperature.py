@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_rows import build, prepared, request_of, rows_of
+from support.builtins.fake_rows import build, prepared, request_of, rows_of
 
 from hardpoint.builtin_plugins.logits.temperature import Temperature
 from hardpoint.plugins import Phase, SamplingParams

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from fake_rows import build, request_of, rows_of, survivors
 from hypothesis import given
 from hypothesis import strategies as st
+from support.builtins.fake_rows import build, request_of, rows_of, survivors
 
 from hardpoint.builtin_plugins.logits import truncation
 from hardpoint.builtin_plugins.logits.truncation import MinP, TopK, TopP

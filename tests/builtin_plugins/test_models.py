@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_harness import Runner, build_model, load_model, open_loader
+from support.builtins.model_harness import Runner, build_model, load_model, open_loader
 
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
 from hardpoint.builtin_plugins.models.llama import Llama

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policies import LOAD, build, request
+from support.plugins.policies import LOAD, build, request
 
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed, Priority, ShortestFirst
 from hardpoint.plugins import KINDS, ConfigError, EngineConfig, PolicyContext, SchedulingPolicy

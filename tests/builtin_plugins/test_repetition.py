@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 import pytest
-from driving import run
 from hypothesis import given
 from hypothesis import strategies as st
+from support.driving import run
 
 from hardpoint import SamplingParams
 from hardpoint.builtin_plugins.scheduling.repetition import repeats

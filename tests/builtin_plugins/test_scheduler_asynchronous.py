@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_harness import FirstComeFirstServed, Priority, Rig, next_token, reference
+from support.builtins.scheduler_harness import (
+    FirstComeFirstServed,
+    Priority,
+    Rig,
+    next_token,
+    reference,
+)
 
 from hardpoint.plugins import (
     FinishReason,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_harness import Connector, Rig, adapter, feature
+from support.builtins.scheduler_harness import Connector, Rig, adapter, feature
 
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.engine.encoder_cache import EncoderCacheManager

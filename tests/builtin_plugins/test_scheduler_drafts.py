@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_harness import Rig, next_token, reference
+from support.builtins.scheduler_harness import Rig, next_token, reference
 
 from hardpoint.plugins import FinishReason
 

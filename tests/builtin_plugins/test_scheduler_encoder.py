@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler_harness import Priority, Rig, feature
+from support.builtins.scheduler_harness import Priority, Rig, feature
 
 from hardpoint.core.engine.encoder_cache import EncoderCacheManager
 from hardpoint.plugins import FinishReason, WaitingFor

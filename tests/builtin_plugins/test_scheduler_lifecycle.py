@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_harness import (
+from support.builtins.scheduler_harness import (
     Connector,
     FirstComeFirstServed,
     Grammars,

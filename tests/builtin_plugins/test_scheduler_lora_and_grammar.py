@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler_harness import Connector, Grammars, Rig, adapter, admitted
+from support.builtins.scheduler_harness import Connector, Grammars, Rig, adapter, admitted
 
 from hardpoint.plugins import FinishReason, RequestStatus, WaitingFor
 

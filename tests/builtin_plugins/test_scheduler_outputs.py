@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_harness import Connector, Rig, next_token
+from support.builtins.scheduler_harness import Connector, Rig, next_token
 
 from hardpoint.plugins import (
     EngineCoreEventType,

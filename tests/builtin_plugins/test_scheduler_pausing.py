@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_harness import Connector, HoldsBack, Rig, admitted, reference
+from support.builtins.scheduler_harness import Connector, HoldsBack, Rig, admitted, reference
 
 from hardpoint.plugins import FinishReason, PauseState, WaitingFor
 

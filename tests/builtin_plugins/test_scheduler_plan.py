@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_harness import FirstComeFirstServed, Grammars, Priority, Rig, reference
+from support.builtins.scheduler_harness import (
+    FirstComeFirstServed,
+    Grammars,
+    Priority,
+    Rig,
+    reference,
+)
 
 from hardpoint.plugins import FinishReason
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler_harness import HoldsBack, Rig, adapter, admitted
+from support.builtins.scheduler_harness import HoldsBack, Rig, adapter, admitted
 
 from hardpoint.builtin_plugins.scheduling.waiting_queue import WaitingQueue
 from hardpoint.plugins import EngineCoreRequest, SamplingParams, WaitingFor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_harness import Connector, Grammars, Rig, adapter, feature
+from support.builtins.scheduler_harness import Connector, Grammars, Rig, adapter, feature
 
 from hardpoint.builtin_plugins.policies import Fair
 from hardpoint.builtin_plugins.scheduling import scheduler

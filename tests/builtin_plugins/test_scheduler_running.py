@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler_harness import Grammars, Priority, Rig, feature, next_token
+from support.builtins.scheduler_harness import Grammars, Priority, Rig, feature, next_token
 
 from hardpoint.plugins import ModelRunnerOutput, RequestStatus, WaitingFor
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_harness import Connector, Rig, adapter, next_token, reference
+from support.builtins.scheduler_harness import Connector, Rig, adapter, next_token, reference
 
 from hardpoint.plugins import FinishReason, RequestError, RequestStatus, WaitingFor
 

@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from fake_rows import applied, request_of, rows_of, survivors
-from thinking_harness import END, LONG_END, LONG_START, START, Request, processor
+from support.builtins.fake_rows import applied, request_of, rows_of, survivors
+from support.builtins.thinking_harness import END, LONG_END, LONG_START, START, Request, processor
 
 from hardpoint.builtin_plugins.logits.thinking_budget import ThinkingBudget
 from hardpoint.plugins import (

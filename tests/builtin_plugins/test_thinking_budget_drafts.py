@@ -6,7 +6,7 @@ import copy
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thinking_harness import LONG_END, Request, forced
+from support.builtins.thinking_harness import LONG_END, Request, forced
 
 
 class TestDrafts:

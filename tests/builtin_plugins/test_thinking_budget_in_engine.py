@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from driving import alone, run
+from support.driving import alone, run
 
 from hardpoint import RequestError, SamplingParams
 from hardpoint.testing import scripted_engine, write_scripted_model

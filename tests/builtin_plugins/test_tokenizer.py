@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizer_harness import MESSAGES, open_tokenizer, words_of
+from support.builtins.tokenizer_harness import MESSAGES, open_tokenizer, words_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer

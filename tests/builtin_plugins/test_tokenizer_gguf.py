@@ -4,7 +4,7 @@ from pathlib import Path
 
 import gguf
 import pytest
-from tokenizer_harness import MESSAGES, open_tokenizer, words_of
+from support.builtins.tokenizer_harness import MESSAGES, open_tokenizer, words_of
 from tokenizers import pre_tokenizers
 
 from hardpoint.plugins import ModelError, RequestError

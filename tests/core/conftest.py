@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 
 import pytest
-from fake_engine import PlayedProcess
-from io_harness import Served
-from launch_harness import CHILD, PARENT, launch, write_child
+from support.core.fake_engine import PlayedProcess
+from support.core.io_harness import Served
+from support.core.launch_harness import CHILD, PARENT, launch, write_child
 
 from hardpoint.core.build import build_engine
 from hardpoint.core.client import process_client
@@ -102,8 +101,6 @@ def meddled(request, scripted):
             },
         },
     )
-    sys.path.append(str(request.path.parent))
     engine = build_engine(typed.convert(config, EngineConfig, path=""))
     yield engine
     engine.close()
-    sys.path.remove(str(request.path.parent))

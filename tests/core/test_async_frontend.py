@@ -9,7 +9,7 @@ import threading
 from concurrent.futures import Future
 
 import pytest
-from waiting import PATIENCE_S, until, until_told_of_its_death, wait_until
+from support.waiting import PATIENCE_S, until, until_told_of_its_death, wait_until
 
 from hardpoint import AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams
 from hardpoint.plugins import StatSink

@@ -7,7 +7,7 @@ import contextlib
 import threading
 
 import pytest
-from waiting import PATIENCE_S, HeldSteps, until
+from support.waiting import PATIENCE_S, HeldSteps, until
 
 from hardpoint import (
     LLM,
@@ -65,7 +65,7 @@ def folder(tmp_path_factory):
 
 
 def config(folder, **extra):
-    enable = ["slow_plugins:Slow", f"{__name__}:Hooked"]
+    enable = ["support.plugins.slow:Slow", f"{__name__}:Hooked"]
     return scripted_config(folder, {"plugins": {"enable": enable}, **extra})
 
 

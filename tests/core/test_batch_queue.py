@@ -8,9 +8,9 @@ import time
 from concurrent.futures import Future
 
 import pytest
-from engine_harness import Rig, ScriptedExecutor, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.core.engine_harness import Rig, ScriptedExecutor, expected
 
 from hardpoint.core.engine.batch_queue import Batch, BatchQueue, start_batch
 from hardpoint.plugins import ModelRunnerOutput, SchedulerOutput

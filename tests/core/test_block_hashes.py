@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_cache_model import make_request
+from support.core.kv_cache_model import make_request
 
 from hardpoint.core.kv_cache.block_hashes import BlockHashes
 

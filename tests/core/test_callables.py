@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from driving import run
+from support.driving import run
 
 from hardpoint import RequestError, RequestOutputKind, SamplingParams
 from hardpoint.testing import scripted_engine

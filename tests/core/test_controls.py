@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from waiting import HeldSteps
+from support.waiting import HeldSteps
 
 from hardpoint import (
     LLM,
@@ -26,7 +26,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 SLOWLY = {"slow": {"seconds": 0.02}}
 LONG = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, plugin_args=SLOWLY)
 DELTAS = msgspec.structs.replace(LONG, output_kind=RequestOutputKind.DELTA)
-ENABLED = {"enable": ["slow_plugins:Slow"]}
+ENABLED = {"enable": ["support.plugins.slow:Slow"]}
 PAUSED = "the engine is paused, so this would wait for ever; call resume() first"
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from waiting import PATIENCE_S, wait_until
+from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.core.client import process_client
 from hardpoint.core.client.process_client import EngineConnection, EngineStart

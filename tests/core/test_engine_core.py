@@ -8,7 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from engine_harness import Rig, ScriptedExecutor, expected, request
+from support.core.engine_harness import Rig, ScriptedExecutor, expected, request
 
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.engine.step import Steps

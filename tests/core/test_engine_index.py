@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 
-from engine_harness import PATIENCE_S, LoopRig, request
+from support.core.engine_harness import PATIENCE_S, LoopRig, request
 
 from hardpoint.core.client.process_client import EngineConnection, EngineStart
 from hardpoint.core.client.sockets import EngineSockets

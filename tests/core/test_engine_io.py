@@ -8,9 +8,9 @@ import time
 
 import pytest
 import zmq
-from engine_harness import LoopRig, MidStep, ScriptedExecutor, expected, request
-from io_harness import ME, READY
-from waiting import PATIENCE_S, wait_until
+from support.core.engine_harness import LoopRig, MidStep, ScriptedExecutor, expected, request
+from support.core.io_harness import ME, READY
+from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.core.engine_process import transport as engine_io
 from hardpoint.core.engine_process.transport import EngineIO

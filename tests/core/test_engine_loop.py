@@ -9,11 +9,18 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from engine_harness import PATIENCE_S, LoopRig, MidStep, ScriptedExecutor, expected, request
+from support.core.engine_harness import (
+    PATIENCE_S,
+    LoopRig,
+    MidStep,
+    ScriptedExecutor,
+    expected,
+    request,
+)
+from support.processes import ROOT
 
 from hardpoint.core.engine_process.loop import Failure, LoopOptions, LoopQueues, Refusal
 from hardpoint.core.wire import UtilityCall
@@ -374,9 +381,8 @@ def test_signals_may_come_while_the_queue_is_being_read():
 HANGS = """
 import sys
 from pathlib import Path
-sys.path.append(sys.argv[2])
-from engine_harness import LoopRig, request
-from waiting import wait_until
+from support.core.engine_harness import LoopRig, request
+from support.waiting import wait_until
 from hardpoint.core.engine_process.loop import LoopOptions
 
 report = Path(sys.argv[1])
@@ -399,8 +405,8 @@ def test_a_step_that_hangs_is_reported_with_all_stacks(exits, tmp_path):
     code = HANGS.format(exits=exits)
     with (tmp_path / "stderr").open("w") as stderr:
         run = subprocess.run(
-            [sys.executable, "-c", code, stderr.name, str(Path(__file__).parents[1])],
-            cwd=Path(__file__).parent,
+            [sys.executable, "-c", code, stderr.name],
+            cwd=ROOT / "tests",
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,

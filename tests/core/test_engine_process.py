@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch_harness import LIMIT_S, failure_of, launch, said, state_of, write_child
+from support.core.launch_harness import LIMIT_S, failure_of, launch, said, state_of, write_child
 
 from hardpoint.core.engine_process import process as engine_process
 from hardpoint.core.engine_process.process import EngineProcess

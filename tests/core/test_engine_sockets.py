@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import zmq
-from fake_engine import READY, Engine
-from waiting import PATIENCE_S, wait_until
+from support.core.fake_engine import READY, Engine
+from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint import (
     ConfigError,

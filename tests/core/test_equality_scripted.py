@@ -2,47 +2,12 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
-from driving import Job, alone, run
+from support.driving import FINAL, alone, run, varied_jobs
 
-from hardpoint import RequestOutputKind, SamplingParams
+from hardpoint import SamplingParams
 from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.testing import ScriptedClock, history_hash, scripted_engine
-
-FINAL = {"output_kind": RequestOutputKind.FINAL_ONLY}
-
-
-def varied_jobs(count: int = 40) -> list[Job]:
-    """Requests of many lengths that use every feature of SamplingParams in some mixture.
-
-    Every third prompt begins like the others of its kind.
-    """
-    rng = random.Random(7)
-    shared = [rng.randrange(256) for _ in range(24)]
-    features = [
-        {"temperature": 0.0},
-        {"temperature": 0.0, "min_tokens": 8, "repetition_penalty": 1.3},
-        {"temperature": 1.0, "seed": 5},
-        {"temperature": 0.7, "seed": 6, "top_k": 20, "top_p": 0.9},
-        {"temperature": 1.3, "seed": 7, "min_p": 0.05, "n": 3},
-        {"temperature": 0.0, "logit_bias": {65: 3.0, 66: -2.0}, "logprobs": 2},
-        {"temperature": 1.0, "seed": 8, "presence_penalty": 1.0, "frequency_penalty": 0.5},
-        {"temperature": 0.0, "allowed_token_ids": [70, 71, 72, 256], "min_tokens": 3},
-        {"temperature": 1.0, "seed": -9, "bad_words": ["a", "bc"], "logprobs": 0},
-        {"temperature": 0.0, "stop_token_ids": list(range(0, 256, 9))},
-    ]
-    jobs: list[Job] = []
-    for index in range(count):
-        prompt = [rng.randrange(256) for _ in range(rng.randint(1, 60))]
-        if index % 3 == 0:
-            prompt = shared + prompt[:30]
-        params = SamplingParams(
-            max_tokens=rng.randint(8, 40), **features[index % len(features)], **FINAL
-        )
-        jobs.append((f"r{index}", prompt, params))
-    return jobs
 
 
 @pytest.fixture(scope="module")

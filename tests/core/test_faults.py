@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-from driving import run, summary
-from faulty_plugins import Dense
+from support.driving import run, summary
+from support.fault_cases import DENSE_MESSAGES, SPARSE_MESSAGES, jobs, run_all
+from support.plugins.faulty import Dense
 
 from hardpoint import (
     ConfigError,
@@ -22,7 +23,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.testing import scripted_engine
 
-HERE = "faulty_plugins"
+HERE = "support.plugins.faulty"
 NAN, INF = math.nan, math.inf
 
 
@@ -32,59 +33,12 @@ def engine_with(scripted, *names, **extra):
     return scripted_engine(scripted, extra)
 
 
-def jobs(count=32, guilty=(), using=(), name="dense", how="raise"):
-    """`count` requests; those in `using` use the plugin, those in `guilty` wrongly so."""
-    result = []
-    for index in range(count):
-        args = {}
-        if index in using or index in guilty:
-            args = {name: {"how": how if index in guilty else ""}}
-        fields = {"temperature": 0.0} if index % 2 else {"temperature": 1.0, "seed": index}
-        params = SamplingParams(
-            max_tokens=12,
-            ignore_eos=True,
-            plugin_args=args,
-            logprobs=1 if index % 5 == 0 else None,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            **fields,
-        )
-        result.append((f"r{index}", [index + 1] * (index + 1), params))
-    return result
-
-
 @pytest.fixture(scope="module")
 def without(scripted):
     """What the 32 requests give where no plugin is at fault."""
     engine = engine_with(scripted, "Dense", "Sparse", "Whole")
     yield run(engine, jobs())
     engine.close()
-
-
-DENSE_WORDS = {
-    "raise": "its apply failed: RuntimeError: broken apply",
-    "nan": "its apply failed: it made logits NaN",
-    "one nan": "its apply failed: it made logits NaN",
-    "spill": "its apply failed: it made logits NaN",
-    "inf": "its apply failed: it made logits infinite",
-    "nothing": "its apply failed: it left no token to choose",
-    "none": "its apply failed: TypeError: expected a tensor, got NoneType",
-    "rows": "its apply failed: ValueError: expected logits of shape torch.Size([1, 257])",
-    "columns": "its apply failed: ValueError: expected logits of shape torch.Size([1, 257])",
-    "dtype": "its apply failed: ValueError: expected logits of dtype torch.float32",
-    "device": "its apply failed: ValueError: expected logits of device cpu, got meta",
-    "start": "its start failed: RuntimeError: broken start",
-}
-SPARSE_WORDS = {
-    "raise": "its edits failed: RuntimeError: broken edits",
-    "type": "its edits failed: TypeError: expected Edits or None, got list",
-    "vocabulary": "its edits failed: ValueError: edits name tokens outside 0..256",
-    "negative": "its edits failed: ValueError: edits name tokens outside 0..256",
-    "rows": "its edits failed: ValueError: edits name rows outside 0..0",
-    "lengths": "its edits failed: ValueError: edits have 1 rows but 2 tokens",
-    "values": "its edits failed: ValueError: edits have 1 tokens but 0 values",
-    "infinite": "its edits failed: it made logits infinite",
-    "advance": "its advance failed: RuntimeError: broken advance",
-}
 
 
 def check(results, without, guilty, words, plugin):
@@ -97,21 +51,10 @@ def check(results, without, guilty, words, plugin):
             assert found == expected, f"{request_id} was disturbed"
 
 
-def run_all(engine, work):
-    """Run, and keep every final output."""
-    finals = {}
-    for job in work:
-        engine.add_request(*job)
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            finals[output.request_id] = output
-    return finals
-
-
 @pytest.mark.parametrize(
     ("name", "how", "words"),
-    [("dense", how, words) for how, words in DENSE_WORDS.items()]
-    + [("sparse", how, words) for how, words in SPARSE_WORDS.items()],
+    [("dense", how, words) for how, words in DENSE_MESSAGES.items()]
+    + [("sparse", how, words) for how, words in SPARSE_MESSAGES.items()],
 )
 @pytest.mark.parametrize("using", ["one", "half", "all"])
 def test_31_of_32_are_as_without_it(scripted, without, name, how, words, using):

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import msgspec
 import psutil
 import pytest
-from waiting import until
+from support.waiting import until
 
 from hardpoint import AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams, plugins
 from hardpoint.core.build import build_engine
@@ -57,7 +57,7 @@ class Finished:
 
 
 SINK = {"stats": {"sinks": [f"{__name__}:Sink"]}}
-HOOK = {"plugins": {"enable": [f"{__name__}:Finished", "slow_plugins:Slow"]}}
+HOOK = {"plugins": {"enable": [f"{__name__}:Finished", "support.plugins.slow:Slow"]}}
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,9 @@ import queue
 
 import msgspec
 import pytest
-from engine_harness import request
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.core.engine_harness import request
 
 from hardpoint.core.engine.request_check import RequestCheck
 from hardpoint.core.engine_process.loop import LoopQueues, Prepared, Refusal

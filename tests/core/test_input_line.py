@@ -7,8 +7,8 @@ import time
 
 import pytest
 import zmq
-from engine_harness import expected, request
-from waiting import PATIENCE_S, wait_until
+from support.core.engine_harness import expected, request
+from support.waiting import PATIENCE_S, wait_until
 from zmq.utils.monitor import recv_monitor_message
 
 from hardpoint.core.client import sockets as engine_sockets

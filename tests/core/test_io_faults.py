@@ -7,9 +7,9 @@ import threading
 
 import pytest
 import torch
-from engine_harness import LoopRig, MidStep, ScriptedExecutor, expected, request
-from io_harness import READY
-from waiting import PATIENCE_S, wait_until
+from support.core.engine_harness import LoopRig, MidStep, ScriptedExecutor, expected, request
+from support.core.io_harness import READY
+from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.engine.request_check import RequestCheck

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kv_cache_model import finish, make_request, replay, run
+from support.core.kv_cache_model import finish, make_request, replay, run
 
 from hardpoint.builtin_plugins.kv_cache.eviction import LeastRecentlyUsed
 from hardpoint.core.kv_cache import BlockManager

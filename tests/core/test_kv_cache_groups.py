@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kv_cache_model import finish, make_request, run
+from support.core.kv_cache_model import finish, make_request, run
 
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.plugins.kv_cache import KVCacheGroup

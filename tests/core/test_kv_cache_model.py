@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kv_cache_model import Live, Model, make_request
+from support.core.kv_cache_model import Live, Model, make_request
 
 from hardpoint.builtin_plugins.kv_cache.eviction import LeastRecentlyUsed
 from hardpoint.core.kv_cache import BlockManager

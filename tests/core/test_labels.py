@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launch_harness import said
+from support.core.launch_harness import said
 
 from hardpoint.core.engine_process import run
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from launch_harness import LIMIT_S, failure_of, launch, said
-from processes import ROOT
+from support.core.launch_harness import LIMIT_S, failure_of, launch, said
+from support.processes import ROOT
 
 from hardpoint.core.engine_process.launch import Interpreter, Launch, decode_launch, main_objects
 from hardpoint.core.engine_process.process import Failure

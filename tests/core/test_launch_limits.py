@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from launch_harness import LIMIT_S
+from support.core.launch_harness import LIMIT_S
 
 from hardpoint.core.engine_process import process as engine_process
 from hardpoint.core.engine_process.__main__ import LAUNCH_SECONDS, LENGTH

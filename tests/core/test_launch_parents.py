@@ -10,8 +10,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from launch_harness import CHECK, LIMIT_S, gone, python, said
-from processes import ROOT
+from support.core.launch_harness import CHECK, LIMIT_S, gone, python, said
+from support.processes import ROOT
 
 RAISING = """
 from hardpoint.plugins import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from output_desk import (
+from support.core.output_desk import (
     ABORT,
     CUMULATIVE,
     DELTA,

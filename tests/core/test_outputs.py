@@ -6,7 +6,7 @@ import itertools
 import math
 
 import pytest
-from driving import run
+from support.driving import run
 
 from hardpoint import RequestOutputKind, SamplingParams
 from hardpoint.testing import EOS, scripted_engine

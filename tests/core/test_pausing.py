@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engine_harness import LoopRig, Rig, ScriptedExecutor, expected, request
+from support.core.engine_harness import LoopRig, Rig, ScriptedExecutor, expected, request
 
 from hardpoint.core.wire import PauseMode, UtilityCall
 from hardpoint.plugins import HardpointError, RequestError

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 import tokenizers
-from driving import run
+from support.driving import run
 
 from hardpoint import ConfigError, ModelError, PluginError, RequestError, SamplingParams, plugins
 from hardpoint.core.build import build_engine

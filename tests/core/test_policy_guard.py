@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policies import LOAD, request
+from support.plugins.policies import LOAD, request
 
 from hardpoint.builtin_plugins.policies import Fair, FirstComeFirstServed, Priority
 from hardpoint.core.engine.policy import GuardedPolicy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from output_desk import ABORT, DELTA, ERROR, FINAL_ONLY, STOP, Desk
+from support.core.output_desk import ABORT, DELTA, ERROR, FINAL_ONLY, STOP, Desk
 
 from hardpoint import RequestError, SamplingParams
 from hardpoint.core.frontend.output_collector import RequestOutputCollector

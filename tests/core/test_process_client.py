@@ -9,7 +9,7 @@ import time
 
 import msgspec
 import pytest
-from waiting import PATIENCE_S, HeldSteps, wait_until
+from support.waiting import PATIENCE_S, HeldSteps, wait_until
 
 from hardpoint import (
     LLM,
@@ -76,7 +76,7 @@ def config(folder, *, in_process=False, **engine):
         folder,
         {
             "engine": {"in_process": in_process, **engine},
-            "plugins": {"enable": ["slow_plugins:Slow", f"{__name__}:Grows"]},
+            "plugins": {"enable": ["support.plugins.slow:Slow", f"{__name__}:Grows"]},
             "scheduler": {"max_num_seqs": 1, "max_waiting": 3},
         },
     )

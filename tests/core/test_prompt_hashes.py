@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from engine_harness import Rig, expected, request
+from support.core.engine_harness import Rig, expected, request
 
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.kv_cache import BlockManager

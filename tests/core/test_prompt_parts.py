@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from output_desk import (
+from support.core.output_desk import (
     ABORT,
     CUMULATIVE,
     DELTA,

@@ -9,7 +9,7 @@ import time
 
 import pytest
 import zmq
-from engine_harness import LoopRig, ScriptedExecutor, expected, request
+from support.core.engine_harness import LoopRig, ScriptedExecutor, expected, request
 
 from hardpoint import LLM, AsyncLLM, RequestOutputKind, SamplingParams
 from hardpoint.core.client.base import InprocClient

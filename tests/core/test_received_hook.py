@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from driving import run
+from support.driving import run
 
 from hardpoint import RequestError, SamplingParams
 from hardpoint.plugins import EngineCoreRequest, hookimpl

@@ -11,7 +11,7 @@ import threading
 import time
 
 import pytest
-from waiting import PATIENCE_S, alive, until, until_told_of_its_death
+from support.waiting import PATIENCE_S, alive, until, until_told_of_its_death
 
 from hardpoint import (
     AsyncLLM,
@@ -56,7 +56,7 @@ async def serves(llm) -> bool:
 
 def test_requests_in_flight_fail_and_the_next_are_served(scripted):
     async def main():
-        config = scripted_config(scripted, {"plugins": {"enable": ["slow_plugins:Slow"]}})
+        config = scripted_config(scripted, {"plugins": {"enable": ["support.plugins.slow:Slow"]}})
         async with AsyncLLM(config=config, restart="on_failure") as llm:
             await llm.set_policy("fair", {"tag": "team", "weights": {"a": 3.0}})
             manifest, first = llm.manifest, pid_of(llm)

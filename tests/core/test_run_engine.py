@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from launch_harness import launch
+from support.core.launch_harness import launch
 
 from hardpoint.core.engine_process import run
 from hardpoint.plugins import EngineConfig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from driving import run
+from support.driving import run
 
 from hardpoint import (
     ConfigError,
@@ -20,7 +20,7 @@ from hardpoint.plugins import PluginFaultError, SchedulingPolicy, WaitingFor, ho
 from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.testing import ScriptedClock, scripted_config, scripted_engine
 
-HERE = "faulty_plugins"
+HERE = "support.plugins.faulty"
 ENDLESS = SamplingParams(
     temperature=0, max_tokens=60, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
 )

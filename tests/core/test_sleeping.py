@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from driving import run
+from support.driving import run
 
 from hardpoint import LLM, ConfigError, HardpointError, SamplingParams
 from hardpoint.core.frontend.input_processor import RequestExtras

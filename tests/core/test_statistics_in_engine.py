@@ -13,8 +13,8 @@ import weakref
 
 import msgspec
 import pytest
-from engine_harness import Rig, ScriptedExecutor
-from waiting import until
+from support.core.engine_harness import Rig, ScriptedExecutor
+from support.waiting import until
 
 from hardpoint import LLM, AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams, plugins
 from hardpoint.core.build import build_engine
@@ -34,7 +34,7 @@ ENDLESS = SamplingParams(
     temperature=0.0, max_tokens=400, ignore_eos=True, output_kind=RequestOutputKind.DELTA
 )
 SLOWLY = msgspec.structs.replace(ENDLESS, plugin_args={"slow": {"seconds": 0.05}})
-SLOW = {"plugins": {"enable": ["slow_plugins:Slow"]}}
+SLOW = {"plugins": {"enable": ["support.plugins.slow:Slow"]}}
 OWN = {"in_process": False}
 
 

@@ -6,7 +6,7 @@ import logging
 import re
 
 import pytest
-from engine_harness import Rig, ScriptedExecutor
+from support.core.engine_harness import Rig, ScriptedExecutor
 
 from hardpoint import SamplingParams
 from hardpoint.core.engine.step_log import StepLog

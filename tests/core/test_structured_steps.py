@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from engine_harness import Rig, ScriptedExecutor, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.core.engine_harness import Rig, ScriptedExecutor, expected
 
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler

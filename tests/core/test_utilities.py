@@ -7,7 +7,7 @@ import inspect
 from concurrent.futures import Future
 
 import pytest
-from engine_harness import Rig
+from support.core.engine_harness import Rig
 
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.utility import (

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from msgspec import msgpack
-from processes import run
-from wire_strategies import BATCHES, FIELDS, PLAIN, REQUESTS
+from support.core.wire_strategies import BATCHES, FIELDS, PLAIN, REQUESTS
+from support.processes import run
 
 from hardpoint.core.wire import Decoder, Encoder, WireError
 from hardpoint.plugins import (

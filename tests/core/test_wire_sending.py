@@ -9,7 +9,7 @@ import pytest
 import torch
 import zmq
 import zmq.asyncio
-from waiting import PATIENCE_S, wait_until
+from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.core.wire import Decoder, Encoder, SendTracker
 

@@ -9,9 +9,9 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from engine_harness import request
-from fake_engine import Engine
-from waiting import PATIENCE_S, wait_until
+from support.core.engine_harness import request
+from support.core.fake_engine import Engine
+from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.core.client import sockets as engine_sockets
 from hardpoint.core.client.sockets import EngineSockets

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_plugins import Installed
+from support.plugins.fake import Installed
 
 
 @pytest.fixture

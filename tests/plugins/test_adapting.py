@@ -11,9 +11,9 @@ from random import Random
 from types import ModuleType
 from typing import Any
 
-import foreign_processors as foreign
 import pytest
 import torch
+from support.plugins import foreign_processors as foreign
 
 from hardpoint.plugins import (
     Added,
@@ -347,7 +347,7 @@ def foreign_point(installed, monkeypatch, value):
 def test_foreign_groups_are_looked_into_when_configured(installed, monkeypatch):
     from hardpoint.registry.discovery import discover
 
-    foreign_point(installed, monkeypatch, "foreign_processors:OneToken")
+    foreign_point(installed, monkeypatch, "support.plugins.foreign_processors:OneToken")
     assert discover() == []
     (found,) = discover(["vllm.logits_processors"])
     assert found.label == ("logits_processors/tokens (acme-vllm 3.0, foreign_processors:OneToken)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from fake_plugins import component
+from support.plugins.fake import component
 
 from hardpoint.plugins import Arguments as PluginArguments
 from hardpoint.plugins import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from fake_plugins import component
+from support.plugins.fake import component
 
 from hardpoint.plugins import ConfigSources, LogitsProcessor, Manifest, Options, PluginEntry
 

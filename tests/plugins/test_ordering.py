@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from fake_plugins import component
 from hypothesis import given
 from hypothesis import strategies as st
+from support.plugins.fake import component
 
 from hardpoint.plugins import LogitsProcessor, Phase, PluginConflictError
 from hardpoint.registry.ordering import ordered

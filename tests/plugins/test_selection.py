@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_plugins import component, on
+from support.plugins.fake import component, on
 
 from hardpoint.plugins import (
     ConfigError,

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import PATIENCE_S, Opened, wait_until
+from support.process.harness import PATIENCE_S, Opened, wait_until
 
 from hardpoint.testing import write_scripted_model
-
-# These tests run the jobs and the faulty plugins of tests/core across processes.
-sys.path.append(str(Path(__file__).parent.parent / "core"))
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from harness import (
+from support.process.harness import (
     PATIENCE_S,
     alive,
     gone,
@@ -24,13 +24,13 @@ from harness import (
     told,
     wait_until,
 )
-from waiting import HeldSteps, until
+from support.waiting import HeldSteps, until
 
 from hardpoint import AsyncLLM, EngineClosedError, RequestOutputKind, SamplingParams
 from hardpoint.core.engine_process import process as engine_process
 from hardpoint.plugins import EngineDeadError
 
-SLOW = {"plugins": {"enable": ["slow_plugins:Slow"]}}
+SLOW = {"plugins": {"enable": ["support.plugins.slow:Slow"]}}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 DELTA = RequestOutputKind.DELTA
 
@@ -200,7 +200,7 @@ def test_an_engine_that_dies_before_its_first_use_is_known_to_be_dead(scripted):
 def test_an_engine_killed_while_it_starts_anew_is_started_once_more(scripted, tmp_path):
     gate = tmp_path / "closed"
     settings = {
-        "plugins": {"enable": ["pacing_plugins:Gate"]},
+        "plugins": {"enable": ["support.plugins.pacing:Gate"]},
         "plugin": {"gate": {"path": str(gate)}},
     }
 
@@ -252,7 +252,7 @@ def test_sigterm_drains_the_streams(endless, tmp_path):
 def test_closing_tells_those_who_wait(endless, monkeypatch):
     """At once, and not when their requests would have ended, or the engine is killed."""
     monkeypatch.setattr(engine_process, "_GRACE_S", 60.0)
-    plugins = {"enable": ["slow_plugins:Slow", "pacing_plugins:Unhurried"]}
+    plugins = {"enable": ["support.plugins.slow:Slow", "support.plugins.pacing:Unhurried"]}
 
     async def main():
         llm = AsyncLLM(config=process_config(endless, {"plugins": plugins}))

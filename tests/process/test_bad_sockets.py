@@ -10,9 +10,9 @@ import time
 import msgspec
 import pytest
 import zmq
-from harness import PATIENCE_S, process_config, wait_until
-from raw_client import IDENTITY, RawClient, request
-from waiting import HeldSteps
+from support.process.harness import PATIENCE_S, process_config, wait_until
+from support.process.raw_client import IDENTITY, RawClient, request
+from support.waiting import HeldSteps
 
 from hardpoint.core.wire import Encoder, RequestType, UtilityCall
 from hardpoint.plugins import FinishReason, SamplingParams
@@ -23,7 +23,7 @@ ADD, ABORT, UTILITY = RequestType.ADD, RequestType.ABORT, RequestType.UTILITY
 
 @pytest.fixture(scope="module")
 def client(endless):
-    config = process_config(endless, {"plugins": {"enable": ["slow_plugins:Slow"]}})
+    config = process_config(endless, {"plugins": {"enable": ["support.plugins.slow:Slow"]}})
     client = RawClient(config)
     yield client
     client.close()
@@ -259,7 +259,10 @@ def test_a_second_client_on_the_output_address_harms_nobody(client):
 
 
 def test_after_shutdown_began_there_is_an_answer(endless, tmp_path):
-    settings = {"plugins": {"enable": ["slow_plugins:Slow"]}, "engine": {"drain_seconds": 60.0}}
+    settings = {
+        "plugins": {"enable": ["support.plugins.slow:Slow"]},
+        "engine": {"drain_seconds": 60.0},
+    }
     client = RawClient(process_config(endless, settings))
     held = HeldSteps(tmp_path)
     try:

@@ -7,9 +7,8 @@ import contextlib
 
 import msgspec
 import pytest
-from driving import Job, alone, run, summary
-from harness import open_engine, process_config
-from test_equality_scripted import varied_jobs
+from support.driving import Job, alone, run, summary, varied_jobs
+from support.process.harness import open_engine, process_config
 
 from hardpoint import LLM, AsyncLLM, RequestOutputKind, SamplingParams
 from hardpoint.core.frontend.input_processor import RequestExtras
@@ -29,7 +28,7 @@ ENDLESS = SamplingParams(
     output_kind=RequestOutputKind.FINAL_ONLY,
     plugin_args={"slow": {"seconds": 0.02}, "tires": {"tokens": 60}},
 )
-SLOW = {"plugins": {"enable": ["slow_plugins:Slow", "pacing_plugins:Tires"]}}
+SLOW = {"plugins": {"enable": ["support.plugins.slow:Slow", "support.plugins.pacing:Tires"]}}
 
 
 def with_stop_strings() -> list[Job]:
@@ -140,7 +139,9 @@ def as_deltas(job: Job) -> Job:
 def test_streamed_deltas_join_to_the_whole(scripted, expected, tmp_path):
     """For its first steps, the engine waits until the outputs of the step before are taken."""
     turn = tmp_path / "turn"
-    engine = open_engine(scripted, TIGHT | {"plugins": {"enable": ["pacing_plugins:Turns"]}})
+    engine = open_engine(
+        scripted, TIGHT | {"plugins": {"enable": ["support.plugins.pacing:Turns"]}}
+    )
     turns = {"turns": {"path": str(turn)}}
     params = SamplingParams(max_tokens=30, ignore_eos=True, plugin_args=turns)
     engine.add_request("pacemaker", [1], params)

@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from harness import (
+from support.process.harness import (
     PATIENCE_S,
     Opened,
     Program,
@@ -26,13 +26,13 @@ from harness import (
     told,
     wait_until,
 )
-from waiting import HeldSteps
+from support.waiting import HeldSteps
 
 from hardpoint import LLM, EngineClosedError, SamplingParams
 from hardpoint.core.engine_process import process as engine_process
 from hardpoint.plugins import EngineDeadError
 
-SLOW = {"plugins": {"enable": ["slow_plugins:Slow"]}}
+SLOW = {"plugins": {"enable": ["support.plugins.slow:Slow"]}}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
 
@@ -115,7 +115,7 @@ def test_a_question_asked_of_a_dying_engine_is_answered_with_its_death(opened, e
 def test_frontend_killed_ends_the_engine(endless, tmp_path):
     source = f"""
         import json
-        from harness import process_config, pid_of
+        from support.process.harness import process_config, pid_of
         from hardpoint import LLM
         from test_deaths import SLOW, add, long
         llm = LLM(config=process_config({str(endless)!r}, SLOW))
@@ -135,7 +135,7 @@ def test_frontend_killed_ends_the_engine(endless, tmp_path):
 def test_frontend_that_ends_by_an_error_ends_the_engine(endless, tmp_path):
     source = f"""
         import json
-        from harness import process_config, pid_of
+        from support.process.harness import process_config, pid_of
         from hardpoint import LLM
         llm = LLM(config=process_config({str(endless)!r}))
         print(json.dumps(pid_of(llm)), flush=True)
@@ -151,7 +151,7 @@ LEAVING = """
         import json, os, signal, tempfile
         tempfile.tempdir = {sockets!r}
         from pathlib import Path
-        from harness import hangs, in_step, process_config, pid_of
+        from support.process.harness import hangs, in_step, process_config, pid_of
         from hardpoint import LLM
         from test_deaths import SLOW, add, long
         llm = LLM(config=process_config({model!r}, SLOW))
@@ -279,7 +279,7 @@ def test_ctrl_c_in_the_terminal_is_the_programs_own(endless, tmp_path):
     """SIGINT to the foreground group: the program catches it and its engine still serves."""
     source = f"""
         import json, os, signal
-        from harness import process_config, pid_of
+        from support.process.harness import process_config, pid_of
         from hardpoint import LLM, SamplingParams
         llm = LLM(config=process_config({str(endless)!r}))
         try:
@@ -319,7 +319,7 @@ def test_close_with_requests_in_flight_is_quick(endless, monkeypatch):
     open_and_close(endless)
     before = holdings()
     monkeypatch.setattr(engine_process, "_GRACE_S", 60.0)
-    plugins = {"enable": ["slow_plugins:Slow", "pacing_plugins:Unhurried"]}
+    plugins = {"enable": ["support.plugins.slow:Slow", "support.plugins.pacing:Unhurried"]}
     llm = LLM(config=process_config(endless, DRAINING | {"plugins": plugins}))
     begin(llm, 16, long())
     began = time.monotonic()
@@ -394,7 +394,7 @@ def test_a_step_that_hangs_is_reported_with_stacks(opened, endless, tmp_path, ca
         words += capfd.readouterr().err
         stacks = words.rpartition("Timeout (0:00:00.3")[2]
         threads = stacks.count("Thread 0x")  # the loop, the reader and the writer
-        return "slow_plugins.py" in stacks and "in apply" in stacks and threads >= 3
+        return "slow.py" in stacks and "in apply" in stacks and threads >= 3
 
     wait_until(reported, PATIENCE_S, "the stacks")
     held.let_go()
@@ -410,7 +410,7 @@ def test_a_step_that_hangs_ends_the_engine_if_it_shall(opened, endless, tmp_path
     with pytest.raises(EngineDeadError, match="exited with code 1"):
         finals(llm)
     told("hanging engine ended", time.monotonic() - began, 20)
-    assert "slow_plugins.py" in capfd.readouterr().err
+    assert "slow.py" in capfd.readouterr().err
 
 
 def test_closing_an_engine_that_hangs_kills_it(opened, endless, tmp_path):

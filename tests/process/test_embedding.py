@@ -10,7 +10,7 @@ import textwrap
 import nbclient
 import nbformat
 import pytest
-from harness import PATH, Program, run_program
+from support.process.harness import PATH, Program, run_program
 
 ANSWER = " abc abc abc"
 
@@ -20,7 +20,7 @@ def body(scripted, *, plugin: str = "", how: str = "") -> str:
     extra = f"{{'plugins': {{'enable': [{plugin!r}]}}}}" if plugin else "{}"
     return textwrap.dedent(f"""
         import json
-        from harness import process_config
+        from support.process.harness import process_config
         from hardpoint import LLM, SamplingParams
         llm = LLM(config=process_config({str(scripted)!r}, {extra}))
         params = SamplingParams(temperature=0.0, max_tokens=20{how})
@@ -57,8 +57,8 @@ def test_in_an_asyncio_program(scripted, tmp_path):
     source = f"""
         import asyncio, json
         from pathlib import Path
-        from harness import process_config
-        from waiting import HeldSteps
+        from support.process.harness import process_config
+        from support.waiting import HeldSteps
         from hardpoint import AsyncLLM, SamplingParams
 
         held = HeldSteps(Path({str(tmp_path)!r}))
@@ -70,7 +70,7 @@ def test_in_an_asyncio_program(scripted, tmp_path):
             return text
 
         async def main():
-            enable = {{"plugins": {{"enable": ["slow_plugins:Slow"]}}}}
+            enable = {{"plugins": {{"enable": ["support.plugins.slow:Slow"]}}}}
             llm = AsyncLLM(config=process_config({str(scripted)!r}, enable))
             ticks = 0
             async def tick():

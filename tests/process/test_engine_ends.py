@@ -12,9 +12,17 @@ from typing import Any
 
 import psutil
 import pytest
-from harness import PATIENCE_S, alive, gone, in_step, process_config, told, wait_until
-from raw_client import RawClient
-from waiting import HeldSteps
+from support.process.harness import (
+    PATIENCE_S,
+    alive,
+    gone,
+    in_step,
+    process_config,
+    told,
+    wait_until,
+)
+from support.process.raw_client import RawClient
+from support.waiting import HeldSteps
 
 from hardpoint.core.wire import ENGINE_CORE_DEAD
 from hardpoint.plugins import SamplingParams
@@ -30,8 +38,9 @@ def engine(endless, tmp_path):
     def start(*, engine=None, plugins=None, seconds=0.0, **options):
         config = {
             "engine": engine or {},
-            "plugins": {"enable": ["slow_plugins:Slow", "faulty_plugins:Dense"]} | (plugins or {}),
-            "scheduler": {"policy": "closing_plugins:Closing"},
+            "plugins": {"enable": ["support.plugins.slow:Slow", "support.plugins.faulty:Dense"]}
+            | (plugins or {}),
+            "scheduler": {"policy": "support.plugins.closing:Closing"},
             "plugin": {"closing": {"path": str(tmp_path / "closed"), "seconds": seconds}},
         }
         clients.append(RawClient(process_config(endless, config), **options))

@@ -8,13 +8,13 @@ import os
 import re
 
 import pytest
-from harness import open_engine
+from support.process.harness import open_engine
 
 from hardpoint import SamplingParams
 
 VARIABLE = "HARDPOINT_TEST_WORD"
 CONFIG = {
-    "plugins": {"enable": ["telling_plugins:Tells"]},
+    "plugins": {"enable": ["support.plugins.reporting:Tells"]},
     "max_model_len": "auto",
     "kv_cache": {"num_blocks": 3},
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness import run_program
+from support.process.harness import run_program
 
 MIB = 1 << 20
 
@@ -53,7 +53,7 @@ def test_ten_engine_processes_leave_no_memory_in_their_program(scripted, tmp_pat
         import gc, json
         import psutil
         from hardpoint import LLM, SamplingParams
-        from harness import process_config
+        from support.process.harness import process_config
 
         def cycle():
             with LLM(config=process_config({str(scripted)!r})) as llm:

@@ -8,11 +8,11 @@ import sys
 import types
 
 import pytest
-from driving import run, summary
-from faulty_plugins import Dense
-from harness import gone, open_engine, process_config
-from strangers import open_site
-from test_faults import DENSE_WORDS, SPARSE_WORDS, jobs, run_all
+from support.driving import run, summary
+from support.fault_cases import DENSE_MESSAGES, SPARSE_MESSAGES, jobs, run_all
+from support.plugins.faulty import Dense
+from support.process.harness import gone, open_engine, process_config
+from support.strangers import open_site
 
 from hardpoint import (
     LLM,
@@ -33,7 +33,7 @@ from hardpoint.plugins import (
     hookimpl,
 )
 
-HERE = "faulty_plugins"
+HERE = "support.plugins.faulty"
 ALL = [f"{HERE}:{name}" for name in ("Dense", "Sparse", "Whole", "OnDevice")]
 FINAL = {"output_kind": RequestOutputKind.FINAL_ONLY}
 
@@ -61,8 +61,8 @@ def undisturbed(finals, without, guilty=("r6",)) -> None:
 
 @pytest.mark.parametrize(
     ("name", "how", "words"),
-    [("dense", how, words) for how, words in DENSE_WORDS.items()]
-    + [("sparse", how, words) for how, words in SPARSE_WORDS.items()],
+    [("dense", how, words) for how, words in DENSE_MESSAGES.items()]
+    + [("sparse", how, words) for how, words in SPARSE_MESSAGES.items()],
 )
 @pytest.mark.parametrize("using", ["one", "half", "all"])
 def test_31_of_32_are_as_without_it(engine, without, name, how, words, using):

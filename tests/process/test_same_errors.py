@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from harness import open_engine
+from support.process.harness import open_engine
 
 from hardpoint import (
     AsyncLLM,
@@ -33,7 +33,7 @@ WORDS = r"expected text that UTF-8 can hold, got '\ud800' at character "
 HERE = __name__
 ENABLED = {
     "plugins": {
-        "enable": ["faulty_plugins:Dense", f"{HERE}:Meddling", f"{HERE}:Odd"],
+        "enable": ["support.plugins.faulty:Dense", f"{HERE}:Meddling", f"{HERE}:Odd"],
         "quarantine_after": 1,
     }
 }
@@ -234,11 +234,15 @@ def abort_and_step(engine):
     ("settings", "fields", "words"),
     [
         (
-            {"enable": ["faulty_plugins:Dense"], "on_error": {"dense": "engine"}},
+            {"enable": ["support.plugins.faulty:Dense"], "on_error": {"dense": "engine"}},
             RAISES,
             "plugin 'dense'.*apply failed: RuntimeError: broken apply",
         ),
-        ({"sampler": "faulty_plugins:NanSampler"}, {}, "plugin 'nan_sampler'.*RuntimeError: bro"),
+        (
+            {"sampler": "support.plugins.faulty:NanSampler"},
+            {},
+            "plugin 'nan_sampler'.*RuntimeError: bro",
+        ),
         ({"scheduler": f"{HERE}:BrokenStep"}, {}, "plugin 'broken_step'.*LookupError: no plan"),
         ({"scheduler": f"{HERE}:BrokenAdd"}, {}, "plugin 'broken_add'.*LookupError: no room"),
     ],

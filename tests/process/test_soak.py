@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import PATIENCE_S, holdings, nothing_left, open_engine, wait_until
+from support.process.harness import PATIENCE_S, holdings, nothing_left, open_engine, wait_until
 
 from hardpoint import RequestError, RequestOutputKind, SamplingParams
 from hardpoint.core.frontend.input_processor import RequestExtras
@@ -22,7 +22,7 @@ SETTINGS = {
     "kv_cache": {"block_size": 8, "num_blocks": 120},
     "scheduler": {"max_num_seqs": 24, "max_num_batched_tokens": 512, "policy": "priority"},
     "plugins": {
-        "enable": ["faulty_plugins:Dense", "slow_plugins:Slow"],
+        "enable": ["support.plugins.faulty:Dense", "support.plugins.slow:Slow"],
         "quarantine_after": 0,
     },
 }

@@ -10,8 +10,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from faulty_plugins import Dense
-from harness import PATIENCE_S, holdings, nothing_left, process_config, told, wait_until
+from support.plugins.faulty import Dense
+from support.process.harness import (
+    PATIENCE_S,
+    holdings,
+    nothing_left,
+    process_config,
+    told,
+    wait_until,
+)
 
 from hardpoint import LLM, AsyncLLM, ConfigError, SamplingParams, plugins
 from hardpoint.plugins import EngineDeadError, PluginLoadError

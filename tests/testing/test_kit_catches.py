@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import re
 
-import broken_processors as broken
 import pytest
 from hypothesis import strategies as st
+from support.broken import processors as broken
 
 from hardpoint.testing import LogitsProcessorSuite
 from hardpoint.testing import suite as kit_suite
@@ -142,7 +142,9 @@ def test_a_broken_processor_fails_its_rule(cls, given, fails):
             continue
         message = outcome(suite, f"test_{test}")
         assert message is not None, f"{test} let it pass"
-        assert message.startswith(f"broken_processors.{cls.__name__} breaks a rule.\n  rule: ")
+        assert message.startswith(
+            f"support.broken.processors.{cls.__name__} breaks a rule.\n  rule: "
+        )
         assert re.search(words, message), message
         assert "\n  do: " in message
 

@@ -7,12 +7,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import broken_processors as broken
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
+from support.broken import processors as broken
 
 from hardpoint.plugins import Move, SamplingParams
 from hardpoint.testing.logits import histories as logits_histories

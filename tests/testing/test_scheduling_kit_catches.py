@@ -5,10 +5,9 @@ from __future__ import annotations
 import inspect
 import re
 
-import broken_pauses as pauses
-import broken_policies as policies
-import broken_schedulers as broken
 import pytest
+from support.broken import pauses, policies
+from support.broken import schedulers as broken
 
 from hardpoint.testing import EvictionPolicySuite, SchedulerSuite, SchedulingPolicySuite
 from hardpoint.testing import suite as kit_suite

@@ -9,8 +9,8 @@ import sys
 from importlib.metadata import entry_points
 
 import pytest
-from broken_processors import Bias, MixesRows
 from hypothesis import strategies as st
+from support.broken.processors import Bias, MixesRows
 
 from hardpoint.testing import LogitsProcessorSuite
 from hardpoint.testing import suite as kit_suite

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from broken_schedulers import WithCache
-
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.plugins import PauseState
+from support.broken.schedulers import WithCache
 
 
 class PausesNewAlone(DefaultScheduler):

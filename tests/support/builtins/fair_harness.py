@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from policies import LOAD, request
-
 from hardpoint.plugins import Request, RequestStatus
+from support.plugins.policies import LOAD, request
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ import time
 
 import msgspec
 import zmq
-from waiting import PATIENCE_S
 
 from hardpoint.builtin_plugins.kv_cache.event_stream import END_OF_REPLAY
 from hardpoint.builtin_plugins.kv_cache.events import ZmqPublisher
 from hardpoint.plugins import BlockStored, KVEventBatch, PublisherContext
 from hardpoint.plugins.typed import convert
+from support.waiting import PATIENCE_S
 
 THREAD = "hardpoint-kv-events"
 

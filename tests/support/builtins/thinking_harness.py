@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from fake_rows import FakeRows, build, request_of, rows_of
-
 from hardpoint.builtin_plugins.logits.thinking_budget import ThinkingBudget
+from support.builtins.fake_rows import FakeRows, build, request_of, rows_of
 
 START, END = [1], [2]
 LONG_START, LONG_END = [1, 3], [2, 4, 2, 5]

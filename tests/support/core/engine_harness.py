@@ -8,8 +8,6 @@ import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
-from waiting import PATIENCE_S
-
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.engine.core import EngineCore
@@ -28,6 +26,7 @@ from hardpoint.plugins import (
     SchedulerLimits,
 )
 from hardpoint.plugins.typed import convert
+from support.waiting import PATIENCE_S
 
 
 def next_token(history):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import zmq
-from engine_harness import PATIENCE_S, LoopRig
 
 from hardpoint.core.engine.request_check import RequestCheck
 from hardpoint.core.engine_process.transport import EngineIO
@@ -18,6 +17,7 @@ from hardpoint.core.wire import (
     UtilityOutput,
 )
 from hardpoint.plugins import EngineCoreOutputs
+from support.core.engine_harness import PATIENCE_S, LoopRig
 
 READY = EngineCoreReadyResponse(manifest_hash="", max_model_len=200, num_gpu_blocks=64)
 ME = b"\x00\x00"

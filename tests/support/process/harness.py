@@ -18,18 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from processes import ROOT
-from waiting import PATIENCE_S, alive, wait_until
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.plugins import EngineConfig, EngineDeadError, typed
 from hardpoint.testing import scripted_config
+from support.processes import ROOT
+from support.waiting import PATIENCE_S, alive, wait_until
 
 OWN_PROCESS = {"in_process": False}
-TESTS = ROOT / "tests"
-PATH = [str(TESTS / "process"), str(TESTS), str(TESTS / "core")]
+PATH = [str(ROOT / "tests")]
 
 
 def process_config(folder: Path, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:

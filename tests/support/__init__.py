@@ -1,0 +1,1 @@
+"""Helpers of the tests; plugin modules among them are loaded by engine processes too."""

@@ -347,10 +347,11 @@ def foreign_point(installed, monkeypatch, value):
 def test_foreign_groups_are_looked_into_when_configured(installed, monkeypatch):
     from hardpoint.registry.discovery import discover
 
-    foreign_point(installed, monkeypatch, "support.plugins.foreign_processors:OneToken")
+    target = "support.plugins.foreign_processors:OneToken"
+    foreign_point(installed, monkeypatch, target)
     assert discover() == []
     (found,) = discover(["vllm.logits_processors"])
-    assert found.label == ("logits_processors/tokens (acme-vllm 3.0, foreign_processors:OneToken)")
+    assert found.label == f"logits_processors/tokens (acme-vllm 3.0, {target})"
     installed.found.append(found)
     plugins = installed.resolve()
     assert found in plugins.not_enabled()

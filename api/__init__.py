@@ -9,20 +9,22 @@ from typing import TYPE_CHECKING, Any
 from hardpoint.plugins import (
     CompletionOutput,
     ConfigError,
-    EngineClosedError,
     EngineConfig,
-    EngineDeadError,
-    EnginePausedError,
-    EngineTimeoutError,
     HardpointError,
     Logprob,
     ModelError,
     OverloadedError,
-    PluginError,
     RequestError,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
+)
+from hardpoint.plugins.errors import (
+    EngineClosedError,
+    EngineDeadError,
+    EnginePausedError,
+    EngineTimeoutError,
+    PluginError,
 )
 from hardpoint.registry.discovery import installed_version
 

@@ -12,17 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hardpoint.core.config import load_config
-from hardpoint.plugins import (
-    Command,
-    CommandContext,
-    ConfigSources,
-    EngineConfig,
-    HardpointError,
-    PluginConflictError,
-    PluginContractError,
-    PluginFaultError,
-)
+from hardpoint.plugins import Command, CommandContext, EngineConfig, HardpointError
 from hardpoint.plugins.commands import Generator
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.errors import PluginConflictError, PluginContractError, PluginFaultError
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.discovery import discover, installed_version
 from hardpoint.registry.hooks import HookSet

@@ -9,7 +9,8 @@ from typing import Any
 
 from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.plugins import EnginePausedError, RequestOutput
+from hardpoint.plugins import RequestOutput
+from hardpoint.plugins.errors import EnginePausedError
 
 from .llm_inputs import accepted
 

@@ -64,9 +64,9 @@ from hardpoint.plugins import (
     RequestStatus,
     SamplingParams,
     SchedulerContext,
-    SchedulerLimits,
     StepRecord,
 )
+from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.registry.plugin_set import resolve_plugins
 
 SIZES = (1, 32, 256, 1024, 4096)

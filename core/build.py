@@ -27,16 +27,16 @@ from hardpoint.core.frontend.restart import Restarter
 from hardpoint.core.frontend.statistics import Statistics, open_statistics
 from hardpoint.core.worker.worker import WorkerSpec
 from hardpoint.plugins import (
-    ConfigSources,
     EngineConfig,
     ModelFiles,
-    Progress,
     ReasoningContext,
     ReasoningParser,
     SamplingParams,
     Tokenizer,
     TokenizerContext,
 )
+from hardpoint.plugins.component import Progress
+from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.typed import join_path
 from hardpoint.registry.discovery import installed_version
 from hardpoint.registry.hooks import HookSet

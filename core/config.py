@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 from msgspec import inspect as types
 
-from hardpoint.plugins import KINDS, ConfigError, ConfigSources, EngineConfig
+from hardpoint.plugins import ConfigError, EngineConfig
+from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.describing import child_type
-from hardpoint.plugins.kinds import PLANNED
+from hardpoint.plugins.kinds import KINDS, PLANNED
 from hardpoint.plugins.typed import convert, join_path
 from hardpoint.registry.settings import parse_value, split_setting
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from hardpoint.plugins import (
-    Component,
     EngineCoreOutput,
     EngineCoreOutputs,
     FinishReason,
     HardpointError,
-    PluginFaultError,
     RequestError,
     errors,
 )
+from hardpoint.plugins.component import Component
+from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.plugin_set import PluginSet
 

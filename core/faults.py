@@ -7,8 +7,10 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from hardpoint.plugins import Component, Context, PluginFaultError, StepFault
+from hardpoint.plugins.component import Component, Context
+from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.stats import StepFault
 from hardpoint.registry.plugin_set import PluginSet
 
 _log = logging.getLogger("hardpoint")

@@ -5,140 +5,20 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
-
-import msgspec
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from .component import Component, Context
-from .requests import LoRARequest, TokenLogprobs
-
-if TYPE_CHECKING:
-    from .scheduler import SchedulerOutput
+from .plan import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from .requests import LoRARequest
+from .stats import PluginMeter
 
 __all__ = [
-    "NO_DRAFT",
-    "DraftTokenIds",
     "Executor",
     "ExecutorContext",
-    "GrammarBitmask",
-    "ModelRunnerOutput",
-    "PluginMeter",
-    "RequestFault",
-    "StepFault",
     "Worker",
     "WorkerInfo",
 ]
-
-
-NO_DRAFT = -1
-"""Stands in a plan where a draft is to be put in later, or where there is none; never accepted."""
-
-
-class DraftTokenIds(msgspec.Struct, array_like=True, frozen=True):
-    """What a speculator expects to follow, to be verified by a later step.
-
-    Attributes:
-        request_ids: whose drafts.
-        draft_token_ids: one list per request id, in order.
-    """
-
-    request_ids: list[str]
-    draft_token_ids: list[list[int]]
-
-    def by_request(self) -> dict[str, list[int]]:
-        """Return the drafts by request id.
-
-        Raises:
-            ValueError: there are not as many lists as ids.
-        """
-        return dict(zip(self.request_ids, self.draft_token_ids, strict=True))
-
-
-class GrammarBitmask(msgspec.Struct, array_like=True, frozen=True):
-    """Which tokens the grammars of a step allow.
-
-    Attributes:
-        request_ids: of each row. A request with drafts has a row per draft and one more, one
-            behind the other, in the order of its tokens; requests without a grammar have none.
-        bitmask: int32 array [rows, ceil(vocab_size / 32)]; token t is allowed where bit t % 32 of
-            column t // 32 is set.
-    """
-
-    request_ids: list[str]
-    bitmask: Any
-
-
-class RequestFault(msgspec.Struct, array_like=True, frozen=True):
-    """Why a request cannot go on.
-
-    Attributes:
-        message: what failed and who is to blame.
-        plugin: name of the guilty logits processor; None if the model is to blame.
-    """
-
-    message: str
-    plugin: str | None = None
-
-
-class PluginMeter(msgspec.Struct, array_like=True):
-    """What a plugin cost so far, in one worker.
-
-    Attributes:
-        steps: steps in which it ran.
-        rows: rows that it was given, all steps together.
-        seconds: host time in its methods.
-        faults: requests that ended because of it.
-    """
-
-    steps: int = 0
-    rows: int = 0
-    seconds: float = 0.0
-    faults: int = 0
-
-
-class StepFault(msgspec.Struct, array_like=True, frozen=True):
-    """Decisions that a plugin did not take, so that the built-in default did.
-
-    Attributes:
-        count: so far.
-        message: the first one in words, beginning with who is to blame.
-    """
-
-    count: int
-    message: str
-
-
-@dataclass(slots=True)
-class ModelRunnerOutput:
-    """What a step produced.
-
-    Attributes:
-        sampled_token_ids: per request that reached its last known token, what was sampled:
-            accepted drafts, then one token more.
-        logprobs: per request that asked for them, one entry per sampled token.
-        prompt_logprobs: per request that asked for them, those of the prompt positions of this
-            step; None stands for the first position.
-        faults: requests that must end with an error; nothing was sampled for them.
-        kv_loaded: requests whose keys and values came from elsewhere and are all there now.
-        kv_saved: ended requests whose blocks the KV connector needs no more.
-        invalid_block_ids: blocks that could not be loaded; what they should hold is computed.
-        num_nans_in_logits: per request whose logits were damaged, how many were.
-        pooler_output: per request that pools and is computed to its end, what came of it; it
-            ends, and nothing is sampled for it.
-        routed_experts: per request that asked for them, what a mixture of experts chose.
-    """
-
-    sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
-    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
-    prompt_logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
-    faults: dict[str, RequestFault] = field(default_factory=dict)
-    kv_loaded: frozenset[str] = frozenset()
-    kv_saved: frozenset[str] = frozenset()
-    invalid_block_ids: frozenset[int] = frozenset()
-    num_nans_in_logits: dict[str, int] = field(default_factory=dict)
-    pooler_output: dict[str, Any] = field(default_factory=dict)
-    routed_experts: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

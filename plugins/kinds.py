@@ -19,7 +19,7 @@ from .reasoning import ReasoningParser
 from .sampler import Sampler
 from .scheduler import Scheduler
 from .scheduling_policy import SchedulingPolicy
-from .stat_sink import StatSink
+from .stats import StatSink
 from .tokenizer import Tokenizer
 
 __all__ = ["KINDS", "PLANNED", "FaultScope", "Kind", "Number", "Process"]

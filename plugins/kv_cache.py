@@ -27,7 +27,6 @@ __all__ = [
     "KVEvent",
     "KVEventBatch",
     "KVEventPublisher",
-    "PrefixCacheStats",
     "PublisherContext",
 ]
 

@@ -6,15 +6,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
-import msgspec
-
-from .collaborators import EncoderCache, Grammars, KVConnectorScheduler
 from .component import Component, Context
 from .errors import ConfigError
-from .executor import ModelRunnerOutput
 from .kv_cache import BlockIds, KVCacheManager
+from .plan import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from .request import Request
 from .requests import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from .scheduling_policy import SchedulingPolicy
@@ -22,14 +19,13 @@ from .stats import SchedulerStats
 from .step_record import StepRecord, WaitReason
 
 __all__ = [
-    "CachedRequests",
-    "NewRequest",
+    "EncoderCache",
+    "Grammars",
+    "KVConnectorScheduler",
     "PauseState",
     "Scheduler",
     "SchedulerContext",
     "SchedulerLimits",
-    "SchedulerOutput",
-    "SchedulerStats",
 ]
 
 
@@ -44,71 +40,86 @@ class PauseState(Enum):
     """Nobody: all are held."""
 
 
-class NewRequest(msgspec.Struct, frozen=True):
-    """A request that a worker has not seen, or has forgotten when it was preempted.
+class KVConnectorScheduler(Protocol):
+    """The half of a KV connector that lives beside the scheduler."""
 
-    Attributes:
-        output_token_ids: outputs so far; empty unless it was preempted.
-        block_ids: its whole block table, one list per group.
-        num_computed_tokens: leading tokens whose keys and values are in those blocks.
-        resumed: whether it was preempted before.
-    """
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Say what can be loaded beyond what is computed.
 
-    source: EngineCoreRequest
-    output_token_ids: Sequence[int]
-    block_ids: BlockIds
-    num_computed_tokens: int
-    resumed: bool = False
+        Args:
+            request: about to be admitted.
+            num_computed_tokens: leading tokens that the local cache has.
+
+        Returns:
+            How many tokens after those can be loaded (None: not known yet, ask again), and
+            whether loading goes on beside the steps. Then the request waits until
+            `ModelRunnerOutput.kv_loaded` names it.
+        """
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        """Note that a request has its blocks, also where nothing is to be loaded."""
+
+    def build_connector_meta(self, plan: SchedulerOutput) -> Any:
+        """Return what the workers' half has to do in this step; forget what was said."""
+
+    def request_finished(
+        self, request: Request, block_ids: BlockIds
+    ) -> tuple[bool, Mapping[str, Any] | None]:
+        """Note that a request ended.
+
+        Returns:
+            Whether its blocks must be kept until `ModelRunnerOutput.kv_saved` names it, and what
+            its last output shall carry as `kv_transfer_params`.
+        """
 
 
-class CachedRequests(msgspec.Struct, frozen=True):
-    """The requests of a step that the worker has in its batch: only what is new.
+class EncoderCache(Protocol):
+    """Embeddings of images and the like, by identifier; each is encoded once while it is held."""
 
-    Attributes:
-        request_ids: in the scheduler's order.
-        num_computed_tokens: one per request id, before this step.
-        new_block_ids: by request id, blocks to append per group; few requests need some.
-    """
+    def holds(self, request: Request, index: int) -> bool:
+        """Whether a feature is there; if so, the request holds it from now on."""
 
-    request_ids: Sequence[str] = ()
-    num_computed_tokens: Sequence[int] = ()
-    new_block_ids: Mapping[str, BlockIds] = {}
+    def can_allocate(self, request: Request, index: int, reserved: int) -> bool:
+        """Whether a feature finds room beside `reserved` tokens that are promised already."""
+
+    def allocate(self, request: Request, index: int) -> None:
+        """Reserve room for a feature; the request holds it."""
+
+    def cancel(self, request: Request, index: int) -> None:
+        """Undo `allocate`: nobody will encode it in this step. Whoever held it holds it no more."""
+
+    def free_input(self, request: Request, index: int) -> None:
+        """Note that a request needs a feature no more."""
+
+    def free(self, request: Request) -> None:
+        """Note that a request needs no feature any more."""
+
+    def take_freed(self) -> Sequence[str]:
+        """Return the identifiers that were dropped since the last call."""
 
 
-class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan of one step.
+class Grammars(Protocol):
+    """The grammars of structured output: who is in one, and what it allows."""
 
-    Attributes:
-        step: serial number of the plan, from 1.
-        new_requests: in full, also those that come back after preemption.
-        cached_requests: as differences.
-        num_scheduled_tokens: per request id, at least 1.
-        total_num_scheduled_tokens: their sum.
-        draft_token_ids: per request id, drafts to verify; part of its scheduled tokens. Where they
-            are not known yet, NO_DRAFT keeps their places: the engine puts them in once the step
-            before is done, so that the plan comes back with them.
-        encoder_inputs: per request id, indices of the features to encode in this step.
-        freed_encoder_inputs: identifiers whose embeddings a worker forgets, before it encodes;
-            each is told once, and a worker may never have had it.
-        structured_request_ids: request id to its place among the scheduled ones, of those that a
-            grammar constrains.
-        preempted_request_ids: leave the batch and may come back.
-        finished_request_ids: ended since the last plan; each is told once.
-        kv_connector_metadata: what the KV connector's scheduler half tells its worker half.
-    """
+    def uses(self, request: Request) -> bool:
+        """Whether a grammar constrains a request."""
 
-    step: int = 0
-    new_requests: Sequence[NewRequest] = ()
-    cached_requests: CachedRequests = msgspec.field(default_factory=CachedRequests)
-    num_scheduled_tokens: dict[str, int] = {}
-    total_num_scheduled_tokens: int = 0
-    draft_token_ids: Mapping[str, Sequence[int]] = {}
-    encoder_inputs: Mapping[str, Sequence[int]] = {}
-    freed_encoder_inputs: Sequence[str] = ()
-    structured_request_ids: Mapping[str, int] = {}
-    preempted_request_ids: frozenset[str] = frozenset()
-    finished_request_ids: frozenset[str] = frozenset()
-    kv_connector_metadata: Any = None
+    def ready(self, request: Request) -> bool:
+        """Whether its grammar is compiled.
+
+        Raises:
+            RequestError: it cannot be compiled; the request ends with these words.
+        """
+
+    def bitmask(self, plan: SchedulerOutput) -> GrammarBitmask | None:
+        """Return which tokens may be sampled in a step; None if every one may.
+
+        It is asked while the model runs, and only where `plan.structured_request_ids` has some.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)

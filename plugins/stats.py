@@ -1,15 +1,25 @@
-"""Figures that an engine tells of itself and of its requests."""
+"""Statistics of an engine and of its requests, and the stat sinks that receive them."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import msgspec
+
+from .component import Component, Context
 
 __all__ = [
     "FinishedRequest",
     "IterationStats",
+    "PluginMeter",
     "PrefixCacheStats",
     "RequestMetrics",
     "SchedulerStats",
+    "StatSink",
+    "StatSinkContext",
+    "StepFault",
 ]
 
 
@@ -115,3 +125,66 @@ class IterationStats(msgspec.Struct, kw_only=True):
     inter_token_latency: list[float] = []
     finished: list[FinishedRequest] = []
     scheduler: SchedulerStats | None = None
+
+
+class PluginMeter(msgspec.Struct, array_like=True):
+    """What a plugin cost so far, in one worker.
+
+    Attributes:
+        steps: steps in which it ran.
+        rows: rows that it was given, all steps together.
+        seconds: host time in its methods.
+        faults: requests that ended because of it.
+    """
+
+    steps: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+    faults: int = 0
+
+
+class StepFault(msgspec.Struct, array_like=True, frozen=True):
+    """Decisions that a plugin did not take, so that the built-in default did.
+
+    Attributes:
+        count: so far.
+        message: the first one in words, beginning with who is to blame.
+    """
+
+    count: int
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatSinkContext(Context):
+    """What a stat sink is built with.
+
+    Attributes:
+        clock: seconds; the frontend's.
+        model: as the configuration names it.
+        engine_index: of the engine whose figures come, the first one of several.
+    """
+
+    clock: Callable[[], float]
+    model: str
+    engine_index: int = 0
+
+
+class StatSink(Component):
+    """Is told how the engine does: for a log, a dashboard, a bill. May not block.
+
+    One call comes at a time, though not always in the same thread. A call that raises is counted
+    in `LLM.health()`; requests and other sinks do not notice. `close` comes last.
+    """
+
+    context: StatSinkContext
+
+    @abstractmethod
+    def record(self, stats: IterationStats) -> None:
+        """Take what a batch of outputs brought; for reading, since all sinks get the same."""
+
+    def report(self) -> None:
+        """Show what was gathered; called about every `stats.interval_seconds`, and at the end.
+
+        `AsyncLLM` calls it also while nothing happens, `LLM` and `LLMEngine` only where they step.
+        """

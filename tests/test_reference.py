@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hardpoint.plugins import KINDS, EngineConfig
+from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.describing import struct_fields
 from hardpoint.plugins.hooks import HookSpecs
+from hardpoint.plugins.kinds import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("kinds.md", "hooks.md", "config.md")

@@ -10,16 +10,13 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.plugins import (
-    KINDS,
-    Arguments,
-    Component,
-    ConfigSources,
-    Options,
-    PluginNotFoundError,
-)
+from hardpoint.plugins import Arguments, Options
+from hardpoint.plugins.component import Component
+from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.describing import FieldDoc, first_paragraph, struct_fields
+from hardpoint.plugins.errors import PluginNotFoundError
 from hardpoint.plugins.hooks import PROJECT
+from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.typed import json_schema
 from hardpoint.registry.adapt import adapter_of, load_component
 from hardpoint.registry.plugin_set import PluginSet

@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hardpoint.plugins import (
-    KINDS,
-    ConfigSources,
-    EngineConfig,
-    PluginConflictError,
-    PluginEntry,
-    PluginNotFoundError,
-)
-from hardpoint.plugins.kinds import PLANNED, Number
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins import EngineConfig
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.errors import PluginConflictError, PluginNotFoundError
+from hardpoint.plugins.kinds import KINDS, PLANNED, Number
+from hardpoint.plugins.manifest import PluginEntry, Source
 from hardpoint.plugins.typed import suggest
 from hardpoint.registry.adapt import adapter_of
 from hardpoint.registry.discovery import Found

@@ -19,18 +19,11 @@ from hardpoint.core.engine.utility_calls import NO_TIMEOUT
 from hardpoint.core.engine_process.launch import Interpreter, Launch, main_objects
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.core.wire import EngineCoreReadyResponse, RequestType
-from hardpoint.plugins import (
-    KINDS,
-    ConfigSources,
-    EngineConfig,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    EngineDeadError,
-    EngineTimeoutError,
-    Manifest,
-    PluginEntry,
-)
-from hardpoint.plugins.kinds import Process
+from hardpoint.plugins import EngineConfig, EngineCoreOutputs, EngineCoreRequest
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.errors import EngineDeadError, EngineTimeoutError
+from hardpoint.plugins.kinds import KINDS, Process
+from hardpoint.plugins.manifest import Manifest, PluginEntry
 
 from .output_queue import Inbox
 from .sockets import Attempt, EngineSockets, checked, dead

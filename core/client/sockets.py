@@ -35,16 +35,13 @@ from hardpoint.core.wire import (
     WireError,
     decode_handshake,
 )
-from hardpoint.plugins import (
-    EngineCoreOutputs,
+from hardpoint.plugins import EngineCoreOutputs, HardpointError, RequestError, typed
+from hardpoint.plugins.errors import (
     EngineDeadError,
     EngineFaultError,
     EngineTimeoutError,
-    HardpointError,
     PluginFaultError,
     PluginLoadError,
-    RequestError,
-    typed,
 )
 
 MOST_UNREAD = 256

@@ -10,7 +10,8 @@ from typing import TypeVar
 
 import msgspec
 
-from hardpoint.plugins import NO_DRAFT, DraftTokenIds, ModelRunnerOutput, SchedulerOutput
+from hardpoint.plugins import ModelRunnerOutput, SchedulerOutput
+from hardpoint.plugins.plan import NO_DRAFT, DraftTokenIds
 
 T = TypeVar("T")
 

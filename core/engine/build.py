@@ -15,20 +15,20 @@ from hardpoint.core.kv_cache import BlockManager, CacheSize, size_cache
 from hardpoint.core.worker.worker import LocalWorker, WorkerSpec
 from hardpoint.plugins import (
     ConfigError,
-    ConfigSources,
     EngineConfig,
     EvictionContext,
     EvictionPolicy,
     Executor,
     ExecutorContext,
-    PluginFaultError,
     PublisherContext,
     Scheduler,
     SchedulerContext,
-    SchedulerLimits,
     StepRecord,
     WorkerInfo,
 )
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.registry.hooks import HookSet
 
 from .core import EngineCore

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hardpoint.core.faults import Fanout, FaultReporter
-from hardpoint.plugins import KVEvent, KVEventBatch, KVEventPublisher
+from hardpoint.plugins import KVEventBatch, KVEventPublisher
+from hardpoint.plugins.kv_cache import KVEvent
 
 
 class KVEventFanout:

@@ -10,15 +10,15 @@ import msgspec
 
 from hardpoint.core.faults import FaultReporter, StepFaults
 from hardpoint.plugins import (
-    ConfigSources,
     EngineConfig,
     Load,
-    PluginFaultError,
     PolicyContext,
     Request,
     Scheduler,
     SchedulingPolicy,
 )
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.plugin_set import PluginSet
 

@@ -11,16 +11,16 @@ import torch
 from hardpoint.core.worker.worker import WorkerSpec
 from hardpoint.plugins import (
     ConfigError,
-    ConfigSources,
     EngineConfig,
     LoaderContext,
     ModelConfig,
     ModelError,
     ModelFiles,
-    PluginNotFoundError,
-    Progress,
     WeightLoader,
 )
+from hardpoint.plugins.component import Progress
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.errors import PluginNotFoundError
 from hardpoint.registry.plugin_set import PluginSet
 
 from .build import limits_of

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from hardpoint.core.faults import StepFaults
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.plugins import (
-    Component,
     EngineConfig,
     EngineCoreOutputs,
     Executor,
     FinishReason,
     GrammarBitmask,
-    Grammars,
     ModelRunnerOutput,
     Scheduler,
     SchedulerOutput,
 )
+from hardpoint.plugins.component import Component
+from hardpoint.plugins.scheduler import Grammars
 
 from .batch_queue import Batch, BatchQueue, no_result, start_batch, with_drafts
 from .kv_events import KVEventFanout

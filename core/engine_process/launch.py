@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 
 from hardpoint.core.engine_process.main_module.pickling import dumps
-from hardpoint.plugins import HardpointError, Manifest
+from hardpoint.plugins import HardpointError
+from hardpoint.plugins.manifest import Manifest
 
 LAUNCH_PROTOCOL = 1
 

@@ -15,13 +15,8 @@ from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.utility_calls import call_utility, failed_call
 from hardpoint.core.errors import refusal
 from hardpoint.core.wire import ShutdownState, UtilityCall
-from hardpoint.plugins import (
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    EngineDeadError,
-    HardpointError,
-    PluginFaultError,
-)
+from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest, HardpointError
+from hardpoint.plugins.errors import EngineDeadError, PluginFaultError
 
 from .sender import Outbox
 

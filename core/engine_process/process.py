@@ -13,7 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from hardpoint.plugins import EngineDeadError, HardpointError, errors
+from hardpoint.plugins import HardpointError, errors
+from hardpoint.plugins.errors import EngineDeadError
 
 from .__main__ import LENGTH
 from .launch import Interpreter, Launch

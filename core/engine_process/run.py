@@ -22,7 +22,9 @@ from hardpoint.core.engine.request_check import RequestCheck
 from hardpoint.core.errors import blamed
 from hardpoint.core.wire import EngineAddresses, EngineCoreReadyResponse
 from hardpoint.core.worker.worker import WorkerSpec
-from hardpoint.plugins import ConfigSources, EngineConfig, PluginLoadError
+from hardpoint.plugins import EngineConfig
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.errors import PluginLoadError
 from hardpoint.registry.discovery import discover
 from hardpoint.registry.plugin_set import PluginSet
 

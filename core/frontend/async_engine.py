@@ -18,17 +18,16 @@ from hardpoint.core.client.sockets import dead
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.errors import blamed, error_of
 from hardpoint.plugins import (
-    EngineClosedError,
     EngineCoreOutputs,
     EngineCoreRequest,
-    EngineDeadError,
     FinishReason,
     HardpointError,
-    Manifest,
     RequestOutput,
     SamplingParams,
     WaitReason,
 )
+from hardpoint.plugins.errors import EngineClosedError, EngineDeadError
+from hardpoint.plugins.manifest import Manifest
 
 from .frontend import EngineParts, Frontend, Submission
 from .input_processor import NO_EXTRAS, RequestExtras

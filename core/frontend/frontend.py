@@ -13,21 +13,21 @@ from typing import Any
 from hardpoint.core.client.base import EngineCoreClient
 from hardpoint.core.engine.policy import change_policy
 from hardpoint.plugins import (
-    Component,
-    ConfigSources,
     EngineConfig,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
     ModelConfig,
-    PluginFaultError,
     ReasoningParser,
     RequestError,
     RequestOutput,
     SamplingParams,
-    StepFault,
     Tokenizer,
 )
+from hardpoint.plugins.component import Component
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.plugins.stats import StepFault
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
 

@@ -11,18 +11,20 @@ from hardpoint.core.client.sockets import dead
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.errors import blamed
 from hardpoint.plugins import (
-    EngineClosedError,
     EngineCoreRequest,
-    EngineDeadError,
-    EngineTimeoutError,
     FinishReason,
     HardpointError,
-    Manifest,
-    PluginFaultError,
     SamplingParams,
-    StepFault,
     WaitReason,
 )
+from hardpoint.plugins.errors import (
+    EngineClosedError,
+    EngineDeadError,
+    EngineTimeoutError,
+    PluginFaultError,
+)
+from hardpoint.plugins.manifest import Manifest
+from hardpoint.plugins.stats import StepFault
 
 from .frontend import EngineParts, Frontend, Taken
 from .input_processor import NO_EXTRAS, RequestExtras

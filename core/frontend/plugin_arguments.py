@@ -10,7 +10,6 @@ import msgspec
 
 from hardpoint.plugins import (
     EngineCoreRequest,
-    PluginEntry,
     PrepareContext,
     ReasoningMarkers,
     ReasoningParser,
@@ -20,6 +19,7 @@ from hardpoint.plugins import (
     typed,
 )
 from hardpoint.plugins.logits import LogitsPlugin
+from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.registry.plugin_set import PluginSet
 
 from .plugin_health import PluginHealth

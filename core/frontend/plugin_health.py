@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from hardpoint.plugins import RequestError, StepFault
+from hardpoint.plugins import RequestError
+from hardpoint.plugins.stats import StepFault
 from hardpoint.registry.discovery import DISTRIBUTION
 from hardpoint.registry.plugin_set import PluginSet
 

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hardpoint.plugins import (
-    EngineCoreOutput,
-    EngineCoreRequest,
-    FinishReason,
-    PoolingRequestOutput,
-    RequestOutputKind,
-)
+from hardpoint.plugins import EngineCoreOutput, EngineCoreRequest, FinishReason, RequestOutputKind
+from hardpoint.plugins.requests import PoolingRequestOutput
 
 from .request_state import ParentRequest
 from .statistics import RequestFigures

@@ -14,12 +14,11 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     FinishReason,
     Logprob,
-    PoolingRequestOutput,
     RequestOutput,
     RequestOutputKind,
     Tokenizer,
-    TokenLogprobs,
 )
+from hardpoint.plugins.requests import PoolingRequestOutput, TokenLogprobs
 
 from .detokenizer import Detokenizer
 from .prompt_parts import PromptPart, PromptParts

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from hardpoint.core.client.event_loop import Relay
 from hardpoint.core.client.process_client import ProcessClient
-from hardpoint.plugins import EngineClosedError, EngineDeadError
+from hardpoint.plugins.errors import EngineClosedError, EngineDeadError
 
 from .frontend import EngineParts
 

@@ -14,17 +14,15 @@ from hardpoint.plugins import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
-    FinishedRequest,
     FinishReason,
     IterationStats,
-    PluginFaultError,
     PrefixCacheStats,
-    RequestMetrics,
     SchedulerStats,
     StatSink,
     StatSinkContext,
-    StepFault,
 )
+from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.plugins.stats import FinishedRequest, RequestMetrics, StepFault
 from hardpoint.registry.plugin_set import PluginSet
 
 _log = logging.getLogger("hardpoint")

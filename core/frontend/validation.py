@@ -9,7 +9,8 @@ import msgspec
 
 from hardpoint.core.engine.request_check import RequestCheck
 from hardpoint.core.wire import Buffer, Decoder, Encoder, WireError
-from hardpoint.plugins import EngineCoreRequest, PluginFaultError, RequestError, SamplingParams
+from hardpoint.plugins import EngineCoreRequest, RequestError, SamplingParams
+from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.registry.hooks import HookSet
 
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras

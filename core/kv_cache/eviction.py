@@ -7,7 +7,8 @@ from itertools import islice
 from operator import index
 
 from hardpoint.core.faults import FaultReporter
-from hardpoint.plugins import EvictionPolicy, PluginFaultError
+from hardpoint.plugins import EvictionPolicy
+from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.kv_cache import CachedBlock
 
 

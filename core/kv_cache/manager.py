@@ -7,13 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from hardpoint.core.faults import FaultReporter
 from hardpoint.plugins import EngineCoreRequest, EvictionPolicy, Request, RequestStatus
-from hardpoint.plugins.kv_cache import (
-    BlockIds,
-    CachedPrefix,
-    KVCacheGroup,
-    KVEvent,
-    PrefixCacheStats,
-)
+from hardpoint.plugins.kv_cache import BlockIds, CachedPrefix, KVCacheGroup, KVEvent
+from hardpoint.plugins.stats import PrefixCacheStats
 
 from .block_hashes import BlockHashes
 from .block_pool import NULL_BLOCK, BlockPool, EventLog

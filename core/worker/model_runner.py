@@ -17,13 +17,13 @@ from hardpoint.plugins import (
     Model,
     ModelRunnerOutput,
     NewRequest,
-    PluginMeter,
     RequestFault,
     SchedulerOutput,
-    TokenLogprobs,
     typed,
 )
 from hardpoint.plugins.logits import LogitsPlugin
+from hardpoint.plugins.requests import TokenLogprobs
+from hardpoint.plugins.stats import PluginMeter
 
 from .input_batch import InputBatch, StepInput
 

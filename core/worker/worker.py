@@ -16,25 +16,24 @@ from hardpoint.core.worker.sampling.stage import Stage
 from hardpoint.plugins import (
     AttentionBackend,
     AttentionContext,
-    Component,
     EngineConfig,
     ForwardBatch,
     HardpointError,
     LogitsContext,
-    LoRARequest,
     Model,
     ModelConfig,
     ModelContext,
     ModelError,
     ModelRunnerOutput,
-    PluginMeter,
-    Progress,
     Sampler,
     SamplerContext,
     SchedulerOutput,
     WeightLoader,
     WorkerInfo,
 )
+from hardpoint.plugins.component import Component, Progress
+from hardpoint.plugins.requests import LoRARequest
+from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.plugin_set import PluginSet
 
 from .input_batch import InputBatch

@@ -8,9 +8,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from hardpoint.plugins.batch_update import BatchUpdate, Move
 from hardpoint.plugins.errors import PluginContractError
-from hardpoint.plugins.logits import BatchLogitsProcessor, LogitsContext, Phase, PrepareContext
+from hardpoint.plugins.logits import (
+    BatchLogitsProcessor,
+    BatchUpdate,
+    LogitsContext,
+    Move,
+    Phase,
+    PrepareContext,
+)
 from hardpoint.plugins.params import SamplingParams
 
 from .base import Adapter, Foreign, ForeignArguments, ForeignParams, signature_text

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import strategies as st
 
-from hardpoint.plugins import CachedBlock, Component, EvictionContext, EvictionPolicy
+from hardpoint.plugins import CachedBlock, EvictionContext, EvictionPolicy
+from hardpoint.plugins.component import Component
 from hardpoint.testing.scheduling.checks.names import EVICTION
 from hardpoint.testing.snapshots import weigh
 from hardpoint.testing.suite import Violation, refuse_replaced_tests, short

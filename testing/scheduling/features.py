@@ -6,14 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hardpoint.plugins import (
-    HardpointError,
-    LoRARequest,
-    MultiModalFeature,
-    PauseState,
-    RepetitionDetection,
-    Scheduler,
-)
+from hardpoint.plugins import HardpointError, PauseState, RepetitionDetection, Scheduler
+from hardpoint.plugins.requests import LoRARequest, MultiModalFeature
 from hardpoint.testing.scheduling.fakes.connector import Compile, Transfer
 
 from .simulator import SchedulerRig

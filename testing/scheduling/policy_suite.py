@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import strategies as st
 
-from hardpoint.plugins import Component, PolicyContext, SchedulingPolicy
+from hardpoint.plugins import PolicyContext, SchedulingPolicy
+from hardpoint.plugins.component import Component
 from hardpoint.testing.scheduling.checks.names import POLICY, BrokenRule
 from hardpoint.testing.suite import refuse_replaced_tests
 

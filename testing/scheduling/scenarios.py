@@ -10,14 +10,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from hardpoint.plugins import (
-    LoRARequest,
-    MultiModalFeature,
-    PauseState,
-    RepetitionDetection,
-    RequestError,
-    Scheduler,
-)
+from hardpoint.plugins import PauseState, RepetitionDetection, RequestError, Scheduler
+from hardpoint.plugins.requests import LoRARequest, MultiModalFeature
 from hardpoint.testing.scheduling.checks.names import CRASH, REFUSAL
 from hardpoint.testing.scheduling.fakes.connector import Compile, Transfer
 from hardpoint.testing.suite import Violation

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import strategies as st
 
-from hardpoint.plugins import Component, OverloadedError, RequestError, Scheduler
+from hardpoint.plugins import OverloadedError, RequestError, Scheduler
+from hardpoint.plugins.component import Component
 from hardpoint.testing.scheduling.checks.names import REFUSAL
 from hardpoint.testing.suite import refuse_replaced_tests
 

@@ -11,14 +11,13 @@ from hardpoint.core.kv_cache import BlockManager
 from hardpoint.plugins import (
     EngineConfig,
     EvictionPolicy,
-    KVCacheGroup,
-    KVCacheManager,
     PolicyContext,
     Scheduler,
-    SchedulerLimits,
     SchedulingPolicy,
     typed,
 )
+from hardpoint.plugins.kv_cache import KVCacheGroup, KVCacheManager
+from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.testing.scheduling.checks.names import EVICTION
 

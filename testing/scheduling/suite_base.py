@@ -10,7 +10,10 @@ from typing import Any, ClassVar, NoReturn
 import msgspec
 from hypothesis import strategies as st
 
-from hardpoint.plugins import KINDS, Component, Context, HardpointError, PluginContractError, typed
+from hardpoint.plugins import HardpointError, typed
+from hardpoint.plugins.component import Component, Context
+from hardpoint.plugins.errors import PluginContractError
+from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.loading import check_component, snake_case
 from hardpoint.testing.scheduling.checks.names import BrokenRule

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from support.plugins.policies import LOAD, build, request
 
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed, Priority, ShortestFirst
-from hardpoint.plugins import KINDS, ConfigError, EngineConfig, PolicyContext, SchedulingPolicy
+from hardpoint.plugins import ConfigError, EngineConfig, PolicyContext, SchedulingPolicy
+from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.typed import convert
 from hardpoint.registry.plugin_set import resolve_plugins
 

@@ -13,13 +13,8 @@ from support.builtins.scheduler_harness import (
     reference,
 )
 
-from hardpoint.plugins import (
-    FinishReason,
-    ModelRunnerOutput,
-    RequestStatus,
-    TokenLogprobs,
-    WaitingFor,
-)
+from hardpoint.plugins import FinishReason, ModelRunnerOutput, RequestStatus, WaitingFor
+from hardpoint.plugins.requests import TokenLogprobs
 
 
 def start(prompt=4, **fields):

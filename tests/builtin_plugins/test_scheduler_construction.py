@@ -8,16 +8,16 @@ from support.builtins.scheduler_harness import Connector, Rig, adapter, feature
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.engine.encoder_cache import EncoderCacheManager
 from hardpoint.plugins import (
-    KINDS,
     ConfigError,
     EngineConfig,
-    KVCacheGroup,
     OverloadedError,
-    PluginNotFoundError,
     RequestError,
     SchedulerContext,
-    SchedulerLimits,
 )
+from hardpoint.plugins.errors import PluginNotFoundError
+from hardpoint.plugins.kinds import KINDS
+from hardpoint.plugins.kv_cache import KVCacheGroup
+from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.plugins.typed import convert
 from hardpoint.registry.plugin_set import resolve_plugins
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 import pytest
 from support.builtins.scheduler_harness import Connector, Rig, next_token
 
-from hardpoint.plugins import (
-    EngineCoreEventType,
-    FinishReason,
-    PoolingParams,
-    PrefillStats,
-    TokenLogprobs,
-)
+from hardpoint.plugins import EngineCoreEventType, FinishReason, PrefillStats
+from hardpoint.plugins.params import PoolingParams
+from hardpoint.plugins.requests import TokenLogprobs
 
 
 def entries(*positions):

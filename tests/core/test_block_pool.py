@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from hardpoint.core.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from hardpoint.core.kv_cache.eviction import Eviction
-from hardpoint.plugins import EvictionContext, EvictionPolicy, PluginFaultError
+from hardpoint.plugins import EvictionContext, EvictionPolicy
+from hardpoint.plugins.errors import PluginFaultError
 
 
 class Scripted(EvictionPolicy):

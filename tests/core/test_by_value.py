@@ -20,7 +20,8 @@ from msgspec import Meta
 from hardpoint import plugins
 from hardpoint.core.engine_process.main_module.pickling import dumps, loads
 from hardpoint.core.engine_process.main_module.structs import StructParts
-from hardpoint.plugins import KINDS, PluginLoadError
+from hardpoint.plugins.errors import PluginLoadError
+from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.typed import convert, json_schema
 from hardpoint.registry.adapt import load_component

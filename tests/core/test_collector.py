@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hardpoint import CompletionOutput, Logprob, RequestOutput, RequestOutputKind
 from hardpoint.core.frontend.output_collector import RequestOutputCollector
-from hardpoint.plugins import RequestMetrics
+from hardpoint.plugins.stats import RequestMetrics
 
 DELTA, CUMULATIVE, FINAL_ONLY = (
     RequestOutputKind.DELTA,

@@ -19,7 +19,7 @@ from hardpoint import (
     SamplingParams,
 )
 from hardpoint.core.engine.utility_calls import UTILITIES
-from hardpoint.plugins import LoRARequest
+from hardpoint.plugins.requests import LoRARequest
 from hardpoint.testing import scripted_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)

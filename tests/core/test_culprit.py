@@ -12,7 +12,7 @@ import pytest
 
 from hardpoint import plugins
 from hardpoint.core.engine_process.main_module.pickling import dumps
-from hardpoint.plugins import PluginLoadError
+from hardpoint.plugins.errors import PluginLoadError
 
 
 def with_lock():

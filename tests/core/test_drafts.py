@@ -35,6 +35,7 @@ from hardpoint.plugins import (
     SamplerContext,
     TensorSpec,
 )
+from hardpoint.plugins.errors import PluginContractError
 from hardpoint.plugins.manifest import Source
 from hardpoint.testing import history_hash
 
@@ -239,7 +240,7 @@ def test_a_batch_level_processor_without_drafts_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(WholeBatch, "supports_drafts", False)
     stage = build_stage()
     requests = begin(stage, [[] for _ in range(ROWS)])
-    with pytest.raises(plugins.PluginContractError) as error:
+    with pytest.raises(PluginContractError) as error:
         with_drafts(requests, [[1]] * ROWS, stage.pipeline, ROWS)
     assert "plugin 'whole_batch'" in str(error.value)
     assert "cannot be on together with speculation" in str(error.value)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from hardpoint import SamplingParams
 from hardpoint.core.engine.encoder_cache import EncoderCacheManager, encoder_budget
-from hardpoint.plugins import EngineCoreRequest, MultiModalFeature, Request
+from hardpoint.plugins import EngineCoreRequest, Request
+from hardpoint.plugins.requests import MultiModalFeature
 
 LENGTHS = {"cat": 4, "dog": 6, "owl": 3, "fox": 5, "elk": 10}
 

@@ -11,15 +11,10 @@ from support.waiting import PATIENCE_S, wait_until
 from hardpoint.core.client import process_client
 from hardpoint.core.client.process_client import EngineConnection, EngineStart
 from hardpoint.core.wire import ENGINE_CORE_DEAD
-from hardpoint.plugins import (
-    ConfigSources,
-    EngineConfig,
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineDeadError,
-    Manifest,
-    PluginFaultError,
-)
+from hardpoint.plugins import EngineConfig, EngineCoreOutput, EngineCoreOutputs
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.errors import EngineDeadError, PluginFaultError
+from hardpoint.plugins.manifest import Manifest
 
 
 class Sink:

@@ -13,14 +13,9 @@ from support.core.engine_harness import Rig, ScriptedExecutor, expected, request
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.engine.step import Steps
 from hardpoint.core.engine.step_log import log_failure
-from hardpoint.plugins import (
-    EngineConfig,
-    HardpointError,
-    LoRARequest,
-    PluginMeter,
-    RequestError,
-    SchedulerOutput,
-)
+from hardpoint.plugins import EngineConfig, HardpointError, RequestError, SchedulerOutput
+from hardpoint.plugins.requests import LoRARequest
+from hardpoint.plugins.stats import PluginMeter
 
 
 class TestStep:

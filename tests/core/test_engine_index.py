@@ -10,7 +10,9 @@ from hardpoint.core.client.process_client import EngineConnection, EngineStart
 from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.engine_process.transport import EngineIO
 from hardpoint.core.wire import EngineCoreReadyResponse, RequestType
-from hardpoint.plugins import ConfigSources, EngineConfig, EngineCoreOutputs, Manifest
+from hardpoint.plugins import EngineConfig, EngineCoreOutputs
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.manifest import Manifest
 
 INDEX, ADDRESS = 258, b"\x02\x01"  # least significant byte first
 

@@ -24,7 +24,8 @@ from support.processes import ROOT
 
 from hardpoint.core.engine_process.loop import Failure, LoopOptions, LoopQueues, Refusal
 from hardpoint.core.wire import UtilityCall
-from hardpoint.plugins import EngineDeadError, RequestError
+from hardpoint.plugins import RequestError
+from hardpoint.plugins.errors import EngineDeadError
 
 LONG = 150
 ENDLESS = 3900  # tokens: more than a minute, where each step takes 0.02 s

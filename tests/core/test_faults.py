@@ -16,11 +16,8 @@ from hardpoint import (
     RequestOutputKind,
     SamplingParams,
 )
-from hardpoint.plugins import (
-    Edits,
-    Op,
-    PluginFaultError,
-)
+from hardpoint.plugins import Edits, Op
+from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.testing import scripted_engine
 
 HERE = "support.plugins.faulty"

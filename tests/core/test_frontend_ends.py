@@ -13,14 +13,8 @@ from support.waiting import until
 
 from hardpoint import AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams, plugins
 from hardpoint.core.build import build_engine
-from hardpoint.plugins import (
-    EngineClosedError,
-    EngineConfig,
-    EngineFaultError,
-    StatSink,
-    hookimpl,
-    typed,
-)
+from hardpoint.plugins import EngineConfig, StatSink, hookimpl, typed
+from hardpoint.plugins.errors import EngineClosedError, EngineFaultError
 from hardpoint.testing import scripted_config, scripted_engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)

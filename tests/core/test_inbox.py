@@ -6,7 +6,8 @@ import threading
 import time
 
 from hardpoint.core.client.output_queue import Inbox
-from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, EngineDeadError
+from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs
+from hardpoint.plugins.errors import EngineDeadError
 
 END = EngineDeadError("gone")
 

@@ -16,13 +16,9 @@ from hardpoint.core.engine_process.loop import LoopQueues, Prepared, Refusal
 from hardpoint.core.engine_process.receiver import MessageReader
 from hardpoint.core.engine_process.sender import Outbox
 from hardpoint.core.wire import Encoder, RequestType, UtilityCall
-from hardpoint.plugins import (
-    EngineCoreRequest,
-    LoRARequest,
-    OverloadedError,
-    PoolingParams,
-    SamplingParams,
-)
+from hardpoint.plugins import EngineCoreRequest, OverloadedError, SamplingParams
+from hardpoint.plugins.params import PoolingParams
+from hardpoint.plugins.requests import LoRARequest
 
 ADD, ABORT, UTILITY = RequestType.ADD, RequestType.ABORT, RequestType.UTILITY
 

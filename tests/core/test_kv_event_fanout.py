@@ -11,9 +11,9 @@ from hardpoint.plugins import (
     BlockRemoved,
     KVEventBatch,
     KVEventPublisher,
-    PluginFaultError,
     PublisherContext,
 )
+from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
 
 REMOVED = BlockRemoved([b"a"])

@@ -17,13 +17,8 @@ from support.processes import ROOT
 
 from hardpoint.core.engine_process.launch import Interpreter, Launch, decode_launch, main_objects
 from hardpoint.core.engine_process.process import Failure
-from hardpoint.plugins import (
-    ConfigError,
-    EngineDeadError,
-    HardpointError,
-    ModelError,
-    PluginLoadError,
-)
+from hardpoint.plugins import ConfigError, HardpointError, ModelError
+from hardpoint.plugins.errors import EngineDeadError, PluginLoadError
 
 # What arrives
 

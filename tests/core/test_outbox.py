@@ -18,8 +18,8 @@ from hardpoint.plugins import (
     EngineCoreOutput,
     EngineCoreOutputs,
     FinishReason,
-    TokenLogprobs,
 )
+from hardpoint.plugins.requests import TokenLogprobs
 
 
 def batch(*outputs, **fields):

@@ -11,15 +11,8 @@ from support.driving import run
 
 from hardpoint import ConfigError, ModelError, PluginError, RequestError, SamplingParams, plugins
 from hardpoint.core.build import build_engine
-from hardpoint.plugins import (
-    EngineConfig,
-    LogitsProcessor,
-    Phase,
-    PluginFaultError,
-    PluginLoadError,
-    hookimpl,
-    typed,
-)
+from hardpoint.plugins import EngineConfig, LogitsProcessor, Phase, hookimpl, typed
+from hardpoint.plugins.errors import PluginFaultError, PluginLoadError
 from hardpoint.testing import scripted_config, scripted_engine
 
 HERE = "test_plugins_in_engine"

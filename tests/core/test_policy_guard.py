@@ -14,7 +14,8 @@ from support.plugins.policies import LOAD, request
 from hardpoint.builtin_plugins.policies import Fair, FirstComeFirstServed, Priority
 from hardpoint.core.engine.policy import GuardedPolicy
 from hardpoint.core.faults import StepFaults
-from hardpoint.plugins import PluginFaultError, PolicyContext, SchedulingPolicy
+from hardpoint.plugins import PolicyContext, SchedulingPolicy
+from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
 
 OPTIONAL = ["group", "group_key", "admit", "victim", "added", "scheduled", "preempted", "finished"]

@@ -7,14 +7,9 @@ from support.core.output_desk import ABORT, DELTA, ERROR, FINAL_ONLY, STOP, Desk
 
 from hardpoint import RequestError, SamplingParams
 from hardpoint.core.frontend.output_collector import RequestOutputCollector
-from hardpoint.plugins import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    PoolingParams,
-    PoolingRequestOutput,
-    typed,
-)
+from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, typed
+from hardpoint.plugins.params import PoolingParams
+from hardpoint.plugins.requests import PoolingRequestOutput
 from hardpoint.testing import scripted_engine
 
 EMBED = {"pooling_params": PoolingParams(task="embed")}

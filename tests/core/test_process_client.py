@@ -26,12 +26,8 @@ from hardpoint import (
 from hardpoint.core.client.sockets import dead
 from hardpoint.core.errors import error_of, kind_of
 from hardpoint.core.wire import RequestType, WireError
-from hardpoint.plugins import (
-    EngineCoreRequest,
-    PluginLoadError,
-    SchedulingPolicy,
-    hookimpl,
-)
+from hardpoint.plugins import EngineCoreRequest, SchedulingPolicy, hookimpl
+from hardpoint.plugins.errors import PluginLoadError
 from hardpoint.testing import scripted_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)

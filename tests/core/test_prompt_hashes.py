@@ -11,7 +11,8 @@ from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.core.kv_cache.block_hashes import BlockHashes
 from hardpoint.core.wire import RequestType
-from hardpoint.plugins import LoRARequest, Request
+from hardpoint.plugins import Request
+from hardpoint.plugins.requests import LoRARequest
 
 PROMPT = list(range(1, 18))  # four blocks of four, and one token
 

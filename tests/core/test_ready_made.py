@@ -8,7 +8,8 @@ import math
 import pytest
 
 from hardpoint import RequestError, SamplingParams
-from hardpoint.plugins import EngineCoreRequest, PoolingParams, hookimpl
+from hardpoint.plugins import EngineCoreRequest, hookimpl
+from hardpoint.plugins.params import PoolingParams
 
 FOUR = {"max_tokens": 4, "ignore_eos": True}
 

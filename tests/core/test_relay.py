@@ -10,7 +10,8 @@ import pytest
 
 from hardpoint.core.client import event_loop as module
 from hardpoint.core.client.event_loop import Relay
-from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, EngineDeadError, FinishReason
+from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from hardpoint.plugins.errors import EngineDeadError
 
 END = EngineDeadError("gone")
 

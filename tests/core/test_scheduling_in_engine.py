@@ -16,7 +16,8 @@ from hardpoint import (
 from hardpoint.core.config import config_from
 from hardpoint.core.engine.policy import change_policy
 from hardpoint.core.frontend.input_processor import RequestExtras
-from hardpoint.plugins import PluginFaultError, SchedulingPolicy, WaitingFor, hookimpl
+from hardpoint.plugins import SchedulingPolicy, WaitingFor, hookimpl
+from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.testing import ScriptedClock, scripted_config, scripted_engine
 

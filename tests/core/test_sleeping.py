@@ -11,7 +11,7 @@ from support.driving import run
 from hardpoint import LLM, ConfigError, HardpointError, SamplingParams
 from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.core.worker.worker import LocalWorker
-from hardpoint.plugins import LoRARequest
+from hardpoint.plugins.requests import LoRARequest
 from hardpoint.testing import ScriptedClock, scripted_config, scripted_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

@@ -20,15 +20,14 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     FinishReason,
     IterationStats,
-    PluginFaultError,
     PrefixCacheStats,
-    RequestMetrics,
     SchedulerStats,
     StatSink,
     StatSinkContext,
-    StepFault,
 )
+from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.stats import RequestMetrics, StepFault
 from hardpoint.testing import ScriptedClock
 
 QUEUED, SCHEDULED, PREEMPTED = EngineCoreEventType

@@ -16,17 +16,18 @@ import pytest
 from support.core.engine_harness import Rig, ScriptedExecutor
 from support.waiting import until
 
-from hardpoint import LLM, AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams, plugins
-from hardpoint.core.build import build_engine
-from hardpoint.plugins import (
-    EngineConfig,
-    EngineCoreOutputs,
-    OverloadedError,
-    PluginFaultError,
-    PluginLoadError,
-    StatSink,
-    typed,
+from hardpoint import (
+    LLM,
+    AsyncLLM,
+    EngineClosedError,
+    EngineDeadError,
+    RequestOutputKind,
+    SamplingParams,
+    plugins,
 )
+from hardpoint.core.build import build_engine
+from hardpoint.plugins import EngineConfig, EngineCoreOutputs, OverloadedError, StatSink, typed
+from hardpoint.plugins.errors import PluginFaultError, PluginLoadError
 from hardpoint.testing import ScriptedClock, scripted_config, scripted_engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
@@ -230,7 +231,7 @@ def test_a_broken_sink_ends_the_engine_where_that_is_wanted(scripted):
     with LLM(config=scripted_config(scripted, extra)) as llm:
         with pytest.raises(PluginFaultError, match="plugin 'broken' .*: record.. failed: OSError"):
             llm.generate("say abc", GREEDY)
-        with pytest.raises(plugins.EngineClosedError):
+        with pytest.raises(EngineClosedError):
             llm.generate("say abc", GREEDY)
 
 
@@ -393,7 +394,7 @@ def test_closing_in_another_thread_closes_the_sinks_once(scripted):
         await anext(stream)
         closing = threading.Thread(target=llm.close)
         closing.start()
-        with pytest.raises(plugins.EngineClosedError):
+        with pytest.raises(EngineClosedError):
             await last(stream)
         await asyncio.to_thread(closing.join)
         await stream.aclose()

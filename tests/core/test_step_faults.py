@@ -7,8 +7,9 @@ import logging
 import pytest
 
 from hardpoint.core.faults import StepFaults
-from hardpoint.plugins import PluginFaultError, StepFault
+from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.stats import StepFault
 
 SOURCE = Source("mine", "acme:Mine", "acme", "1.0", "scheduler.policy (argument)")
 

@@ -12,13 +12,8 @@ from support.core.engine_harness import Rig, ScriptedExecutor, expected
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.engine.batch_queue import Batch, BatchQueue, with_drafts
-from hardpoint.plugins import (
-    NO_DRAFT,
-    DraftTokenIds,
-    ExecutorContext,
-    GrammarBitmask,
-    SchedulerOutput,
-)
+from hardpoint.plugins import ExecutorContext, GrammarBitmask, SchedulerOutput
+from hardpoint.plugins.plan import NO_DRAFT, DraftTokenIds
 
 
 class Masks:

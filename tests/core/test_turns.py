@@ -8,7 +8,7 @@ import time
 import pytest
 
 from hardpoint.core.client.event_loop import Turns
-from hardpoint.plugins import EngineDeadError, EngineTimeoutError
+from hardpoint.plugins.errors import EngineDeadError, EngineTimeoutError
 
 
 class Engine:

@@ -19,14 +19,8 @@ from hardpoint.core.engine.utility import (
 )
 from hardpoint.core.engine.utility_calls import UTILITIES, call_utility, result_type
 from hardpoint.core.wire import Decoder, Encoder, UtilityCall, UtilityOutput
-from hardpoint.plugins import (
-    LoRARequest,
-    OverloadedError,
-    RequestError,
-    SchedulerStats,
-    WaitReason,
-    typed,
-)
+from hardpoint.plugins import OverloadedError, RequestError, SchedulerStats, WaitReason, typed
+from hardpoint.plugins.requests import LoRARequest
 
 
 @pytest.fixture

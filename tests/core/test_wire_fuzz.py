@@ -35,10 +35,9 @@ from hardpoint.plugins import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
-    LoRARequest,
     SamplingParams,
-    TokenLogprobs,
 )
+from hardpoint.plugins.requests import LoRARequest, TokenLogprobs
 
 MUTATED = 100_000
 FEW = settings(max_examples=200)

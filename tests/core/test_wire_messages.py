@@ -45,14 +45,12 @@ from hardpoint.plugins import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
-    LoRARequest,
-    MultiModalFeature,
     PrefillStats,
     SamplingParams,
     SchedulerStats,
-    TokenLogprobs,
 )
-from hardpoint.plugins.kv_cache import PrefixCacheStats
+from hardpoint.plugins.requests import LoRARequest, MultiModalFeature, TokenLogprobs
+from hardpoint.plugins.stats import PrefixCacheStats
 
 TEXT = st.text(max_size=9)
 MAYBE = st.none() | TEXT

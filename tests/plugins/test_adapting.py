@@ -26,11 +26,10 @@ from hardpoint.plugins import (
     Move,
     Moved,
     Phase,
-    PluginContractError,
-    PluginLoadError,
     SamplingParams,
     hookimpl,
 )
+from hardpoint.plugins.errors import PluginContractError, PluginLoadError
 from hardpoint.registry.adapt import adapter_of
 from hardpoint.registry.adapters.base import ForeignParams
 from hardpoint.registry.adapters.vllm import MoveDirectionality

@@ -6,14 +6,8 @@ import functools
 
 import pytest
 
-from hardpoint.plugins import (
-    CompletionOutput,
-    PluginContractError,
-    PluginFaultError,
-    PluginLoadError,
-    RequestOutput,
-    hookimpl,
-)
+from hardpoint.plugins import CompletionOutput, RequestOutput, hookimpl
+from hardpoint.plugins.errors import PluginContractError, PluginFaultError, PluginLoadError
 from hardpoint.plugins.hooks import HookSpecs
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.hooks import HookSet

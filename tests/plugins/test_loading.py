@@ -9,13 +9,8 @@ from support.plugins.fake import component
 
 from hardpoint.plugins import Arguments as PluginArguments
 from hardpoint.plugins import (
-    Context,
-    EngineClosedError,
     LogitsProcessor,
     Phase,
-    PluginContractError,
-    PluginLoadError,
-    PluginNotFoundError,
     Sampler,
     SamplerContext,
     SchedulingPolicy,
@@ -23,6 +18,13 @@ from hardpoint.plugins import (
     hookimpl,
 )
 from hardpoint.plugins import Options as PluginOptions
+from hardpoint.plugins.component import Context
+from hardpoint.plugins.errors import (
+    EngineClosedError,
+    PluginContractError,
+    PluginLoadError,
+    PluginNotFoundError,
+)
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.registry.loading import snake_case
 

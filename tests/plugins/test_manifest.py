@@ -6,7 +6,9 @@ import msgspec
 import pytest
 from support.plugins.fake import component
 
-from hardpoint.plugins import ConfigSources, LogitsProcessor, Manifest, Options, PluginEntry
+from hardpoint.plugins import LogitsProcessor, Options
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.manifest import Manifest, PluginEntry
 
 ENTRY = PluginEntry(
     kind="logits_processors",

@@ -7,16 +7,14 @@ from support.plugins.fake import component, on
 
 from hardpoint.plugins import (
     ConfigError,
-    ConfigSources,
     KVEventPublisher,
     LogitsProcessor,
-    PluginConflictError,
-    PluginContractError,
-    PluginNotFoundError,
     Sampler,
     SchedulingPolicy,
     StatSink,
 )
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.errors import PluginConflictError, PluginContractError, PluginNotFoundError
 from hardpoint.registry.discovery import Found
 
 DEFAULTS = {

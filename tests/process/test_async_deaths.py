@@ -28,7 +28,7 @@ from support.waiting import HeldSteps, until
 
 from hardpoint import AsyncLLM, EngineClosedError, RequestOutputKind, SamplingParams
 from hardpoint.core.engine_process import process as engine_process
-from hardpoint.plugins import EngineDeadError
+from hardpoint.plugins.errors import EngineDeadError
 
 SLOW = {"plugins": {"enable": ["support.plugins.slow:Slow"]}}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)

@@ -23,14 +23,12 @@ from hardpoint import (
     plugins,
 )
 from hardpoint.core.engine_process.process import EngineProcess
-from hardpoint.plugins import (
+from hardpoint.plugins import LogitsProcessor, Phase, hookimpl
+from hardpoint.plugins.errors import (
     EngineDeadError,
-    LogitsProcessor,
-    Phase,
     PluginFaultError,
     PluginLoadError,
     PluginNotFoundError,
-    hookimpl,
 )
 
 HERE = "support.plugins.faulty"

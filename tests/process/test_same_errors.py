@@ -18,14 +18,8 @@ from hardpoint import (
 )
 from hardpoint.builtin_plugins.scheduling.scheduler import DefaultScheduler
 from hardpoint.core.frontend.input_processor import RequestExtras
-from hardpoint.plugins import (
-    EngineCoreRequest,
-    EngineFaultError,
-    LogitsProcessor,
-    Phase,
-    PluginFaultError,
-    hookimpl,
-)
+from hardpoint.plugins import EngineCoreRequest, LogitsProcessor, Phase, hookimpl
+from hardpoint.plugins.errors import EngineFaultError, PluginFaultError
 from hardpoint.testing import scripted_config, scripted_engine
 
 HALF = "\ud800"  # of a pair

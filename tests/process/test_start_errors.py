@@ -21,7 +21,7 @@ from support.process.harness import (
 )
 
 from hardpoint import LLM, AsyncLLM, ConfigError, SamplingParams, plugins
-from hardpoint.plugins import EngineDeadError, PluginLoadError
+from hardpoint.plugins.errors import EngineDeadError, PluginLoadError
 from hardpoint.testing import scripted_config
 
 HERE = "test_start_errors"

@@ -16,7 +16,8 @@ from hardpoint.builtin_plugins.policies import (
     ShortestFirst,
 )
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
-from hardpoint.plugins import FinishReason, LoRARequest, MultiModalFeature, PauseState, WaitingFor
+from hardpoint.plugins import FinishReason, PauseState, WaitingFor
+from hardpoint.plugins.requests import LoRARequest, MultiModalFeature
 from hardpoint.testing import (
     EvictionPolicySuite,
     SchedulerRig,

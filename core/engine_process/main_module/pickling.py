@@ -19,7 +19,7 @@ from typing import Any
 import cloudpickle
 import msgspec
 
-from hardpoint.plugins import PluginLoadError
+from hardpoint.plugins.errors import PluginLoadError
 
 from .diagnose import find_culprit
 from .structs import MSGSPEC_CACHE, StructParts, build_struct, fill_struct, make_meta, make_new_type

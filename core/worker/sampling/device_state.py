@@ -6,13 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from hardpoint.plugins import (
-    BatchUpdate,
-    LogitsRequest,
-    Move,
-    PluginContractError,
-    TensorSpec,
-)
+from hardpoint.plugins import BatchUpdate, LogitsRequest, Move, TensorSpec
+from hardpoint.plugins.errors import PluginContractError
 from hardpoint.plugins.logits import LogitsPlugin
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hardpoint.plugins import TokenLogprobs
+from hardpoint.plugins.requests import TokenLogprobs
 
 
 def gather_logprobs(

@@ -6,14 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hardpoint.plugins import (
-    BatchLogitsProcessor,
-    BatchUpdate,
-    LogitsRequest,
-    PluginContractError,
-    PluginMeter,
-    RequestFault,
-)
+from hardpoint.plugins import BatchLogitsProcessor, BatchUpdate, LogitsRequest, RequestFault
+from hardpoint.plugins.errors import PluginContractError
+from hardpoint.plugins.stats import PluginMeter
 
 from .rows import ProcessorRows
 from .stage import Share, Stage, StageFault, row_is_sound

@@ -7,14 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hardpoint.plugins import (
-    LogitsRequest,
-    PluginFaultError,
-    RequestFault,
-    Sampler,
-    SamplingRows,
-    TokenLogprobs,
-)
+from hardpoint.plugins import LogitsRequest, RequestFault, Sampler, SamplingRows
+from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.plugins.requests import TokenLogprobs
 
 from .logprobs import gather_logprobs
 from .pipeline import Faults, LogitsPipeline

@@ -18,13 +18,13 @@ from hardpoint.plugins import (
     LogitsProcessor,
     LogitsRequest,
     Phase,
-    PluginFaultError,
-    PluginMeter,
     RequestFault,
     SparseLogitsProcessor,
 )
+from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.stats import PluginMeter
 
 from .device_state import DeviceState
 from .edits import CompiledEdits, compile_edits

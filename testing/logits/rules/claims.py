@@ -17,14 +17,14 @@ import torch
 from hardpoint.core.worker.sampling.rows import ProcessorRows
 from hardpoint.core.worker.sampling.stage import Stage
 from hardpoint.plugins import (
-    KINDS,
     BatchLogitsProcessor,
     LogitsProcessor,
-    PluginContractError,
     Reads,
     SparseLogitsProcessor,
     typed,
 )
+from hardpoint.plugins.errors import PluginContractError
+from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.registry.loading import check_component
 from hardpoint.testing.logits.batch import Desk, make_logits

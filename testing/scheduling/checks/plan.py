@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hardpoint.plugins import SchedulerLimits, SchedulerOutput, StepRecord
+from hardpoint.plugins import SchedulerOutput, StepRecord
+from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.testing.scheduling.fakes.requests import Life
 
 from .names import BATCH, ENCODER, LIMITS, PLAN, POSITIONS, RECORD

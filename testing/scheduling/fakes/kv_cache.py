@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hardpoint.plugins import Request
-from hardpoint.plugins.kv_cache import (
-    BlockIds,
-    CachedPrefix,
-    KVCacheGroup,
-    KVCacheManager,
-    KVEvent,
-    PrefixCacheStats,
-)
+from hardpoint.plugins.kv_cache import BlockIds, CachedPrefix, KVCacheGroup, KVCacheManager, KVEvent
+from hardpoint.plugins.stats import PrefixCacheStats
 from hardpoint.testing.scheduling.checks.names import POOL
 
 

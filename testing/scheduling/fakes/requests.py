@@ -14,8 +14,8 @@ from hardpoint.plugins import (
     FinishReason,
     RepetitionDetection,
     SchedulerOutput,
-    TokenLogprobs,
 )
+from hardpoint.plugins.requests import TokenLogprobs
 from hardpoint.testing.scheduling.checks.names import FINISHED, OUTPUTS, TOKENS
 from hardpoint.testing.suite import short
 

@@ -11,8 +11,8 @@ from hardpoint.plugins import (
     NewRequest,
     RequestFault,
     SchedulerOutput,
-    TokenLogprobs,
 )
+from hardpoint.plugins.requests import TokenLogprobs
 from hardpoint.testing.scheduling.checks.names import (
     BATCH,
     ENCODER,

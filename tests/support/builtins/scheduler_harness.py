@@ -16,15 +16,14 @@ from hardpoint.core.engine.encoder_cache import EncoderCacheManager
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.plugins import (
     EngineCoreRequest,
-    LoRARequest,
     ModelRunnerOutput,
-    MultiModalFeature,
     PolicyContext,
     RequestError,
     SamplingParams,
     SchedulerContext,
-    SchedulerLimits,
 )
+from hardpoint.plugins.requests import LoRARequest, MultiModalFeature
+from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.plugins.typed import convert
 from hardpoint.testing import ScriptedClock
 

@@ -23,8 +23,8 @@ from hardpoint.plugins import (
     PolicyContext,
     SamplingParams,
     SchedulerContext,
-    SchedulerLimits,
 )
+from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.plugins.typed import convert
 from support.waiting import PATIENCE_S
 

@@ -6,15 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from hardpoint.core.kv_cache import BlockManager
-from hardpoint.plugins import (
-    EngineCoreRequest,
-    LoRARequest,
-    MultiModalFeature,
-    Request,
-    RequestStatus,
-    SamplingParams,
-)
+from hardpoint.plugins import EngineCoreRequest, Request, RequestStatus, SamplingParams
 from hardpoint.plugins.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored
+from hardpoint.plugins.requests import LoRARequest, MultiModalFeature
 
 
 def make_request(

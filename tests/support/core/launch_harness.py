@@ -12,11 +12,8 @@ from pathlib import Path
 
 from hardpoint.core.engine_process.launch import Launch
 from hardpoint.core.engine_process.process import EngineProcess
-from hardpoint.plugins import (
-    HardpointError,
-    Manifest,
-    PluginEntry,
-)
+from hardpoint.plugins import HardpointError
+from hardpoint.plugins.manifest import Manifest, PluginEntry
 
 LIMIT_S = 60.0
 """For what comes soon, where the machine has nothing else to do."""
@@ -39,7 +36,7 @@ sys.path.insert(0, {lib!r})
 from pathlib import Path
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.core.engine_process.launch import Launch, main_objects
-from hardpoint.plugins import Manifest
+from hardpoint.plugins.manifest import Manifest
 
 class Dry:
     NAME = "from main"

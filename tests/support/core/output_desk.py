@@ -7,7 +7,8 @@ import msgspec
 from hardpoint import RequestOutputKind, SamplingParams
 from hardpoint.core.frontend.output_processor import OutputProcessor
 from hardpoint.core.frontend.request_state import ParentRequest
-from hardpoint.plugins import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
+from hardpoint.plugins import EngineCoreOutput, EngineCoreRequest, FinishReason
+from hardpoint.plugins.requests import TokenLogprobs
 
 DELTA, CUMULATIVE, FINAL_ONLY = (
     RequestOutputKind.DELTA,

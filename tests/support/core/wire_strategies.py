@@ -11,17 +11,14 @@ from hardpoint.plugins import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
-    LoRARequest,
-    MultiModalFeature,
-    PoolingParams,
     PrefillStats,
     RequestOutputKind,
     SamplingParams,
     SchedulerStats,
-    TokenLogprobs,
 )
-from hardpoint.plugins.kv_cache import PrefixCacheStats
-from hardpoint.plugins.params import RepetitionDetection
+from hardpoint.plugins.params import PoolingParams, RepetitionDetection
+from hardpoint.plugins.requests import LoRARequest, MultiModalFeature, TokenLogprobs
+from hardpoint.plugins.stats import PrefixCacheStats
 
 TEXT = st.text(max_size=8)
 TOKENS = st.lists(st.integers(0, 2**31), max_size=20)

@@ -10,7 +10,6 @@ import pytest
 
 from hardpoint.plugins import (
     AttentionBackend,
-    ConfigSources,
     EngineConfig,
     EvictionPolicy,
     Executor,
@@ -23,6 +22,7 @@ from hardpoint.plugins import (
     Tokenizer,
     WeightLoader,
 )
+from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.typed import convert
 from hardpoint.registry.discovery import Found
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins

@@ -22,7 +22,8 @@ import psutil
 from hardpoint import LLM, SamplingParams
 from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.plugins import EngineConfig, EngineDeadError, typed
+from hardpoint.plugins import EngineConfig, typed
+from hardpoint.plugins.errors import EngineDeadError
 from hardpoint.testing import scripted_config
 from support.processes import ROOT
 from support.waiting import PATIENCE_S, alive, wait_until

@@ -25,13 +25,13 @@ from hardpoint.core.wire import (
     UtilityOutput,
 )
 from hardpoint.plugins import (
-    ConfigSources,
     EngineConfig,
     EngineCoreOutputs,
     EngineCoreRequest,
     SamplingParams,
     typed,
 )
+from hardpoint.plugins.config import ConfigSources
 from hardpoint.registry.plugin_set import resolve_plugins
 
 IDENTITY = b"\x00\x00"

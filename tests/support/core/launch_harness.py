@@ -69,6 +69,7 @@ def write_child(folder: Path, body: str) -> Path:
         "from pathlib import Path\n"
         "from hardpoint.core.engine_process.__main__ import main\n"
         "from hardpoint.plugins import *\n"
+        "from hardpoint.plugins.errors import *\n"
         f"OUT = Path({str(folder / 'out')!r})\n"
         "def say(value):\n"
         "    OUT.with_suffix('.new').write_text(json.dumps(value))\n"

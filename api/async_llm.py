@@ -19,15 +19,15 @@ from hardpoint.core.frontend.plugin_health import Health
 from hardpoint.core.frontend.prompts import Prompt
 from hardpoint.plugins import (
     ConfigError,
-    ConfigSources,
     EngineConfig,
-    EngineDeadError,
-    Manifest,
     RequestOutput,
     SamplingParams,
     Tokenizer,
     WaitReason,
 )
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.errors import EngineDeadError
+from hardpoint.plugins.manifest import Manifest
 
 from .progress import ProgressDisplay
 

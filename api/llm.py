@@ -15,15 +15,15 @@ from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.plugin_health import Health
 from hardpoint.core.frontend.prompts import Prompt
 from hardpoint.plugins import (
-    ConfigSources,
     EngineConfig,
-    Manifest,
     RequestError,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
     Tokenizer,
 )
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.manifest import Manifest
 
 from .llm_inputs import as_list, extras_of, not_yet, one_each, with_kind
 from .open_calls import OpenCalls, OutputStream

@@ -12,16 +12,15 @@ from hardpoint.core.wire import PauseMode, UtilityCall, UtilityOutput, WireError
 from hardpoint.plugins import (
     Executor,
     HardpointError,
-    LoRARequest,
-    Manifest,
-    PluginMeter,
     RequestError,
     SchedulerStats,
-    StepFault,
     WaitReason,
-    Worker,
     typed,
 )
+from hardpoint.plugins.executor import Worker
+from hardpoint.plugins.manifest import Manifest
+from hardpoint.plugins.requests import LoRARequest
+from hardpoint.plugins.stats import PluginMeter, StepFault
 from hardpoint.registry.plugin_set import PluginSet
 
 from .pause import Pausing

@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
-from hardpoint.core.worker.sampling.stage import Stage
+from hardpoint.core.worker.sampling.processor_runner import Stage
 from hardpoint.plugins import (
     Added,
     BatchUpdate,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hardpoint.core.worker.sampling.logprobs import gather_logprobs
-from hardpoint.core.worker.sampling.sampler_stage import SamplingStage
+from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
 from hardpoint.plugins import (
     AttentionBackend,
     EngineCoreRequest,

@@ -11,8 +11,8 @@ import psutil
 import torch
 
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
-from hardpoint.core.worker.sampling.sampler_stage import SamplingStage
-from hardpoint.core.worker.sampling.stage import Stage
+from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
+from hardpoint.core.worker.sampling.processor_runner import Stage
 from hardpoint.plugins import (
     AttentionBackend,
     AttentionContext,

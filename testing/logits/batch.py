@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
-from hardpoint.core.worker.sampling.stage import Stage, StageFault
+from hardpoint.core.worker.sampling.processor_runner import Stage, StageFault
 from hardpoint.plugins import Added, BatchUpdate, LogitsRequest, Move, Moved, RequestFault
 from hardpoint.testing.suite import Violation
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from hardpoint.core.worker.sampling.stage import Stage
+from hardpoint.core.worker.sampling.processor_runner import Stage
 from hardpoint.plugins import (
     BatchLogitsProcessor,
     HardpointError,

@@ -22,8 +22,8 @@ from hardpoint.builtin_plugins.logits import (
 from hardpoint.builtin_plugins.sampler import DefaultSampler
 from hardpoint.core.worker.sampling.drafts import accepted, with_drafts
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
-from hardpoint.core.worker.sampling.sampler_stage import SamplingStage
-from hardpoint.core.worker.sampling.stage import Stage
+from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
+from hardpoint.core.worker.sampling.processor_runner import Stage
 from hardpoint.plugins import (
     Added,
     BatchLogitsProcessor,

@@ -11,7 +11,7 @@ from hardpoint.plugins.errors import PluginContractError
 from hardpoint.plugins.stats import PluginMeter
 
 from .rows import ProcessorRows
-from .stage import Share, Stage, StageFault, row_is_sound
+from .processor_runner import Share, Stage, StageFault, row_is_sound
 
 Faults = dict[str, RequestFault]
 """Requests that cannot go on, by id."""

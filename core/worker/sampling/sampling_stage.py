@@ -13,7 +13,7 @@ from hardpoint.plugins.requests import TokenLogprobs
 
 from .logprobs import gather_logprobs
 from .pipeline import Faults, LogitsPipeline
-from .stage import StageFault
+from .processor_runner import StageFault
 
 Recompute = Callable[[], torch.Tensor]
 """Returns the step's logits again, untouched, from its hidden states."""

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from hardpoint.core.worker.sampling.rows import ProcessorRows
-from hardpoint.core.worker.sampling.stage import Stage
+from hardpoint.core.worker.sampling.processor_runner import Stage
 from hardpoint.plugins import (
     BatchLogitsProcessor,
     LogitsProcessor,

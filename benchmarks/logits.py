@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
-from hardpoint.core.worker.sampling.processor_runner import Stage
+from hardpoint.core.worker.sampling.processor_runner import ProcessorRunner
 from hardpoint.plugins import (
     Added,
     BatchUpdate,
@@ -148,8 +148,8 @@ class Batch:
         """Build the pipeline and add `rows` requests, each with the case's arguments."""
         rng = random.Random(0)
         entries = plugins.entries("logits_processors")
-        stages = [
-            Stage(
+        runners = [
+            ProcessorRunner(
                 plugins.create(e, LogitsContext, device=CPU, vocab_size=vocab, max_num_seqs=rows),
                 e.source,
                 CPU,
@@ -157,7 +157,7 @@ class Batch:
             )
             for e in entries
         ]
-        self.pipeline = LogitsPipeline(stages, CPU)
+        self.pipeline = LogitsPipeline(runners, CPU)
         self._outputs = [rng.choices(range(FIRST_TOKEN, vocab), k=HISTORY) for _ in range(rows)]
         self._tokens = rng.choices(range(FIRST_TOKEN, vocab), k=rows)
         self._ids = torch.tensor(self._tokens)
@@ -168,7 +168,7 @@ class Batch:
                 output_token_ids=output,
                 params=SamplingParams(),
                 stop_token_ids=STOP_TOKENS,
-                arguments=self._arguments(stages, case, rng, vocab),
+                arguments=self._arguments(runners, case, rng, vocab),
                 row=row,
             )
             for row, output in enumerate(self._outputs)
@@ -177,11 +177,11 @@ class Batch:
 
     @staticmethod
     def _arguments(
-        stages: Sequence[Stage], case: Case | None, rng: random.Random, vocab: int
+        runners: Sequence[ProcessorRunner], case: Case | None, rng: random.Random, vocab: int
     ) -> Mapping[str, Any]:
         if case is None:
             return {}
-        (cls,) = (type(stage.processor) for stage in stages if stage.name == case.processor)
+        (cls,) = (type(runner.processor) for runner in runners if runner.name == case.processor)
         return {case.processor: cls.Arguments(**case.fields(rng, vocab))}
 
     def _enter(self) -> None:
@@ -199,7 +199,7 @@ class Batch:
         spent = timed(lambda: pipeline.update(None))
         logits = model()
         requests = [request for request in self.requests if request.request_id]  # a new list
-        spent += timed(lambda: pipeline.apply(logits, requests, {}, {}))
+        spent += timed(lambda: pipeline.apply(logits, requests))
         for output, token in zip(self._outputs, self._tokens, strict=True):
             output.append(token)
         sound = [request for request in self.requests if request.request_id]

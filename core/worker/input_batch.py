@@ -205,8 +205,8 @@ class InputBatch:
         assert request is not None, f"row {row} is free"
         return request
 
-    def whole(self) -> BatchUpdate:
-        """Return the settled batch as if all of it had just been added."""
+    def full_update(self) -> BatchUpdate:
+        """Return the settled batch as an update that adds every request."""
         rows = range(len(self._requests))
         return BatchUpdate(len(rows), added=tuple(self._added(row) for row in rows))
 

@@ -143,7 +143,7 @@ class ModelRunner:
             self._batch.extend_blocks(request_id, block_ids)
         for new in plan.new_requests:
             self._add(new)
-        self._sampling.pipeline.update(self._batch.settle(), self._batch.whole)
+        self._sampling.pipeline.update(self._batch.settle(), self._batch.full_update)
 
     def _add(self, new: NewRequest) -> None:
         source, outputs = new.source, list(new.output_token_ids)

@@ -11,8 +11,8 @@ import psutil
 import torch
 
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
+from hardpoint.core.worker.sampling.processor_runner import ProcessorRunner
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
-from hardpoint.core.worker.sampling.processor_runner import Stage
 from hardpoint.plugins import (
     AttentionBackend,
     AttentionContext,
@@ -97,7 +97,7 @@ class LocalWorker:
         shapes = model.weight_shapes()
         with torch.inference_mode():
             model.load_weights(_checked(spec.loader.weights(shapes), shapes, spec))
-        processors = [each.processor for each in stage.pipeline.stages]
+        processors = [runner.processor for runner in stage.pipeline.runners]
         self._components = [*processors, stage.sampler, attention, model]
         self._runner = ModelRunner(
             model,
@@ -233,7 +233,7 @@ class LocalWorker:
 
     def _sampling(self, spec: WorkerSpec) -> SamplingStage:
         vocab_size = spec.model_config.vocab_size
-        stages = []
+        runners = []
         for entry in spec.plugins.entries("logits_processors"):
             build = functools.partial(
                 spec.plugins.create,
@@ -243,8 +243,8 @@ class LocalWorker:
                 vocab_size=vocab_size,
                 max_num_seqs=spec.config.scheduler.max_num_seqs,
             )
-            stages.append(
-                Stage(
+            runners.append(
+                ProcessorRunner(
                     build(),
                     entry.source,
                     spec.device,
@@ -257,7 +257,7 @@ class LocalWorker:
             spec.plugins.one("samplers"), SamplerContext, device=spec.device, vocab_size=vocab_size
         )
         return SamplingStage(
-            LogitsPipeline(stages, spec.device),
+            LogitsPipeline(runners, spec.device),
             sampler,
             spec.device,
             processed_logprobs=spec.config.sampler.logprobs == "processed",

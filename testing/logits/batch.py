@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
+from hardpoint.core.worker.sampling.fault_isolation import FaultIsolation
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
-from hardpoint.core.worker.sampling.processor_runner import Stage, StageFault
-from hardpoint.plugins import Added, BatchUpdate, LogitsRequest, Move, Moved, RequestFault
+from hardpoint.core.worker.sampling.processor_runner import ProcessorError, ProcessorRunner
+from hardpoint.plugins import Added, BatchUpdate, LogitsRequest, Move, Moved
 from hardpoint.testing.suite import Violation
 
 from .subject import Case, Subject
@@ -27,7 +28,7 @@ class Desk:
     """Requests that stand in rows 0, 1, ... as the engine would have put them there."""
 
     def __init__(
-        self, subject: Subject, cases: Sequence[Case], *, stage: Stage | None = None
+        self, subject: Subject, cases: Sequence[Case], *, stage: ProcessorRunner | None = None
     ) -> None:
         """Start every case; `stage` is a fresh one if none is given.
 
@@ -73,10 +74,10 @@ class Desk:
 
     def process_apart(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the same made row by row, as after a fault in the step."""
-        faults: dict[str, RequestFault] = {}
-        isolated: dict[str, Exception | None] = {self.stage.name: None}
-        result = self.pipeline.apply(logits.clone(), self.requests, isolated, faults)
-        for fault in faults.values():
+        isolation = FaultIsolation(self.pipeline, self.requests, logits.clone)
+        isolation.isolate(self.stage.name)
+        result = isolation.run(logits.clone())
+        for fault in isolation.faults.values():
             raise Violation(f"on a row alone, {fault.message}", _SOUND_ADVICE)
         return result
 
@@ -125,7 +126,7 @@ def advanced(
         )
 
 
-def check_books(stage: Stage) -> None:
+def check_books(stage: ProcessorRunner) -> None:
     """Raise a Violation if a batch-level processor could not follow an update."""
     if stage.broken is not None:
         raise Violation(
@@ -135,15 +136,18 @@ def check_books(stage: Stage) -> None:
 
 
 def run_pipeline(
-    pipeline: LogitsPipeline, stage: Stage, logits: torch.Tensor, requests: list[LogitsRequest]
+    pipeline: LogitsPipeline,
+    stage: ProcessorRunner,
+    logits: torch.Tensor,
+    requests: list[LogitsRequest],
 ) -> torch.Tensor:
     """Run the pipeline in place; raise a Violation if the processor fails."""
     try:
-        return pipeline.apply(logits, requests, {}, {})
-    except StageFault as fault:
-        cause = fault.cause
+        return pipeline.apply(logits, requests)
+    except ProcessorError as error:
+        cause = error.cause
         raise Violation(
-            f"{stage.what} failed: {type(cause).__name__}: {cause}", _SOUND_ADVICE
+            f"{stage.method_name} failed: {type(cause).__name__}: {cause}", _SOUND_ADVICE
         ) from cause
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from hardpoint.core.worker.sampling.processor_runner import Stage
+from hardpoint.core.worker.sampling.processor_runner import ProcessorRunner
 from hardpoint.plugins import (
     BatchLogitsProcessor,
     HardpointError,
@@ -125,7 +125,9 @@ class Subject:
                 "set `options` of the test class to what an operator would write",
             ) from None
 
-    def build(self, *, vocab_size: int | None = None, device: torch.device = _CPU) -> Stage:
+    def build(
+        self, *, vocab_size: int | None = None, device: torch.device = _CPU
+    ) -> ProcessorRunner:
         """Return a fresh instance in a stage of its own.
 
         Raises:
@@ -139,7 +141,7 @@ class Subject:
             max_num_seqs=MAX_ROWS,
         )
         try:
-            return Stage(self.cls(context), self.source(), device, MAX_ROWS)
+            return ProcessorRunner(self.cls(context), self.source(), device, MAX_ROWS)
         except Exception as cause:
             raise Violation(
                 f"the constructor, or device_state(), raised {type(cause).__name__}: {cause}",

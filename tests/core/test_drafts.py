@@ -22,8 +22,8 @@ from hardpoint.builtin_plugins.logits import (
 from hardpoint.builtin_plugins.sampler import DefaultSampler
 from hardpoint.core.worker.sampling.drafts import accepted, with_drafts
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
+from hardpoint.core.worker.sampling.processor_runner import ProcessorRunner
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
-from hardpoint.core.worker.sampling.processor_runner import Stage
 from hardpoint.plugins import (
     Added,
     BatchLogitsProcessor,
@@ -112,15 +112,15 @@ ARGUMENTS = {
 
 
 def build_stage() -> SamplingStage:
-    stages = []
+    runners = []
     for name, cls in PROCESSORS.items():
         context = LogitsContext(
             name=name, options=cls.Options(), device=CPU, vocab_size=VOCAB, max_num_seqs=ROWS
         )
         source = Source(name, f"tests:{cls.__name__}", "tests", "1", "default")
-        stages.append(Stage(cls(context), source, CPU, ROWS))
+        runners.append(ProcessorRunner(cls(context), source, CPU, ROWS))
     sampler = SamplerContext(name="default", options=None, device=CPU, vocab_size=VOCAB)
-    return SamplingStage(LogitsPipeline(stages, CPU), DefaultSampler(sampler), CPU)
+    return SamplingStage(LogitsPipeline(runners, CPU), DefaultSampler(sampler), CPU)
 
 
 def begin(stage: SamplingStage, outputs: list[list[int]]) -> list[LogitsRequest]:

@@ -1,4 +1,4 @@
-"""The logits pipeline: runs the processors of a step, and finds the guilty when one fails."""
+"""The logits pipeline: the processors of a step, in order, and the state they keep."""
 
 from __future__ import annotations
 
@@ -10,111 +10,150 @@ from hardpoint.plugins import BatchLogitsProcessor, BatchUpdate, LogitsRequest, 
 from hardpoint.plugins.errors import PluginContractError
 from hardpoint.plugins.stats import PluginMeter
 
+from .processor_runner import ActiveRows, ProcessorRunner
 from .rows import ProcessorRows
-from .processor_runner import Share, Stage, StageFault, row_is_sound
 
 Faults = dict[str, RequestFault]
 """Requests that cannot go on, by id."""
 
 
 class LogitsPipeline:
-    """Runs processors in their order. One that no row uses costs nothing in a step."""
+    """Runs processors in their order. A processor that no row uses costs nothing in a step.
 
-    def __init__(self, stages: Sequence[Stage], device: torch.device) -> None:
-        """`stages` are in the order in which they run."""
-        self.stages = stages
+    Attributes:
+        runners: of all processors, in the order in which they run.
+        batch_size: rows of the worker's batch.
+    """
+
+    def __init__(self, runners: Sequence[ProcessorRunner], device: torch.device) -> None:
+        """`runners` are in the order in which they run."""
+        self.runners = runners
+        self.batch_size = 0
         self._device = device
-        self._by_name = {stage.name: stage for stage in stages}
-        self._whole_batch = [
-            stage
-            for stage in stages
-            if stage.device_state or isinstance(stage.processor, BatchLogitsProcessor)
+        self._by_name = {runner.name: runner for runner in runners}
+        # Those that follow the batch's rows, in use or not.
+        self._batch_followers = [
+            runner
+            for runner in runners
+            if runner.device_state or isinstance(runner.processor, BatchLogitsProcessor)
         ]
-        self._shares: list[Share] = []
-        self._advancing: list[Stage] = []
-        self._members: list[LogitsRequest] = []
+        # Of the step's rows, derived again when those change.
+        self._requests: list[LogitsRequest] = []
+        self._active: list[ActiveRows] = []
+        self._advancing: list[ProcessorRunner] = []
         self._version = 0
-        self._batch_size = 0
 
     def meters(self) -> dict[str, PluginMeter]:
         """Return what each processor cost so far, by name."""
-        return {stage.name: stage.meter for stage in self.stages}
+        return {runner.name: runner.meter for runner in self.runners}
 
-    def fault(self, name: str, what: str, cause: Exception) -> RequestFault:
-        """Return the fault of a request whose arguments a processor could not take.
+    def fault(self, name: str, method: str, cause: Exception) -> RequestFault:
+        """Count a fault of a processor, and return it for the request that it ends.
 
         Args:
             name: of the processor.
-            what: of it failed.
+            method: its method that failed.
+            cause: what it raised.
         """
-        return self._by_name[name].fault(what, cause)
+        return self._by_name[name].fault(method, cause)
 
     def start(self, request: LogitsRequest) -> RequestFault | None:
-        """Build the states of a request that took its row; return who failed to."""
+        """Build the states of a request that got its row; return the fault if that fails."""
         for name in request.arguments:
-            stage = self._by_name[name]
+            runner = self._by_name[name]
             try:
-                with stage.measured():
-                    if stage.has_state:
-                        request.state[name] = stage.processor.start(request)
-                    if stage.device_state:
-                        stage.device_state.start(request)
+                with runner.measured():
+                    if runner.has_state:
+                        request.state[name] = runner.processor.start(request)
+                    if runner.device_state:
+                        runner.device_state.start(request)
             except Exception as cause:
-                return stage.fault("start", cause)
+                return runner.fault("start", cause)
         return None
 
     def update(
-        self, update: BatchUpdate | None, whole: Callable[[], BatchUpdate] | None = None
+        self, update: BatchUpdate | None, full_update: Callable[[], BatchUpdate] | None = None
     ) -> None:
-        """Tell batch-level processors what changed; to be done each step, before the model.
+        """Pass the changes of the batch on; called in every step, before the model runs.
 
         Args:
-            update: what changed since the last step.
-            whole: gives the batch as it is now, as if all of it had just been added.
+            update: what changed since the last step, None if nothing did.
+            full_update: returns the batch as if every request had just been added.
         """
         if update is not None:
-            self._batch_size = update.batch_size
-        for stage in self._whole_batch:
-            stage.update(update, whole)
+            self.batch_size = update.batch_size
+        for runner in self._batch_followers:
+            runner.update(update, full_update)
+
+    def apply(self, logits: torch.Tensor, requests: list[LogitsRequest]) -> torch.Tensor:
+        """Run the processors, each on all of its rows at once.
+
+        Args:
+            logits: float32 [rows, vocab]; may be edited in place.
+            requests: one per row; a request that left the batch and came back is a new object.
+
+        Raises:
+            ProcessorError: a processor failed; `logits` may be damaged.
+        """
+        for active in self.active_rows(requests):
+            logits = active.run(logits, self.batch_size)
+        return logits
+
+    def active_rows(self, requests: list[LogitsRequest]) -> Sequence[ActiveRows]:
+        """Return the rows of each processor that one of a step's requests uses, in order."""
+        if requests != self._requests:  # compares identities: LogitsRequest has no equality
+            self._version += 1
+            self._requests = list(requests)
+            used = {name for request in requests for name in request.arguments}
+            runners = [runner for runner in self.runners if runner.name in used]
+            self._advancing = [runner for runner in runners if runner.advances]
+            active = (runner.active_rows(requests, self._version) for runner in runners)
+            self._active = [rows for rows in active if rows is not None]
+        return self._active
+
+    def single_row(self, runner: ProcessorRunner, request: LogitsRequest) -> ActiveRows | None:
+        """Return a step of one request for a processor, None if the request does not use it."""
+        self._version += 1  # processors cache by version
+        return runner.active_rows([request], self._version)
 
     def advance(
         self, requests: Sequence[LogitsRequest], tokens: Sequence[int], device_ids: torch.Tensor
     ) -> Faults:
-        """Carry states over one more token per request.
+        """Advance the states of each request by its new token; return the faults.
 
         Args:
-            requests: those that got a token, of the rows of the last `apply`.
+            requests: those of the last `apply` that got a token.
             tokens: on the host.
-            device_ids: the same, int64 [requests].
+            device_ids: the same on the device, int64 [requests].
         """
-        if requests != self._members:
-            self._members = []  # some grew and some did not: the rows' version has to change
+        if requests != self._requests:
+            self._requests = []  # some grew and some did not: the rows' version has to change
         faults: Faults = {}
-        for stage in self._advancing:
-            self._advance_host(stage, requests, tokens, faults)
-        for stage in self._whole_batch:
-            if stage.device_state:
-                faults.update(self._advance_device(stage, requests, device_ids))
+        for runner in self._advancing:
+            self._advance_host(runner, requests, tokens, faults)
+        for runner in self._batch_followers:
+            if runner.device_state:
+                faults.update(self._advance_device(runner, requests, device_ids))
         return faults
 
     def check_drafts(self) -> None:
-        """Refuse draft tokens together with batch-level processors that do not support them.
+        """Raise if a batch-level processor is on that does not support draft tokens.
 
         Raises:
-            PluginContractError: naming them.
+            PluginContractError: names the processor.
         """
-        for stage in self.stages:
-            processor = stage.processor
+        for runner in self.runners:
+            processor = runner.processor
             if isinstance(processor, BatchLogitsProcessor) and not processor.supports_drafts:
                 raise PluginContractError(
-                    f"{stage.source}: it works on the whole batch and does not declare "
+                    f"{runner.source}: it works on the whole batch and does not declare "
                     f"supports_drafts, so it cannot be on together with speculation"
                 )
 
     def fork(self, request: LogitsRequest, drafts: Sequence[int], row: int) -> LogitsRequest:
-        """Return a request as it would be after draft tokens, with states of its own.
+        """Return a view of a request after some draft tokens, with copies of its states.
 
-        Device state is not filled; `row` is where it shall be.
+        Device state is not filled; `row` is the row that `fork_device_state` will fill.
         """
         view = LogitsRequest(
             request_id=request.request_id,
@@ -139,181 +178,58 @@ class LogitsPipeline:
         """Fill the device state of draft views from their requests.
 
         Args:
-            views: of draft positions, in order within each request; the first of a request stands
-                for its first draft.
-            drafts: the draft token that each view adds to the one before it.
+            views: per request in the order of its drafts; the first is after its first draft.
+            drafts: the draft token that a view has more than the view before it.
         """
-        for stage in self._whole_batch:
-            if not stage.device_state:
+        for runner in self._batch_followers:
+            if not runner.device_state:
                 continue
             before: LogitsRequest | None = None
             for view, token in zip(views, drafts, strict=True):
                 follows = before is not None and before.draft_of is view.draft_of
                 source = before if follows else view.draft_of
                 assert source is not None, "a draft view stands for a request"
-                stage.device_state.copy_to_scratch([(source, view)])
-                self._advance_device(stage, [view], torch.tensor([token], device=self._device))
+                runner.device_state.copy_to_scratch([(source, view)])
+                self._advance_device(runner, [view], torch.tensor([token], device=self._device))
                 before = view
-
-    def apply(
-        self,
-        logits: torch.Tensor,
-        requests: list[LogitsRequest],
-        isolated: dict[str, Exception | None],
-        faults: Faults,
-        *,
-        checking: bool = False,
-    ) -> torch.Tensor:
-        """Run the processors.
-
-        Args:
-            logits: float32 [rows, vocab]; may be edited in place.
-            requests: one per row; a request that left the batch and came back is a new object.
-            isolated: processors to run row by row, because running them together failed or did
-                damage; with what they raised then.
-            faults: takes the requests for which an isolated processor fails. Their rows are left.
-            checking: look at the rows after each batch-level processor: a row that it spoils is its
-                fault, for all others have been tried alone and were cleared.
-
-        Raises:
-            StageFault: a processor that is not isolated failed; `logits` may be damaged.
-        """
-        if requests != self._members:  # compares identities: LogitsRequest has no equality
-            self._activate(requests)
-        for share in self._shares:
-            if share.stage.name in isolated:
-                self._run_apart(share, logits, isolated[share.stage.name], faults)
-            else:
-                logits = share.run(logits, self._batch_size)
-                if checking and isinstance(share.stage.processor, BatchLogitsProcessor):
-                    _blame_batch_level(share, logits, faults)
-        return logits
-
-    def culprit(self, logits: torch.Tensor, request: LogitsRequest) -> RequestFault | None:
-        """Find who spoils a row, by processing it alone.
-
-        Args:
-            logits: float32 [vocab], as the model gave them.
-            request: whose row it is.
-
-        Returns:
-            The fault; None if the row stays sound. Batch-level processors are not tried: they
-            cannot run on one row.
-        """
-        if not row_is_sound(logits):
-            return RequestFault("the model gave logits that are NaN, infinite or all -inf")
-        row = logits.unsqueeze(0).clone()
-        ran: list[str] = []
-        for stage in self.stages:
-            single = self._alone(stage, request)
-            if single is None or isinstance(stage.processor, BatchLogitsProcessor):
-                continue
-            try:
-                row = single.run(row, 1)
-            except StageFault as fault:
-                return stage.fault(stage.what, fault.cause)
-            if not row_is_sound(row[0]):
-                return stage.fault(stage.what, _damage(row[0], ran))
-            ran.append(stage.name)
-        return None
-
-    def suspects(self, request: LogitsRequest) -> list[str]:
-        """Return the names of the processors of a request that can run row by row."""
-        return [
-            stage.name
-            for stage in self.stages
-            if stage.name in request.arguments
-            and not isinstance(stage.processor, BatchLogitsProcessor)
-        ]
-
-    def _activate(self, requests: list[LogitsRequest]) -> None:
-        """Find who uses what; done only when the rows change."""
-        self._version += 1
-        self._members = list(requests)
-        used = {name for request in requests for name in request.arguments}
-        stages = [stage for stage in self.stages if stage.name in used]
-        self._advancing = [stage for stage in stages if stage.advances]
-        shares = (stage.share(requests, self._version) for stage in stages)
-        self._shares = [share for share in shares if share is not None]
-
-    def _alone(self, stage: Stage, request: LogitsRequest) -> Share | None:
-        """Return a stage's share in a step of one request; its version is new, for caches."""
-        self._version += 1
-        return stage.share([request], self._version)
-
-    def _run_apart(
-        self, share: Share, logits: torch.Tensor, raised: Exception | None, faults: Faults
-    ) -> None:
-        """Run a stage row by row; a row for which it fails is left as it was."""
-        stage = share.stage
-        whole_batch = isinstance(stage.processor, BatchLogitsProcessor)
-        for row, request in zip(share.batch_rows, share.rows.requests, strict=True):
-            if request.request_id in faults:
-                continue
-            if whole_batch:  # it knows rows, not requests: all of its users are affected
-                what = "update_state" if stage.broken is not None else "apply"
-                faults[request.request_id] = stage.fault(what, raised or "its result is unusable")
-                continue
-            single = self._alone(stage, request)
-            assert single is not None  # it is one of the stage's own rows
-            try:
-                logits[row] = single.run(logits[row : row + 1].clone(), 1)[0]
-            except StageFault as fault:
-                faults[request.request_id] = stage.fault(stage.what, fault.cause)
 
     def _advance_host(
         self,
-        stage: Stage,
+        runner: ProcessorRunner,
         requests: Sequence[LogitsRequest],
         tokens: Sequence[int],
         faults: Faults,
     ) -> None:
-        name, advance = stage.name, stage.processor.advance
-        with stage.measured():
+        name, advance = runner.name, runner.processor.advance
+        with runner.measured():
             for request, token in zip(requests, tokens, strict=True):
                 state = request.state
                 if name in state and (not faults or request.request_id not in faults):
                     try:
                         state[name] = advance(state[name], token)
                     except Exception as cause:
-                        faults[request.request_id] = stage.fault("advance", cause)
+                        faults[request.request_id] = runner.fault("advance", cause)
 
     def _advance_device(
-        self, stage: Stage, requests: Sequence[LogitsRequest], device_ids: torch.Tensor
+        self, runner: ProcessorRunner, requests: Sequence[LogitsRequest], device_ids: torch.Tensor
     ) -> Faults:
-        places = [i for i, request in enumerate(requests) if stage.name in request.arguments]
-        if not places:
+        indices = [i for i, request in enumerate(requests) if runner.name in request.arguments]
+        if not indices:
             return {}
-        own = [requests[place] for place in places]
-        tokens = device_ids[torch.tensor(places, device=self._device)]
+        users = [requests[index] for index in indices]
+        tokens = device_ids[torch.tensor(indices, device=self._device)]
         self._version += 1
-        rows = ProcessorRows(stage.name, own, self._version, self._device, stage.device_state)
+        rows = ProcessorRows(runner.name, users, self._version, self._device, runner.device_state)
         try:
-            with stage.measured():
-                stage.device_state.advance(
-                    own, lambda tensors: stage.processor.advance_rows(rows, tokens, tensors)
+            with runner.measured():
+                runner.device_state.advance(
+                    users, lambda tensors: runner.processor.advance_rows(rows, tokens, tensors)
                 )
         except Exception as cause:
-            if len(own) == 1:
-                return {own[0].request_id: stage.fault("advance_rows", cause)}
+            if len(users) == 1:
+                return {users[0].request_id: runner.fault("advance_rows", cause)}
             faults: Faults = {}
-            for place, request in zip(places, own, strict=True):  # which of them is it?
-                faults |= self._advance_device(stage, [request], device_ids[place : place + 1])
+            for index, request in zip(indices, users, strict=True):  # to find the one at fault
+                faults |= self._advance_device(runner, [request], device_ids[index : index + 1])
             return faults
         return {}
-
-
-def _blame_batch_level(share: Share, logits: torch.Tensor, faults: Faults) -> None:
-    for row, request in zip(share.batch_rows, share.rows.requests, strict=True):
-        if request.request_id not in faults and not row_is_sound(logits[row]):
-            faults[request.request_id] = share.stage.fault("apply", _damage(logits[row], ()))
-
-
-def _damage(row: torch.Tensor, ran: Sequence[str]) -> str:
-    """Say what is wrong with a row, and who ran before."""
-    if bool(row.isnan().any()):
-        return "it made logits NaN"
-    if bool((row == torch.inf).any()):
-        return "it made logits infinite"
-    after = f", after {', '.join(ran)}" if ran else ""
-    return f"it left no token to choose{after}"

@@ -1,4 +1,4 @@
-"""One processor in the pipeline: run over its rows, checked, measured."""
+"""Run one logits processor over its rows, check what it returns and measure its cost."""
 
 from __future__ import annotations
 
@@ -31,25 +31,27 @@ from .edits import CompiledEdits, compile_edits
 from .rows import ProcessorRows
 
 
-class StageFault(Exception):  # noqa: N818 - it is control flow: the step is run again
-    """A stage failed for its rows as a whole; the guilty are to be found one by one."""
+class ProcessorError(Exception):
+    """A processor failed for its rows as a whole; the step has to run again without that."""
 
-    def __init__(self, stage: Stage, cause: Exception) -> None:
-        """Keep who failed and why."""
-        super().__init__(f"{stage.name}: {cause}")
-        self.stage = stage
+    def __init__(self, runner: ProcessorRunner, cause: Exception) -> None:
+        """Keep the processor's runner and what the processor raised."""
+        super().__init__(f"{runner.name}: {cause}")
+        self.runner = runner
         self.cause = cause
 
 
 @dataclass(eq=False)
-class Stage:
-    """A processor, who it is, and what it cost.
+class ProcessorRunner:
+    """A logits processor with its origin, device state and meter.
 
     Attributes:
+        source: names the plugin in messages.
+        max_rows: rows of device state to allocate.
         ends_engine: a fault ends the engine instead of the requests that use the plugin.
-        rebuild: builds the processor afresh when its books of the batch are lost; without it, it
-            stays broken.
-        broken: why it cannot run any more, if its books of the batch are lost.
+        rebuild: builds a new processor when a batch-level one has lost its batch state; without
+            it, the processor stays broken.
+        broken: the error of `update_state` that lost the batch state, None if there was none.
     """
 
     processor: LogitsPlugin
@@ -62,12 +64,12 @@ class Stage:
     broken: Exception | None = None
 
     def __post_init__(self) -> None:
-        """Derive what does not change."""
+        """Derive what stays constant, and allocate the device state."""
         self.name = self.processor.name
         cls = type(self.processor)
         self.has_state = cls.start is not LogitsPlugin.start
         self.advances = self.has_state and cls.advance is not LogitsPlugin.advance
-        # Kept, because isinstance on an abstract class takes as long as a sparse edit.
+        # Stored, because isinstance on an abstract class takes as long as a sparse edit.
         self.is_sparse = isinstance(self.processor, SparseLogitsProcessor)
         self.is_dense = isinstance(self.processor, LogitsProcessor)
         self.greedy_skips = self.processor.argmax_invariant or (
@@ -75,22 +77,26 @@ class Stage:
         )
         self.device_state = DeviceState(self.processor, self.max_rows, self.device)
 
-    def fault(self, what: str, cause: Exception | str) -> RequestFault:
-        """Return the fault of one request that this stage ends, and count it.
+    def fault(self, method: str, cause: Exception | str) -> RequestFault:
+        """Count a fault of this processor, and return it for the request that it ends.
+
+        Args:
+            method: the processor's method that failed.
+            cause: what it raised, or what is wrong with its result.
 
         Raises:
-            PluginFaultError: instead, if the operator wants the engine to end.
+            PluginFaultError: instead, if the configuration says that faults end the engine.
         """
         self.meter.faults += 1
         reason = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
-        message = f"{self.source}: its {what} failed: {reason}"
+        message = f"{self.source}: its {method} failed: {reason}"
         if self.ends_engine:
             raise PluginFaultError(message) from (None if isinstance(cause, str) else cause)
         return RequestFault(message, self.name)
 
     @contextmanager
     def measured(self, rows: int = 0) -> Iterator[None]:
-        """Add the time spent inside to the meter."""
+        """Add the time spent in the context, and `rows`, to the meter."""
         began = time.perf_counter()
         try:
             yield
@@ -99,17 +105,16 @@ class Stage:
             self.meter.rows += rows
 
     @property
-    def what(self) -> str:
+    def method_name(self) -> str:
         """The name of the method that changes logits."""
-        return "edits" if isinstance(self.processor, SparseLogitsProcessor) else "apply"
+        return "edits" if self.is_sparse else "apply"
 
     def update(
-        self, update: BatchUpdate | None, whole: Callable[[], BatchUpdate] | None = None
+        self, update: BatchUpdate | None, full_update: Callable[[], BatchUpdate] | None = None
     ) -> None:
-        """Hand a batch-level processor the changes of the batch; keep device state in place.
+        """Pass the changes of the batch to a batch-level processor; move device state along.
 
-        One that failed has lost its books; its users have ended since. It starts again with
-        the `whole` batch as it is now.
+        A broken processor, whose users have ended since, is rebuilt from `full_update`.
         """
         if update is not None and self.device_state:
             self.device_state.move(update)
@@ -118,18 +123,18 @@ class Stage:
         try:
             with self.measured():
                 if self.broken is not None:
-                    if self.rebuild is None or whole is None:
+                    if self.rebuild is None or full_update is None:
                         return
                     self.processor.close()
-                    self.processor, update = self.rebuild(), whole()
+                    self.processor, update = self.rebuild(), full_update()
                 assert isinstance(self.processor, BatchLogitsProcessor)  # rebuilt of the same class
                 self.processor.update_state(update)
                 self.broken = None
         except Exception as cause:
             self.broken = cause
 
-    def share(self, requests: Sequence[LogitsRequest], version: int) -> Share | None:
-        """Return this stage's part of a step, or None if no row uses it."""
+    def active_rows(self, requests: Sequence[LogitsRequest], version: int) -> ActiveRows | None:
+        """Return the rows of a step that use the processor, or None if no row does."""
         rows = [
             row
             for row, request in enumerate(requests)
@@ -137,24 +142,26 @@ class Stage:
         ]
         if not rows:
             return None
-        own = ProcessorRows(
+        processor_rows = ProcessorRows(
             self.name, [requests[row] for row in rows], version, self.device, self.device_state
         )
-        every = len(rows) == len(requests)
-        index = None if every else torch.tensor(rows, device=self.device)
-        return Share(self, own, rows, index)
+        is_all = len(rows) == len(requests)
+        index = None if is_all else torch.tensor(rows, device=self.device)
+        return ActiveRows(self, processor_rows, rows, index)
 
 
 @dataclass(eq=False)
-class Share:
-    """A stage's rows in one make-up of the batch.
+class ActiveRows:
+    """The rows that use one processor, for as long as the rows of the step stay the same.
 
     Attributes:
-        batch_rows: its rows in the step's logits.
-        index: the same on the device; None if it has every row.
+        rows: as the processor sees them.
+        batch_rows: their places in the step's logits.
+        index: the same on the device; None if every row uses the processor.
+        last_edits: the edits that `compiled` was made from.
     """
 
-    stage: Stage
+    runner: ProcessorRunner
     rows: ProcessorRows
     batch_rows: list[int]
     index: torch.Tensor | None
@@ -164,34 +171,41 @@ class Share:
     def run(self, logits: torch.Tensor, batch_size: int) -> torch.Tensor:
         """Run the processor over its rows.
 
+        Args:
+            logits: float32 [rows, vocab]; may be edited in place.
+            batch_size: rows of the worker's batch, for batch-level processors.
+
         Raises:
-            StageFault: it failed; rows of its own may be damaged.
+            ProcessorError: the processor failed; `logits` may be damaged.
         """
-        meter = self.stage.meter
+        meter = self.runner.meter
         meter.steps += 1
         began = time.perf_counter()  # not `measured`: a context manager costs more than the edits
         try:
             return self._dispatch(logits, batch_size)
         except Exception as cause:
-            raise StageFault(self.stage, cause) from cause
+            raise ProcessorError(self.runner, cause) from cause
         finally:
             meter.seconds += time.perf_counter() - began
             meter.rows += len(self.batch_rows)
 
     def _dispatch(self, logits: torch.Tensor, batch_size: int) -> torch.Tensor:
-        stage = self.stage
-        processor: Any = stage.processor
-        if stage.is_sparse:
-            self._edit(processor.edits(self.rows), logits)
+        runner = self.runner
+        processor: Any = runner.processor
+        if runner.is_sparse:
+            self._apply_edits(processor.edits(self.rows), logits)
             return logits
-        if stage.is_dense:
-            part = logits if self.index is None else logits.index_select(0, self.index)
-            return self._put_back(logits, _checked(processor.apply(part, self.rows), part))
-        if stage.broken is not None:
-            raise stage.broken
-        return self._whole_batch(processor, logits, batch_size)
+        if runner.is_dense:
+            if self.index is None:
+                return _checked(processor.apply(logits, self.rows), logits)
+            part = logits.index_select(0, self.index)
+            result = _checked(processor.apply(part, self.rows), part)
+            return logits.index_copy_(0, self.index, result)
+        if runner.broken is not None:
+            raise runner.broken
+        return self._apply_to_batch(processor, logits, batch_size)
 
-    def _edit(self, edits: Edits | None, logits: torch.Tensor) -> None:
+    def _apply_edits(self, edits: Edits | None, logits: torch.Tensor) -> None:
         if edits is None:
             return
         if edits is not self.last_edits or self.compiled is None:
@@ -201,37 +215,34 @@ class Share:
             self.last_edits = edits
         self.compiled(logits)
 
-    def _whole_batch(
+    def _apply_to_batch(
         self, processor: BatchLogitsProcessor, logits: torch.Tensor, batch_size: int
     ) -> torch.Tensor:
-        """Lay the step's rows out as the batch has them, apply, and take its own rows back.
+        """Apply a batch-level processor: in the batch's row order, then copy its rows back.
 
-        Rows that repeat for draft tokens are applied position by position.
+        A batch row that has several rows in the step, for draft tokens, is applied once for each.
         """
         for layer in _layers(self.rows.requests):
-            requests = [self.rows.requests[place] for place in layer]
-            source = torch.tensor([self.batch_rows[place] for place in layer], device=logits.device)
+            requests = [self.rows.requests[index] for index in layer]
+            source = torch.tensor([self.batch_rows[index] for index in layer], device=logits.device)
             target = torch.tensor([_row_in_batch(r) for r in requests], device=logits.device)
-            whole = logits.new_zeros(batch_size, logits.shape[1])
-            whole.index_copy_(0, target, logits.index_select(0, source))
-            result = _checked(processor.apply(whole), whole)
+            batch = logits.new_zeros(batch_size, logits.shape[1])
+            batch.index_copy_(0, target, logits.index_select(0, source))
+            result = _checked(processor.apply(batch), batch)
             logits.index_copy_(0, source, result.index_select(0, target))
         return logits
 
-    def _put_back(self, logits: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        return result if self.index is None else logits.index_copy_(0, self.index, result)
-
 
 def _layers(requests: Sequence[LogitsRequest]) -> list[list[int]]:
-    """Group places so that each batch row stands once per group, in order."""
+    """Group the positions of `requests` so that a group has each batch row once, in order."""
     seen: dict[int, int] = {}
     layers: list[list[int]] = []
-    for place, request in enumerate(requests):
+    for index, request in enumerate(requests):
         row = _row_in_batch(request)
         depth = seen[row] = seen.get(row, -1) + 1
         if depth == len(layers):
             layers.append([])
-        layers[depth].append(place)
+        layers[depth].append(index)
     return layers
 
 
@@ -240,16 +251,19 @@ def _row_in_batch(request: LogitsRequest) -> int:
 
 
 def _checked(result: Any, part: torch.Tensor) -> torch.Tensor:
-    """Return a processor's result if it is logits like those that it was given."""
+    """Return a processor's result; raise if it is not logits of the shape that it was given."""
     if not isinstance(result, torch.Tensor):
         raise TypeError(f"expected a tensor, got {type(result).__name__}")
-    for what in ("shape", "dtype", "device"):
-        wanted, got = getattr(part, what), getattr(result, what)
-        if got != wanted:
-            raise ValueError(f"expected logits of {what} {wanted}, got {got}")
+    for attribute in ("shape", "dtype", "device"):
+        expected, got = getattr(part, attribute), getattr(result, attribute)
+        if got != expected:
+            raise ValueError(f"expected logits of {attribute} {expected}, got {got}")
     return result
 
 
-def row_is_sound(row: torch.Tensor) -> bool:
-    """Whether a token can be chosen from logits [vocab]: no NaN, no +inf, something left."""
+def row_is_finite(row: torch.Tensor) -> bool:
+    """Return whether the largest of logits [vocab] is finite, so that a token can be chosen.
+
+    NaN and +inf win every maximum; the maximum is -inf only where no token is left.
+    """
     return math.isfinite(float(row.amax()))

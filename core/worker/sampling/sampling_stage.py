@@ -1,9 +1,10 @@
-"""From the logits of a step to its tokens."""
+"""Sampling: from the logits of a step to its tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -11,22 +12,20 @@ from hardpoint.plugins import LogitsRequest, RequestFault, Sampler, SamplingRows
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.requests import TokenLogprobs
 
+from .fault_isolation import FaultIsolation, Recompute
 from .logprobs import gather_logprobs
 from .pipeline import Faults, LogitsPipeline
-from .processor_runner import StageFault
-
-Recompute = Callable[[], torch.Tensor]
-"""Returns the step's logits again, untouched, from its hidden states."""
+from .processor_runner import ProcessorError
 
 
 @dataclass
 class Sampled:
-    """What sampling came to.
+    """The result of sampling.
 
     Attributes:
-        tokens: one per row; of a row at fault it means nothing.
+        tokens: one per row; without meaning for a row whose request has a fault.
         device_ids: the same on the device, int64 [rows].
-        logprobs: by row, where they were asked for.
+        logprobs: by row, where the request asks for them.
         faults: requests that cannot go on, by id.
     """
 
@@ -36,8 +35,34 @@ class Sampled:
     faults: Faults = field(default_factory=dict)
 
 
+class _Choice(NamedTuple):
+    """The sampler's choice in one pass.
+
+    Attributes:
+        logits: float32 [rows, vocab], processed.
+        device_ids: int64 [rows].
+        tokens: the same on the host.
+        bad_rows: rows whose chosen logit is not finite, those of requests with a fault left out.
+    """
+
+    logits: torch.Tensor
+    device_ids: torch.Tensor
+    tokens: list[int]
+    bad_rows: list[int]
+
+
 class SamplingStage:
-    """Processors, then the sampler; a faulty processor ends the requests that it is guilty of."""
+    """The logits processors, then the sampler.
+
+    A step takes one pass. Two more follow where processors fail, both on fresh logits, so that
+    only the requests at fault end and the others get the tokens that they would have got without
+    them:
+
+    - normal: each processor runs on all of its rows at once.
+    - isolate: processors that raised run row by row.
+    - check: for each row without a finite choice, its processors are tried on that row alone, and
+      run row by row in all other rows; rows are checked after each batch-level processor.
+    """
 
     def __init__(
         self,
@@ -47,11 +72,12 @@ class SamplingStage:
         *,
         processed_logprobs: bool = False,
     ) -> None:
-        """Take what the worker built."""
+        """With `processed_logprobs`, log-probabilities are those of the processed logits."""
         self.pipeline = pipeline
         self.sampler = sampler
         self._device = device
         self._processed_logprobs = processed_logprobs
+        # Of the step's rows, derived again when those change.
         self._requests: list[LogitsRequest] = []
         self._greedy = torch.empty(0, dtype=torch.bool, device=device)
         self._seeds = torch.empty(0, dtype=torch.int64, device=device)
@@ -61,85 +87,108 @@ class SamplingStage:
     ) -> Sampled:
         """Choose a token per row.
 
-        A choice that is not finite, or a processor that raises, makes the step run again on fresh
-        logits, with the suspects applied row by row; so the guilty are found, and the others get
-        what they would have got without them.
-
         Args:
             logits: float32 [rows, vocab]; edited in place.
             requests: one per row.
-            recompute: gives the same logits again.
+            recompute: returns the same logits again.
+
+        Raises:
+            PluginFaultError: the sampler failed, or a plugin whose faults end the engine.
         """
-        asking = [row for row, r in enumerate(requests) if r.params.logprobs is not None]
-        raw = logits[asking] if asking and not self._processed_logprobs else None  # a copy
-        isolated: dict[str, Exception | None] = {}
-        faults: Faults = {}
-        checking = False
-        while True:
-            try:
-                processed = self.pipeline.apply(
-                    logits, requests, isolated, faults, checking=checking
-                )
-            except StageFault as fault:
-                isolated[fault.stage.name] = fault.cause
-                logits = recompute()
-                continue
-            chosen = self._chosen(processed, requests)
-            tokens, unsound = _to_host(chosen, processed)
-            spoilt = [row for row in unsound if requests[row].request_id not in faults]
-            if not spoilt:
-                break
-            logits = recompute()
-            self._blame(logits, requests, spoilt, isolated, faults, last=checking)
-            checking = True
-        result = Sampled(tokens, chosen, faults=faults)
-        if asking:
-            source = processed[asking] if raw is None else raw
-            counts = [requests[row].params.logprobs or 0 for row in asking]
-            entries = gather_logprobs(source, chosen[asking], counts)
-            result.logprobs = dict(zip(asking, entries, strict=True))
+        with_logprobs = [row for row, r in enumerate(requests) if r.params.logprobs is not None]
+        keep_raw = with_logprobs and not self._processed_logprobs
+        raw = logits[with_logprobs] if keep_raw else None  # a copy
+        isolation: FaultIsolation | None = None
+        try:
+            choice = self._normal_pass(logits, requests)
+        except ProcessorError as error:
+            isolation = FaultIsolation(self.pipeline, requests, recompute)
+            choice = self._isolate_pass(recompute(), requests, isolation, error)
+        if choice.bad_rows:
+            if isolation is None:
+                isolation = FaultIsolation(self.pipeline, requests, recompute)
+            choice = self._check_pass(choice, requests, isolation, recompute)
+        result = Sampled(choice.tokens, choice.device_ids)
+        if isolation is not None:
+            result.faults = isolation.faults
+        if with_logprobs:
+            source = choice.logits[with_logprobs] if raw is None else raw
+            counts = [requests[row].params.logprobs or 0 for row in with_logprobs]
+            entries = gather_logprobs(source, choice.device_ids[with_logprobs], counts)
+            result.logprobs = dict(zip(with_logprobs, entries, strict=True))
         return result
 
-    def _blame(
+    def _normal_pass(self, logits: torch.Tensor, requests: list[LogitsRequest]) -> _Choice:
+        return self._choose(self.pipeline.apply(logits, requests), requests)
+
+    def _isolate_pass(
+        self,
+        logits: torch.Tensor,
+        requests: list[LogitsRequest],
+        isolation: FaultIsolation,
+        error: ProcessorError,
+    ) -> _Choice:
+        isolation.isolate(error.runner.name, error.cause)
+        return self._choose(isolation.run(logits), requests, isolation.faults)
+
+    def _check_pass(
+        self,
+        choice: _Choice,
+        requests: list[LogitsRequest],
+        isolation: FaultIsolation,
+        recompute: Recompute,
+    ) -> _Choice:
+        """Find the fault of each bad row and choose again, until no row is bad.
+
+        A row that is still bad although its processors ran row by row and no batch-level processor
+        damaged it is the sampler's fault, or that of several processors together.
+        """
+        is_checked = False
+        while choice.bad_rows:
+            logits = recompute()
+            for row in choice.bad_rows:
+                request = requests[row]
+                fault = isolation.find_fault(logits[row], request)
+                if fault is None and is_checked:
+                    fault = RequestFault(
+                        f"sampler {self.sampler.name!r} chose a token that the logits do not "
+                        f"allow, or the plugins spoil them together, though none does alone"
+                    )
+                if fault is not None:
+                    isolation.faults[request.request_id] = fault
+                isolation.isolate_users(request)
+            is_checked = True
+            processed = isolation.run(logits, check_batch_level=True)
+            choice = self._choose(processed, requests, isolation.faults)
+        return choice
+
+    def _choose(
         self,
         logits: torch.Tensor,
         requests: Sequence[LogitsRequest],
-        spoilt: Sequence[int],
-        isolated: dict[str, Exception | None],
-        faults: Faults,
-        *,
-        last: bool,
-    ) -> None:
-        """Name who spoils each row by itself; isolate whatever may have touched others' rows.
-
-        With `last`, everybody was isolated and checked already.
-        """
-        for row in spoilt:
-            request = requests[row]
-            fault = self.pipeline.culprit(logits[row], request)
-            if fault is None and last:
-                fault = RequestFault(
-                    f"sampler {self.sampler.name!r} chose a token that the logits do not allow, "
-                    f"or the plugins spoil them together, though none does alone"
-                )
-            if fault is not None:
-                faults[request.request_id] = fault
-            for name in self.pipeline.suspects(request):
-                isolated.setdefault(name, None)
-
-    def _chosen(self, logits: torch.Tensor, requests: Sequence[LogitsRequest]) -> torch.Tensor:
-        """Let the sampler choose, and check what it returns."""
-        chosen = self.sampler.sample(logits, self._rows(requests))
-        wanted = (torch.int64, (len(requests),))
+        faults: Collection[str] = (),
+    ) -> _Choice:
+        """Let the sampler choose from processed logits, and check its result."""
+        chosen = self.sampler.sample(logits, self._sampling_rows(requests))
+        expected = (torch.int64, (len(requests),))
         got = (getattr(chosen, "dtype", None), tuple(getattr(chosen, "shape", ())))
-        if got != wanted:
+        if got != expected:
             raise PluginFaultError(
                 f"sampler {self.sampler.name!r}: expected token ids int64 [{len(requests)}], got "
                 f"{type(chosen).__name__} {got[0]} {list(got[1])}"
             )
-        return chosen
+        # NaN and +inf win every maximum, and -inf is chosen only where no other token is left; so
+        # the chosen logit shows whether its row is finite. It travels to the host with the token.
+        finite = logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite()
+        tokens, flags = torch.stack((chosen, finite.to(chosen.dtype))).tolist()
+        bad_rows = [
+            row
+            for row, flag in enumerate(flags)
+            if not flag and requests[row].request_id not in faults
+        ]
+        return _Choice(logits, chosen, tokens, bad_rows)
 
-    def _rows(self, requests: Sequence[LogitsRequest]) -> SamplingRows:
+    def _sampling_rows(self, requests: Sequence[LogitsRequest]) -> SamplingRows:
         if requests != self._requests:
             self._requests = list(requests)
             self._greedy = torch.tensor([r.params.greedy for r in requests], device=self._device)
@@ -149,21 +198,10 @@ class SamplingStage:
         return SamplingRows(self._greedy, all(greedy), any(greedy), self._seeds, positions)
 
 
-def _to_host(chosen: torch.Tensor, logits: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Return the tokens, and the rows whose choice is not finite, in one transfer.
-
-    NaN and +inf win every maximum, and -inf is chosen only where nothing else is left; so the
-    chosen logit tells for its whole row.
-    """
-    sound = logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite()
-    tokens, flags = torch.stack((chosen, sound.to(chosen.dtype))).tolist()
-    return tokens, [row for row, flag in enumerate(flags) if not flag]
-
-
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the completions of one seed
 
 
 def mixed_seed(request: LogitsRequest) -> int:
-    """Return a request's seed, different for each of its completions, as a signed 64-bit int."""
+    """Return a request's seed as a signed 64-bit int; each of its completions gets another."""
     mixed = ((request.params.seed or 0) + request.child_index * _GOLDEN) & (2**64 - 1)
     return mixed - 2**64 if mixed >= 2**63 else mixed

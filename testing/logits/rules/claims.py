@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import torch
 
+from hardpoint.core.worker.sampling.processor_runner import ProcessorRunner
 from hardpoint.core.worker.sampling.rows import ProcessorRows
-from hardpoint.core.worker.sampling.processor_runner import Stage
 from hardpoint.plugins import (
     BatchLogitsProcessor,
     LogitsProcessor,
@@ -167,7 +167,7 @@ def microseconds_per_row(subject: Subject, cases: list[Case], rounds: int) -> fl
         for _ in range(5):
             copy = logits.clone()
             began = time.perf_counter()
-            desk.pipeline.apply(copy, desk.requests, {}, {})
+            desk.pipeline.apply(copy, desk.requests)
             taken.append(time.perf_counter() - began)
         best = min(best, median(taken))
     return best * 1e6 / len(cases)
@@ -204,7 +204,7 @@ class WatchedIds(Sequence[int]):
         return self._ids
 
 
-def _call(stage: Stage, rows: ProcessorRows, logits: torch.Tensor) -> None:
+def _call(stage: ProcessorRunner, rows: ProcessorRows, logits: torch.Tensor) -> None:
     processor = stage.processor
     if isinstance(processor, SparseLogitsProcessor):
         processor.edits(rows)

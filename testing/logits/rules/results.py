@@ -23,7 +23,7 @@ def check_bystanders(subject: Subject, cases: list[Case], seed: int) -> None:
     if any(case.uses for case in cases):
         return
     given = logits.clone()
-    returned = desk.pipeline.apply(given, desk.requests, {}, {})
+    returned = desk.pipeline.apply(given, desk.requests)
     if returned is not given or desk.stage.meter.steps != steps:
         raise Violation(
             "it ran in a step in which no request uses it",

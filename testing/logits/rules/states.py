@@ -17,7 +17,7 @@ def check_pure(subject: Subject, cases: list[Case], seed: int) -> None:
     """`apply` or `edits`, called twice, gives the same and changes nothing but its result."""
     desk = Desk(subject, cases)
     logits = make_logits(seed, len(cases), subject.vocab_size, KINDS[seed % len(KINDS)])
-    what = desk.stage.what
+    what = desk.stage.method_name
     before = _belongings(desk)
     first = desk.process(logits)
     after = _belongings(desk)

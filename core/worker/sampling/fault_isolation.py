@@ -1,0 +1,143 @@
+"""Runs the processors of a step again after a fault, so that it ends only the requests at fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hardpoint.plugins import BatchLogitsProcessor, LogitsRequest, RequestFault
+
+from .pipeline import Faults, LogitsPipeline
+from .processor_runner import ActiveRows, ProcessorError, ProcessorRunner, row_is_finite
+
+Recompute = Callable[[], torch.Tensor]
+"""Returns the step's logits again, unedited, from its hidden states."""
+
+
+class FaultIsolation:
+    """The repeated runs of one step in which a processor failed.
+
+    A processor that raised, or that may have damaged rows of other requests, is *isolated*: it runs
+    row by row, and a row for which it fails stays as it was.
+
+    Attributes:
+        faults: requests that cannot go on, by id.
+    """
+
+    def __init__(
+        self, pipeline: LogitsPipeline, requests: list[LogitsRequest], recompute: Recompute
+    ) -> None:
+        """Start with no isolated processor.
+
+        Args:
+            pipeline: whose processors run.
+            requests: one per row of the step.
+            recompute: returns the step's logits.
+        """
+        self.faults: Faults = {}
+        self._pipeline = pipeline
+        self._requests = requests
+        self._recompute = recompute
+        # By name; what an isolated processor raised when it ran for all of its rows at once.
+        self._isolated: dict[str, Exception | None] = {}
+
+    def isolate(self, name: str, error: Exception | None = None) -> None:
+        """Isolate a processor; the first `error` of a processor is kept."""
+        self._isolated.setdefault(name, error)
+
+    def isolate_users(self, request: LogitsRequest) -> None:
+        """Isolate every processor of a request that can run on a single row."""
+        for runner in self._pipeline.runners:
+            if runner.name in request.arguments and not _is_batch_level(runner):
+                self.isolate(runner.name)
+
+    def run(self, logits: torch.Tensor, *, check_batch_level: bool = False) -> torch.Tensor:
+        """Run the processors, and again for each further one that raises and is isolated then.
+
+        Args:
+            logits: float32 [rows, vocab]; may be edited in place.
+            check_batch_level: check the rows after each batch-level processor, and count a row that
+                is not finite as its fault: all other processors were tried on that row alone.
+        """
+        while True:
+            try:
+                return self._apply(logits, check_batch_level=check_batch_level)
+            except ProcessorError as error:
+                self.isolate(error.runner.name, error.cause)
+                logits = self._recompute()
+
+    def find_fault(self, logits: torch.Tensor, request: LogitsRequest) -> RequestFault | None:
+        """Return the fault of what damages a row by itself, None if nothing does.
+
+        Batch-level processors are not tried, because they cannot run on one row.
+
+        Args:
+            logits: float32 [vocab], as the model gave them.
+            request: whose row it is.
+        """
+        if not row_is_finite(logits):
+            return RequestFault("the model gave logits that are NaN, infinite or all -inf")
+        row = logits.unsqueeze(0).clone()
+        applied: list[str] = []
+        for runner in self._pipeline.runners:
+            single = self._pipeline.single_row(runner, request)
+            if single is None or _is_batch_level(runner):
+                continue
+            try:
+                row = single.run(row, 1)
+            except ProcessorError as error:
+                return runner.fault(runner.method_name, error.cause)
+            if not row_is_finite(row[0]):
+                return runner.fault(runner.method_name, _damage(row[0], applied))
+            applied.append(runner.name)
+        return None
+
+    def _apply(self, logits: torch.Tensor, *, check_batch_level: bool) -> torch.Tensor:
+        for active in self._pipeline.active_rows(self._requests):
+            if active.runner.name in self._isolated:
+                self._run_per_row(active, logits)
+                continue
+            logits = active.run(logits, self._pipeline.batch_size)
+            if check_batch_level and _is_batch_level(active.runner):
+                self._check_rows(active, logits)
+        return logits
+
+    def _run_per_row(self, active: ActiveRows, logits: torch.Tensor) -> None:
+        """Run an isolated processor in place, row by row, leaving out requests with a fault."""
+        runner = active.runner
+        for row, request in zip(active.batch_rows, active.rows.requests, strict=True):
+            if request.request_id in self.faults:
+                continue
+            if _is_batch_level(runner):  # it knows no requests, so its fault is that of all users
+                method = "update_state" if runner.broken is not None else "apply"
+                cause = self._isolated[runner.name] or "its result is unusable"
+                self.faults[request.request_id] = runner.fault(method, cause)
+                continue
+            single = self._pipeline.single_row(runner, request)
+            assert single is not None  # it is one of the processor's rows
+            try:
+                logits[row] = single.run(logits[row : row + 1].clone(), 1)[0]
+            except ProcessorError as error:
+                self.faults[request.request_id] = runner.fault(runner.method_name, error.cause)
+
+    def _check_rows(self, active: ActiveRows, logits: torch.Tensor) -> None:
+        """Count each row that a batch-level processor has damaged as a fault of it."""
+        for row, request in zip(active.batch_rows, active.rows.requests, strict=True):
+            if request.request_id not in self.faults and not row_is_finite(logits[row]):
+                fault = active.runner.fault("apply", _damage(logits[row], ()))
+                self.faults[request.request_id] = fault
+
+
+def _is_batch_level(runner: ProcessorRunner) -> bool:
+    return isinstance(runner.processor, BatchLogitsProcessor)
+
+
+def _damage(row: torch.Tensor, applied: Sequence[str]) -> str:
+    """Return what is wrong with a row, and which processors were applied before."""
+    if bool(row.isnan().any()):
+        return "it made logits NaN"
+    if bool((row == torch.inf).any()):
+        return "it made logits infinite"
+    after = f", after {', '.join(applied)}" if applied else ""
+    return f"it left no token to choose{after}"

@@ -38,7 +38,7 @@ class Relay:
         self._end: Exception | None = None
         self._scheduled = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._method: weakref.WeakMethod[Callable[[Relay, Item], None]] | None = None
+        self._method: weakref.WeakMethod[Callable[[Item], None]] | None = None
 
     @property
     def num_waiting(self) -> int:
@@ -51,15 +51,17 @@ class Relay:
         with self._lock:
             return self._end if self._loop is None else None
 
-    def connect(
-        self, loop: asyncio.AbstractEventLoop, method: Callable[[Relay, Item], None]
-    ) -> None:
-        """Hand over to a bound method, called with this relay and the item."""
+    def connect(self, loop: asyncio.AbstractEventLoop, method: Callable[[Item], None]) -> None:
+        """Hand over to a bound method."""
         with self._lock:
             self._loop, self._method = loop, weakref.WeakMethod(method)
             wake = self._scheduled = self._has_more()
         if wake:
             loop.call_soon(self._deliver)
+
+    def disconnect(self) -> None:
+        """Hand over nothing more, also nothing that waits. In the loop's thread."""
+        self._method = None
 
     def __call__(self, item: Item) -> None:
         """Take an item, in any thread."""
@@ -83,7 +85,7 @@ class Relay:
             more = self._scheduled = self._has_more()
         try:
             if item is not None:
-                method(self, item)
+                method(item)
         finally:
             if more and self._loop is not None:
                 self._loop.call_soon(self._deliver)  # behind those whom this woke

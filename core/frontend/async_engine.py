@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from hardpoint.core.client.event_loop import Item, Relay, Turns
@@ -19,7 +19,6 @@ from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.errors import blamed, error_of
 from hardpoint.plugins import (
     EngineCoreOutputs,
-    EngineCoreRequest,
     FinishReason,
     HardpointError,
     RequestOutput,
@@ -29,45 +28,44 @@ from hardpoint.plugins import (
 from hardpoint.plugins.errors import EngineClosedError, EngineDeadError
 from hardpoint.plugins.manifest import Manifest
 
+from .engine_state import EngineLifecycle, EngineState
 from .frontend import EngineParts, Frontend, Submission
-from .input_processor import NO_EXTRAS, RequestExtras
+from .input_processor import NO_EXTRAS, AsyncTokenizer, RequestExtras
 from .output_collector import RequestOutputCollector
 from .plugin_health import Health
 from .prompts import Prompt
 from .restart import Restarter
 
-_LONG_TEXT = 2000
-_NEWS_S, _GLANCE_S = 20.0, 0.01
+_DEATH_NOTICE_S, _POLL_INTERVAL_S = 20.0, 0.01
 
 
 class AsyncEngine:
     """Joins frontend and engine process in an event loop.
 
-    Everything but the constructor and `close` is for one loop: that of the first use.
+    Everything but the constructor and `close` is for one loop: that of the first use. The states
+    are in `engine_state`.
     """
 
-    def __init__(self, parts: EngineParts, relay: Relay, restarter: Restarter) -> None:
-        """Take over the parts; `close` closes them.
+    def __init__(self, parts: EngineParts, bridge: Relay, restarter: Restarter) -> None:
+        """Own the parts; `close` closes them.
 
         Args:
             parts: with a ProcessClient.
-            relay: what that client tells of its outputs.
-            restarter: decides whether a dead engine is started anew, and does it.
+            bridge: passes that client's outputs to the event loop.
+            restarter: decides whether a dead engine is restarted, and restarts it.
         """
         self.parts = parts
-        self._relay = relay
+        self._bridge = bridge
         self._restarter = restarter
         self._frontend = Frontend(parts)
+        self._tokenizer = AsyncTokenizer(self._frontend.input)
+        self._lifecycle = EngineLifecycle()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._turns = Turns()
-        self._serials = itertools.count()
-        self._tokenisers: ThreadPoolExecutor | None = None
-        self._tokenising: set[Future[list[int]]] = set()
-        self._restart: asyncio.Task[None] | None = None
-        self._changing = asyncio.Lock()
-        self._closed = False
-        self._dead: EngineDeadError | None = None
-        self._closing: threading.Thread | None = None
+        self._send_queue = Turns()
+        self._request_ids = itertools.count()
+        self._policy_lock = asyncio.Lock()
+        self._restart_task: asyncio.Task[None] | None = None
+        self._closing_thread: threading.Thread | None = None
 
     async def generate(
         self,
@@ -103,7 +101,7 @@ class AsyncEngine:
         """End requests, by the user's or internal ids; they yield what they have, and end."""
         await self._ready()
         self._send_aborts(self._frontend.abort([ids] if isinstance(ids, str) else ids))
-        self._turns.look()
+        self._send_queue.look()
 
     async def _submit(
         self,
@@ -115,15 +113,15 @@ class AsyncEngine:
         """Check a prompt and send it; once more if the engine turns out to have died unnoticed.
 
         Returns:
-            And where its outputs come.
+            The submission and the collector of its outputs.
         """
         await self._ready()
-        request_id = str(next(self._serials)) if request_id is None else request_id
+        request_id = str(next(self._request_ids)) if request_id is None else request_id
         arrived = self.parts.clock()
-        token_ids = await self._tokenised(prompt)
+        token_ids = await self._tokenizer.tokenise(prompt)
         for attempt in itertools.count():
             await self._ready()
-            # Anew each time: what a first attempt brought is no part of the second one's.
+            # A new one each time: outputs of a first attempt do not belong to the second one.
             collector = RequestOutputCollector()
             submission = self._frontend.submit(
                 request_id,
@@ -136,55 +134,42 @@ class AsyncEngine:
             )
             collector.kind = submission.children[0].params.output_kind
             try:
-                for child in submission.children:
-                    await self._send(self._client, child)
+                await self._send(submission)
             except EngineDeadError:
-                self._forget(submission, FinishReason.ERROR)
                 if attempt or not self._restarter.enabled:
                     raise
-                await self._noticed()
-            except asyncio.CancelledError:
-                self._forget(submission)
-                raise
-            except BaseException:
-                self._forget(submission, FinishReason.ERROR)
-                raise
+                self._lifecycle.move(EngineState.DRAINING)
             else:
                 break
         return submission, collector
 
-    async def _tokenised(self, prompt: Prompt) -> list[int] | None:
-        """Return the tokens of a text, None if there is none.
+    async def _send(self, submission: Submission) -> None:
+        """Send a prompt's requests, but those that end before the engine takes them.
 
-        A long one is tokenised in another thread, and any other that comes meanwhile as well: a
-        tokenizer is asked for one text at a time.
+        Without success, the whole prompt ends.
         """
-        text = self._frontend.input.text_of(prompt)
-        if text is None:
-            return None
-        tokenise = self._frontend.input.tokenise
-        if len(text) < _LONG_TEXT and not self._tokenising:
-            return tokenise(text)
-        if self._tokenisers is None:
-            self._tokenisers = ThreadPoolExecutor(1, thread_name_prefix="hardpoint-tokenise")
-        future = self._tokenisers.submit(tokenise, text)
-        self._tokenising.add(future)
-        future.add_done_callback(self._tokenising.discard)  # not before the thread is done with it
-        return await asyncio.wrap_future(future)
+        try:
+            for request in submission.children:
+                await self._send_queue.sent(
+                    self._client.offer_request(request),
+                    functools.partial(self._has_ended, request.request_id),
+                )
+        except asyncio.CancelledError:
+            self._forget(submission)
+            raise
+        except BaseException:
+            self._forget(submission, FinishReason.ERROR)
+            raise
 
-    async def _send(self, client: ProcessClient, request: EngineCoreRequest) -> None:
-        """Send a request, unless it ends before the engine takes it."""
-        await self._turns.sent(
-            client.offer_request(request),
-            lambda: not self._frontend.output.is_live(request.request_id),
-        )
+    def _has_ended(self, request_id: str) -> bool:
+        return not self._frontend.output.is_live(request_id)
 
     def _forget(self, submission: Submission, reason: FinishReason = FinishReason.ABORT) -> None:
-        """End a request that nobody waits for any more."""
+        """End a request that no caller waits for any more."""
         self._send_aborts(self._frontend.forget([submission.parent.internal_id], reason))
 
     def _send_aborts(self, ids: list[str]) -> None:
-        if ids and not self._closed and self._restart is None and self.dead_error is None:
+        if ids and self._lifecycle.state is EngineState.SERVING:
             self._client.abort_requests(ids)
 
     def default_sampling_params(self) -> SamplingParams:
@@ -199,22 +184,21 @@ class AsyncEngine:
     @property
     def is_running(self) -> bool:
         """Whether the engine serves, as far as is known."""
-        if self._closed or self.errored or self._restart is not None:
-            return False
-        return self._relay.failure is None
+        return self._lifecycle.state is EngineState.SERVING and self._bridge.failure is None
 
     @property
     def errored(self) -> bool:
-        """Whether the engine is dead and is not started anew; `dead_error` says why."""
+        """Whether the engine is dead and is not restarted; `dead_error` says why."""
         return self.dead_error is not None
 
     @property
     def dead_error(self) -> EngineDeadError | None:
-        """Why the engine is dead, if it is and is not started anew."""
-        failure = self._relay.failure
-        if self._dead is None and failure is not None and not self._restarter.enabled:
+        """The error that ended the engine, if it is dead and is not restarted."""
+        failure = self._bridge.failure
+        ended = self._lifecycle.dead_error
+        if ended is None and failure is not None and not self._restarter.enabled:
             return dead(failure)  # it died before its first use
-        return self._dead
+        return ended
 
     async def health(self) -> Health:
         """Return which plugins failed and how often the engine was started anew.
@@ -245,7 +229,7 @@ class AsyncEngine:
             ConfigError, PluginError: the policy cannot be had; the old one stays.
         """
         await self._ready()
-        async with self._changing:
+        async with self._policy_lock:
             parts = self.parts.with_policy(use, options or {})
             manifest = parts.plugins.manifest
             await EngineUtilities.set_policy.call_async(self.call_utility, manifest)
@@ -271,25 +255,23 @@ class AsyncEngine:
         try:
             return future.result()
         except EngineDeadError:
-            if self._dead is None:
+            if self._lifecycle.dead_error is None:
                 raise
-            told = dead(self._dead)  # it was closed because of that
-            raise told from told.__cause__
+            reported = dead(self._lifecycle.dead_error)  # the client was closed because of it
+            raise reported from reported.__cause__
 
     def close(self) -> None:
-        """End the engine; whoever waits is told. In any thread, and twice does nothing."""
-        if self._closed:
+        """End the engine; every caller that waits gets an error. In any thread, once or twice."""
+        if not self._lifecycle.move(EngineState.CLOSED):
             return
-        self._closed = True
         self._restarter.close()
-        if self._tokenisers is not None:
-            self._tokenisers.shutdown(wait=False)
+        self._tokenizer.close()
         loop = self._loop
         if loop is not None and not loop.is_closed():
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._frontend.fail_all, _closed, FinishReason.ABORT)
-        if self._closing is not None:
-            self._closing.join()
+        if self._closing_thread is not None:
+            self._closing_thread.join()
         self._frontend.close(self.parts.client.close)
 
     @property
@@ -303,17 +285,23 @@ class AsyncEngine:
 
         Raises:
             EngineClosedError: it was closed.
-            EngineDeadError: it is dead and is not started anew.
+            EngineDeadError: it is dead and is not restarted.
         """
         self._bind()
         while True:
-            if self._closed:
-                raise _closed()
-            if self._dead is not None:
-                raise dead(self._dead)
-            if self._restart is None:
-                return
-            await asyncio.wait([self._restart])
+            match self._lifecycle.state:
+                case EngineState.SERVING:
+                    return
+                case EngineState.DRAINING:
+                    await self._drained()
+                case EngineState.RESTARTING:
+                    assert self._restart_task is not None
+                    await asyncio.wait([self._restart_task])
+                case EngineState.DEAD:
+                    assert self._lifecycle.dead_error is not None
+                    raise dead(self._lifecycle.dead_error)
+                case EngineState.CLOSED:
+                    raise _closed()
 
     def _bind(self) -> None:
         """Belong to the running loop, from the first use on.
@@ -324,7 +312,7 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop
-            self._relay.connect(loop, self._arrived)
+            self._bridge.connect(loop, self._receive)
             if (statistics := self._frontend.statistics) is not None and statistics.has_sinks:
                 _report_every(loop, statistics.interval_seconds, weakref.WeakMethod(self._report))
         elif self._loop is not loop:
@@ -334,76 +322,81 @@ class AsyncEngine:
                 "open one engine per event loop"
             )
 
-    def _arrived(self, relay: Relay, item: Item) -> None:
-        """Take what the client's threads have brought."""
-        if relay is not self._relay:  # of an engine that is gone
-            return
+    def _receive(self, item: Item) -> None:
+        """Process outputs, or the error that ended them, from the client's threads."""
         if isinstance(item, Exception):
-            self._died(item)
-        elif item.outputs:
-            self._take(item)
+            self._engine_died(item)
+        elif item.outputs and self._lifecycle.has_engine:
+            self._process_outputs(item)
 
-    def _take(self, batch: EngineCoreOutputs) -> None:
+    def _process_outputs(self, batch: EngineCoreOutputs) -> None:
         try:
             self._send_aborts(self._frontend.take(batch).aborts)
             if self._frontend.statistics is not None:
                 self._frontend.statistics.record()
-        except Exception as error:  # nobody else would hear of it
-            self._died(blamed(error, self.parts.plugins), final=True)
+        except Exception as error:  # no caller would get it
+            self._engine_died(blamed(error, self.parts.plugins), final=True)
 
     def _report(self) -> bool:
-        """Have the sinks report; return whether there will be more to report."""
+        """Call the sinks' `report`; return whether there will be more to report."""
+        is_open = self._lifecycle.state is not EngineState.CLOSED
         try:
-            if self._frontend.statistics is not None and not self._closed:
+            if self._frontend.statistics is not None and is_open:
                 self._frontend.statistics.report()
         except Exception as error:  # of a sink whose faults end the engine
-            self._died(error, final=True)
-        return not self._closed
+            self._engine_died(error, final=True)
+        return is_open
 
-    def _died(self, error: Exception, *, final: bool = False) -> None:
-        """Tell everybody who waits; start the engine anew, or be dead.
+    def _engine_died(self, error: Exception, *, final: bool = False) -> None:
+        """Fail all requests; restart the engine, or be dead.
 
         Args:
-            final: the engine's process may be well, and yet nothing is to be had from it.
+            final: the frontend failed: whether its process is well or not, the engine is dead.
         """
-        if self._closed or self._restart is not None or self._dead is not None:
+        if not self._lifecycle.has_engine:
             return
-        self._relay = Relay()  # nothing of this engine counts any more
+        self._bridge.disconnect()
         self._frontend.fail_all(lambda: dead(error) if final else _retryable(error))
-        if not final and self._restarter.may_restart() and self._loop is not None:
-            self._restart = self._loop.create_task(self._start_anew())
+        if not final and self._restarter.may_restart():
+            if self._lifecycle.move(EngineState.RESTARTING):
+                loop = asyncio.get_running_loop()
+                self._restart_task = loop.create_task(self._restart_engine())
             return
-        self._dead = dead(error)
+        reported = dead(error)
         if not final:
-            self._restarter.give_up(self._dead)
-        # Its process may live: it would hold its memory for as long as somebody holds this.
-        closing = threading.Thread(target=self._client.close, name="hardpoint-close")
-        closing.start()
-        self._closing = closing
+            self._restarter.give_up(reported)
+        if self._lifecycle.die(reported):
+            # Its process may live, and would hold its memory until the engine is closed.
+            self._closing_thread = threading.Thread(
+                target=self._client.close, name="hardpoint-close"
+            )
+            self._closing_thread.start()
 
-    async def _start_anew(self) -> None:
+    async def _restart_engine(self) -> None:
+        """Start another engine process, with the same configuration."""
         try:
-            old = self._client
-            await asyncio.to_thread(old.close)
-            client, self._relay = await self._restarter.restart(self.parts)
+            await asyncio.to_thread(self._client.close)
+            client, self._bridge = await self._restarter.restart(self.parts)
             self.parts = dataclasses.replace(self.parts, client=client)
-            assert self._loop is not None
-            self._relay.connect(self._loop, self._arrived)
-            if self._closed:  # in another thread, just now
+            if self._lifecycle.move(EngineState.SERVING):
+                self._bridge.connect(asyncio.get_running_loop(), self._receive)
+            else:  # closed in another thread, just now
                 await asyncio.to_thread(client.close)
         except Exception as error:
-            self._dead = dead(error)
-        finally:
-            self._restart = None
+            self._lifecycle.die(dead(error))
+        except BaseException:  # the event loop ends
+            self._lifecycle.die(EngineDeadError("the engine died, and its restart was cancelled"))
+            raise
 
-    async def _noticed(self) -> None:
-        """Wait until the word of the engine's death has come through to the loop."""
-        relay = self._relay
-        patience = asyncio.get_running_loop().time() + _NEWS_S
-        while relay is self._relay and self._restart is None and not self._closed:
-            if asyncio.get_running_loop().time() > patience:
+    async def _drained(self) -> None:
+        """Wait until the end of the engine was delivered, after its last outputs."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _DEATH_NOTICE_S
+        while self._lifecycle.state is EngineState.DRAINING:
+            if loop.time() > deadline:
+                self._lifecycle.move(EngineState.SERVING)
                 return
-            await asyncio.sleep(_GLANCE_S)
+            await asyncio.sleep(_POLL_INTERVAL_S)
 
 
 def _report_every(
@@ -426,7 +419,7 @@ def _closed() -> EngineClosedError:
 
 
 def _retryable(error: Exception) -> EngineDeadError:
-    """Return what a request in flight is told of the engine's death."""
-    told = dead(error)
-    told.args = (f"{error}; the request may be sent again",)
-    return told
+    """Return the error for a request in flight when the engine died."""
+    reported = dead(error)
+    reported.args = (f"{error}; the request may be sent again",)
+    return reported

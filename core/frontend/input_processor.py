@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated
 
 import msgspec
@@ -206,3 +208,39 @@ class InputProcessor:
                 f"less one to generate), got {len(token_ids)}"
             )
         return token_ids
+
+
+_LONG_TEXT = 2000
+
+
+class AsyncTokenizer:
+    """Tokenises prompts for an event loop: a long text in another thread."""
+
+    def __init__(self, processor: InputProcessor) -> None:
+        """Start no thread yet."""
+        self._processor = processor
+        self._thread: ThreadPoolExecutor | None = None
+        self._running: set[Future[list[int]]] = set()
+
+    async def tokenise(self, prompt: Prompt) -> list[int] | None:
+        """Return the tokens of a prompt given as text, None for any other.
+
+        While a long text is tokenised, others wait for the same thread: a tokenizer is called with
+        one text at a time.
+        """
+        text = self._processor.text_of(prompt)
+        if text is None:
+            return None
+        if len(text) < _LONG_TEXT and not self._running:
+            return self._processor.tokenise(text)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="hardpoint-tokenise")
+        future = self._thread.submit(self._processor.tokenise, text)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)  # not before the thread is done with it
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """Start no more; do not wait."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)

@@ -111,7 +111,7 @@ def test_one_cancelled_while_it_is_sent_counts_as_aborted(run, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(llm._engine._client, "offer_request", lambda _: lambda: False)
             task = asyncio.create_task(collect(llm.generate("say abc", GREEDY)))
-            await until(lambda: llm._engine._turns.num_waiting, "the attempt to send it")
+            await until(lambda: llm._engine._send_queue.num_waiting, "the attempt to send it")
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task

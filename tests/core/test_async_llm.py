@@ -320,21 +320,21 @@ class TestPace:
 
         async def main(llm):
             engine, sizes, turns = llm._engine, [], []
-            take = engine._take
+            take = engine._process_outputs
 
             def noted(batch):
                 sizes.append(len(batch.outputs))
                 asyncio.get_running_loop().call_soon(lambda: turns.append(len(sizes)))
                 take(batch)
 
-            engine._take = noted
+            engine._process_outputs = noted
             try:
                 params = SamplingParams(temperature=0.0, max_tokens=90, output_kind=DELTA)
                 streams = [collect(llm.generate("long", params)) for _ in range(20)]
                 for outputs in await asyncio.gather(*streams):
                     assert joined(outputs) == "0123456789" * 8
             finally:
-                del engine._take
+                del engine._process_outputs
             assert max(sizes) == 4
             assert len(turns) >= len(sizes) - 1
             assert turns == sorted(set(turns))  # one turn of the loop between two chunks

@@ -225,7 +225,7 @@ async def until_it_takes_no_more(llm) -> list[asyncio.Task]:
     """Send large requests, one after another, until one of them waits to be sent, for good."""
     tasks, looks = [], 0
     while looks < 30:  # until then ZMQ's own threads may still find room
-        if llm._engine._turns.num_waiting:
+        if llm._engine._send_queue.num_waiting:
             looks += 1
         else:
             looks = 0
@@ -244,7 +244,9 @@ def shared(roomy):
     }
     with asyncio.Runner() as runner:
         llm = AsyncLLM(config=scripted_config(roomy, settings))
-        llm._engine._turns._seconds = 60.0  # who waits for an engine that stands still, waits on
+        llm._engine._send_queue._seconds = (
+            60.0  # who waits for an engine that stands still, waits on
+        )
         runner.run(collect(llm, "say abc"))
         yield runner, llm
         runner.run(llm.aclose())
@@ -268,7 +270,7 @@ def serve(shared):
         (*_, last) = await collect(llm, "say abc")
         assert last.outputs[0].text == " abc abc abc"
         assert llm._engine._frontend.output.num_unfinished_requests() == 0
-        assert llm._engine._turns.num_waiting == 0
+        assert llm._engine._send_queue.num_waiting == 0
         assert (llm.is_running, llm.dead_error) == (True, None)
 
     return lambda main: runner.run(asyncio.wait_for(checked(main), 60))
@@ -303,7 +305,7 @@ def test_a_request_that_cannot_be_sent_is_told_so(serve, monkeypatch):
         async with stopped(llm):
             tasks = await until_it_takes_no_more(llm)
             tasks[-1].cancel()  # the one that waits
-            monkeypatch.setattr(llm._engine._turns, "_seconds", 0.2)
+            monkeypatch.setattr(llm._engine._send_queue, "_seconds", 0.2)
             began = time.monotonic()
             attempts = (collect(llm, [1] * 8000), collect(llm, "x", LONG))
             for attempt in [asyncio.create_task(each) for each in attempts]:
@@ -324,7 +326,7 @@ def test_a_request_that_is_aborted_before_it_is_sent_never_runs(serve):
             params = SamplingParams(max_tokens=20_000, ignore_eos=True, n=2)
             outputs = llm.generate([3] * 8000, params, "mine")
             task = asyncio.create_task(anext(outputs))
-            await until(lambda: llm._engine._turns.num_waiting > 1, "it to wait")
+            await until(lambda: llm._engine._send_queue.num_waiting > 1, "it to wait")
             await llm.abort("mine")
             output = await asyncio.wait_for(task, PATIENCE_S)
             assert [each.finish_reason for each in output.outputs] == ["abort", "abort"]
@@ -343,7 +345,7 @@ def test_those_that_wait_to_be_sent_hear_of_the_death(roomy):
             async with stopped(llm):
                 tasks = await until_it_takes_no_more(llm)
                 tasks += [asyncio.create_task(collect(llm, [7] * 8000)) for _ in range(5)]
-                await until(lambda: llm._engine._turns.num_waiting == 6, "all to wait")
+                await until(lambda: llm._engine._send_queue.num_waiting == 6, "all to wait")
                 began = time.monotonic()
                 os.kill(llm._engine._client.pid, signal.SIGKILL)
                 ends = await asyncio.gather(*tasks, return_exceptions=True)
@@ -358,7 +360,7 @@ def test_a_busy_loop_finds_one_entry_per_request(serve):
         params = SamplingParams(
             temperature=0.0, max_tokens=600, ignore_eos=True, output_kind=RequestOutputKind.DELTA
         )
-        relay, known = llm._engine._relay, llm._engine._frontend.output
+        relay, known = llm._engine._bridge, llm._engine._frontend.output
         async with stopped(llm):
             tasks = [asyncio.create_task(collect(llm, [n + 1], params)) for n in range(8)]
             await until(lambda: known.num_unfinished_requests() == 8, "all to be sent")

@@ -114,7 +114,7 @@ def test_a_call_in_flight_hears_why_it_ended(scripted):
             pending = Future()
             call = asyncio.create_task(llm.scheduler_stats())
             await asyncio.sleep(0)
-            engine._died(RuntimeError("a sink broke"), final=True)
+            engine._engine_died(RuntimeError("a sink broke"), final=True)
             pending.set_exception(EngineDeadError("the engine was closed"))
             with pytest.raises(EngineDeadError, match="a sink broke"):
                 await call
@@ -161,7 +161,7 @@ def test_in_an_event_loop_they_hear_it_at_once(scripted):
         config = scripted_config(scripted, {**SINK, "engine": {"in_process": False}})
         async with AsyncLLM(config=config) as llm:
             await anext(llm.generate("long", ENDLESS))
-            llm._engine._died(EngineDeadError("gone"))
+            llm._engine._engine_died(EngineDeadError("gone"))
             assert Sink.seen[-1].scheduler.num_running == 0  # not only with the next report
 
     asyncio.run(main())

@@ -23,7 +23,7 @@ class Taker:
         self.items: list = []
         self.threads: set = set()
 
-    def take(self, relay, item) -> None:
+    def take(self, item) -> None:
         self.items.append(item)
         self.threads.add(threading.current_thread())
 
@@ -151,8 +151,8 @@ def test_an_error_of_the_taker_does_not_lose_the_rest(monkeypatch):
     monkeypatch.setattr(module, "_CHUNK", 1)
 
     class Breaks(Taker):
-        def take(self, relay, item) -> None:
-            super().take(relay, item)
+        def take(self, item) -> None:
+            super().take(item)
             if len(self.items) == 1:
                 raise ValueError("broken")
 
@@ -192,3 +192,16 @@ def test_a_closed_loop_is_nobody(item):
     relay, taker = asyncio.run(main())
     relay(item)
     assert taker.items == []
+
+
+def test_nothing_comes_after_a_disconnect():
+    async def main():
+        relay, taker = connected()
+        relay(batch(1, "ab"))
+        relay.disconnect()
+        relay(batch(2, "ab"))
+        relay(END)
+        await settle()
+        assert taker.items == []
+
+    asyncio.run(main())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from support.plugins.fake import Installed
 from support.processes import ROOT, run
 
 from hardpoint.testing import write_scripted_model
@@ -68,3 +69,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         if name.startswith("HARDPOINT__"):
             monkeypatch.delenv(name)
     return tmp_path / "here"
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
+    """Stand-ins for the built-in plugins; a test adds its own."""
+    return Installed(monkeypatch)

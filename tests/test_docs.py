@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.processes import ROOT
 
 from hardpoint.plugins import EngineConfig, LogitsProcessor
 from hardpoint.registry.plugin_set import resolve_plugins
 
-ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"^# file: (\S+)\n")
 DOCS = ROOT / "docs"

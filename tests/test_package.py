@@ -10,10 +10,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.processes import ROOT
 
 import hardpoint
 
-ROOT = Path(__file__).parent.parent
 FOLDERS = {
     "api": "hardpoint",
     "plugins": "hardpoint/plugins",

@@ -2,16 +2,15 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from support.processes import ROOT
 
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.describing import struct_fields
 from hardpoint.plugins.hooks import HookSpecs
 from hardpoint.plugins.kinds import KINDS
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("kinds.md", "hooks.md", "config.md")
 
 

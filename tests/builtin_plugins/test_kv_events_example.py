@@ -6,14 +6,14 @@ import importlib.util
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import msgspec
 from support.builtins.kv_events_harness import batch, sent
+from support.processes import ROOT
 
 from hardpoint.plugins import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "kv_events_subscriber.py"
+EXAMPLE = ROOT / "examples" / "kv_events_subscriber.py"
 
 PATIENTLY = """
 import kv_events_subscriber

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import entry_points
-from pathlib import Path
 
 import pytest
+from support.processes import ROOT
 
 from hardpoint.builtin_plugins.kv_cache.eviction import LeastRecentlyUsed
 from hardpoint.builtin_plugins.policies import (
@@ -26,7 +26,7 @@ from hardpoint.testing import (
 )
 from hardpoint.testing.scheduling.fakes.connector import Compile, Transfer
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(ROOT / "examples"))
 
 from tiny_scheduler import TinyScheduler
 

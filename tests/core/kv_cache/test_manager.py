@@ -1,4 +1,4 @@
-"""The KV cache manager, case by case; `test_kv_cache_model.py` tries them in any order."""
+"""The KV cache manager, case by case; `test_manager_model.py` tries them in any order."""
 
 from __future__ import annotations
 

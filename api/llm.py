@@ -26,7 +26,7 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.manifest import Manifest
 
 from .llm_inputs import as_list, extras_of, not_yet, one_each, with_kind
-from .open_calls import OpenCalls, OutputStream
+from .requests import OpenCalls, OutputStream
 from .progress import ProgressDisplay
 
 __all__ = ["LLM"]

@@ -14,7 +14,6 @@ from hardpoint.core.build import build_async_engine
 from hardpoint.core.config import config_from
 from hardpoint.core.engine.utility_calls import AsyncControlCalls
 from hardpoint.core.frontend.async_engine import AsyncEngine
-from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.core.frontend.plugin_health import Health
 from hardpoint.core.frontend.prompts import Prompt
 from hardpoint.plugins import (
@@ -22,23 +21,23 @@ from hardpoint.plugins import (
     EngineConfig,
     RequestOutput,
     SamplingParams,
-    Tokenizer,
     WaitReason,
 )
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.errors import EngineDeadError
-from hardpoint.plugins.manifest import Manifest
 
+from .open_model import OpenModel
 from .progress import ProgressDisplay
+from .requests import make_extras
 
 __all__ = ["AsyncLLM"]
 
 
-class AsyncLLM(AsyncControlCalls):
+class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
     """A model that generates text for many tasks of one event loop at once.
 
-    The model runs in a process of its own, so tokenising, streaming and whatever else the program
-    does overlap with it. It may be made outside of an event loop; it belongs to the one in which
+    The model runs in a process of its own, so tokenising, streaming and all other work of the
+    program overlap with it. It may be made outside of an event loop; it belongs to the one in which
     it is used first.
 
     Example:
@@ -65,22 +64,23 @@ class AsyncLLM(AsyncControlCalls):
             config: everything else: the path of a TOML file, a mapping or an EngineConfig.
             dtype, max_model_len, seed: short for the configuration fields of the same names.
             tokenizer: short for `tokenizer.path`.
-            restart: "on_failure" starts an engine that died anew, with the weights and the latest
+            restart: "on_failure" restarts an engine that died, with the same weights and the latest
                 configuration, at most `engine.max_restarts_per_minute` times. Requests that were
                 in flight fail; later ones wait for the new engine.
 
         Raises:
-            ConfigError, PluginError, ModelError: what is wrong, with the engine's own words.
-            EngineDeadError: the engine ended without a word, or was not ready in time.
+            ConfigError, PluginError, ModelError: with the engine's own message.
+            EngineDeadError: the engine ended without an error message, or was not ready in time.
         """
-        named = {
+        overrides = {
             "model": model,
             "dtype": dtype,
             "max_model_len": max_model_len,
             "seed": seed,
-            "tokenizer": None if tokenizer is None else {"path": tokenizer},
+            "tokenizer.path": tokenizer,
         }
-        self._open(*config_from(config, named, caller="AsyncLLM"), restart)
+        resolved, config_sources = config_from(config, overrides, caller="AsyncLLM")
+        self._open(resolved, config_sources, restart)
 
     @classmethod
     def from_resolved(
@@ -107,7 +107,7 @@ class AsyncLLM(AsyncControlCalls):
         engine = msgspec.structs.replace(config.engine, in_process=False)
         config = msgspec.structs.replace(config, engine=engine)
         with ProgressDisplay() as display:
-            self._engine: AsyncEngine = build_async_engine(
+            self._engine = build_async_engine(
                 config, config_sources, restart=restart == "on_failure", progress=display.report
             )
 
@@ -134,7 +134,7 @@ class AsyncLLM(AsyncControlCalls):
             request_id: outputs carry it; None numbers them. Live requests may share one.
             priority: smaller is more important.
             timeout: seconds after which it ends with finish reason "timeout".
-            tags: free words for policies and sinks, such as {"tenant": "acme"}.
+            tags: free-form labels for policies and sinks, such as {"tenant": "acme"}.
             cache_salt: prompts with different salts never share cached beginnings.
 
         Raises:
@@ -143,9 +143,7 @@ class AsyncLLM(AsyncControlCalls):
             EngineDeadError: the engine died; the request may be sent again.
             EngineClosedError: the engine was closed.
         """
-        said = {"priority": priority, "timeout": timeout, "tags": tags, "cache_salt": cache_salt}
-        given: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
-        extras = RequestExtras(**given)
+        extras = make_extras(priority=priority, timeout=timeout, tags=tags, cache_salt=cache_salt)
         return self._engine.generate(prompt, sampling_params, request_id, extras)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
@@ -156,54 +154,30 @@ class AsyncLLM(AsyncControlCalls):
         await self._engine.abort(request_ids)
 
     @property
-    def config(self) -> EngineConfig:
-        """The configuration, with what was left open filled in."""
-        return self._engine.parts.config
-
-    @property
-    def manifest(self) -> Manifest:
-        """The plugins that are on."""
-        return self._engine.parts.plugins.manifest
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self._engine.parts.tokenizer
-
-    @property
     def engine_pid(self) -> int:
-        """The process id of the engine; another one after it was started anew."""
+        """The process id of the engine; another one after a restart."""
         return self._engine.engine_pid
 
     @property
-    def supported_tasks(self) -> tuple[str, ...]:
-        """What the model can do, as the engine said when it was opened, such as "generate"."""
-        return self._engine.parts.supported_tasks
-
-    def default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of a prompt that brings none: what the model's files recommend."""
-        return self._engine.default_sampling_params()
-
-    @property
     def is_running(self) -> bool:
-        """Whether the engine serves, as far as is known; not while it is started anew."""
+        """True while the engine serves, as far as is known; false during a restart."""
         return self._engine.is_running
 
     @property
     def errored(self) -> bool:
-        """Whether the engine is dead and is not started anew."""
+        """True once the engine is dead and is not restarted."""
         return self._engine.errored
 
     @property
     def dead_error(self) -> EngineDeadError | None:
-        """Why the engine is dead, if it is."""
+        """The error that ended the engine, if it is dead."""
         return self._engine.dead_error
 
     async def health(self) -> Health:
-        """Return which plugins failed or are quarantined, and how often the engine was restarted.
+        """Return the faults of plugins, the quarantined plugins, and the number of restarts.
 
         Raises:
-            EngineDeadError: the engine is dead and is not started anew.
+            EngineDeadError: the engine is dead and is not restarted.
         """
         return await self._engine.health()
 
@@ -218,19 +192,19 @@ class AsyncLLM(AsyncControlCalls):
         return await self._engine.why_waiting(request_id)
 
     async def set_policy(self, use: str, options: Mapping[str, Any] | None = None) -> None:
-        """Put another scheduling policy in the place of the one there is; no request is lost.
+        """Replace the scheduling policy; no request is lost.
 
         Args:
             use: entry-point name or FQCN.
-            options: the policy's own.
+            options: of the policy.
 
         Raises:
-            ConfigError, PluginError: the policy cannot be had; the old one stays.
+            ConfigError, PluginError: the policy cannot be built; the old one stays.
         """
         await self._engine.set_policy(use, options)
 
     def close(self) -> None:
-        """End the engine; whoever waits for it gets EngineClosedError. Twice does nothing.
+        """End the engine; callers that wait for it get EngineClosedError. Twice does nothing.
 
         It blocks for a moment; `aclose` does not block the event loop.
         """

@@ -20,25 +20,31 @@ from hardpoint.plugins import (
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
-    Tokenizer,
 )
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.manifest import Manifest
 
-from .llm_inputs import as_list, extras_of, not_yet, one_each, with_kind
-from .requests import OpenCalls, OutputStream
+from .open_model import OpenModel
 from .progress import ProgressDisplay
+from .requests import (
+    OpenCalls,
+    OutputStream,
+    make_extras,
+    make_requests,
+    not_supported,
+    prompt_list,
+    with_output_kind,
+)
 
 __all__ = ["LLM"]
 
 Messages = Sequence[Mapping[str, Any]]
 
 
-class LLM(SyncControlCalls):
+class LLM(OpenModel[LLMEngine], SyncControlCalls):
     """A model that generates text.
 
     It runs in this process, or in one of its own with `config={"engine": {"in_process": False}}`;
-    results and errors are the same. Usable as a context manager; `close` gives its memory back.
+    results and errors are the same. Usable as a context manager; `close` frees its memory.
     Not for use from several threads at once.
 
     Example:
@@ -70,14 +76,15 @@ class LLM(SyncControlCalls):
         Raises:
             ConfigError, PluginError, ModelError: before any weight is read, where that is possible.
         """
-        named = {
+        overrides = {
             "model": model,
             "dtype": dtype,
             "max_model_len": max_model_len,
             "seed": seed,
-            "tokenizer": None if tokenizer is None else {"path": tokenizer},
+            "tokenizer.path": tokenizer,
         }
-        self._open(*config_from(config, named), progress)
+        resolved, config_sources = config_from(config, overrides)
+        self._open(resolved, config_sources, progress)
 
     @classmethod
     def from_resolved(
@@ -93,7 +100,7 @@ class LLM(SyncControlCalls):
     ) -> None:
         self._progress = progress
         with ProgressDisplay(progress) as display:
-            self._engine: LLMEngine = build_engine(config, config_sources, progress=display.report)
+            self._engine = build_engine(config, config_sources, progress=display.report)
         self._calls = OpenCalls(self._engine)
 
     def generate(
@@ -118,7 +125,7 @@ class LLM(SyncControlCalls):
                 per prompt.
             timeout: seconds after which a prompt ends with finish reason "timeout" and what it
                 has so far; None is never.
-            tags: free words for policies and sinks, such as {"tenant": "acme"}.
+            tags: free-form labels for policies and sinks, such as {"tenant": "acme"}.
             cache_salt: prompts with different salts never share cached beginnings.
 
         Returns:
@@ -128,16 +135,17 @@ class LLM(SyncControlCalls):
             RequestError: a prompt or its parameters are wrong; then none of them runs.
             OverloadedError: more would wait than `scheduler.max_waiting`; then none of them runs.
             EnginePausedError: the engine is paused.
-            EngineDeadError: the engine's process is gone.
+            EngineDeadError: the engine's process has ended.
         """
-        listed = as_list(prompts)
-        given = self.default_sampling_params() if sampling_params is None else sampling_params
-        params = one_each(given, len(listed), "sampling_params")
-        final = [with_kind(p, RequestOutputKind.FINAL_ONLY) for p in params]
-        said = {"priority": priority, "timeout": timeout, "tags": tags, "cache_salt": cache_salt}
-        extras = extras_of(said, len(listed))
-        ids = self._calls.add(zip(listed, final, extras, strict=True))
-        return self._run(ids)
+        requests = make_requests(
+            prompt_list(prompts),
+            self.default_sampling_params() if sampling_params is None else sampling_params,
+            priority=priority,
+            timeout=timeout,
+            tags=tags,
+            cache_salt=cache_salt,
+        )
+        return self._run(self._calls.add(requests))
 
     def chat(
         self,
@@ -167,7 +175,7 @@ class LLM(SyncControlCalls):
         single = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if single else messages
         return self.generate(
-            [self._templated(each) for each in conversations],
+            [self._templated(conversation) for conversation in conversations],
             sampling_params,
             priority=priority,
             timeout=timeout,
@@ -196,12 +204,14 @@ class LLM(SyncControlCalls):
         Raises:
             RequestError, OverloadedError: prompt or parameters are wrong, or too many wait.
         """
-        given = self.default_sampling_params() if sampling_params is None else sampling_params
-        if isinstance(given, SamplingParams) and given.output_kind is RequestOutputKind.CUMULATIVE:
-            given = with_kind(given, RequestOutputKind.DELTA)
-        said = {"priority": priority, "timeout": timeout, "tags": tags, "cache_salt": cache_salt}
-        (extras,) = extras_of(said, 1)
-        (request_id,) = self._calls.add([(prompt, given, extras)])
+        params = self.default_sampling_params() if sampling_params is None else sampling_params
+        if (
+            isinstance(params, SamplingParams)
+            and params.output_kind is RequestOutputKind.CUMULATIVE
+        ):
+            params = with_output_kind(params, RequestOutputKind.DELTA)
+        extras = make_extras(priority=priority, timeout=timeout, tags=tags, cache_salt=cache_salt)
+        (request_id,) = self._calls.add([(prompt, params, extras)])
         return OutputStream(self._calls, request_id)
 
     def stream_chat(
@@ -211,71 +221,48 @@ class LLM(SyncControlCalls):
         return self.stream(self._templated(messages), sampling_params)
 
     def encode(self, *_: object, **__: object) -> NoReturn:
-        """Refuse: this version of Hardpoint runs models that generate, none that pool.
+        """Raise: this version of Hardpoint runs models that generate, none that pool.
 
         Raises:
             RequestError: always.
         """
-        raise not_yet("encode")
+        raise not_supported("encode")
 
     def embed(self, *_: object, **__: object) -> NoReturn:
-        """Refuse, as `encode`."""
-        raise not_yet("embed")
+        """Raise, as `encode`."""
+        raise not_supported("embed")
 
     def classify(self, *_: object, **__: object) -> NoReturn:
-        """Refuse, as `encode`."""
-        raise not_yet("classify")
+        """Raise, as `encode`."""
+        raise not_supported("classify")
 
     def score(self, *_: object, **__: object) -> NoReturn:
-        """Refuse, as `encode`."""
-        raise not_yet("score")
-
-    @property
-    def config(self) -> EngineConfig:
-        """The configuration, with what was left open filled in."""
-        return self._engine.parts.config
-
-    @property
-    def manifest(self) -> Manifest:
-        """The plugins that are on."""
-        return self._engine.parts.plugins.manifest
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self._engine.parts.tokenizer
+        """Raise, as `encode`."""
+        raise not_supported("score")
 
     @property
     def llm_engine(self) -> LLMEngine:
         """The engine, for programs that add requests and step it themselves.
 
-        Not beside `generate`, `chat` and `stream`: they step it too, and drop what is not theirs.
+        Not together with `generate`, `chat` and `stream`, which step it too and drop outputs of
+        other requests.
         """
         return self._engine
 
-    @property
-    def supported_tasks(self) -> tuple[str, ...]:
-        """What the model can do, as the engine said when it was opened, such as "generate"."""
-        return self._engine.parts.supported_tasks
-
-    def default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of a prompt that brings none: what the model's files recommend."""
-        return self._engine.default_sampling_params()
-
     def set_policy(self, use: str, options: Mapping[str, Any] | None = None) -> None:
-        """Put another scheduling policy in the place of the one there is; no request is lost.
+        """Replace the scheduling policy; no request is lost.
 
         Args:
             use: entry-point name or FQCN.
-            options: the policy's own.
+            options: of the policy.
 
         Raises:
-            ConfigError, PluginError: the policy cannot be had; the old one stays.
+            ConfigError, PluginError: the policy cannot be built; the old one stays.
         """
         self._engine.set_policy(use, options)
 
     def health(self) -> Health:
-        """Return which plugins failed, what that ended, and which are quarantined."""
+        """Return the faults of plugins, their effects, and the quarantined plugins."""
         return self._engine.health()
 
     def is_paused(self) -> bool:
@@ -283,7 +270,7 @@ class LLM(SyncControlCalls):
         return self._engine.is_paused
 
     def close(self) -> None:
-        """Give model, cache and processes back. Closing twice does nothing."""
+        """Release model, cache and processes. Closing twice does nothing."""
         self._engine.close()
 
     def __enter__(self) -> LLM:
@@ -310,7 +297,7 @@ class LLM(SyncControlCalls):
                     output = next(outputs)
                     results[output.request_id] = output
                     prompt += len(output.prompt_token_ids)
-                    tokens += sum(len(each.token_ids) for each in output.outputs)
+                    tokens += sum(len(completion.token_ids) for completion in output.outputs)
                     seconds = time.perf_counter() - began
                     note = f"{prompt / seconds:.0f} prompt, {tokens / seconds:.0f} output tokens/s"
                     display.report("Generating", len(results), len(ids), note)

@@ -21,21 +21,21 @@ __all__ = ["ProgressDisplay"]
 class ProgressDisplay:
     """A context in which `report` draws bars on standard error.
 
-    It draws nothing where that is no terminal, unless `shown` says otherwise.
+    It draws nothing where that is no terminal, unless `enabled` says otherwise.
     """
 
-    def __init__(self, shown: bool | None = None) -> None:
-        """`shown`: None decides by standard error being a terminal."""
-        self._shown = sys.stderr.isatty() if shown is None else shown
+    def __init__(self, enabled: bool | None = None) -> None:
+        """`enabled`: None decides by standard error being a terminal."""
+        self._enabled = sys.stderr.isatty() if enabled is None else enabled
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.fields[note]}"),
-            console=Console(file=sys.stderr, force_terminal=self._shown or None),
+            console=Console(file=sys.stderr, force_terminal=self._enabled or None),
             transient=True,
-            disable=not self._shown,
+            disable=not self._enabled,
         )
         self._tasks: dict[str, TaskID] = {}
 
@@ -55,7 +55,7 @@ class ProgressDisplay:
 
     def report(self, what: str, done: int, total: int, note: str = "") -> None:
         """Show that `done` of `total` steps of `what` are over."""
-        if not self._shown:
+        if not self._enabled:
             return
         if what not in self._tasks:
             self._tasks[what] = self._progress.add_task(what, total=total, note=note)

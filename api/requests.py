@@ -1,36 +1,122 @@
-"""Calls of an LLM that are open side by side: a `generate` inside a loop over `stream`."""
+"""What callers of LLM and AsyncLLM pass, and LLM's requests until their outputs are taken."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
+from hardpoint.core.errors import error_of
 from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.plugins import RequestOutput
+from hardpoint.plugins import RequestError, RequestOutput, RequestOutputKind, SamplingParams
 from hardpoint.plugins.errors import EnginePausedError
 
-from .llm_inputs import accepted
+__all__ = [
+    "OpenCalls",
+    "OutputStream",
+    "make_extras",
+    "make_requests",
+    "not_supported",
+    "prompt_list",
+    "with_output_kind",
+]
 
-__all__ = ["OpenCalls", "OutputStream"]
+
+Request = tuple[Any, Any, RequestExtras]
+"""Prompt, sampling parameters and extras."""
+
+
+def prompt_list(prompts: Any) -> list[Any]:
+    """Return prompts as a list, one prompt or many.
+
+    Raises:
+        RequestError: they are neither.
+    """
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts: expected a prompt or a list, got {type(prompts).__name__}")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]
+    return list(prompts)
+
+
+def one_per_prompt(name: str, value: Any, count: int) -> list[Any]:
+    """Return an argument's value for each of `count` prompts: a list's own, or the same for all.
+
+    Raises:
+        RequestError: the list has another length.
+    """
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if len(value) != count:
+            raise RequestError(f"{name}: expected one or {count}, one per prompt, got {len(value)}")
+        return list(value)
+    return [value] * count
+
+
+def make_extras(**fields: Any) -> RequestExtras:
+    """Return a request's extras; fields that are None keep their defaults."""
+    return RequestExtras(**{name: value for name, value in fields.items() if value is not None})
+
+
+def make_requests(prompts: Sequence[Any], params: Any, **extras: Any) -> list[Request]:
+    """Return prompts with their parameters and extras, whose outputs come at the end only.
+
+    Args:
+        params, extras: values for all prompts, or lists of one per prompt.
+
+    Raises:
+        RequestError: a list has another length.
+    """
+    count = len(prompts)
+    all_params = one_per_prompt("sampling_params", params, count)
+    columns = [one_per_prompt(name, value, count) for name, value in extras.items()]
+    return [
+        (
+            prompt,
+            with_output_kind(own, RequestOutputKind.FINAL_ONLY),
+            make_extras(**dict(zip(extras, row, strict=True))),
+        )
+        for prompt, own, row in zip(prompts, all_params, zip(*columns, strict=True), strict=True)
+    ]
+
+
+def with_output_kind(params: Any, kind: RequestOutputKind) -> Any:
+    """Return a copy of sampling parameters with another kind of outputs."""
+    if not isinstance(params, SamplingParams):
+        return params  # the input processor refuses it with its own message
+    return msgspec.structs.replace(params, output_kind=kind)
+
+
+def not_supported(call: str) -> RequestError:
+    """Return the error of a call that needs a pooling model."""
+    return RequestError(
+        f"{call}: this version of Hardpoint has no pooling models; use generate, chat or stream"
+    )
 
 
 class OpenCalls:
-    """Adds requests to an engine, steps it, and keeps outputs for the calls that wait for them."""
+    """The open calls of an LLM, such as a `generate` inside a loop over `stream`.
+
+    Adds their requests to the engine, steps it, and keeps the outputs of each request for the call
+    that waits for them.
+    """
 
     def __init__(self, engine: LLMEngine) -> None:
         """The caller closes the engine."""
         self._engine = engine
         self._count = 0
-        self._inboxes: dict[str, collections.deque[RequestOutput]] = {}
+        self._outputs: dict[str, collections.deque[RequestOutput]] = {}
 
     def __len__(self) -> int:
         """Return the number of requests that a call waits for."""
-        return len(self._inboxes)
+        return len(self._outputs)
 
-    def add(self, requests: Iterable[tuple[Any, Any, RequestExtras]]) -> list[str]:
+    def add(self, requests: Iterable[Request]) -> list[str]:
         """Add prompts with their parameters; if one is refused, none runs.
 
         Returns:
@@ -45,7 +131,7 @@ class OpenCalls:
                 request_id = str(self._count)
                 self._count += 1
                 ids.append(request_id)  # first, so that an interrupt leaves none behind
-                self._inboxes[request_id] = collections.deque()
+                self._outputs[request_id] = collections.deque()
                 self._engine.add_request(request_id, prompt, params, extras)
         except BaseException:
             self.drop(ids)
@@ -53,40 +139,49 @@ class OpenCalls:
         return ids
 
     def drop(self, ids: Sequence[str]) -> None:
-        """Forget requests; abort what is left of them."""
+        """Abort requests, where they are live, and drop their outputs."""
         self._engine.abort_requests(ids)
         for request_id in ids:
-            self._inboxes.pop(request_id, None)
+            self._outputs.pop(request_id, None)
 
     def outputs(self, ids: Sequence[str]) -> Iterator[RequestOutput]:
-        """Yield outputs of some requests, stepping the engine when none is there; never ends.
+        """Yield outputs of some requests, stepping the engine when none is left; never ends.
 
         Raises:
             EnginePausedError: none will come before the engine is resumed.
-            EngineDeadError: the engine is gone.
-            HardpointError: the engine has refused one, with the words that it gave.
+            EngineDeadError: the engine is dead.
+            HardpointError: the engine rejected one of the requests.
         """
-        mine, touched = set(ids), ids
+        wanted, updated = set(ids), ids
         while True:
-            for request_id in touched:
-                inbox = self._inboxes[request_id]
-                while inbox:
-                    yield accepted(inbox.popleft())
-            touched = [each for each in self._advance() if each in mine]
+            for request_id in updated:
+                waiting = self._outputs[request_id]
+                while waiting:
+                    output = waiting.popleft()
+                    _raise_if_rejected(output)
+                    yield output
+            updated = [request_id for request_id in self._step() if request_id in wanted]
 
-    def _advance(self) -> list[str]:
-        """Step the engine; return the requests that got something."""
+    def _step(self) -> list[str]:
+        """Step the engine; return the requests that got outputs."""
         outputs = self._engine.step()
         for output in outputs:
-            assert isinstance(output, RequestOutput)  # nothing that pools was added
-            if (inbox := self._inboxes.get(output.request_id)) is not None:
-                inbox.append(output)
+            assert isinstance(output, RequestOutput)  # no pooling request was added
+            if (waiting := self._outputs.get(output.request_id)) is not None:
+                waiting.append(output)
         if not outputs and self._engine.is_paused:
             raise EnginePausedError(
                 "the engine is paused, so this would wait for ever; call resume() first, or "
                 "wake_up() if it sleeps"
             )
         return [output.request_id for output in outputs]
+
+
+def _raise_if_rejected(output: RequestOutput) -> None:
+    """Raise the error of a request that the engine rejected, as if the engine were in-process."""
+    for completion in output.outputs:
+        if completion.error_kind is not None:
+            raise error_of(completion.error_kind, completion.error)
 
 
 class OutputStream(Iterator[RequestOutput]):
@@ -97,19 +192,19 @@ class OutputStream(Iterator[RequestOutput]):
     """
 
     def __init__(self, calls: OpenCalls, request_id: str) -> None:
-        """Take over a request that was added."""
+        """Own a request that was added."""
         self._calls, self._id = calls, request_id
         self._outputs = calls.outputs([request_id])
-        self._open = True
+        self._is_open = True
 
     def __next__(self) -> RequestOutput:
         """Return the next output.
 
         Raises:
             EnginePausedError: there is none before the engine is resumed; ask again then.
-            HardpointError: the request was refused, or the engine is gone.
+            HardpointError: the engine rejected the request, or is dead.
         """
-        if not self._open:
+        if not self._is_open:
             raise StopIteration
         try:
             output = next(self._outputs)
@@ -125,10 +220,10 @@ class OutputStream(Iterator[RequestOutput]):
 
     def close(self) -> None:
         """End the request, if it has not ended. Closing twice does nothing."""
-        if self._open:
-            self._open = False
+        if self._is_open:
+            self._is_open = False
             self._calls.drop([self._id])
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # nobody is there to be told
+        with contextlib.suppress(Exception):  # no caller would get it
             self.close()

@@ -183,12 +183,12 @@ class AsyncEngine:
 
     @property
     def is_running(self) -> bool:
-        """Whether the engine serves, as far as is known."""
+        """True while the engine serves, as far as is known."""
         return self._lifecycle.state is EngineState.SERVING and self._bridge.failure is None
 
     @property
     def errored(self) -> bool:
-        """Whether the engine is dead and is not restarted; `dead_error` says why."""
+        """True once the engine is dead and is not restarted; `dead_error` says why."""
         return self.dead_error is not None
 
     @property

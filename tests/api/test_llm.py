@@ -57,7 +57,7 @@ def test_one_of_each_per_prompt(llm):
 def test_a_refused_prompt_leaves_none_of_them_behind(llm):
     with pytest.raises(RequestError, match="empty prompt"):
         llm.generate(["say abc", "", "long"], GREEDY)
-    assert not llm._engine.has_unfinished_requests()
+    assert not llm.llm_engine.has_unfinished_requests()
     assert text(llm.generate("say abc", GREEDY)[0]) == " abc abc abc"
 
 
@@ -74,14 +74,14 @@ def test_streams_and_calls_side_by_side(llm):
             inside = llm.generate(["say abc", "emoji"], GREEDY)
     assert texts == [" abc abc abc", "go 😀 on"]
     assert [text(output) for output in inside] == texts
-    assert llm._calls._inboxes == {}
+    assert len(llm._calls) == 0
 
 
 def test_leaving_a_stream_early_aborts_it(llm):
     for _ in llm.stream("long", GREEDY):
         break
-    assert not llm._engine.has_unfinished_requests()
-    assert llm._calls._inboxes == {}
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert len(llm._calls) == 0
 
 
 def test_streamed_kinds(llm):
@@ -117,7 +117,7 @@ def test_min_tokens_must_fit_what_is_left(llm):
 def test_closing_lets_go_of_everything(scripted):
     llm = LLM(config=scripted_config(scripted))
     llm.generate("say abc", GREEDY)
-    core = llm._engine.parts.client._core
+    core = llm.llm_engine.parts.client._core
     held = [weakref.ref(core), weakref.ref(core._executor._worker.runner._model)]
     del core
     llm.close()

@@ -54,7 +54,7 @@ def until_let_go(held: HeldSteps) -> SamplingParams:
 
 def add(llm: LLM, count: int, params: SamplingParams) -> None:
     for index in range(count):
-        llm._engine.add_request(f"r{index}", [index + 1], params)
+        llm.llm_engine.add_request(f"r{index}", [index + 1], params)
 
 
 def begin(llm: LLM, count: int, params: SamplingParams) -> None:
@@ -62,14 +62,14 @@ def begin(llm: LLM, count: int, params: SamplingParams) -> None:
     add(llm, count, params)
     seen: set[str] = set()
     while len(seen) < count:
-        seen.update(output.request_id for output in llm._engine.step())
+        seen.update(output.request_id for output in llm.llm_engine.step())
 
 
 def finals(llm: LLM) -> list[str]:
     """Step to the end; return the finish reasons."""
     reasons = []
-    while llm._engine.has_unfinished_requests():
-        for output in llm._engine.step():
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
             reasons += [each.finish_reason for each in output.outputs if output.finished]
     return reasons
 
@@ -98,7 +98,7 @@ def test_a_question_asked_of_a_dying_engine_is_answered_with_its_death(opened, e
     killed = []
 
     def kill():
-        calls = llm._engine.parts.client._connection._sockets._calls
+        calls = llm.llm_engine.parts.client._connection._sockets._calls
         wait_until(lambda: calls, PATIENCE_S, "the call")
         time.sleep(0.1)  # until it has been sent, too
         killed.append(time.monotonic())
@@ -120,10 +120,10 @@ def test_frontend_killed_ends_the_engine(endless, tmp_path):
         from test_deaths import SLOW, add, long
         llm = LLM(config=process_config({str(endless)!r}, SLOW))
         add(llm, 8, long())
-        llm._engine.step()
+        llm.llm_engine.step()
         print(json.dumps(pid_of(llm)), flush=True)
         while True:
-            llm._engine.step()
+            llm.llm_engine.step()
     """
     with Program(source, folder=tmp_path) as program:
         engine = program.said()
@@ -206,10 +206,10 @@ def test_while_it_drains_new_requests_and_calls_are_refused(opened, endless, tmp
     begin(llm, 1, until_let_go(held))
     os.kill(pid_of(llm), signal.SIGTERM)
     wait_until(lambda: drains(llm.scheduler_stats), PATIENCE_S, "the drain")
-    llm._engine.add_request("late", "x", GREEDY)
+    llm.llm_engine.add_request("late", "x", GREEDY)
     ended = {}
-    while llm._engine.has_unfinished_requests():
-        for output in llm._engine.step():
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
             if output.finished:
                 ended[output.request_id] = output.outputs[0]
                 held.let_go()

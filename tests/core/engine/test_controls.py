@@ -103,7 +103,7 @@ class TestPause:
         assert [output.outputs[0].finish_reason for output in stream][-1] == "length"
 
     def test_a_step_of_a_paused_engine_returns_at_once(self, llm):
-        engine = llm._engine
+        engine = llm.llm_engine
         llm.pause("keep")
         engine.add_request("a", "say abc", GREEDY)
         assert engine.step() == []
@@ -121,9 +121,12 @@ class TestPause:
             (lambda llm: llm.collective_rpc("close"), "method: expected one of add_lora, list_lo"),
             (lambda llm: llm.collective_rpc("pin_lora"), "pin_lora: expected 1 arguments, got 0"),
             (lambda llm: llm.pin_lora("x"), "lora_id: expected a whole number, got 'x'"),
-            (lambda llm: llm._engine.call_utility("close"), "method: expected one of add_lora, co"),
             (
-                lambda llm: llm._engine.call_utility("resume", 1),
+                lambda llm: llm.llm_engine.call_utility("close"),
+                "method: expected one of add_lora, co",
+            ),
+            (
+                lambda llm: llm.llm_engine.call_utility("resume", 1),
                 "resume: expected 0 arguments, got 1",
             ),
         ],

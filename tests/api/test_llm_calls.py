@@ -102,7 +102,7 @@ def test_the_engine_can_be_stepped_by_hand(llm):
 
 
 def test_finding_an_output_costs_the_same_however_many_prompts_there_are(llm):
-    """Outputs are looked for where some came, not in every call's every inbox."""
+    """Outputs are looked for where some came, not in every queue of every call."""
     looked = []
 
     class Watched(dict):
@@ -111,9 +111,9 @@ def test_finding_an_output_costs_the_same_however_many_prompts_there_are(llm):
             return super().__getitem__(key)
 
     calls = llm._calls
-    plain, calls._inboxes = calls._inboxes, Watched()
+    plain, calls._outputs = calls._outputs, Watched()
     try:
         llm.generate(["x"] * 200, SamplingParams(temperature=0.0, max_tokens=1))
     finally:
-        calls._inboxes = plain
+        calls._outputs = plain
     assert len(looked) <= 2 * 200 + 10

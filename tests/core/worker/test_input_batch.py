@@ -48,11 +48,7 @@ def test_rows_follow_their_requests(data):
         assert len(batch) == len(oracle) == len(books)
         if update is not None:
             assert update.batch_size == len(oracle)
-        scheduled = {}
-        for name, known in oracle.items():
-            want = len(known["tokens"]) - known["done"]
-            if want and data.draw(st.booleans()):
-                scheduled[name] = data.draw(st.integers(1, want))
+        scheduled = draw_schedule(data, oracle)
         for name, count in scheduled.items():
             known = oracle[name]
             need = -(-(known["done"] + count) // BLOCK) - len(known["blocks"])
@@ -67,6 +63,15 @@ def test_rows_follow_their_requests(data):
                 if oracle[name]["done"] == len(oracle[name]["tokens"]) < 40:
                     oracle[name]["tokens"].append(7)
                     batch.append(name, 7)
+
+
+def draw_schedule(data, oracle: dict[str, dict]) -> dict[str, int]:
+    scheduled = {}
+    for name, known in oracle.items():
+        want = len(known["tokens"]) - known["done"]
+        if want and data.draw(st.booleans()):
+            scheduled[name] = data.draw(st.integers(1, want))
+    return scheduled
 
 
 def order_of(batch: InputBatch) -> list[int]:

@@ -196,7 +196,7 @@ class Executor:
 class Rig:
     """A scheduler and everything around it. Every plan and record is checked for consistency."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  all have names and defaults
         self,
         *,
         blocks=64,

@@ -16,6 +16,14 @@ from hardpoint.plugins import (
 )
 
 NAN, INF = math.nan, math.inf
+VALUES = {"nan": NAN, "inf": INF, "nothing": -INF}
+RESULTS = {
+    "none": lambda logits: None,
+    "rows": lambda logits: logits[:0],
+    "columns": lambda logits: logits[:, :-1],
+    "dtype": lambda logits: logits.double(),
+    "device": lambda logits: logits.to("meta"),
+}
 
 
 class Dense(LogitsProcessor):
@@ -48,25 +56,16 @@ class Dense(LogitsProcessor):
     def apply(self, logits, rows):
         for row, arguments in enumerate(rows.arguments()):
             how = arguments.how
+            if how in ("raise", "spill"):
+                logits.fill_(NAN)  # damages the rows of other requests, too
             if how == "raise":
-                logits.fill_(NAN)  # damages its co-users' rows before it raises
                 raise RuntimeError("broken apply")
-            if how == "spill":
-                logits.fill_(NAN)  # its co-users' rows too
-            if how in ("nan", "inf", "nothing"):
-                logits[row] = {"nan": NAN, "inf": INF, "nothing": -INF}[how]
+            if how in VALUES:
+                logits[row] = VALUES[how]
             if how == "one nan":
                 logits[row, 5] = NAN
-            if how == "none":
-                return None
-            if how == "rows":
-                return logits[:0]
-            if how == "columns":
-                return logits[:, :-1]
-            if how == "dtype":
-                return logits.double()
-            if how == "device":
-                return logits.to("meta")
+            if how in RESULTS:
+                return RESULTS[how](logits)
         return logits
 
 

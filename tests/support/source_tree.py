@@ -1,0 +1,138 @@
+"""The source of the package as syntax trees: modules, who imports what, which names are defined."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from .processes import ROOT
+
+FOLDERS = {
+    "api": "hardpoint",
+    "core": "hardpoint.core",
+    "plugins": "hardpoint.plugins",
+    "builtin_plugins": "hardpoint.builtin_plugins",
+    "registry": "hardpoint.registry",
+    "testing": "hardpoint.testing",
+}
+"""Top-level folders, and the packages that they hold."""
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Return the file of each module by its dotted name."""
+    return {
+        module_name(path): path
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    }
+
+
+def module_name(path: Path) -> str:
+    """Return the dotted name of a source file."""
+    folder, *rest = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join([FOLDERS[folder], *rest]).removesuffix(".__init__")
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    """Return the syntax tree of a source file."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def is_package(module: str) -> bool:
+    """Whether a module is a folder's `__init__`."""
+    return modules()[module].name == "__init__.py"
+
+
+def imported_names(module: str) -> Iterator[tuple[str, str]]:
+    """Yield module and name of each `from MODULE import NAME`; "" as name of an `import MODULE`.
+
+    Imports for type checking and inside functions are included; other distributions are not.
+    """
+    package = module if is_package(module) else module.rpartition(".")[0]
+    for node in ast.walk(tree(modules()[module])):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names if alias.name in modules())
+        elif isinstance(node, ast.ImportFrom):
+            source = node.module or ""
+            if node.level:
+                base = package.rsplit(".", node.level - 1)[0]
+                source = f"{base}.{source}" if source else base
+            if source in modules():
+                yield from ((source, alias.name) for alias in node.names)
+
+
+def defining_module(module: str, name: str) -> str:
+    """Return the module in which a name is defined that can be imported from a module.
+
+    A package's `__init__` that re-exports a name is passed through.
+    """
+    if f"{module}.{name}" in modules():
+        return f"{module}.{name}"
+    if is_package(module):
+        for source, imported in imported_names(module):
+            if imported == name:
+                return defining_module(source, name)
+    return module
+
+
+@cache
+def importers() -> dict[str, set[str]]:
+    """Return the modules that import each module; the `__init__` of packages do not count."""
+    found: dict[str, set[str]] = {module: set() for module in modules()}
+    for module in modules():
+        if not is_package(module):
+            for source, name in imported_names(module):
+                found[defining_module(source, name)].add(module)
+    return found
+
+
+@cache
+def classes() -> dict[str, set[str]]:
+    """Return the members of each class of the package by its name, inherited ones included."""
+    own: dict[str, set[str]] = {}
+    bases: dict[str, set[str]] = {}
+    for path in modules().values():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                own.setdefault(node.name, set()).update(members(node))
+                bases.setdefault(node.name, set()).update(map(base_name, node.bases))
+
+    def inherited(name: str) -> set[str]:
+        below = [inherited(base) for base in bases.get(name, ()) if base != name]
+        return own.get(name, set()).union(*below)
+
+    return {name: inherited(name) for name in own}
+
+
+def members(node: ast.ClassDef) -> Iterator[str]:
+    """Yield the names of a class's methods and attributes."""
+    for part in ast.walk(node):
+        match part:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                yield part.name
+            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                yield name
+            case _:
+                pass
+
+
+def base_name(node: ast.expr) -> str:
+    """Return the last part of a base class's name, without its type arguments."""
+    return ast.unparse(node).partition("[")[0].rpartition(".")[2]
+
+
+@cache
+def functions() -> set[str]:
+    """Return the names of all functions and methods of the package."""
+    return {
+        node.name
+        for path in modules().values()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }

@@ -1,0 +1,182 @@
+"""The rules that keep the source in order: folders, modules, unused code, words.
+
+Layers and import cycles are import-linter's (`.importlinter`), sizes of functions are ruff's.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+
+import vulture
+from support.processes import ROOT
+from support.source_tree import FOLDERS, importers, is_package, modules, tree
+
+MOST_FILES = 16
+"""Python files beside `__init__` in a folder of the package; plugins/, one list, is exempt."""
+MOST_FILES_IN_CORE = 5
+"""Python files beside `__init__` in core/ itself."""
+SMALL = 100
+"""Lines below which a module that only one other imports belongs into that one."""
+
+SMALL_MODULES = {
+    "hardpoint.builtin_plugins.tokenizer.chat_template": "a format of its own, apart from tokens",
+    "hardpoint.core.frontend.output_collector": "one of three output buffers; the others are big",
+    "hardpoint.core.frontend.pooling_state": "pooling models fill it",
+    "hardpoint.core.frontend.prompt_parts": "resumable prompts fill it",
+    "hardpoint.core.kv_cache.prefix_lookup": "an algorithm with tests of its own",
+    "hardpoint.core.worker.profiling": "torch's profiler, which nothing else of a worker needs",
+    "hardpoint.core.worker.sampling.drafts": "speculative decoding calls it from the model runner",
+    "hardpoint.core.worker.sampling.edits": "an algorithm with tests of its own",
+    "hardpoint.registry.ordering": "an algorithm with tests of its own",
+}
+SMALL_MODULES |= dict.fromkeys(
+    (
+        "hardpoint.builtin_plugins.logits.selection",
+        "hardpoint.builtin_plugins.scheduling.pausing",
+        "hardpoint.builtin_plugins.scheduling.planning",
+        "hardpoint.builtin_plugins.scheduling.repetition",
+        "hardpoint.core.client.output_queue",
+        "hardpoint.core.engine_process.main_module.diagnose",
+        "hardpoint.testing.pytest_hooks",
+        "hardpoint.testing.scheduling.settings",
+    ),
+    "not merged yet",
+)
+"""Small modules with one importer that are a concept of their own, and why."""
+
+UNUSED = ROOT / "tests" / "unused_code.toml"
+"""Code without a caller, by the reason for which it stays."""
+
+
+def test_folders_stay_small():
+    counts = Counter(path.parent for path in modules().values() if path.name != "__init__.py")
+    limits = {ROOT / "plugins": sys.maxsize, ROOT / "core": MOST_FILES_IN_CORE}
+    assert [
+        f"{folder.relative_to(ROOT)}: {count}"
+        for folder, count in counts.items()
+        if count > limits.get(folder, MOST_FILES)
+    ] == []
+
+
+def test_a_small_module_is_not_the_part_of_one_other():
+    small = {
+        module: sorted(by)
+        for module, by in importers().items()
+        if len(by) == 1 and not is_package(module)
+        if len(modules()[module].read_text().splitlines()) < SMALL
+    }
+    assert {module: by for module, by in small.items() if module not in SMALL_MODULES} == {}
+
+
+def test_the_engine_has_no_module_without_an_importer():
+    assert [
+        module
+        for module, by in importers().items()
+        if module.startswith(("hardpoint.core.", "hardpoint.registry."))
+        if not by and not is_package(module) and not module.endswith(".__main__")
+    ] == []
+
+
+def test_code_without_a_caller_is_listed_with_a_reason():
+    reasons = tomllib.loads(UNUSED.read_text(encoding="utf-8"))
+    allowed = {name for names in reasons.values() for name in names}
+    found = dict(unused_code())
+    assert {name: place for name, place in found.items() if name not in allowed} == {}
+
+
+def unused_code() -> Iterator[tuple[str, str]]:
+    """Yield name and place of what nothing in the package uses and nobody outside it may use."""
+    search = vulture.Vulture()
+    search.scavenge([str(ROOT / folder) for folder in FOLDERS])
+    public = public_names() | entry_points()
+    for item in search.get_unused_code():
+        if item.name not in public and not item.name.startswith("__"):
+            yield item.name, f"{item.filename}:{item.first_lineno}"
+
+
+def public_names() -> set[str]:
+    """Return the names that plugins/ and api/ define for authors and callers."""
+    return {
+        name
+        for module, path in modules().items()
+        if path.is_relative_to(ROOT / "plugins") or path.is_relative_to(ROOT / "api")
+        for node in ast.walk(tree(path))
+        for name in defined(node)
+        if not name.startswith("_")
+    }
+
+
+def defined(node: ast.AST) -> list[str]:
+    """Return the names that a syntax node defines."""
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return [node.name]
+        case ast.arg():
+            return [node.arg]
+        case ast.Name(ctx=ast.Store()):
+            return [node.id]
+        case _:
+            return []
+
+
+def entry_points() -> set[str]:
+    """Return the objects that the package's entry points name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = [project["scripts"], *project["entry-points"].values()]
+    return {target.partition(":")[2] for group in groups for target in group.values()}
+
+
+def test_each_abstract_member_is_used():
+    """An interface asks of an author only what the engine or a built-in plugin uses."""
+    outside = [
+        node
+        for module, path in modules().items()
+        if not path.is_relative_to(ROOT / "plugins") and not path.is_relative_to(ROOT / "testing")
+        for node in ast.walk(tree(path))
+    ]
+    used = {
+        node.attr
+        for node in outside
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "super()"
+    }
+    assert [f"{cls}.{member}" for cls, member in abstract_members() if member not in used] == []
+
+
+def abstract_members() -> Iterator[tuple[str, str]]:
+    """Yield class and name of each abstract member of plugins/."""
+    for path in sorted((ROOT / "plugins").glob("*.py")):
+        for cls in ast.walk(tree(path)):
+            for member in cls.body if isinstance(cls, ast.ClassDef) else ():
+                if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef) and any(
+                    "abstract" in ast.unparse(mark) for mark in member.decorator_list
+                ):
+                    yield cls.name, member.name
+
+
+FINDINGS_LEFT = {
+    "api": 22,
+    "plugins": 115,
+    "registry": 33,
+    "testing": 320,
+    "core": 463,
+    "builtin_plugins": 199,
+    "docs": 159,
+    "examples": 27,
+    "benchmarks": 15,
+    "README.md": 4,
+}
+"""How many findings of the vocabulary check are left; they only fall."""
+
+
+def test_code_and_prose_use_the_fields_words():
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "vocabulary"], capture_output=True, text=True
+    )
+    found = Counter(line.split("/")[0].split(":")[0] for line in done.stdout.splitlines()[:-1])
+    more = {folder for folder, count in found.items() if count > FINDINGS_LEFT.get(folder, 0)}
+    assert [line for line in done.stdout.splitlines() if line.startswith(tuple(more))] == []

@@ -13,14 +13,15 @@ from typing import Any
 
 from hardpoint.core.config import load_config
 from hardpoint.plugins import Command, CommandContext, EngineConfig, HardpointError
-from hardpoint.plugins.commands import Generator
+from hardpoint.plugins.commands import Generator, PluginCatalog
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.errors import PluginConflictError, PluginContractError, PluginFaultError
 from hardpoint.plugins.manifest import Source
+from hardpoint.registry.catalog import Catalog
 from hardpoint.registry.discovery import discover, installed_version
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.loading import check_component, import_object
-from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
+from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.registry.selection import Chosen, Selection
 
 __all__ = ["main"]
@@ -137,10 +138,10 @@ def _commands_of(chosen: Chosen) -> list[Command]:
 
 
 def _context(load: _Load, problem: HardpointError | None) -> CommandContext:
-    def load_plugins(config: EngineConfig, config_sources: ConfigSources) -> PluginSet:
+    def load_catalog(config: EngineConfig, config_sources: ConfigSources) -> PluginCatalog:
         if problem is not None:
             raise problem
-        return resolve_plugins(config, config_sources)
+        return Catalog(resolve_plugins(config, config_sources), config, config_sources)
 
     def open_model(config: EngineConfig, config_sources: ConfigSources) -> Generator:
         if problem is not None:
@@ -153,7 +154,7 @@ def _context(load: _Load, problem: HardpointError | None) -> CommandContext:
 
     return CommandContext(
         load_config=load,
-        load_plugins=load_plugins,
+        load_catalog=load_catalog,
         open_model=open_model,
         version=installed_version(),
     )

@@ -18,8 +18,7 @@ from hardpoint.plugins import ConfigError, EngineConfig
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.describing import child_type
 from hardpoint.plugins.kinds import KINDS, PLANNED
-from hardpoint.plugins.typed import convert, join_path
-from hardpoint.registry.settings import parse_value, split_setting
+from hardpoint.plugins.typed import convert, join_path, parse_value, split_setting
 
 DEFAULT_FILE = "hardpoint.toml"
 PREFIX = "HARDPOINT__"

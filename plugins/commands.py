@@ -1,38 +1,125 @@
-"""Commands of the `hardpoint` program. They come in through the `cli_commands` hook."""
+"""Commands of the `hardpoint` program, added through the `cli_commands` hook."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from .config import ConfigSources, EngineConfig
+from .describing import FieldDoc
 from .params import SamplingParams
 from .requests import RequestOutput
 
-if TYPE_CHECKING:
-    from hardpoint.registry.plugin_set import PluginSet
+__all__ = [
+    "Command",
+    "CommandContext",
+    "ComponentDetails",
+    "ComponentInfo",
+    "FieldDoc",
+    "Generator",
+    "PluginCatalog",
+]
 
-    from .config import ConfigSources, EngineConfig
 
-__all__ = ["Command", "CommandContext", "Generator"]
+@dataclass(frozen=True, kw_only=True)
+class ComponentInfo:
+    """One component that is installed or enabled.
+
+    Attributes:
+        kind: extension point; may be one that this version does not have.
+        name: under which it is enabled, or can be.
+        value: `package.module:Qual.Name`, or a module.
+        package: distribution and version; the module where no distribution offers it.
+        enabled: whether it is part of the engine.
+        reason: what enabled it, or why it is not enabled.
+        place: position among the enabled components of its kind, from 1; None where the kind has
+            no order.
+        phase: of an enabled logits processor.
+        adapter: that runs it, if it is enabled and was written for another engine.
+    """
+
+    kind: str
+    name: str
+    value: str
+    distribution: str
+    version: str
+    package: str
+    enabled: bool
+    reason: str
+    place: int | None = None
+    phase: str | None = None
+    adapter: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComponentDetails:
+    """One component with what its class declares and the configuration sets.
+
+    Attributes:
+        summary: first paragraph of its docstring.
+        interface: name of the class that it derives from; the kind's name for hooks.
+        contract: version of the kind's contract that it states.
+        phase: of a logits processor.
+        adapter: that runs it, if it was written for another engine.
+        hooks: names of the hooks that it implements.
+        params_fields: fields of SamplingParams that are its arguments.
+        options: values in effect, by name; empty unless it is enabled.
+        option_sources: by option that the configuration sets, where the value came from.
+        option_fields: declared options; None for hooks, which have none.
+        argument_fields: declared arguments of a request; None where the kind has none.
+        options_schema: JSON Schema of the options.
+        arguments_schema: JSON Schema of the arguments.
+    """
+
+    info: ComponentInfo
+    summary: str
+    interface: str
+    contract: int
+    phase: str | None
+    adapter: str | None
+    hooks: Sequence[str]
+    params_fields: Sequence[str]
+    options: Mapping[str, Any]
+    option_sources: Mapping[str, str]
+    option_fields: Sequence[FieldDoc] | None
+    argument_fields: Sequence[FieldDoc] | None
+    options_schema: Mapping[str, Any] | None
+    arguments_schema: Mapping[str, Any] | None
+
+
+class PluginCatalog(Protocol):
+    """The components that are installed or enabled under one configuration."""
+
+    def components(self) -> Sequence[ComponentInfo]:
+        """Return all components in the order of kinds; import none that is not enabled."""
+
+    def details(self, name: str) -> ComponentDetails:
+        """Return the details of `name` or `kind/name`; an enabled component comes first.
+
+        Imports the component if it is not enabled.
+
+        Raises:
+            PluginError: no component or several have that name, or it cannot be loaded.
+        """
 
 
 class Generator(Protocol):
-    """An open model, as a command sees it."""
+    """An open model."""
 
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Yield outputs of a prompt as they come; each holds only what is new."""
+        """Yield the outputs of a prompt as they come; each holds only what is new."""
 
     def stream_chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Yield outputs for a conversation as they come; each holds only what is new."""
+        """Yield the outputs of a conversation as they come; each holds only what is new."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release the model."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +127,15 @@ class CommandContext:
     """What a command may use.
 
     Attributes:
-        load_config: returns the configuration and each value's origin, as the command line,
+        load_config: returns the configuration and the source of each value, as the command line,
             environment and file give it.
-        load_plugins: resolves a configuration's plugins.
+        load_catalog: resolves a configuration's plugins; returns what is installed and enabled.
         open_model: loads the configured model; shows progress on a terminal.
         version: of Hardpoint.
     """
 
     load_config: Callable[[], tuple[EngineConfig, ConfigSources]]
-    load_plugins: Callable[[EngineConfig, ConfigSources], PluginSet]
+    load_catalog: Callable[[EngineConfig, ConfigSources], PluginCatalog]
     open_model: Callable[[EngineConfig, ConfigSources], Generator]
     version: str
 
@@ -60,9 +147,9 @@ class Command:
     Attributes:
         name: as typed after `hardpoint`.
         summary: one line of help.
-        configure: adds arguments to the command's parser. `--config`, `--model` and `--set` are
-            there already.
-        run: runs it and returns the exit code. Errors under HardpointError become one line on
+        configure: adds arguments to the command's parser, which already has `--config`, `--model`
+            and `--set`.
+        run: runs the command and returns the exit code. A HardpointError becomes one line on
             standard error and exit code 2.
     """
 

@@ -29,14 +29,14 @@ class FieldDoc:
     """One field of a typed table.
 
     Attributes:
-        words: its type in words, such as `a whole number >= 1`.
+        type_text: its type as text, such as `a whole number >= 1`.
         default: its default; meaningless if `required`.
         doc: from the table's docstring, or from `Meta(description=...)`; may be empty.
         table: the field's own table type, where it is one.
     """
 
     name: str
-    words: str
+    type_text: str
     required: bool
     default: Any
     doc: str
@@ -68,7 +68,7 @@ def struct_fields(struct: type[msgspec.Struct]) -> list[FieldDoc]:
     return [
         FieldDoc(
             name=field.encode_name,
-            words=type_words(field.type),
+            type_text=type_words(field.type),
             required=field.required,
             default=_default(field),
             doc=docs.get(field.name) or _described(field.type),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import tomllib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
@@ -14,7 +15,17 @@ from msgspec import inspect as types
 from .describing import attribute_docs, child_type, first_paragraph, type_words, walk_structs
 from .errors import ConfigError, HardpointError
 
-__all__ = ["Arguments", "Options", "Strict", "convert", "join_path", "json_schema", "suggest"]
+__all__ = [
+    "Arguments",
+    "Options",
+    "Strict",
+    "convert",
+    "join_path",
+    "json_schema",
+    "parse_value",
+    "split_setting",
+    "suggest",
+]
 
 T = TypeVar("T")
 
@@ -101,6 +112,35 @@ def join_path(*parts: str) -> str:
         if part:
             joined += part if part.startswith("[") or not joined else f".{part}"
     return joined
+
+
+def split_setting(text: str, option: str, example: str) -> tuple[list[str], str]:
+    """Split `a.b=text` into its path and what is right of the first `=`.
+
+    Args:
+        text: the setting.
+        option: the option that it was given to, for the message.
+        example: a setting that would be right, for the message.
+
+    Raises:
+        ConfigError: there is no `=`, or a part of the path is empty.
+    """
+    path, equals, value = text.partition("=")
+    steps = [step.strip() for step in path.split(".")]
+    if not equals or not all(steps):
+        raise ConfigError(f"{option}: expected PATH=VALUE such as {example}, got {text!r}")
+    return steps, value.strip()
+
+
+def parse_value(text: str) -> Any:
+    """Return the TOML value that a text is (`5`, `true`, `[1, 2]`, `"x"`), else the text itself."""
+    try:
+        document = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    value = document["value"]
+    too_long = isinstance(value, int) and not -(2**63) <= value < 2**63  # no TOML integer is
+    return value if len(document) == 1 and not too_long else text
 
 
 def _scalar(value: Any) -> Any:

@@ -74,7 +74,7 @@ def test_every_configuration_value_is_described(pages):
             (row,) = [
                 line for line in section.splitlines() if line.startswith(f"| `{field.name}` ")
             ]
-            assert field.words in row
+            assert field.type_text in row
             assert field.doc, f"{path}.{field.name} has no description"
 
     check(EngineConfig, "")

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from hardpoint.plugins import Command, CommandContext, EngineConfig
-from hardpoint.plugins.typed import join_path, json_schema
+from hardpoint.plugins.typed import json_schema
 
 from .tables import print_table
 
@@ -50,7 +50,7 @@ def _flat(table: dict[str, Any], prefix: str) -> dict[str, Any]:
     """Return every value that is no table by its dotted path; empty tables count as values."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
-        path = join_path(prefix, key)
+        path = f"{prefix}.{key}" if prefix else key
         flat.update(_flat(value, path) if isinstance(value, dict) and value else {path: value})
     return flat
 

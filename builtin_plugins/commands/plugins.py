@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
 
 from hardpoint.plugins import Command, CommandContext
+from hardpoint.plugins.commands import ComponentDetails, ComponentInfo, FieldDoc
 
-from .details import Details
-from .listing import Listed, find_listed, list_components
 from .tables import print_table
 
 
@@ -36,45 +38,127 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace, context: CommandContext) -> int:
     config, config_sources = context.load_config()
-    plugins = context.load_plugins(config, config_sources)
-    components = list_components(plugins, config, config_sources)
+    catalog = context.load_catalog(config, config_sources)
     if options.action == "list":
-        _print_list(components, as_json=options.json)
+        _print_list(catalog.components(), as_json=options.json)
         return 0
-    details = Details.load(find_listed(components, options.name), plugins, config_sources)
-    print(json.dumps(details.as_json(), indent=2) if options.json else details.as_text())
+    details = catalog.details(options.name)
+    print(json.dumps(_details_json(details), indent=2) if options.json else _details_text(details))
     return 0
 
 
-def _print_list(components: Sequence[Listed], *, as_json: bool) -> None:
+def _print_list(components: Sequence[ComponentInfo], *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps([_as_json(each) for each in components], indent=2))
+        print(json.dumps([_as_json(info) for info in components], indent=2))
         return
     rows = [
-        (each.kind, each.name, each.package, "on" if each.on else "off", each.order, _why(each))
-        for each in components
+        (info.kind, info.name, info.package, _state(info), _order(info), _reason(info))
+        for info in components
     ]
     headers = ("kind", "name", "from", "state", "order", "why")
-    print_table(headers, rows, dim=[not each.on for each in components])
+    print_table(headers, rows, dim=[not info.enabled for info in components])
 
 
-def _why(each: Listed) -> str:
-    return f"{each.why}, through adapter {each.adapter}" if each.adapter else each.why
+def _state(info: ComponentInfo) -> str:
+    return "on" if info.enabled else "off"
 
 
-def _as_json(each: Listed) -> dict[str, object]:
+def _order(info: ComponentInfo) -> str:
+    return f"{info.place} {info.phase}" if info.place and info.phase else ""
+
+
+def _reason(info: ComponentInfo) -> str:
+    return f"{info.reason}, through adapter {info.adapter}" if info.adapter else info.reason
+
+
+def _as_json(info: ComponentInfo) -> dict[str, object]:
     return {
-        "kind": each.kind,
-        "name": each.name,
-        "class": each.source.value,
-        "distribution": each.source.distribution,
-        "version": each.source.version,
-        "on": each.on,
-        "why": each.why,
-        "place": each.place,
-        "phase": each.phase,
-        "adapter": each.adapter,
+        "kind": info.kind,
+        "name": info.name,
+        "class": info.value,
+        "distribution": info.distribution,
+        "version": info.version,
+        "on": info.enabled,
+        "why": info.reason,
+        "place": info.place,
+        "phase": info.phase,
+        "adapter": info.adapter,
     }
+
+
+def _details_json(details: ComponentDetails) -> dict[str, Any]:
+    """Return the details as JSON data."""
+    info = details.info
+    return {
+        "kind": info.kind,
+        "name": info.name,
+        "class": info.value,
+        "distribution": info.distribution,
+        "version": info.version,
+        "on": info.enabled,
+        "why": info.reason,
+        "summary": details.summary,
+        "interface": details.interface,
+        "adapter": details.adapter,
+        "contract": details.contract,
+        "phase": details.phase,
+        "place": info.place,
+        "options": dict(details.options),
+        "options_schema": details.options_schema,
+        "arguments_schema": details.arguments_schema,
+    }
+
+
+def _details_text(details: ComponentDetails) -> str:
+    """Return the details as lines of text."""
+    info = details.info
+    facts = {
+        "interface": f"{details.interface}, contract {details.contract}",
+        "adapter": details.adapter,
+        "class": info.value,
+        "from": info.package,
+        "state": f"{'on' if info.enabled else 'off'}: {info.reason}",
+        "phase": details.phase,
+        "order": info.place and f"{info.place} of its kind",
+        "hooks": ", ".join(details.hooks),
+        "params": ", ".join(details.params_fields),
+    }
+    lines = [f"{info.kind}/{info.name}"]
+    if details.summary:
+        lines += [f"  {details.summary}"]
+    lines += ["", *(f"  {name:<10} {fact}" for name, fact in facts.items() if fact)]
+    if details.option_fields is not None:
+        lines += ["", f"options, under [plugin.{info.name}]"]
+        configured = {
+            option: f"{_toml(details.options[option])} from {source}"
+            for option, source in details.option_sources.items()
+        }
+        lines += _field_lines(details.option_fields, configured)
+    if details.argument_fields is not None:
+        lines += ["", f'arguments of a request, under plugin_args["{info.name}"]']
+        lines += _field_lines(details.argument_fields, {})
+    return "\n".join(lines)
+
+
+def _field_lines(fields: Sequence[FieldDoc], configured: Mapping[str, str]) -> list[str]:
+    if not fields:
+        return ["  none"]
+    width = max(len(field.name) for field in fields)
+    lines = []
+    for field in fields:
+        value = configured.get(field.name) or _default(field)
+        lines.append(f"  {field.name:<{width}}  {field.type_text}; {value}")
+        if field.doc:
+            lines.append(f"  {'':<{width}}  {field.doc}")
+    return lines
+
+
+def _default(field: FieldDoc) -> str:
+    return "required" if field.required else f"default {_toml(field.default)}"
+
+
+def _toml(value: Any) -> str:
+    return "none" if value is None else json.dumps(msgspec.to_builtins(value), ensure_ascii=False)
 
 
 COMMAND = Command("plugins", "Show plugins and why they are on.", _configure, _run)

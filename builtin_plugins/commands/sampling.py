@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hardpoint.plugins import RequestError, SamplingParams
-from hardpoint.plugins.params import RequestOutputKind
-from hardpoint.registry.settings import parse_value, split_setting
+from hardpoint.plugins import RequestError, RequestOutputKind, SamplingParams
+from hardpoint.plugins.typed import parse_value, split_setting
 
 _FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop", "n", "logprobs")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from hardpoint.plugins import EvictionContext, EvictionPolicy
-from hardpoint.plugins.kv_cache import CachedBlock
+from hardpoint.plugins import CachedBlock, EvictionContext, EvictionPolicy
 
 
 class LeastRecentlyUsed(EvictionPolicy):

@@ -11,8 +11,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from hardpoint.plugins.errors import ConfigError, PluginContractError
-from hardpoint.plugins.logits import LogitsContext, LogitsProcessor, LogitsRequest, Phase, Rows
+from hardpoint.plugins.errors import ConfigError, PluginContractError, RequestError
+from hardpoint.plugins.logits import (
+    LogitsContext,
+    LogitsProcessor,
+    LogitsRequest,
+    Phase,
+    PrepareContext,
+    Rows,
+)
 from hardpoint.plugins.typed import Arguments as BaseArguments
 
 from .base import Adapter, Foreign, ForeignArguments, ForeignParams, parameter_names, signature_text
@@ -164,6 +171,59 @@ class PerRequestFactory(Rowwise):
         call = self.foreign.target(params)
         prompt = list(request.prompt_token_ids)
         return Seat(prompt) if call is None else Seat(prompt, call, form_of(call))
+
+
+class RequestCallables(LogitsProcessor):
+    """Runs `SamplingParams.logits_processors` over the request's own row, in order.
+
+    They travel as they are, so they work only where the engine runs in the caller's process.
+    """
+
+    contract = 1
+    phase = Phase.BIAS
+    params_fields = ("logits_processors",)
+
+    class Arguments(BaseArguments):
+        """None: the callables stay in the request's parameters."""
+
+    def __init__(self, context: LogitsContext) -> None:
+        """Start with no answers."""
+        super().__init__(context)
+        self._answers = Answers()
+
+    @classmethod
+    def prepare(cls, arguments: Any, context: PrepareContext) -> Any:
+        """Check each callable's form.
+
+        Raises:
+            RequestError: it is none, or does not take two or three positional parameters.
+        """
+        for index, call in enumerate(context.params.logits_processors):
+            try:
+                form_of(call)
+            except TypeError as cause:
+                raise RequestError(f"logits_processors[{index}]: {cause}") from None
+        return arguments
+
+    def start(self, request: LogitsRequest) -> list[Seat]:
+        """Give each callable its place; the ids tell them how far the request is."""
+        prompt = list(request.prompt_token_ids)
+        return [Seat(prompt, call, form_of(call)) for call in request.params.logits_processors]
+
+    def advance(self, state: list[Seat], token: int) -> list[Seat]:  # noqa: ARG002
+        """Return the state. (Only what advances is forked.)"""
+        return state
+
+    def fork(self, state: list[Seat]) -> list[Seat]:
+        """Return fresh places: the callables are the caller's own and are not copied."""
+        return [Seat(seat.prompt, seat.call, seat.form) for seat in state]
+
+    def apply(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Return the logits, edited row by row."""
+        for row, request, seats in zip(logits, rows.requests, rows.states(), strict=True):
+            for seat in seats:
+                self._answers.run(seat, request, row)
+        return logits
 
 
 def adapt_factory(foreign: Foreign) -> type[Adapter]:

@@ -19,6 +19,7 @@ from hardpoint.plugins import (
     RequestOutput,
     RequestOutputKind,
 )
+from hardpoint.registry.catalog import Catalog
 from hardpoint.registry.plugin_set import resolve_plugins
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -73,7 +74,9 @@ def run_command(name, arguments, generator=None):
     command.configure(parser)
     context = CommandContext(
         load_config=lambda: load_config(environ={}),
-        load_plugins=resolve_plugins,
+        load_catalog=lambda config, sources: Catalog(
+            resolve_plugins(config, sources), config, sources
+        ),
         open_model=lambda config, config_sources: generator,
         version="9.9",
     )

@@ -7,13 +7,13 @@ from importlib.metadata import entry_points
 from hypothesis import strategies as st
 
 from hardpoint.builtin_plugins.logits.bias import LogitBias
-from hardpoint.builtin_plugins.logits.callables import RequestCallables
 from hardpoint.builtin_plugins.logits.masks import AllowedTokenIds, BadWords, MinTokens
 from hardpoint.builtin_plugins.logits.penalties import Penalties
 from hardpoint.builtin_plugins.logits.temperature import Temperature
 from hardpoint.builtin_plugins.logits.thinking_budget import ThinkingBudget
 from hardpoint.builtin_plugins.logits.truncation import MinP, TopK, TopP
 from hardpoint.plugins import SamplingParams
+from hardpoint.registry.adapters.per_request import RequestCallables
 from hardpoint.testing import LogitsProcessorSuite
 
 pytest_plugins = ["hardpoint.testing"]

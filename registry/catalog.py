@@ -1,0 +1,211 @@
+"""The catalog of installed and enabled components that commands show."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from hardpoint.plugins.commands import ComponentDetails, ComponentInfo
+from hardpoint.plugins.component import Component
+from hardpoint.plugins.config import ConfigSources, EngineConfig
+from hardpoint.plugins.describing import FieldDoc, first_paragraph, struct_fields
+from hardpoint.plugins.errors import PluginConflictError, PluginNotFoundError
+from hardpoint.plugins.hooks import PROJECT
+from hardpoint.plugins.kinds import KINDS, PLANNED, Kind, Number
+from hardpoint.plugins.manifest import PluginEntry, Source
+from hardpoint.plugins.typed import json_schema, suggest
+
+from .adapt import adapter_of, load_component
+from .discovery import Found
+from .plugin_set import PluginSet
+
+
+class Catalog:
+    """The `PluginCatalog` of a plugin set."""
+
+    def __init__(
+        self, plugins: PluginSet, config: EngineConfig, config_sources: ConfigSources
+    ) -> None:
+        """`plugins` is what the configuration resolves to."""
+        self._plugins = plugins
+        self._config = config
+        self._config_sources = config_sources
+
+    def components(self) -> Sequence[ComponentInfo]:
+        """Return all components in the order of kinds; import none that is not enabled."""
+        enabled = [
+            self._enabled(entry)
+            for entry in sorted(self._plugins.manifest.entries, key=lambda entry: entry.place)
+        ]
+        others = [
+            _info(
+                found.kind,
+                Source(found.name, found.value, found.distribution, found.version, "default"),
+                enabled=False,
+                reason=self._why_disabled(found),
+            )
+            for found in self._plugins.found
+            if not self._is_enabled(found)
+        ]
+        rank = {kind: index for index, kind in enumerate(KINDS)}
+        return sorted([*enabled, *others], key=lambda c: (rank.get(c.kind, len(rank)), c.kind))
+
+    def details(self, name: str) -> ComponentDetails:
+        """Return the details of `name` or `kind/name`; import the component.
+
+        Raises:
+            PluginNotFoundError: no component has that name, or its kind is unknown.
+            PluginConflictError: components of several kinds have it.
+            PluginError: the component cannot be imported, or does not keep its kind's contract.
+        """
+        info = self._find(name)
+        if info.kind not in KINDS:
+            raise PluginNotFoundError(
+                f"{info.kind}/{info.name} ({info.package}): {info.reason}; "
+                f"kinds here: {', '.join(KINDS)}"
+            )
+        kind = KINDS[info.kind]
+        options: dict[str, Any] = {}
+        if info.enabled:
+            entry = self._plugins.get(info.kind, info.name)
+            target = self._plugins.target(entry)
+            if _is_component(target):
+                options = msgspec.to_builtins(self._plugins.options(entry)) or {}
+        else:
+            source = Source(info.name, info.value, info.distribution, info.version, "default")
+            target = load_component(kind, source)
+        return ComponentDetails(
+            info=info,
+            summary=first_paragraph(target),
+            interface=_interface(kind, target),
+            contract=target.contract,
+            phase=_phase(target),
+            adapter=adapter_of(target),
+            hooks=_hooks(kind, target),
+            params_fields=getattr(target, "params_fields", ()),
+            options=options,
+            option_sources=self._option_sources(info, options),
+            option_fields=_fields(target, "Options"),
+            argument_fields=_fields(target, "Arguments"),
+            options_schema=_schema(target, "Options"),
+            arguments_schema=_schema(target, "Arguments"),
+        )
+
+    def _find(self, name: str) -> ComponentInfo:
+        components = self.components()
+        named = [c for c in components if name in (c.name, f"{c.kind}/{c.name}")]
+        if not named:
+            known = sorted({c.name for c in components})
+            raise PluginNotFoundError(
+                f"no installed plugin is called {name!r}{suggest(name, known)}; "
+                f"`hardpoint plugins list` shows them all"
+            )
+        kinds = list(dict.fromkeys(c.kind for c in named))
+        if len(kinds) > 1:
+            choices = ", ".join(f"{kind}/{named[0].name}" for kind in kinds)
+            raise PluginConflictError(f"{name!r} could be any of {choices}")
+        return max(named, key=lambda c: c.enabled)
+
+    def _enabled(self, entry: PluginEntry) -> ComponentInfo:
+        if entry.kind != "logits_processors":
+            return _info(entry.kind, entry.source, enabled=True, reason=entry.origin)
+        cls = self._plugins.target(entry)
+        return _info(
+            entry.kind,
+            entry.source,
+            enabled=True,
+            reason=entry.origin,
+            place=entry.place + 1,
+            phase=cls.phase.name,
+            adapter=adapter_of(cls),
+        )
+
+    def _is_enabled(self, found: Found) -> bool:
+        """Return whether an entry point is enabled, under its own or a configured name."""
+        same = [e for e in self._plugins.entries(found.kind) if e.value == found.value]
+        if any(entry.name == found.name for entry in same):
+            return True
+        offered = {
+            f.name for f in self._plugins.found if (f.kind, f.value) == (found.kind, found.value)
+        }
+        return any(entry.name not in offered for entry in same)
+
+    def _why_disabled(self, found: Found) -> str:
+        names = (found.name, f"{found.kind}/{found.name}")
+        kind = KINDS.get(found.kind)
+        if kind is None:
+            yet = " yet" if found.kind in PLANNED else ""
+            return f"this Hardpoint has no {found.kind}{yet}"
+        for name, value in self._config.plugins.replace.items():
+            if name in names and found.builtin:
+                path = f"plugins.replace.{name}"
+                return f"replaced by {value}: {path} ({self._config_sources.of(path)})"
+        for index, name in enumerate(self._config.plugins.disable):
+            if name in names and found.builtin:
+                path = f"plugins.disable[{index}]"
+                return f"{path} ({self._config_sources.of(path)})"
+        if kind.number is Number.ONE:
+            origin = self._config_sources.of(kind.chosen_by or "")
+            return f"not chosen by {kind.chosen_by} ({origin})"
+        return "not enabled"
+
+    def _option_sources(self, info: ComponentInfo, options: dict[str, Any]) -> dict[str, str]:
+        by_path = self._config_sources.by_path
+        tables = (f"plugin.{info.name}", f"plugin.{info.kind}/{info.name}")
+        return {
+            option: by_path[f"{table}.{option}"]
+            for table in tables
+            for option in options
+            if f"{table}.{option}" in by_path
+        }
+
+
+def _info(kind: str, source: Source, **fields: Any) -> ComponentInfo:
+    return ComponentInfo(
+        kind=kind,
+        name=source.name,
+        value=source.value,
+        distribution=source.distribution,
+        version=source.version,
+        package=source.package,
+        **fields,
+    )
+
+
+def _interface(kind: Kind, target: Any) -> str:
+    forms = kind.forms or ((kind.interface,) if kind.interface else ())
+    return next((form.__name__ for form in forms if issubclass(target, form)), kind.name)
+
+
+def _phase(target: Any) -> str | None:
+    phase = getattr(target, "phase", None)
+    return phase.name if phase is not None else None
+
+
+def _hooks(kind: Kind, target: Any) -> list[str]:
+    if kind.interface is not None:
+        return []
+    marker = f"{PROJECT}_impl"
+    return [name for name in dir(target) if hasattr(getattr(target, name), marker)]
+
+
+def _is_component(target: Any) -> bool:
+    return inspect.isclass(target) and issubclass(target, Component)
+
+
+def _declared(target: Any, attribute: str) -> type[msgspec.Struct] | None:
+    """Return a component's `Options` or `Arguments`; hooks have none, whatever they import."""
+    return getattr(target, attribute, None) if _is_component(target) else None
+
+
+def _fields(target: Any, attribute: str) -> list[FieldDoc] | None:
+    declared = _declared(target, attribute)
+    return struct_fields(declared) if declared is not None else None
+
+
+def _schema(target: Any, attribute: str) -> dict[str, Any] | None:
+    declared = _declared(target, attribute)
+    return json_schema(declared) if declared is not None else None

@@ -1,0 +1,84 @@
+"""The same door: built-ins and examples take only what every author may take."""
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hardpoint import plugins
+from hardpoint.plugins.kinds import KINDS
+
+ROOT = Path(__file__).resolve().parents[2]
+PUBLIC = ("hardpoint.plugins", "hardpoint.plugins.commands", "hardpoint.plugins.typed")
+AUTHORS = [*(ROOT / "builtin_plugins").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
+CALLERS = ("core", "registry", "api", "builtin_plugins")
+
+
+def taken(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield module and name of what a file takes from `hardpoint.plugins` and below."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    whole = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                assert not alias.name.startswith("hardpoint.plugins"), f"{path}: {alias.name}"
+        elif isinstance(node, ast.ImportFrom) and node.module == "hardpoint":
+            whole |= {a.asname or a.name for a in node.names if a.name == "plugins"}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            "hardpoint.plugins"
+        ):
+            yield from ((str(node.module), alias.name) for alias in node.names)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in whole:
+            yield "hardpoint.plugins", node.attr
+
+
+@pytest.mark.parametrize("path", AUTHORS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_authors_take_public_names_only(path):
+    for module, name in taken(path):
+        assert module in PUBLIC, f"{module}.{name}"
+        assert name in importlib.import_module(module).__all__, f"{module}.{name}"
+
+
+def test_built_ins_and_examples_are_looked_at():
+    names = {name for path in AUTHORS for _, name in taken(path)}
+    assert {"LogitsProcessor", "Scheduler", "SchedulingPolicy", "Command"} <= names
+
+
+def test_the_list_stays_short_and_every_name_exists():
+    assert len(plugins.__all__) == len(set(plugins.__all__)) <= 100
+    assert all(hasattr(plugins, name) for name in plugins.__all__)
+
+
+def test_every_interface_and_its_context_are_public():
+    for kind in KINDS.values():
+        for form in kind.forms or ([kind.interface] if kind.interface else []):
+            assert form.__name__ in plugins.__all__
+            context = next(
+                base.__annotations__["context"]
+                for base in form.__mro__
+                if "context" in vars(base).get("__annotations__", {})
+            )
+            assert context in plugins.__all__
+
+
+def accessed() -> set[str]:
+    """Return the names of all attributes that the engine reads."""
+    return {
+        node.attr
+        for folder in CALLERS
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+    }
+
+
+def test_every_abstract_member_is_used_by_the_engine():
+    """What no code calls must not be required of an author."""
+    used = accessed()
+    for kind in KINDS.values():
+        for form in kind.forms or ([kind.interface] if kind.interface else []):
+            for member in form.__abstractmethods__:
+                assert member in used, f"{form.__name__}.{member}"

@@ -91,7 +91,7 @@ def test_first_paragraph_is_one_line():
 
 def test_fields_of_a_table():
     a, b, c, d = struct_fields(Derived)
-    assert (a.name, a.words, a.required) == ("a", "a whole number", True)
+    assert (a.name, a.type_text, a.required) == ("a", "a whole number", True)
     assert (b.default, b.required, b.doc) == (1.0, False, "both of them, on two lines.")
     assert (c.default, c.doc) == ([], "a list.")
     assert d.doc == "by Meta"

@@ -1,10 +1,11 @@
 """The default scheduler: one token budget, running requests first, preemption when blocks run out.
 
-There is no prefill and no decode phase. A request has tokens that are known and tokens that are
-computed; each step hands out a budget so that the second catch up with the first.
+A request has no prefill phase and no decode phase. It has known tokens and computed tokens; each
+step hands out a token budget, so that the computed tokens catch up with the known ones.
 
-`scheduler` is the conductor. A step goes through `running`, then `admission`, and `step` makes the
-plan of it; `outcome` takes the results. `books` knows who is where, and moves requests about.
+`scheduler` conducts a step: `running` schedules the running requests, `admission` admits waiting
+ones, `step` builds the plan, and `results` processes what the model runner returns. `tracker` holds
+the state of all live requests and moves them between queues.
 """
 
 from .scheduler import DefaultScheduler

@@ -1,4 +1,4 @@
-"""The second half of a step: waiting requests join the running ones."""
+"""The second half of a step: waiting requests are admitted."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from hardpoint.plugins import (
     CachedPrefix,
     FinishReason,
     NewRequest,
+    PauseState,
     RequestError,
     RequestStatus,
     WaitingFor,
     WaitReason,
 )
 
-from . import reasons
-from .encoder import choose_features, take_features
-from .live import LiveRequest
+from . import wait_reasons
+from .encoder import choose_features, encoder_cache, schedule_features
+from .kv_transfer import match_external, start_loading
+from .live_request import LiveRequest
 from .step import Step
-from .tracker import Books
-from .transfer import ask_connector, begin_loading
-from .waiting_queue import Walk
+from .tracker import RequestTracker
+from .waiting_queue import QueueCursor
 
 
 @dataclass(frozen=True)
 class AdmissionOptions:
-    """How far a request may be passed by others.
+    """How far a waiting request may be overtaken.
 
     Attributes:
-        max_overtaken: steps in which others may go before a request that was set aside; then
-            nobody behind it is admitted before it is.
-        max_set_aside: most requests that one step sets aside.
+        max_overtaken: steps in which later requests may be admitted before one that was set aside;
+            after that, none behind it in the queue is admitted before it.
+        max_set_aside: limit of requests that one step sets aside.
     """
 
     max_overtaken: int
@@ -40,267 +41,283 @@ class AdmissionOptions:
 
 
 class _Outcome(Enum):
+    """What an attempt to admit a request led to."""
+
     ADMITTED = "admitted"
-    """It runs, or loads."""
-    ENDED = "ended"
-    """It can never run."""
+    """It runs, or its KV is being loaded."""
+    FINISHED = "finished"
+    """It can never run and was finished."""
     SET_ASIDE = "set aside"
-    """Those behind it may go first."""
+    """It keeps waiting; requests after it may be admitted."""
     STOP = "stop"
-    """It stays at the head, and nobody is admitted any more."""
+    """It keeps waiting; no further request is admitted in this step."""
 
 
-def unblock(books: Books, step: Step) -> None:
-    """Let requests into the queue whose grammar is ready; end those whose grammar is wrong."""
-    grammars = books.context.grammars
-    for request in list(books.blocked.values()):
+def poll_blocked(tracker: RequestTracker, step: Step) -> None:
+    """Enqueue blocked requests whose grammar is ready; finish those whose grammar is invalid."""
+    grammars = tracker.context.grammars
+    for request in list(tracker.blocked.values()):
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
-            step.waiting[request.request_id] = reasons.waits_for_remote_kv(request.loading)
+            reason = wait_reasons.remote_kv(request.num_loading_tokens)
+            step.waiting[request.request_id] = reason
             continue
-        assert grammars is not None, "nobody waits for a grammar where there are none"
+        assert grammars is not None, "without grammars no request waits for one"
         try:
             if grammars.ready(request):
-                books.wait(request)
+                tracker.enqueue_blocked(request)
             else:
-                step.waiting[request.request_id] = reasons.waits_for_grammar()
+                step.waiting[request.request_id] = wait_reasons.grammar()
         except RequestError as error:
-            books.end(request, FinishReason.ERROR, str(error))
+            tracker.finish_in_planning(request, FinishReason.ERROR, str(error))
 
 
-def admit_waiting(books: Books, step: Step, options: AdmissionOptions) -> None:
+def admit_waiting(
+    tracker: RequestTracker, step: Step, pause: PauseState, options: AdmissionOptions
+) -> None:
     """Admit waiting requests in the queue's order while budget, slots and blocks last."""
-    if not len(books.waiting) or is_full(books, step):
+    if pause is not PauseState.UNPAUSED:
+        if pause is PauseState.PAUSED_NEW:
+            _admit_started(tracker, step)
+        else:
+            step.admission_stopped = wait_reasons.paused()
         return
-    walk = books.waiting.walk(step.now)
+    if step.admission_stopped is not None or not len(tracker.waiting) or _is_full(tracker, step):
+        return
+    cursor = tracker.waiting.cursor(step.now)
     try:
-        _admit_in_order(books, step, options, walk)
+        _admit_in_order(tracker, step, options, cursor)
     finally:
-        walk.close()
-    if not books.running:
-        _overrule_policy(books, step)
+        cursor.close()
+    if not tracker.running:
+        _overrule_policy(tracker, step)
 
 
-def admit_one(books: Books, request: LiveRequest, step: Step) -> bool:
-    """Admit a waiting request if every limit allows it, without asking the policy.
-
-    Returns:
-        Whether others may be admitted after it.
-    """
-    outcome = _admit(books, request, step, ask_policy=False)
-    if outcome is _Outcome.ADMITTED:
-        books.waiting.remove(request)
-    elif outcome is _Outcome.STOP:
-        step.stopped = step.waiting[request.request_id]
-    return outcome is not _Outcome.STOP
+def has_started(tracker: RequestTracker, request: LiveRequest) -> bool:
+    """Return whether a waiting request has run before, or holds loaded blocks."""
+    return request.num_preemptions > 0 or request.request_id in tracker.loaded
 
 
-def _admit_in_order(books: Books, step: Step, options: AdmissionOptions, walk: Walk) -> None:
-    aside: list[LiveRequest] = []
-    overtaken = 0
-    while (request := walk.head()) is not None:
-        if is_full(books, step):
+def _admit_started(tracker: RequestTracker, step: Step) -> None:
+    """Admit the waiting requests that have started, oldest first; the policy is not asked."""
+    started = [request for request in tracker.waiting if has_started(tracker, request)]
+    for request in sorted(started, key=lambda request: request.order):
+        if _is_full(tracker, step):
             break
-        outcome = _admit(books, request, step)
+        outcome = _admit(tracker, request, step, ask_policy=False)
         if outcome is _Outcome.ADMITTED:
-            walk.take()
-            overtaken = len(aside)
-            continue
-        if outcome is _Outcome.ENDED:
-            continue
-        if outcome is _Outcome.STOP or _stops_others(request, step, options):
-            step.stopped = step.waiting[request.request_id]
+            tracker.waiting.remove(request)
+        elif outcome is _Outcome.STOP:
+            step.admission_stopped = step.waiting[request.request_id]
             break
-        walk.skip()
-        aside.append(request)
-        if len(aside) >= options.max_set_aside:
-            step.stopped = reasons.behind(len(aside))
-            break
-    for passed in aside[:overtaken]:
-        passed.num_overtaken += 1
+    step.admission_stopped = step.admission_stopped or wait_reasons.paused()
 
 
-def is_full(books: Books, step: Step) -> bool:
-    """Whether nobody can be admitted, whoever it is; notes the reason if so."""
+def _admit_in_order(
+    tracker: RequestTracker, step: Step, options: AdmissionOptions, cursor: QueueCursor
+) -> None:
+    set_aside: list[LiveRequest] = []
+    num_overtaken = 0
+    while (request := cursor.head()) is not None:
+        if _is_full(tracker, step):
+            break
+        outcome = _admit(tracker, request, step)
+        if outcome is _Outcome.ADMITTED:
+            cursor.pop()
+            num_overtaken = len(set_aside)
+            continue
+        if outcome is _Outcome.FINISHED:
+            continue
+        if outcome is _Outcome.STOP or _blocks_queue(request, step, options):
+            step.admission_stopped = step.waiting[request.request_id]
+            break
+        cursor.skip()
+        set_aside.append(request)
+        if len(set_aside) >= options.max_set_aside:
+            step.admission_stopped = wait_reasons.requests_ahead(len(set_aside))
+            break
+    for request in set_aside[:num_overtaken]:
+        request.num_overtaken += 1
+
+
+def _is_full(tracker: RequestTracker, step: Step) -> bool:
+    """Return whether no request at all can be admitted; record the reason if so."""
     if step.budget <= 0:
-        step.stopped = reasons.no_budget(1, 0)
-    elif len(books.running) >= books.limits.max_num_seqs:
-        step.stopped = reasons.no_slot(len(books.running))
-    return step.stopped is not None
+        step.admission_stopped = wait_reasons.no_budget(1, 0)
+    elif len(tracker.running) >= tracker.limits.max_num_seqs:
+        step.admission_stopped = wait_reasons.no_slot(len(tracker.running))
+    return step.admission_stopped is not None
 
 
-def _stops_others(request: LiveRequest, step: Step, options: AdmissionOptions) -> bool:
-    """Whether a request that is set aside was passed so often that nobody passes it now.
-
-    Whom the policy holds back, it lets others pass; how often is the policy's affair.
-    """
-    why = step.waiting[request.request_id].waiting_for
-    return why is not WaitingFor.POLICY and request.num_overtaken >= options.max_overtaken
+def _blocks_queue(request: LiveRequest, step: Step, options: AdmissionOptions) -> bool:
+    """Return whether a request that was set aside has been overtaken too often to be again."""
+    # How often a request that the policy holds back is overtaken is up to the policy.
+    reason = step.waiting[request.request_id].waiting_for
+    return reason is not WaitingFor.POLICY and request.num_overtaken >= options.max_overtaken
 
 
-def _overrule_policy(books: Books, step: Step) -> None:
-    """Admit the first request that the policy holds back, since nothing runs at all."""
+def _overrule_policy(tracker: RequestTracker, step: Step) -> None:
+    """Admit the first request that the policy holds back, since none is running."""
     for request_id, reason in list(step.waiting.items()):
         if reason.waiting_for is not WaitingFor.POLICY:
             continue
-        request = books.requests[request_id]
-        if _admit(books, request, step, ask_policy=False) is _Outcome.ADMITTED:
-            books.waiting.remove(request)
-            books.context.policy_fault(
+        request = tracker.requests[request_id]
+        if _admit(tracker, request, step, ask_policy=False) is _Outcome.ADMITTED:
+            tracker.waiting.remove(request)
+            tracker.context.policy_fault(
                 f"admit() held back every waiting request while nothing ran, the first of them "
                 f"{request_id!r} ({reason.message})"
             )
         return
 
 
-def _admit(books: Books, request: LiveRequest, step: Step, *, ask_policy: bool = True) -> _Outcome:
-    """Admit one request if every limit allows it; notes the reason if not."""
+def _admit(
+    tracker: RequestTracker, request: LiveRequest, step: Step, *, ask_policy: bool = True
+) -> _Outcome:
+    """Admit a request if every limit allows it; record the reason in the step if not."""
     if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
         raise RuntimeError(
             f"request {request.request_id!r} is in the queue with status {request.status.name}"
         )
-    refusal = _refusal(books, request, step, ask_policy=ask_policy)
-    if refusal is not None:
-        step.waiting[request.request_id] = refusal
+    reason = _reason_to_wait(tracker, request, step, ask_policy=ask_policy)
+    if reason is not None:
+        step.waiting[request.request_id] = reason
         return _Outcome.SET_ASIDE
-    if request.request_id in books.loaded:
-        return _place(books, request, CachedPrefix(), 0, step)
-    prefix = books.cache.lookup(request)
-    external, beside = ask_connector(books, request, prefix)
+    if request.request_id in tracker.loaded:
+        return _schedule(tracker, request, CachedPrefix(), 0, step)
+    prefix = tracker.cache.lookup(request)
+    external, asynchronous = match_external(tracker, request, prefix)
     if external is None:
-        step.waiting[request.request_id] = reasons.waits_for_remote_kv(None)
+        step.waiting[request.request_id] = wait_reasons.remote_kv(None)
         return _Outcome.SET_ASIDE
-    if beside:
-        if begin_loading(books, request, prefix, external, step):
+    if asynchronous:
+        if start_loading(tracker, request, prefix, external, step):
             return _Outcome.ADMITTED
-        return _no_blocks(books, request, step)
-    return _place(books, request, prefix, external, step)
+        return _lack_blocks(tracker, request, step)
+    return _schedule(tracker, request, prefix, external, step)
 
 
-def _refusal(
-    books: Books, request: LiveRequest, step: Step, *, ask_policy: bool
+def _reason_to_wait(
+    tracker: RequestTracker, request: LiveRequest, step: Step, *, ask_policy: bool
 ) -> WaitReason | None:
-    """Return why a request must wait before its blocks are looked at."""
-    most, lora = books.limits.max_loras, request.lora
-    if most and lora is not None and lora.id not in books.loras and len(books.loras) >= most:
-        return reasons.no_lora_slot(lora.name, most)
-    if ask_policy and books.holds_back:
-        words = books.policy.admit(request, books.load(step))
-        if words is not None:
-            return reasons.held_back(words)
+    """Return why a request must wait, budget and blocks aside."""
+    limit, lora, active = tracker.limits.max_loras, request.lora, tracker.active_loras
+    if limit and lora is not None and lora.id not in active and len(active) >= limit:
+        return wait_reasons.no_lora_slot(lora.name, limit)
+    if ask_policy and tracker.policy_limits_admission:
+        message = tracker.policy.admit(request, tracker.load(step.now, step.budget))
+        if message is not None:
+            return wait_reasons.held_back(message)
     return None
 
 
-def _place(
-    books: Books, request: LiveRequest, prefix: CachedPrefix, external: int, step: Step
+def _schedule(
+    tracker: RequestTracker,
+    request: LiveRequest,
+    prefix: CachedPrefix,
+    external: int,
+    step: Step,
 ) -> _Outcome:
-    """Find tokens, encoder room and blocks for a request, then let it run."""
-    limits = books.limits
-    brought = request.loading if request.request_id in books.loaded else external
+    """Find tokens, encoder entries and blocks for a request, then move it into `running`."""
+    limits = tracker.limits
+    loaded = request.num_loading_tokens if request.request_id in tracker.loaded else external
     computed = request.num_computed_tokens or prefix.num_tokens + external
-    tokens = _wanted(request, computed)
+    tokens = request.num_tokens - max(computed, request.num_computed_tokens)
     if 0 < limits.long_prefill_token_threshold < tokens:
         tokens = limits.long_prefill_token_threshold
     if tokens > step.budget:
         if not limits.chunked_prefill:
-            step.waiting[request.request_id] = reasons.no_budget(tokens, step.budget)
+            step.waiting[request.request_id] = wait_reasons.no_budget(tokens, step.budget)
             return _Outcome.SET_ASIDE
         tokens = step.budget
     features: list[int] = []
     if request.features:
-        tokens, features = choose_features(books, request, computed, tokens, step)
+        tokens, features = choose_features(tracker, request, computed, tokens, step)
         if tokens <= 0:
-            return _give_up_features(books, request)
-    if not _take_blocks(books, request, prefix, external, tokens):
+            encoder_cache(tracker).free(request)
+            return _Outcome.STOP
+    if not _allocate_blocks(tracker, request, prefix, external, tokens):
         if request.features:
-            _give_up_features(books, request)
-        return _no_blocks(books, request, step)
-    _start(books, request, computed, tokens, step)
+            encoder_cache(tracker).free(request)
+        return _lack_blocks(tracker, request, step)
+    _start(tracker, request, computed, tokens, step)
     if features:
-        take_features(books, request, features, step)
+        schedule_features(tracker, request, features, step)
     if request.num_cached_tokens < 0:
-        request.num_cached_tokens, request.num_external_tokens = computed, brought
+        request.num_cached_tokens, request.num_external_tokens = computed, loaded
     return _Outcome.ADMITTED
 
 
-def _wanted(request: LiveRequest, computed: int) -> int:
-    return request.num_tokens - max(computed, request.num_computed_tokens)
-
-
-def _give_up_features(books: Books, request: LiveRequest) -> _Outcome:
-    """Let go of embeddings that a request was going to use."""
-    assert books.context.encoder_cache is not None
-    books.context.encoder_cache.free(request)
-    return _Outcome.STOP
-
-
-def _take_blocks(
-    books: Books, request: LiveRequest, prefix: CachedPrefix, external: int, tokens: int
+def _allocate_blocks(
+    tracker: RequestTracker,
+    request: LiveRequest,
+    prefix: CachedPrefix,
+    external: int,
+    tokens: int,
 ) -> bool:
     # A request with nothing computed gets no lookahead: it has no drafts to verify, and where its
-    # blocks are filled elsewhere both sides must count alike.
+    # blocks are filled by another engine both must have the same number.
     known = prefix.num_tokens + external
-    ahead = books.lookahead(max(known, request.num_computed_tokens) + tokens)
-    loaded = request.request_id in books.loaded
+    lookahead = tracker.num_lookahead(max(known, request.num_computed_tokens) + tokens)
+    loaded = request.request_id in tracker.loaded
     if loaded:
-        if books.cache.num_free_blocks < _reserved(books):
+        if tracker.cache.num_free_blocks < _num_reserved(tracker):
             return False
-        blocks = books.cache.extend(request, tokens, ahead)
-    elif books.cache.admit(
+        if tracker.cache.extend(request, tokens, lookahead) is None:
+            return False
+    elif not tracker.cache.admit(
         request,
         prefix,
         tokens,
         num_external_tokens=external,
-        num_lookahead_tokens=ahead if known else 0,
-        num_reserved_blocks=_reserved(books),
+        num_lookahead_tokens=lookahead if known else 0,
+        num_reserved_blocks=_num_reserved(tracker),
     ):
-        blocks = ()
-    else:
-        blocks = None
-    if blocks is None:
         return False
-    connector = books.context.connector
+    connector = tracker.context.connector
     if connector is not None:
-        held = books.cache.block_ids(request)
-        connector.update_state_after_alloc(request, held, 0 if loaded else external)
+        block_ids = tracker.cache.block_ids(request)
+        connector.update_state_after_alloc(request, block_ids, 0 if loaded else external)
     return True
 
 
-def _reserved(books: Books) -> int:
+def _num_reserved(tracker: RequestTracker) -> int:
     """Return how many blocks must stay free so that running requests can grow."""
-    if not books.running:
+    if not tracker.running:
         return 0
-    return math.ceil(books.context.watermark * books.cache.num_usable_blocks)
+    return math.ceil(tracker.context.watermark * tracker.cache.num_usable_blocks)
 
 
-def _no_blocks(books: Books, request: LiveRequest, step: Step) -> _Outcome:
-    """Note that blocks are lacking; where nothing runs, loaded requests behind give theirs up."""
-    needed = books.blocks_needed(request.num_tokens)
-    reason = reasons.no_blocks(needed, books.cache.num_free_blocks, _reserved(books))
+def _lack_blocks(tracker: RequestTracker, request: LiveRequest, step: Step) -> _Outcome:
+    """Record that blocks are lacking; if no request runs, free those of another loaded request."""
+    needed = tracker.blocks_needed(request.num_tokens)
+    reason = wait_reasons.no_blocks(needed, tracker.cache.num_free_blocks, _num_reserved(tracker))
     step.waiting[request.request_id] = reason
-    if not books.running:
-        if books.end_if_too_long(request):
+    if not tracker.running:
+        if tracker.finish_if_too_long(request):
             del step.waiting[request.request_id]
-            return _Outcome.ENDED
-        books.give_up_loaded(but=request)
+            return _Outcome.FINISHED
+        tracker.reset_last_loaded(keep=request)
     return _Outcome.STOP
 
 
-def _start(books: Books, request: LiveRequest, computed: int, tokens: int, step: Step) -> None:
-    """Put a request among the running ones, with its first tokens of this step."""
+def _start(
+    tracker: RequestTracker, request: LiveRequest, computed: int, tokens: int, step: Step
+) -> None:
+    """Move a request into `running`, with its first tokens of this step."""
     request_id = request.request_id
-    resumed = request.num_preemptions > 0  # its status says so no more if it loaded since
+    resumed = request.num_preemptions > 0  # the status does not say so if KV was loaded since
     request.num_computed_tokens = computed
-    books.policy.scheduled(request, tokens)
-    books.run(request, step)
+    tracker.policy.scheduled(request, tokens)
+    tracker.start_running(request, step.now)
     step.admitted[request_id] = request
     step.tokens[request_id] = tokens
     step.budget -= tokens
     step.waiting.pop(request_id, None)
-    step.entries.append(
+    step.new_requests.append(
         NewRequest(
             source=request.source,
             output_token_ids=tuple(request.output_token_ids),
-            block_ids=books.cache.block_ids(request),
+            block_ids=tracker.cache.block_ids(request),
             num_computed_tokens=computed,
             resumed=resumed,
         )

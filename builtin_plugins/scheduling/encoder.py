@@ -1,45 +1,48 @@
-"""Images and the like: which features a step encodes, within budget and cache."""
+"""Multimodal features: which ones a step encodes, within its budget and the encoder cache."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hardpoint.plugins import EncoderCache, RequestError
 
-from . import reasons
-from .live import LiveRequest
+from . import wait_reasons
+from .live_request import LiveRequest
 from .step import Step
-from .tracker import Books
+from .tracker import RequestTracker
 
 
-def check_features(books: Books, request: LiveRequest) -> None:
-    """Refuse features that no step could ever encode.
+def check_features(tracker: RequestTracker, request: LiveRequest) -> None:
+    """Reject features that no step could encode.
 
     Raises:
         RequestError: naming the feature.
     """
-    most = books.limits.max_encoder_tokens if books.context.encoder_cache is not None else 0
+    has_cache = tracker.context.encoder_cache is not None
+    limit = tracker.limits.max_encoder_tokens if has_cache else 0
     for index, feature in enumerate(request.features):
-        if feature.length > most:
+        if feature.length > limit:
             raise RequestError(
-                f"features[{index}]: expected at most {most} encoder tokens, the budget of a "
+                f"features[{index}]: expected at most {limit} encoder tokens, the budget of a "
                 f"step, got {feature.length}"
             )
     lengths = {feature.identifier: feature.length for feature in request.features}
-    if not books.limits.chunked_prefill and (total := sum(lengths.values())) > most:
+    if not tracker.limits.chunked_prefill and (total := sum(lengths.values())) > limit:
         raise RequestError(
-            f"features: expected at most {most} encoder tokens together, the budget of a step, "
+            f"features: expected at most {limit} encoder tokens together, the budget of a step, "
             f"without scheduler.chunked_prefill, got {total}"
         )
 
 
 def choose_features(
-    books: Books, request: LiveRequest, start: int, tokens: int, step: Step
+    tracker: RequestTracker, request: LiveRequest, start: int, tokens: int, step: Step
 ) -> tuple[int, list[int]]:
-    """Choose what must be encoded for the `tokens` tokens of a request from position `start` on.
+    """Choose the features to encode for the `tokens` tokens of a request from position `start` on.
 
     Returns:
-        So many of the tokens as can be computed, and the indices of the features to encode.
+        The number of these tokens that can be computed, and the indices of the features.
     """
-    cache = encoder_of(books)
+    cache = encoder_cache(tracker)
     chosen: list[int] = []
     reserved = 0
     identifiers: set[str] = set()
@@ -50,13 +53,13 @@ def choose_features(
             continue
         if feature.identifier in identifiers or cache.holds(request, index):
             if feature.identifier in identifiers or feature.identifier in step.encoding:
-                chosen.append(index)  # it is encoded in this very step
+                chosen.append(index)  # encoded in this very step
             continue
         available = step.encoder_budget - reserved
         if feature.length > available or not cache.can_allocate(request, index, reserved):
-            tokens = max(feature.offset - start, 0) if books.limits.chunked_prefill else 0
+            tokens = max(feature.offset - start, 0) if tracker.limits.chunked_prefill else 0
             if tokens == 0:
-                reason = reasons.no_encoder(feature.length, available)
+                reason = wait_reasons.no_encoder_budget(feature.length, available)
                 step.waiting[request.request_id] = reason
                 return 0, []
             break
@@ -66,9 +69,11 @@ def choose_features(
     return tokens, chosen
 
 
-def take_features(books: Books, request: LiveRequest, chosen: list[int], step: Step) -> None:
-    """Put features into the step, and hold room for what they become."""
-    cache = encoder_of(books)
+def schedule_features(
+    tracker: RequestTracker, request: LiveRequest, chosen: Sequence[int], step: Step
+) -> None:
+    """Add features to the step, and allocate their entries in the encoder cache."""
+    cache = encoder_cache(tracker)
     for index in chosen:
         feature = request.features[index]
         if feature.identifier not in step.encoding:
@@ -80,17 +85,17 @@ def take_features(books: Books, request: LiveRequest, chosen: list[int], step: S
     step.encoder_inputs[request.request_id] = chosen
 
 
-def free_features(books: Books, request: LiveRequest) -> None:
-    """Let go of features whose positions are all computed."""
-    cache = encoder_of(books)
+def free_computed_features(tracker: RequestTracker, request: LiveRequest) -> None:
+    """Free the cache entries of features whose positions are all computed."""
+    cache = encoder_cache(tracker)
     computed = request.num_computed_tokens
     for index, feature in enumerate(request.features):
         if feature.offset + feature.length <= computed:
             cache.free_input(request, index)
 
 
-def encoder_of(books: Books) -> EncoderCache:
-    """Return the encoder cache, where a request has features."""
-    cache = books.context.encoder_cache
-    assert cache is not None, "requests with features are refused without an encoder cache"
+def encoder_cache(tracker: RequestTracker) -> EncoderCache:
+    """Return the encoder cache; it exists wherever a request has features."""
+    cache = tracker.context.encoder_cache
+    assert cache is not None, "requests with features are rejected without an encoder cache"
     return cache

@@ -1,4 +1,4 @@
-"""Keys and values that come from elsewhere: the scheduler's side of a KV connector."""
+"""The scheduler's side of a KV connector: loads, saves and failed loads."""
 
 from __future__ import annotations
 
@@ -6,114 +6,116 @@ from collections.abc import Sequence
 
 from hardpoint.plugins import CachedPrefix, ModelRunnerOutput, RequestStatus
 
-from . import reasons
-from .live import LiveRequest
-from .recovery import forget_doubtful
+from . import wait_reasons
+from .live_request import LiveRequest
+from .results import reset_uncertain_cache
 from .step import PlannedStep, Step
-from .tracker import LOAD, SAVE, Books
+from .tracker import LOAD, SAVE, RequestTracker
 
 
-def ask_connector(
-    books: Books, request: LiveRequest, prefix: CachedPrefix
+def match_external(
+    tracker: RequestTracker, request: LiveRequest, prefix: CachedPrefix
 ) -> tuple[int | None, bool]:
-    """Return how many tokens beyond the local hit can be loaded, and whether beside the steps.
+    """Return how many tokens beyond the prefix the connector can load, and whether between steps.
 
-    None means that the connector does not know yet. At least one token is left to compute. Whoever
-    wants log-probabilities of the prompt has to compute all of it.
+    None means that the connector does not know yet. At least one token is left to compute.
     """
-    connector = books.context.connector
-    if connector is None or request.no_loading or request.params.prompt_logprobs is not None:
+    connector = tracker.context.connector
+    # Log-probabilities of the prompt need all of it computed.
+    if connector is None or request.skip_connector or request.params.prompt_logprobs is not None:
         return 0, False
-    found, beside = connector.get_num_new_matched_tokens(request, prefix.num_tokens)
+    found, asynchronous = connector.get_num_new_matched_tokens(request, prefix.num_tokens)
     if found is None:
         return None, False
     external = min(found, request.num_tokens - 1 - prefix.num_tokens)
-    return (external, beside) if external > 0 else (0, False)
+    return (external, asynchronous) if external > 0 else (0, False)
 
 
-def begin_loading(
-    books: Books, request: LiveRequest, prefix: CachedPrefix, external: int, step: Step
+def start_loading(
+    tracker: RequestTracker, request: LiveRequest, prefix: CachedPrefix, external: int, step: Step
 ) -> bool:
-    """Give a request the blocks that a connector will fill beside the steps.
+    """Allocate the blocks that a connector fills asynchronously, and block the request.
 
-    It takes no budget and no running slot. Nobody finds the blocks before they are filled.
+    It uses no budget and no running slot. The blocks are cached when they are filled.
 
     Returns:
         Whether there were enough blocks.
     """
-    if not books.cache.admit(request, prefix, 0, num_external_tokens=external, delay_caching=True):
+    if not tracker.cache.admit(
+        request, prefix, 0, num_external_tokens=external, delay_caching=True
+    ):
         return False
-    connector = books.context.connector
+    connector = tracker.context.connector
     assert connector is not None
-    connector.update_state_after_alloc(request, books.cache.block_ids(request), external)
+    connector.update_state_after_alloc(request, tracker.cache.block_ids(request), external)
     request.num_computed_tokens = prefix.num_tokens + external
-    request.loading = external
+    request.num_loading_tokens = external
     request.status = RequestStatus.WAITING_FOR_REMOTE_KV
-    books.blocked[request.request_id] = request
-    step.waiting[request.request_id] = reasons.waits_for_remote_kv(external)
+    tracker.blocked[request.request_id] = request
+    step.waiting[request.request_id] = wait_reasons.remote_kv(external)
     return True
 
 
-def take_transfers(
-    books: Books, result: ModelRunnerOutput, plans: Sequence[PlannedStep], now: float
+def process_transfers(
+    tracker: RequestTracker, result: ModelRunnerOutput, plans: Sequence[PlannedStep], now: float
 ) -> None:
-    """Take what the connector's workers report: loads that failed or ended, saves that ended.
+    """Process what the connector's workers report: failed and finished loads, finished saves.
 
     Args:
-        plans: the one of this result, and those made since.
+        plans: the result's plan, and those made since.
     """
     if result.invalid_block_ids:
-        forget_doubtful(books, plans)
-        _recompute_invalid(books, result.invalid_block_ids, now)
+        reset_uncertain_cache(tracker, plans)
+        _recompute_invalid(tracker, result.invalid_block_ids, now)
     for request_id in sorted(result.kv_loaded):
-        request = books.blocked.get(request_id)
+        request = tracker.blocked.get(request_id)
         if request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
-            _take_loaded(books, request)
+            _finish_loading(tracker, request)
         else:
-            _transfer_ended(books, request_id, LOAD)
+            _finish_transfer(tracker, request_id, LOAD)
     for request_id in sorted(result.kv_saved):
-        _transfer_ended(books, request_id, SAVE)
+        _finish_transfer(tracker, request_id, SAVE)
 
 
-def _take_loaded(books: Books, request: LiveRequest) -> None:
-    """Let a request into the queue whose blocks are filled, as far as they could be."""
-    books.cache.cache_arrived(request, request.num_computed_tokens)
-    if request.no_loading:
-        books.rewind(request)  # what is valid is found again when it is admitted
+def _finish_loading(tracker: RequestTracker, request: LiveRequest) -> None:
+    """Move a request into the queue after its load has finished or failed."""
+    tracker.cache.cache_arrived(request, request.num_computed_tokens)
+    if request.skip_connector:
+        tracker.reset_progress(request)  # valid blocks are found again at its admission
     else:
-        books.loaded[request.request_id] = request
-    books.wait(request)
+        tracker.loaded[request.request_id] = request
+    tracker.enqueue_blocked(request)
 
 
-def _transfer_ended(books: Books, request_id: str, what: str) -> None:
-    """Free the blocks of an ended request when nothing is read from or written to them."""
-    if request_id in books.lingering:
-        request, going_on = books.lingering[request_id]
-        going_on.discard(what)
-        if not going_on:
-            del books.lingering[request_id]
-            books.cache.free(request)
+def _finish_transfer(tracker: RequestTracker, request_id: str, transfer: str) -> None:
+    """Remove a transfer of a finished request; free the blocks after the last one."""
+    if request_id in tracker.pending_free:
+        request, unfinished = tracker.pending_free[request_id]
+        unfinished.discard(transfer)
+        if not unfinished:
+            del tracker.pending_free[request_id]
+            tracker.cache.free(request)
 
 
-def _recompute_invalid(books: Books, invalid: frozenset[int], now: float) -> None:
-    """Take blocks from whoever holds one that could not be loaded; what is valid stays cached.
+def _recompute_invalid(tracker: RequestTracker, invalid: frozenset[int], now: float) -> None:
+    """Reset all requests that hold a block whose load failed; valid blocks stay cached.
 
-    Those requests compute themselves what they lack, without asking the connector again.
+    They compute what is missing locally; the connector is not asked again.
     """
-    books.cache.discard(invalid)
-    for request in list(books.requests.values()):
-        tables = books.cache.block_ids(request)
-        places = [i for table in tables for i, block in enumerate(table) if block in invalid]
-        if not places:
+    tracker.cache.discard(invalid)
+    for request in list(tracker.requests.values()):
+        tables = tracker.cache.block_ids(request)
+        indices = [i for table in tables for i, block in enumerate(table) if block in invalid]
+        if not indices:
             continue
-        request.no_loading = True
-        valid = min(places) * books.cache.block_size
-        books.discard_from(request, valid)
-        request.count_as_computed(valid)
+        request.skip_connector = True
+        num_valid = min(indices) * tracker.cache.block_size
+        tracker.uncache_from(request, num_valid)
+        request.limit_cached_tokens(num_valid)
         if request.status is RequestStatus.RUNNING:
-            books.preempt(request, now)
+            tracker.preempt(request, now)
         elif request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
-            # The connector may still write to its blocks: they are freed when it says it is done.
-            request.num_computed_tokens = valid
+            # The connector may still write to its blocks: they are freed when it has finished.
+            request.num_computed_tokens = num_valid
         else:
-            books.rewind(request)
+            tracker.reset_progress(request)

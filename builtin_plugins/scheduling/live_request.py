@@ -1,80 +1,123 @@
-"""A live request with what the default scheduler looks at in every step."""
+"""The default scheduler's request: per-step state and stop conditions."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from hardpoint.plugins import (
     EngineCoreEvent,
     EngineCoreEventType,
     EngineCoreRequest,
     FinishReason,
+    RepetitionDetection,
     Request,
 )
 
-from .repetition import repeats
-
 
 class LiveRequest(Request):
-    """A request with its stop conditions at hand.
+    """A request that has not finished, with its stop conditions precomputed.
 
     Attributes:
-        loading: tokens that a connector was last asked to load beside the steps.
-        no_loading: whether a load of it was in vain, so that it computes everything itself.
-        num_external_tokens: of the cached ones, those that a connector brought.
-        told_prefill: whether an output told how its prompt was computed.
-        longest: prompt and output tokens at which it ends.
+        num_loading_tokens: tokens that a connector was last asked to load asynchronously.
+        skip_connector: whether all its tokens are computed locally, since a load failed or its
+            result became invalid.
+        num_external_tokens: those of `num_cached_tokens` that a connector loaded.
+        prefill_reported: whether an output has reported the prefill statistics.
+        max_total_tokens: number of prompt and output tokens at which it ends.
     """
 
     __slots__ = (
-        "_eos",
+        "_eos_token_ids",
         "_repetition",
-        "_stops",
+        "_stop_token_ids",
         "client_index",
         "features",
-        "loading",
-        "longest",
         "lora",
-        "no_loading",
+        "max_total_tokens",
         "num_external_tokens",
-        "told_prefill",
+        "num_loading_tokens",
+        "prefill_reported",
+        "skip_connector",
     )
 
     def __init__(self, source: EngineCoreRequest, order: int, max_model_len: int) -> None:
-        """Begin with nothing computed."""
+        """Create a request with nothing computed."""
         super().__init__(source, order)
         params = source.params
         self.client_index = source.client_index
         self.features = source.features
         self.lora = source.lora
-        self.loading = 0
-        self.no_loading = False
+        self.num_loading_tokens = 0
+        self.skip_connector = False
         self.num_external_tokens = 0
-        self.told_prefill = False
+        self.prefill_reported = False
         room = params.max_tokens if params.max_tokens is not None else max_model_len
-        self.longest = min(self.num_prompt_tokens + room, max_model_len)
-        self._eos = frozenset(source.eos_token_ids)
-        self._stops = frozenset(source.stop_token_ids)
+        self.max_total_tokens = min(self.num_prompt_tokens + room, max_model_len)
+        self._eos_token_ids = frozenset(source.eos_token_ids)
+        self._stop_token_ids = frozenset(source.stop_token_ids)
         self._repetition = params.repetition_detection
 
-    def note(self, event: EngineCoreEventType, now: float) -> None:
-        """Remember an event for the next output."""
+    def record_event(self, event: EngineCoreEventType, now: float) -> None:
+        """Record an event; the next output carries it."""
         self.events.append(EngineCoreEvent(event, now))
 
-    def count_as_computed(self, valid: int) -> None:
-        """Take it that of what was cached or brought, only the first `valid` tokens were there."""
-        lost = max(self.num_cached_tokens - valid, 0)
+    def limit_cached_tokens(self, num_valid: int) -> None:
+        """Reduce the counts of cached and external tokens to the first `num_valid` tokens."""
+        lost = max(self.num_cached_tokens - num_valid, 0)
         self.num_cached_tokens -= lost
         self.num_external_tokens = max(self.num_external_tokens - lost, 0)
 
-    def ends_with(self, token: int) -> FinishReason | None:
-        """Return why the request ends with the token that was just appended, if it does."""
-        if token in self._stops:
+    def check_stop(self, token: int) -> FinishReason | None:
+        """Return why the request ends with `token`, which was just appended; None if it goes on."""
+        if token in self._stop_token_ids:
             return FinishReason.STOP
-        if self._repetition is not None and repeats(self.output_token_ids, self._repetition):
-            return FinishReason.REPETITION  # before the length: a larger one would not have helped
-        if self.num_tokens >= self.longest:
+        # Before the length: a larger max_tokens would not have helped.
+        if self._repetition is not None and has_repetition(self.output_token_ids, self._repetition):
+            return FinishReason.REPETITION
+        if self.num_tokens >= self.max_total_tokens:
             return FinishReason.LENGTH
         return None
 
     def stop_reason(self, token: int) -> int | None:
-        """Return the token that ended it, if it was one of `stop_token_ids`."""
-        return None if token in self._eos else token
+        """Return the token that stopped the request; None if it was an end-of-sequence token."""
+        return None if token in self._eos_token_ids else token
+
+
+def has_repetition(tokens: Sequence[int], detection: RepetitionDetection) -> bool:
+    """Return whether the last tokens are `min_count` copies of a pattern of an allowed length.
+
+    It is called after every token, so it reads only the tail: usually two older tokens per pattern
+    length, and never more than 2 * `min_count` * `max_pattern` tokens.
+    """
+    count = detection.min_count
+    longest = min(detection.max_pattern, len(tokens) // count)
+    if longest < detection.min_pattern:
+        return False
+    newest = tokens[-1]
+    # The last token of a pattern ends every copy; the oldest copy rules out most lengths.
+    candidates = [
+        length
+        for length in range(detection.min_pattern, longest + 1)
+        if tokens[-1 - length * (count - 1)] == newest == tokens[-1 - length]
+    ]
+    if not candidates:
+        return False
+    return _has_period(tokens[: -1 - count * candidates[-1] : -1], candidates, count)
+
+
+def _has_period(backwards: Sequence[int], candidates: Sequence[int], count: int) -> bool:
+    """Return whether `backwards` begins with `count` copies of a pattern of a candidate length.
+
+    Z algorithm (Gusfield, Algorithms on Strings, 1997): `z[n]` is the number of tokens from n on
+    that equal those from 0 on; no token is compared twice.
+    """
+    z = [0]
+    left = right = 0  # the matching segment that reaches furthest
+    for position in range(1, candidates[-1] + 1):
+        size = min(right - position, z[position - left]) if position < right else 0
+        while position + size < len(backwards) and backwards[size] == backwards[position + size]:
+            size += 1
+        if position + size > right:
+            left, right = position, position + size
+        z.append(size)
+    return any(z[length] >= length * (count - 1) for length in candidates)

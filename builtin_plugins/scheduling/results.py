@@ -1,7 +1,8 @@
-"""What a step's results do to its requests."""
+"""The end of a step: its results are applied to its requests, or its plan was lost."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from hardpoint.plugins import (
@@ -13,69 +14,93 @@ from hardpoint.plugins import (
     RequestStatus,
 )
 
-from .encoder import free_features
-from .live import LiveRequest
+from .encoder import encoder_cache, free_computed_features
+from .live_request import LiveRequest
 from .step import PlannedStep
-from .tracker import Books
+from .tracker import RequestTracker
 
 
 class DraftCounts:
-    """Totals of speculation.
+    """Totals of speculative decoding.
 
     Attributes:
-        verified: drafts that steps looked at.
-        accepted: drafts that turned out right.
+        verified: draft tokens that steps verified.
+        accepted: draft tokens that were accepted.
     """
 
     def __init__(self) -> None:
-        """Start at zero."""
+        """Create counters at zero."""
         self.verified = 0
         self.accepted = 0
 
 
-def take_results(
-    books: Books, planned: PlannedStep, result: ModelRunnerOutput, drafts: DraftCounts
+def process_results(
+    tracker: RequestTracker, planned: PlannedStep, result: ModelRunnerOutput, drafts: DraftCounts
 ) -> list[tuple[int, EngineCoreOutput]]:
-    """Append what was sampled, end the requests that are done; return (client, output) pairs."""
-    plan = planned.plan
-    asynchronous = books.limits.asynchronous
+    """Append sampled tokens and finish requests; return (client index, output) pairs."""
+    draft_token_ids = planned.plan.draft_token_ids
+    asynchronous = tracker.limits.asynchronous
     sampled = result.sampled_token_ids
-    rare = _is_rare(result)
+    has_extras = _has_extras(result)
     computed = planned.computed_before() if result.prompt_logprobs else {}
     outputs: list[tuple[int, EngineCoreOutput]] = []
-    for place, request in enumerate(planned.requests):
-        if request.status is not RequestStatus.RUNNING:
-            continue  # ended or preempted while the model ran
-        if asynchronous and request.num_preemptions != planned.preemptions[place]:
-            continue  # preempted and back again: what was sampled for it is sampled anew
+    for position, request in enumerate(planned.requests):
+        # Void results: the request finished or was preempted while the model ran; it may run again,
+        # and its tokens are sampled again.
+        if request.status is not RequestStatus.RUNNING or (
+            asynchronous and request.num_preemptions != planned.preemptions[position]
+        ):
+            continue
         request_id = request.request_id
-        if rare and (fault := result.faults.get(request_id)):
-            outputs.append((request.client_index, _failed(books, request, fault)))
+        if has_extras and (fault := result.faults.get(request_id)):
+            outputs.append((request.client_index, _fail(tracker, request, fault)))
             continue
         if request.features:
-            free_features(books, request)
+            free_computed_features(tracker, request)
         tokens = sampled.get(request_id)
         output: EngineCoreOutput | None = None
         if tokens:
-            if plan.draft_token_ids and request_id in plan.draft_token_ids:
-                _settle_drafts(request, len(plan.draft_token_ids[request_id]), tokens, drafts)
+            if draft_token_ids and request_id in draft_token_ids:
+                _count_drafts(request, len(draft_token_ids[request_id]), tokens, drafts)
             if asynchronous:
                 request.num_output_placeholders -= len(tokens)
-            output = _take_tokens(books, request, tokens)
-        elif rare and request_id in result.pooler_output:
-            output = _take_pooled(books, request, result.pooler_output[request_id])
-        if rare:
-            output = _with_logprobs(request, computed.get(request_id, 0), result, output)
-            if output is not None:
-                output.num_nans_in_logits = result.num_nans_in_logits.get(request_id, 0)
-                output.routed_experts = result.routed_experts.get(request_id)
+            output = _append_tokens(tracker, request, tokens)
+        if has_extras:
+            output = _add_extras(tracker, request, computed.get(request_id, 0), result, output)
         if output is not None:
             outputs.append((request.client_index, output))
     return outputs
 
 
-def _is_rare(result: ModelRunnerOutput) -> bool:
-    """Whether there is more to look at than sampled tokens."""
+def lose_plan(
+    tracker: RequestTracker, lost: PlannedStep, later: Sequence[PlannedStep], now: float
+) -> None:
+    """Report a lost plan's changes again; recompute its requests and those of later plans."""
+    plan = lost.plan
+    tracker.unreported_finished |= plan.finished_request_ids
+    tracker.unreported_preempted |= plan.preempted_request_ids
+    tracker.unreported_freed_inputs += plan.freed_encoder_inputs
+    reset_uncertain_cache(tracker, [lost, *later])
+    for request in lost.requests:
+        for index in plan.encoder_inputs.get(request.request_id, ()):
+            encoder_cache(tracker).cancel(request, index)
+    for planned in (lost, *later):
+        computed = planned.computed_before()
+        for request in planned.still_running():
+            tracker.uncache_from(request, computed[request.request_id])
+            tracker.preempt(request, now)
+
+
+def reset_uncertain_cache(tracker: RequestTracker, plans: Sequence[PlannedStep]) -> None:
+    """Reset the prefix cache if it is unknown which of its blocks these plans were to fill."""
+    # Blocks are offered to other requests when a plan is made. Which ones a request had that has
+    # finished or was preempted since is not known any more.
+    if not all(planned.is_intact() for planned in plans):
+        tracker.cache.reset()
+
+
+def _has_extras(result: ModelRunnerOutput) -> bool:
+    """Return whether the result has more than sampled tokens."""
     return bool(
         result.faults
         or result.logprobs
@@ -86,41 +111,43 @@ def _is_rare(result: ModelRunnerOutput) -> bool:
     )
 
 
-def _take_tokens(books: Books, request: LiveRequest, tokens: list[int]) -> EngineCoreOutput:
+def _append_tokens(
+    tracker: RequestTracker, request: LiveRequest, tokens: list[int]
+) -> EngineCoreOutput:
     """Append sampled tokens up to the one that ends the request, if one does."""
     output = EngineCoreOutput(request_id=request.request_id, new_token_ids=tokens)
-    if request.events or not request.told_prefill:
-        _tell_news(request, output)
+    if request.events or not request.prefill_reported:
+        _add_events(request, output)
     for count, token in enumerate(tokens, 1):
         request.append(token)
-        reason = request.ends_with(token)
+        reason = request.check_stop(token)
         if reason is not None:
             output.finish_reason = reason
             if reason is FinishReason.STOP:
                 output.stop_reason = request.stop_reason(token)
             if count < len(tokens):
                 output.new_token_ids = tokens[:count]
-            books.finish(request, output)
+            tracker.finish(request, output)
             break
     return output
 
 
-def _take_pooled(books: Books, request: LiveRequest, pooled: Any) -> EngineCoreOutput:
-    """End a request that pools: its prompt is computed, and it gives no tokens."""
+def _finish_pooled(tracker: RequestTracker, request: LiveRequest, pooled: Any) -> EngineCoreOutput:
+    """Finish a pooling request: its prompt is computed, and it generates no tokens."""
     output = EngineCoreOutput(
         request_id=request.request_id,
         finish_reason=FinishReason.STOP,
         pooling_output=pooled,
     )
-    _tell_news(request, output)
-    books.finish(request, output)
+    _add_events(request, output)
+    tracker.finish(request, output)
     return output
 
 
-def _tell_news(request: LiveRequest, output: EngineCoreOutput) -> None:
-    """Add what happened, and how the prompt was computed with the first output after that."""
-    if not request.told_prefill:
-        request.told_prefill = True
+def _add_events(request: LiveRequest, output: EngineCoreOutput) -> None:
+    """Add the request's events, and the prefill statistics to its first output."""
+    if not request.prefill_reported:
+        request.prefill_reported = True
         cached = max(request.num_cached_tokens, 0)
         output.num_cached_tokens = cached
         output.prefill_stats = PrefillStats(
@@ -130,36 +157,49 @@ def _tell_news(request: LiveRequest, output: EngineCoreOutput) -> None:
         output.events, request.events = request.events, []
 
 
-def _settle_drafts(
+def _count_drafts(
     request: LiveRequest, verified: int, tokens: list[int], drafts: DraftCounts
 ) -> None:
-    """Take back the positions of rejected drafts: they were counted as computed."""
+    """Count drafts, and subtract rejected ones from the computed tokens."""
     accepted = len(tokens) - 1
     request.num_computed_tokens -= verified - accepted
     drafts.verified += verified
     drafts.accepted += accepted
 
 
-def _with_logprobs(
+def _add_extras(
+    tracker: RequestTracker,
     request: LiveRequest,
     computed_before: int,
     result: ModelRunnerOutput,
     output: EngineCoreOutput | None,
 ) -> EngineCoreOutput | None:
-    """Add log-probabilities to a request's output; make one if only those of its prompt came."""
-    if output is not None and (logprobs := result.logprobs.get(request.request_id)):
+    """Add pooled values, log-probabilities and debug data of a request to its output.
+
+    Returns:
+        The output; a new one if there was none and pooled values or log-probabilities of the
+        prompt have arrived.
+    """
+    request_id = request.request_id
+    if output is None and request_id in result.pooler_output:
+        output = _finish_pooled(tracker, request, result.pooler_output[request_id])
+    if output is not None and (logprobs := result.logprobs.get(request_id)):
         output.logprobs = logprobs[: len(output.new_token_ids)]
-    if prompt_logprobs := result.prompt_logprobs.get(request.request_id):
+    if prompt_logprobs := result.prompt_logprobs.get(request_id):
         first = computed_before + 1 if computed_before else 0
-        fresh = prompt_logprobs[max(request.num_prompt_logprobs - first, 0) :]
-        request.num_prompt_logprobs += len(fresh)
-        if fresh:
-            output = output or EngineCoreOutput(request_id=request.request_id)
-            output.prompt_logprobs = fresh
+        new = prompt_logprobs[max(request.num_prompt_logprobs - first, 0) :]
+        request.num_prompt_logprobs += len(new)
+        if new:
+            output = output or EngineCoreOutput(request_id=request_id)
+            output.prompt_logprobs = new
+    if output is not None:
+        output.num_nans_in_logits = result.num_nans_in_logits.get(request_id, 0)
+        output.routed_experts = result.routed_experts.get(request_id)
     return output
 
 
-def _failed(books: Books, request: LiveRequest, fault: RequestFault) -> EngineCoreOutput:
-    output = books.last_output(request, FinishReason.ERROR, fault.message)
+def _fail(tracker: RequestTracker, request: LiveRequest, fault: RequestFault) -> EngineCoreOutput:
+    """Finish a request with the error of a plugin."""
+    output = tracker.finish_now(request, FinishReason.ERROR, fault.message)
     output.faulty_plugin = fault.plugin
     return output

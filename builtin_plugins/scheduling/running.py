@@ -1,45 +1,44 @@
-"""The first half of a step: tokens for the requests that run."""
+"""The first half of a step: tokens for running requests, and preemption."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hardpoint.plugins import BlockIds, RequestStatus
 
-from . import reasons
-from .encoder import choose_features, take_features
-from .live import LiveRequest
+from . import wait_reasons
+from .encoder import choose_features, schedule_features
+from .live_request import LiveRequest
 from .step import Step
-from .tracker import Books
+from .tracker import RequestTracker
 
 
-def schedule_running(books: Books, step: Step) -> None:
-    """Give running requests their tokens, in order of admission, while the budget lasts.
+def schedule_running(tracker: RequestTracker, step: Step) -> None:
+    """Schedule tokens of running requests, in order of admission, while the budget lasts.
 
-    One that can get nothing is passed over; one that has to give way itself ends the pass.
+    A request that can get none is passed over; one that would have to be preempted itself ends the
+    pass.
     """
-    extend, looks_ahead = books.cache.extend, books.limits.num_lookahead_tokens > 0
-    for request in tuple(books.running.values()):
+    extend, has_lookahead = tracker.cache.extend, tracker.limits.num_lookahead_tokens > 0
+    for request in tuple(tracker.running.values()):
         if step.budget <= 0:
             break
         if request.status is not RequestStatus.RUNNING:  # preempted by one before it
             continue
-        # A plain decode, which is what most of them are, needs no limits: it wants one token, and
-        # whoever has not ended has room for one.
+        # The common case is a plain decode: it needs one token and no limit applies, since a
+        # request that has not finished has room for one.
         tokens = request.num_tokens - request.num_computed_tokens
-        if tokens != 1 or request.draft_token_ids:
-            tokens = _tokens_wanted(books, request, step)
+        features: Sequence[int] = ()
+        if tokens != 1 or request.draft_token_ids or request.features:
+            tokens, features = _limit_tokens(tracker, request, step)
             if tokens <= 0:
                 continue
-        features: list[int] = []
-        if request.features:
-            tokens, features = choose_features(
-                books, request, request.num_computed_tokens, tokens, step
-            )
-            if tokens <= 0:
-                continue
-        ahead = books.lookahead(request.num_computed_tokens + tokens) if looks_ahead else 0
-        blocks = extend(request, tokens, ahead)
+        lookahead = (
+            tracker.num_lookahead(request.num_computed_tokens + tokens) if has_lookahead else 0
+        )
+        blocks = extend(request, tokens, lookahead)
         if blocks is None:
-            blocks = _make_room(books, request, (tokens, ahead), step)
+            blocks = _preempt_for(tracker, request, (tokens, lookahead), step)
             if blocks is None:
                 break
         request_id = request.request_id
@@ -48,72 +47,90 @@ def schedule_running(books: Books, step: Step) -> None:
         step.budget -= tokens
         if blocks:
             step.new_blocks[request_id] = blocks
-        if request.draft_token_ids:
-            _take_drafts(request, tokens, step)
-        if features:
-            take_features(books, request, features, step)
+        if request.draft_token_ids or features:
+            _schedule_inputs(tracker, request, tokens, features, step)
 
 
-def _tokens_wanted(books: Books, request: LiveRequest, step: Step) -> int:
-    """Return how many tokens a request can get, blocks aside; notes the reason if none."""
-    limits = books.limits
+def _limit_tokens(
+    tracker: RequestTracker, request: LiveRequest, step: Step
+) -> tuple[int, Sequence[int]]:
+    """Return how many tokens a request can get, blocks aside, and which features they need.
+
+    Where it can get none, the step's `waiting` has the reason.
+    """
+    limits = tracker.limits
     computed = request.num_computed_tokens
-    planned = request.num_output_placeholders
-    tokens = request.num_tokens + planned + len(request.draft_token_ids) - computed
-    if planned and request.num_tokens + planned >= request.longest:
-        tokens = 0  # the tokens that are on their way end it, at the latest
+    placeholders = request.num_output_placeholders
+    tokens = request.num_tokens + placeholders + len(request.draft_token_ids) - computed
+    if placeholders and request.num_tokens + placeholders >= request.max_total_tokens:
+        tokens = 0  # it ends with the outputs in flight, at the latest
     if 0 < limits.long_prefill_token_threshold < tokens:
         tokens = limits.long_prefill_token_threshold
     # Drafts must not reach beyond the last position that can be computed.
     tokens = min(tokens, step.budget, limits.max_model_len - 1 - computed)
     if tokens <= 0:
-        step.waiting[request.request_id] = reasons.waits_for_results(planned)
-    return tokens
+        step.waiting[request.request_id] = wait_reasons.results(placeholders)
+        return 0, ()
+    if request.features:
+        return choose_features(tracker, request, computed, tokens, step)
+    return tokens, ()
 
 
-def _make_room(
-    books: Books, request: LiveRequest, tokens: tuple[int, int], step: Step
+def _preempt_for(
+    tracker: RequestTracker, request: LiveRequest, tokens: tuple[int, int], step: Step
 ) -> BlockIds | None:
-    """Preempt until a request gets blocks for tokens and lookahead; None if it gets none."""
-    why = f"{request.request_id!r} needed KV blocks, {books.cache.num_free_blocks} were free"
-    step.stopped = reasons.room_is_short(why)
-    while (blocks := books.cache.extend(request, *tokens)) is None:
-        if len(books.running) == 1 and books.give_up_loaded():
+    """Preempt victims until a request gets blocks for tokens and lookahead; None if it gets none.
+
+    No request is admitted in a step that preempts.
+    """
+    cause = f"{request.request_id!r} needed KV blocks, {tracker.cache.num_free_blocks} were free"
+    step.admission_stopped = wait_reasons.running_lack_blocks(cause)
+    while (blocks := tracker.cache.extend(request, *tokens)) is None:
+        if len(tracker.running) == 1 and tracker.reset_last_loaded():
             continue
-        victim = books.policy.victim(tuple(books.running.values()), books.load(step))
-        assert isinstance(victim, LiveRequest), "the policy's guard returns one that runs"
+        load = tracker.load(step.now, step.budget)
+        victim = tracker.policy.victim(tuple(tracker.running.values()), load)
+        assert isinstance(victim, LiveRequest), "the policy's guard returns a running request"
         if victim is not request:
-            _preempt(books, victim, why, step)
+            _preempt(tracker, victim, cause, step)
             continue
         if request.num_output_placeholders:
-            # What is on its way would be lost, and if that happened in every step, it would never
-            # get on. So it keeps its blocks until everything is in.
-            reason = reasons.waits_for_results(request.num_output_placeholders)
+            # Its outputs in flight would be lost; if that happened in every step, it would never
+            # make progress. So it keeps its blocks until they have arrived.
+            reason = wait_reasons.results(request.num_output_placeholders)
             step.waiting[request.request_id] = reason
             return None
-        _preempt(books, request, why, step)
-        if books.end_if_too_long(request):
+        _preempt(tracker, request, cause, step)
+        if tracker.finish_if_too_long(request):
             del step.waiting[request.request_id]
         return None
     return blocks
 
 
-def _preempt(books: Books, victim: LiveRequest, why: str, step: Step) -> None:
-    """Undo what the step gave a request, and take its blocks."""
-    if victim.request_id in step.running:  # what this step was to compute can be found already
-        books.discard_from(victim, victim.num_computed_tokens)
-    orphans = step.withdraw(victim)
-    if orphans and books.context.encoder_cache is not None:
-        for index in orphans:
-            books.context.encoder_cache.cancel(victim, index)
-    books.preempt(victim, step.now)
-    step.preempted[victim.request_id] = why
-    step.waiting[victim.request_id] = reasons.preempted(why)
+def _preempt(tracker: RequestTracker, victim: LiveRequest, cause: str, step: Step) -> None:
+    """Withdraw a request from the step and preempt it."""
+    if victim.request_id in step.running:  # blocks that this step was to fill are cached already
+        tracker.uncache_from(victim, victim.num_computed_tokens)
+    unused = step.withdraw(victim)
+    if unused and tracker.context.encoder_cache is not None:
+        for index in unused:
+            tracker.context.encoder_cache.cancel(victim, index)
+    tracker.preempt(victim, step.now)
+    step.preempted[victim.request_id] = cause
+    step.waiting[victim.request_id] = wait_reasons.preempted(cause)
 
 
-def _take_drafts(request: LiveRequest, tokens: int, step: Step) -> None:
-    """Put into the step as many drafts as got tokens; the others are lost."""
-    count = tokens - (request.num_tokens - request.num_computed_tokens)
-    if count > 0:
-        step.drafts[request.request_id] = request.draft_token_ids[:count]
+def _schedule_inputs(
+    tracker: RequestTracker,
+    request: LiveRequest,
+    tokens: int,
+    features: Sequence[int],
+    step: Step,
+) -> None:
+    """Add features and as many drafts to the step as `tokens` covers; drop the other drafts."""
+    num_drafts = tokens - (request.num_tokens - request.num_computed_tokens)
+    if request.draft_token_ids and num_drafts > 0:
+        step.drafts[request.request_id] = request.draft_token_ids[:num_drafts]
     request.draft_token_ids = []
+    if features:
+        schedule_features(tracker, request, features, step)

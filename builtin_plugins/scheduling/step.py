@@ -1,8 +1,11 @@
-"""A step while it is being planned, and the plan that comes of it."""
+"""A step: its state while it is planned, the plan built from it, and plans in flight."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from hardpoint.plugins import (
     BlockIds,
@@ -10,28 +13,35 @@ from hardpoint.plugins import (
     NewRequest,
     RequestStatus,
     SchedulerOutput,
+    StepRecord,
     WaitReason,
 )
 
-from .live import LiveRequest
+from .live_request import LiveRequest
+from .tracker import RequestTracker
 
 
 @dataclass(slots=True)
 class Step:
-    """What a step gives to whom so far.
+    """A step while it is planned.
 
     Attributes:
         number: serial number.
-        now: seconds on the engine's clock; the one reading of this step.
-        budget: tokens that are left.
-        encoder_budget: encoder tokens that are left.
-        tokens: by request id, running requests first.
-        running, admitted: the requests that get them.
-        new_blocks: by request id, where a running one got some.
-        encoding: by identifier, the ids of those for whom it is encoded in this step.
-        preempted: by request id, why.
-        waiting: who was looked at and left, and why.
-        stopped: why nobody further was admitted.
+        now: time in seconds on the engine's clock, read once per step.
+        budget: tokens left.
+        encoder_budget: encoder tokens left.
+        tokens: scheduled tokens by request id, running requests first.
+        running: running requests that get tokens, by id.
+        admitted: requests admitted in this step, by id.
+        new_requests: the plan's entries of the admitted requests.
+        new_blocks: new blocks of running requests, by id.
+        drafts: draft tokens to verify, by request id.
+        encoder_inputs: indices of the features to encode, by request id.
+        encoding: ids of the requests that use a feature encoded in this step, by its identifier.
+        preempted: cause of the preemption, by request id.
+        timed_out: ids of the requests whose deadline has passed.
+        waiting: reasons of the requests that were considered and got no tokens, by id.
+        admission_stopped: why no further request was admitted.
     """
 
     number: int
@@ -41,21 +51,21 @@ class Step:
     tokens: dict[str, int] = field(default_factory=dict)
     running: dict[str, LiveRequest] = field(default_factory=dict)
     admitted: dict[str, LiveRequest] = field(default_factory=dict)
-    entries: list[NewRequest] = field(default_factory=list)
+    new_requests: list[NewRequest] = field(default_factory=list)
     new_blocks: dict[str, BlockIds] = field(default_factory=dict)
     drafts: dict[str, list[int]] = field(default_factory=dict)
-    encoder_inputs: dict[str, list[int]] = field(default_factory=dict)
+    encoder_inputs: dict[str, Sequence[int]] = field(default_factory=dict)
     encoding: dict[str, set[str]] = field(default_factory=dict)
     preempted: dict[str, str] = field(default_factory=dict)
     timed_out: list[str] = field(default_factory=list)
     waiting: dict[str, WaitReason] = field(default_factory=dict)
-    stopped: WaitReason | None = None
+    admission_stopped: WaitReason | None = None
 
     def withdraw(self, request: LiveRequest) -> list[int]:
-        """Take back everything that a running request got in this step.
+        """Undo everything that the step scheduled for a running request.
 
         Returns:
-            The features that nobody will encode now.
+            Indices of its features that no request needs encoded in this step any more.
         """
         request_id = request.request_id
         if request_id not in self.running:
@@ -64,18 +74,18 @@ class Step:
         self.budget += self.tokens.pop(request_id)
         self.new_blocks.pop(request_id, None)
         self.drafts.pop(request_id, None)
-        orphans = []
+        unused = []
         for index in self.encoder_inputs.pop(request_id, ()):
             feature = request.features[index]
             users = self.encoding.get(feature.identifier, set())
             users.discard(request_id)
             if not users and self.encoding.pop(feature.identifier, None) is not None:
                 self.encoder_budget += feature.length
-                orphans.append(index)
-        return orphans
+                unused.append(index)
+        return unused
 
     def cached_requests(self) -> CachedRequests:
-        """Return the running requests of the step, as differences."""
+        """Return the plan's entry of the running requests."""
         running = self.running.values()
         return CachedRequests(
             list(self.running), [r.num_computed_tokens for r in running], self.new_blocks
@@ -84,11 +94,11 @@ class Step:
 
 @dataclass(slots=True)
 class PlannedStep:
-    """A plan whose results are not in.
+    """A plan whose results have not arrived.
 
     Attributes:
-        requests: that get tokens, in the plan's order.
-        preemptions: how often each had been preempted when it was planned; results of a request
+        requests: the requests that get tokens, in the plan's order.
+        preemptions: `num_preemptions` of each request when it was planned; results of a request
             that was preempted since are void.
     """
 
@@ -97,13 +107,11 @@ class PlannedStep:
     preemptions: list[int]
 
     def computed_before(self) -> dict[str, int]:
-        """Return by request id how many tokens were surely there before it.
-
-        Of a new request it is not known how many its plan was to load.
-        """
+        """Return how many tokens of each request were certainly computed before the step, by id."""
         plan = self.plan
         cached = plan.cached_requests
         computed = dict(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
+        # How many tokens of a new request the plan was to load is not known here.
         loads = plan.kv_connector_metadata is not None
         return computed | {
             new.source.request_id: 0 if loads else new.num_computed_tokens
@@ -111,7 +119,7 @@ class PlannedStep:
         }
 
     def still_running(self) -> list[LiveRequest]:
-        """Return those that were neither ended nor preempted since it was planned."""
+        """Return the requests that were neither finished nor preempted since the step's plan."""
         return [
             request
             for request, count in zip(self.requests, self.preemptions, strict=True)
@@ -119,5 +127,65 @@ class PlannedStep:
         ]
 
     def is_intact(self) -> bool:
-        """Whether that is all of them."""
+        """Return whether all its requests are still running."""
         return len(self.still_running()) == len(self.requests)
+
+
+def make_plan(tracker: RequestTracker, step: Step) -> SchedulerOutput:
+    """Return the plan of a step for the workers; the tracker's unreported changes move into it."""
+    finished, tracker.unreported_finished = frozenset(tracker.unreported_finished), set()
+    preempted, tracker.unreported_preempted = frozenset(tracker.unreported_preempted), set()
+    plan = SchedulerOutput(
+        step=step.number,
+        new_requests=step.new_requests,
+        cached_requests=step.cached_requests(),
+        num_scheduled_tokens=step.tokens,
+        total_num_scheduled_tokens=tracker.limits.max_num_batched_tokens - step.budget,
+        draft_token_ids=step.drafts,
+        encoder_inputs=step.encoder_inputs,
+        freed_encoder_inputs=_pop_freed_inputs(tracker),
+        structured_request_ids=_structured_rows(tracker, step),
+        preempted_request_ids=preempted,
+        finished_request_ids=finished,
+    )
+    connector = tracker.context.connector
+    if connector is not None:
+        metadata = connector.build_connector_meta(plan)
+        plan = msgspec.structs.replace(plan, kv_connector_metadata=metadata)
+    return plan
+
+
+def make_record(tracker: RequestTracker, step: Step, plan: SchedulerOutput) -> StepRecord:
+    """Return the record of a step's decisions."""
+    return StepRecord(
+        step=step.number,
+        timestamp=step.now,
+        scheduled=plan.num_scheduled_tokens,
+        new=[new.source.request_id for new in plan.new_requests if not new.resumed],
+        resumed=[new.source.request_id for new in plan.new_requests if new.resumed],
+        preempted=step.preempted,
+        finished=sorted(plan.finished_request_ids),
+        timed_out=step.timed_out,
+        waiting=step.waiting,
+        admission_stopped=step.admission_stopped,
+        num_running=len(tracker.running),
+        num_waiting=tracker.num_waiting,
+        num_free_blocks=tracker.cache.num_free_blocks,
+        token_budget=tracker.limits.max_num_batched_tokens,
+    )
+
+
+def _structured_rows(tracker: RequestTracker, step: Step) -> dict[str, int]:
+    """Return the positions of the requests with a grammar in the plan, by id."""
+    grammars = tracker.context.grammars
+    if grammars is None:
+        return {}
+    requests = [*step.running.values(), *step.admitted.values()]
+    return {r.request_id: i for i, r in enumerate(requests) if grammars.uses(r)}
+
+
+def _pop_freed_inputs(tracker: RequestTracker) -> Sequence[str]:
+    """Return and clear the freed encoder inputs that no plan has reported."""
+    freed, tracker.unreported_freed_inputs = tracker.unreported_freed_inputs, []
+    cache = tracker.context.encoder_cache
+    return [*freed, *cache.take_freed()] if cache is not None else freed

@@ -1,4 +1,4 @@
-"""The scheduler's books: who is where, and the moves between places."""
+"""The state of all live requests, and their transitions between queues."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from hardpoint.plugins import (
     SchedulingPolicy,
 )
 
-from .live import LiveRequest
-from .step import Step
+from .live_request import LiveRequest
 from .waiting_queue import WaitingQueue
 
 LOAD, SAVE = "load", "save"
+"""Transfers of a KV connector."""
 
 
-class Books:
-    """Every live request is in exactly one of `running`, `waiting` and `blocked`.
+class RequestTracker:
+    """All live requests; each one is in exactly one of `running`, `waiting` and `blocked`.
 
     Attributes:
-        requests: all live ones, by id.
+        requests: all live requests, by id.
         running: by id, in order of admission.
-        waiting: may run when their turn comes.
-        blocked: wait for a grammar or for remote KV, by id.
-        loaded: those that wait and hold blocks which a connector filled, by id.
-        lingering: ended requests whose blocks a connector still needs, by id, with what is not
-            over: LOAD, SAVE or both.
-        loras: adapters of running requests, by id, with the number of requests.
-        ended: outputs of requests that ended while a step was planned.
-        untold: ended requests that no plan has told of.
-        preempted: requests that lost their blocks and that no plan has told of.
-        unfreed: encoder inputs that were freed and that no plan has told of.
-        keeps_accounts, holds_back: whether the policy wants to know what was scheduled, and
-            whether it has a say in who is admitted. What it does not do costs nothing.
-        ended_ids: by client, ids that ended since its last outputs.
+        waiting: ready to be admitted.
+        blocked: waiting for a grammar or for remote KV, by id.
+        loaded: waiting requests that hold blocks which a connector has filled, by id.
+        pending_free: finished requests whose blocks a connector still uses, by id, each with its
+            unfinished transfers (LOAD, SAVE or both).
+        active_loras: number of running requests by adapter id.
+        finished_outputs: last outputs, with client index, of requests that ended during planning.
+        unreported_finished: ids of finished requests that no plan has reported.
+        unreported_preempted: ids of preempted requests that no plan has reported.
+        unreported_freed_inputs: freed encoder inputs that no plan has reported.
+        finished_ids: ids that finished since the last outputs, by client index.
+        policy_counts_tokens: whether the policy implements `scheduled`.
+        policy_limits_admission: whether the policy implements `admit`.
     """
 
     def __init__(self, context: SchedulerContext) -> None:
-        """Start empty."""
+        """Create a tracker without requests."""
         self.context = context
         self.limits = context.limits
         self.cache = context.kv_cache
@@ -56,26 +56,27 @@ class Books:
         self.waiting = WaitingQueue(context.policy)
         self.blocked: dict[str, LiveRequest] = {}
         self.loaded: dict[str, LiveRequest] = {}
-        self.lingering: dict[str, tuple[LiveRequest, set[str]]] = {}
-        self.loras: Counter[int] = Counter()
-        self.ended: list[tuple[int, EngineCoreOutput]] = []
-        self.untold: set[str] = set()
-        self.preempted: set[str] = set()
-        self.unfreed: list[str] = []
-        self.ended_ids: dict[int, set[str]] = {}
+        self.pending_free: dict[str, tuple[LiveRequest, set[str]]] = {}
+        self.active_loras: Counter[int] = Counter()
+        self.finished_outputs: list[tuple[int, EngineCoreOutput]] = []
+        self.unreported_finished: set[str] = set()
+        self.unreported_preempted: set[str] = set()
+        self.unreported_freed_inputs: list[str] = []
+        self.finished_ids: dict[int, set[str]] = {}
         self.num_preemptions = 0
         self._deadlines: list[tuple[float, int, str]] = []
 
     def set_policy(self, policy: SchedulingPolicy) -> None:
-        """Decide by another policy from now on."""
+        """Use another policy from now on."""
+        # A hook that the policy does not implement is never called.
         self.policy = policy
-        self.keeps_accounts = _overrides(policy, "scheduled")
-        self.holds_back = _overrides(policy, "admit")
+        self.policy_counts_tokens = _overrides(policy, "scheduled")
+        self.policy_limits_admission = _overrides(policy, "admit")
 
-    # Coming
+    # Arrival and deadlines
 
     def add(self, request: LiveRequest) -> None:
-        """Take a new request."""
+        """Add a new request to `waiting`, or to `blocked` while its grammar is compiled."""
         grammars = self.context.grammars
         self.policy.added(request)
         if grammars is not None and grammars.uses(request):
@@ -88,9 +89,9 @@ class Books:
             entry = (deadline, request.order, request.request_id)
             heapq.heappush(self._deadlines, entry)
         if self.context.log_stats:
-            request.note(EngineCoreEventType.QUEUED, self.context.clock())
+            request.record_event(EngineCoreEventType.QUEUED, self.context.clock())
 
-    def expired(self, now: float) -> Iterator[LiveRequest]:
+    def pop_expired(self, now: float) -> Iterator[LiveRequest]:
         """Yield the live requests whose deadline has passed, each once."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, order, request_id = heapq.heappop(self._deadlines)
@@ -98,49 +99,49 @@ class Books:
             if request is not None and request.order == order:
                 yield request
 
-    def is_overdue(self, now: float) -> bool:
-        """Whether a deadline has passed that nobody was told of; perhaps of an ended request."""
+    def has_expired(self, now: float) -> bool:
+        """Return whether a deadline has passed that was not popped, of a live request or not."""
         return bool(self._deadlines) and self._deadlines[0][0] <= now
 
-    # Between places
+    # Transitions
 
-    def run(self, request: LiveRequest, step: Step) -> None:
-        """Let a request run that left the queue or is about to."""
+    def start_running(self, request: LiveRequest, now: float) -> None:
+        """Move a request into `running`; the caller removes it from the queue."""
         request.status = RequestStatus.RUNNING
         self.loaded.pop(request.request_id, None)
         self.running[request.request_id] = request
         if request.lora is not None:
-            self.loras[request.lora.id] += 1
+            self.active_loras[request.lora.id] += 1
         if self.context.log_stats:
-            request.note(EngineCoreEventType.SCHEDULED, step.now)
+            request.record_event(EngineCoreEventType.SCHEDULED, now)
 
-    def wait(self, request: LiveRequest) -> None:
-        """Put a request that was blocked into the queue."""
+    def enqueue_blocked(self, request: LiveRequest) -> None:
+        """Move a request from `blocked` into `waiting`."""
         del self.blocked[request.request_id]
         request.status = RequestStatus.WAITING
         self.waiting.push(request)
 
     def preempt(self, request: LiveRequest, now: float) -> None:
-        """Take a running request's blocks and put it back into the queue."""
-        self._stop_running(request)
+        """Free a running request's blocks and move it into `waiting`."""
+        self._remove_running(request)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self.preempted.add(request.request_id)
-        self.rewind(request)
+        self.unreported_preempted.add(request.request_id)
+        self.reset_progress(request)
         self.policy.preempted(request)
         if self.context.log_stats:
-            request.note(EngineCoreEventType.PREEMPTED, now)
+            request.record_event(EngineCoreEventType.PREEMPTED, now)
         self.waiting.push(request)
 
-    def discard_from(self, request: LiveRequest, num_tokens: int) -> None:
-        """Let nobody find what a request's blocks hold from position `num_tokens` on."""
+    def uncache_from(self, request: LiveRequest, num_tokens: int) -> None:
+        """Remove a request's blocks from position `num_tokens` on from the prefix cache."""
         first = num_tokens // self.cache.block_size
         tables = self.cache.block_ids(request)
         self.cache.discard(block for table in tables for block in table[first:])
 
-    def rewind(self, request: LiveRequest) -> None:
-        """Take everything from a request that it would have to compute anew."""
+    def reset_progress(self, request: LiveRequest) -> None:
+        """Free a request's blocks and drop all computed state; it is computed again."""
         self.cache.free(request)
         if self.context.encoder_cache is not None:
             self.context.encoder_cache.free(request)
@@ -149,54 +150,54 @@ class Books:
         request.draft_token_ids = []
         self.loaded.pop(request.request_id, None)
 
-    def give_up_loaded(self, but: LiveRequest | None = None) -> bool:
-        """Take the blocks of the last request that waits with loaded ones; it computes them anew.
+    def reset_last_loaded(self, keep: LiveRequest | None = None) -> bool:
+        """Free the blocks of the newest waiting request that holds loaded ones.
 
-        For when nobody else could go on: who waits is not preempted otherwise.
+        For when no other request can go on: waiting requests are never preempted otherwise.
 
         Args:
-            but: keeps its blocks.
+            keep: a request that keeps its blocks.
 
         Returns:
-            Whether there was one.
+            Whether a request lost its blocks.
         """
-        holders = [holder for holder in self.loaded.values() if holder is not but]
+        holders = [holder for holder in self.loaded.values() if holder is not keep]
         if not holders:
             return False
-        self.rewind(max(holders, key=lambda holder: holder.order))
+        self.reset_progress(max(holders, key=lambda holder: holder.order))
         return True
 
-    # Going
+    # Finishing
 
     def finish(self, request: LiveRequest, output: EngineCoreOutput) -> None:
-        """End a request; `output` is its last and gets what is to be said at the end."""
+        """Finish a request; complete `output`, its last one."""
         request_id = request.request_id
         loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KV
         if request.status is RequestStatus.RUNNING:
-            self._stop_running(request)
+            self._remove_running(request)
         elif request_id in self.blocked:
             del self.blocked[request_id]
         else:
             self.waiting.remove(request)
             self.loaded.pop(request_id, None)
         del self.requests[request_id]
-        self.untold.add(request_id)
+        self.unreported_finished.add(request_id)
         request.status = RequestStatus.FINISHED
         output.trace_headers = request.source.trace_headers
-        self._let_go_of_blocks(request, output, loading=loading)
+        self._free_blocks(request, output, loading=loading)
         if self.context.encoder_cache is not None:
             self.context.encoder_cache.free(request)
         if self.context.report_finished:
-            self.ended_ids.setdefault(request.client_index, set()).add(request_id)
-        self.policy.finished(request)  # may end the engine; all else is in order by then
+            self.finished_ids.setdefault(request.client_index, set()).add(request_id)
+        self.policy.finished(request)  # may raise; the rest of the state is consistent by then
         if len(self._deadlines) > 64 + 2 * len(self.requests):
             self._deadlines = [d for d in self._deadlines if d[2] in self.requests]
             heapq.heapify(self._deadlines)
 
-    def last_output(
+    def finish_now(
         self, request: LiveRequest, reason: FinishReason, error: str | None = None
     ) -> EngineCoreOutput:
-        """End a request outside of `update`; return its last output."""
+        """Finish a request without new tokens; return its last output."""
         output = EngineCoreOutput(
             request_id=request.request_id,
             finish_reason=reason,
@@ -206,87 +207,92 @@ class Books:
         self.finish(request, output)
         return output
 
-    def end(self, request: LiveRequest, reason: FinishReason, error: str | None = None) -> None:
-        """End a request while a step is planned; the next `update` tells."""
-        self.ended.append((request.client_index, self.last_output(request, reason, error)))
+    def finish_in_planning(
+        self, request: LiveRequest, reason: FinishReason, error: str | None = None
+    ) -> None:
+        """Finish a request while a step is planned; the next `update` returns its output."""
+        output = self.finish_now(request, reason, error)
+        self.finished_outputs.append((request.client_index, output))
 
-    def end_if_too_long(self, request: LiveRequest) -> bool:
-        """End a request that the whole cache cannot hold: it would be preempted for ever.
-
-        Returns:
-            Whether it was ended.
-        """
+    def finish_if_too_long(self, request: LiveRequest) -> bool:
+        """Finish a request that the whole cache cannot hold; return whether it was one."""
+        # It would be preempted for ever.
         needed, usable = self.blocks_needed(request.num_tokens), self.cache.num_usable_blocks
         if needed <= usable:
             return False
-        ahead = self.lookahead(request.num_tokens)
-        self.end(
+        lookahead = self.num_lookahead(request.num_tokens)
+        self.finish_in_planning(
             request,
             FinishReason.ERROR,
             f"the KV cache is too small: {request.num_tokens} tokens"
-            f"{f' and {ahead} of lookahead' if ahead else ''} need {needed} blocks of "
+            f"{f' and {lookahead} of lookahead' if lookahead else ''} need {needed} blocks of "
             f"{self.cache.block_size} tokens, the cache has {usable}",
         )
         return True
 
-    def by_client(
+    def group_by_client(
         self, outputs: list[tuple[int, EngineCoreOutput]], now: float
     ) -> dict[int, EngineCoreOutputs]:
-        """Return outputs by client index, with the ids that ended."""
+        """Return outputs and finished ids by client index."""
         result: dict[int, EngineCoreOutputs] = {}
         for client, output in outputs:
             if client not in result:
                 result[client] = EngineCoreOutputs(timestamp=now)
             result[client].outputs.append(output)
-        for client, ids in self.ended_ids.items():
+        for client, ids in self.finished_ids.items():
             if client not in result:
                 result[client] = EngineCoreOutputs(timestamp=now)
             result[client].finished_requests = ids
-        self.ended_ids = {}
+        self.finished_ids = {}
         return result
 
-    # Asking
+    # Queries
 
-    def load(self, step: Step) -> Load:
-        """Return how full the engine is."""
+    @property
+    def num_waiting(self) -> int:
+        """The number of requests that wait or are blocked."""
+        return len(self.waiting) + len(self.blocked)
+
+    def load(self, now: float, token_budget: int) -> Load:
+        """Return the engine's load, as policies see it."""
         return Load(
-            now=step.now,
+            now=now,
             num_running=len(self.running),
             max_num_seqs=self.limits.max_num_seqs,
             num_waiting=len(self.waiting) + len(self.blocked),
-            token_budget=step.budget,
+            token_budget=token_budget,
             num_free_blocks=self.cache.num_free_blocks,
             num_blocks=self.cache.num_usable_blocks,
         )
 
-    def lookahead(self, num_tokens: int) -> int:
-        """Return for how many tokens more than these blocks are had: none beyond the longest."""
+    def num_lookahead(self, num_tokens: int) -> int:
+        """Return the number of lookahead tokens after `num_tokens`, within `max_model_len`."""
         return min(self.limits.num_lookahead_tokens, self.limits.max_model_len - num_tokens)
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """Return how many blocks a request of so many tokens needs, lookahead included."""
-        return self.cache.blocks_needed(num_tokens + self.lookahead(num_tokens))
+        """Return the number of blocks for `num_tokens` tokens and their lookahead."""
+        return self.cache.blocks_needed(num_tokens + self.num_lookahead(num_tokens))
 
-    def _stop_running(self, request: LiveRequest) -> None:
+    def _remove_running(self, request: LiveRequest) -> None:
         del self.running[request.request_id]
         if request.lora is not None:
-            self.loras[request.lora.id] -= 1
-            if not self.loras[request.lora.id]:
-                del self.loras[request.lora.id]
+            self.active_loras[request.lora.id] -= 1
+            if not self.active_loras[request.lora.id]:
+                del self.active_loras[request.lora.id]
 
-    def _let_go_of_blocks(
+    def _free_blocks(
         self, request: LiveRequest, output: EngineCoreOutput, *, loading: bool
     ) -> None:
-        """Free the blocks, unless a connector still reads or writes them."""
+        """Free the blocks, or keep them in `pending_free` while a connector transfers them."""
         saving = False
         connector = self.context.connector
         if connector is not None:
             saving, params = connector.request_finished(request, self.cache.block_ids(request))
             if params is not None:
                 output.kv_transfer_params = dict(params)
-        going_on = {what for what, is_so in ((LOAD, loading), (SAVE, saving)) if is_so}
-        if going_on:
-            self.lingering[request.request_id] = (request, going_on)
+        transfers = {name for name, active in ((LOAD, loading), (SAVE, saving)) if active}
+        if transfers:
+            self.pending_free[request.request_id] = (request, transfers)
         else:
             self.cache.free(request)
 

@@ -1,4 +1,4 @@
-"""Why a request waits, in words and numbers."""
+"""Constructors of the reasons why a request waits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hardpoint.plugins import WaitingFor, WaitReason
 
 
 def no_budget(needed: int, available: int) -> WaitReason:
-    """The step's tokens are given away."""
+    """Return the reason: the step's token budget is used up."""
     return WaitReason(
         WaitingFor.BUDGET,
         f"it needs {needed} tokens, the step has {available} left",
@@ -16,12 +16,14 @@ def no_budget(needed: int, available: int) -> WaitReason:
 
 
 def no_slot(running: int) -> WaitReason:
-    """As many run as may."""
-    return WaitReason(WaitingFor.SLOT, f"{running} requests run, no more may", 1, 0)
+    """Return the reason: `max_num_seqs` requests are running."""
+    return WaitReason(
+        WaitingFor.SLOT, f"{running} requests are running, the most that may at once", 1, 0
+    )
 
 
 def no_blocks(needed: int, available: int, reserved: int) -> WaitReason:
-    """There are too few free blocks."""
+    """Return the reason: too few KV blocks are free."""
     kept = f", of which {reserved} are kept for running requests" if reserved else ""
     return WaitReason(
         WaitingFor.BLOCKS,
@@ -31,35 +33,36 @@ def no_blocks(needed: int, available: int, reserved: int) -> WaitReason:
     )
 
 
-def preempted(why: str) -> WaitReason:
-    """It lost its blocks in this step."""
-    return WaitReason(WaitingFor.BLOCKS, f"it was preempted: {why}")
+def preempted(cause: str) -> WaitReason:
+    """Return the reason: the request was preempted in this step."""
+    return WaitReason(WaitingFor.BLOCKS, f"it was preempted: {cause}")
 
 
-def room_is_short(why: str) -> WaitReason:
-    """Blocks are lacking for what runs, so nobody is admitted."""
+def running_lack_blocks(cause: str) -> WaitReason:
+    """Return the reason: running requests lack KV blocks, so no request is admitted."""
     return WaitReason(
-        WaitingFor.BLOCKS, f"nobody is admitted while what runs lacks KV blocks: {why}"
+        WaitingFor.BLOCKS,
+        f"no request is admitted while running requests lack KV blocks: {cause}",
     )
 
 
-def held_back(words: str) -> WaitReason:
-    """The policy does not let it run."""
-    return WaitReason(WaitingFor.POLICY, f"the scheduling policy holds it back: {words}")
+def held_back(message: str) -> WaitReason:
+    """Return the reason: the scheduling policy does not admit the request."""
+    return WaitReason(WaitingFor.POLICY, f"the scheduling policy holds it back: {message}")
 
 
-def no_lora_slot(name: str, most: int) -> WaitReason:
-    """Its adapter would be one too many."""
+def no_lora_slot(name: str, limit: int) -> WaitReason:
+    """Return the reason: all adapter slots are taken by other adapters."""
     return WaitReason(
         WaitingFor.LORA_SLOT,
-        f"its adapter {name!r} is not active, and {most} are, no more may",
+        f"its adapter {name!r} is not active, and {limit} are, the most that may at once",
         1,
         0,
     )
 
 
-def no_encoder(needed: int, available: int) -> WaitReason:
-    """Its image or sound cannot be encoded in this step."""
+def no_encoder_budget(needed: int, available: int) -> WaitReason:
+    """Return the reason: the request's next multimodal feature cannot be encoded in this step."""
     return WaitReason(
         WaitingFor.ENCODER,
         f"its next feature takes {needed} encoder tokens; the step has {available} left, or the "
@@ -69,37 +72,40 @@ def no_encoder(needed: int, available: int) -> WaitReason:
     )
 
 
-def waits_for_remote_kv(tokens: int | None) -> WaitReason:
-    """A connector loads its blocks, or does not know yet whether it can."""
-    if tokens is None:
+def remote_kv(num_tokens: int | None) -> WaitReason:
+    """Return the reason: a connector loads the KV of some tokens, or must be asked again (None)."""
+    if num_tokens is None:
         return WaitReason(
             WaitingFor.REMOTE_KV, "the KV connector does not know yet what it can load"
         )
-    return WaitReason(WaitingFor.REMOTE_KV, f"the KV of {tokens} tokens is being loaded", tokens, 0)
-
-
-def waits_for_grammar() -> WaitReason:
-    """Its grammar is not ready."""
-    return WaitReason(WaitingFor.GRAMMAR, "its grammar is being compiled")
-
-
-def waits_for_results(planned: int) -> WaitReason:
-    """It can compute nothing before the results of planned steps are in."""
     return WaitReason(
-        WaitingFor.RESULTS, f"{planned} of its tokens are in steps whose results are not in"
+        WaitingFor.REMOTE_KV, f"the KV of {num_tokens} tokens is being loaded", num_tokens, 0
     )
 
 
-def behind(ahead: int) -> WaitReason:
-    """Others stand before it."""
-    return WaitReason(WaitingFor.BEHIND, f"{ahead} requests stand before it", ahead=ahead)
+def grammar() -> WaitReason:
+    """Return the reason: the request's grammar is being compiled."""
+    return WaitReason(WaitingFor.GRAMMAR, "its grammar is being compiled")
+
+
+def results(num_placeholders: int) -> WaitReason:
+    """Return the reason: nothing can be computed before the results of earlier steps arrive."""
+    return WaitReason(
+        WaitingFor.RESULTS,
+        f"{num_placeholders} of its tokens are in steps whose results have not arrived",
+    )
+
+
+def requests_ahead(count: int) -> WaitReason:
+    """Return the reason: other waiting requests come first."""
+    return WaitReason(WaitingFor.BEHIND, f"{count} requests are ahead of it", ahead=count)
 
 
 def paused() -> WaitReason:
-    """The engine is paused."""
+    """Return the reason: the engine is paused."""
     return WaitReason(WaitingFor.PAUSED, "the engine is paused")
 
 
-def not_seen() -> WaitReason:
-    """No step was planned since it began to wait."""
+def not_planned_yet() -> WaitReason:
+    """Return the reason: no step was planned since the request began to wait."""
     return WaitReason(WaitingFor.NEXT_STEP, "no step was planned since it began to wait")

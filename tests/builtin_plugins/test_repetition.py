@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.driving import run
 
 from hardpoint import SamplingParams
-from hardpoint.builtin_plugins.scheduling.repetition import repeats
+from hardpoint.builtin_plugins.scheduling.live_request import has_repetition
 from hardpoint.plugins import RepetitionDetection, RequestError
 from hardpoint.testing import scripted_engine, write_scripted_model
 
@@ -39,7 +39,7 @@ def detection(longest, shortest=1, count=3):
     ],
 )
 def test_the_newest_tokens_are_copies_of_a_pattern(tokens, wanted, answer):
-    assert repeats(tokens, wanted) is answer
+    assert has_repetition(tokens, wanted) is answer
 
 
 @given(
@@ -55,15 +55,15 @@ def test_agrees_with_comparing_whole_copies(tokens, one, other, count):
         and tokens[len(tokens) - length * count :] == tokens[len(tokens) - length :] * count
         for length in range(shortest, longest + 1)
     )
-    assert repeats(tokens, detection(longest, shortest, count)) is naive
+    assert has_repetition(tokens, detection(longest, shortest, count)) is naive
 
 
 def test_the_worst_output_costs_little_per_token():
     """Comparing anew for every length would take hundreds of millions of comparisons."""
     tokens = [1] * 80_000 + [2] + [1] * 40_000
-    assert repeats(tokens, detection(10_000, shortest=10_000, count=4))
+    assert has_repetition(tokens, detection(10_000, shortest=10_000, count=4))
     began = time.thread_time()
-    assert not repeats(tokens, detection(20_000, shortest=10_001, count=4))  # each is likely
+    assert not has_repetition(tokens, detection(20_000, shortest=10_001, count=4))  # each is likely
     assert time.thread_time() - began < 3
 
 

@@ -32,7 +32,7 @@ def test_admission_stops_when_as_many_run_as_may():
     assert rig.scheduler.stats().num_running == 2
     reason = rig.why("c")
     assert reason.waiting_for is WaitingFor.SLOT
-    assert reason.message == "2 requests run, no more may"
+    assert reason.message == "2 requests are running, the most that may at once"
     assert (reason.needed, reason.available) == (1, 0)
     assert rig.records[-1].admission_stopped == reason
 
@@ -56,7 +56,7 @@ def test_the_head_stays_where_it_is_when_admission_stops():
     assert (reason.waiting_for, reason.needed, reason.available) == (WaitingFor.BLOCKS, 3, 2)
     assert reason.message == "it needs up to 3 KV blocks, 2 are free"
     assert rig.why("c").waiting_for is WaitingFor.BEHIND
-    assert (rig.why("c").ahead, rig.why("c").message) == (1, "1 requests stand before it")
+    assert (rig.why("c").ahead, rig.why("c").message) == (1, "1 requests are ahead of it")
     assert rig.live("a").status is RequestStatus.RUNNING  # nobody is preempted for one who waits
     rig.abort("a", reason=FinishReason.ABORT)
     assert admitted(rig.step()) == ["b", "c"]

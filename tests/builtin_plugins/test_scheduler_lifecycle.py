@@ -162,7 +162,7 @@ def test_deadlines_of_many_ended_requests_take_no_memory():
     for i in range(400):
         rig.add(str(i), max_tokens=1, prompt=1, timeout=1e6)
         rig.step()
-    assert len(rig.scheduler._books._deadlines) <= 70
+    assert len(rig.scheduler._tracker._deadlines) <= 70
 
 
 # Lost plans

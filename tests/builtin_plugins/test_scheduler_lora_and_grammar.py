@@ -18,7 +18,9 @@ def test_no_more_adapters_than_slots():
     assert admitted(rig.step()) == ["a", "b", "e", "f"]
     reason = rig.why("c")
     assert (reason.waiting_for, reason.needed, reason.available) == (WaitingFor.LORA_SLOT, 1, 0)
-    assert reason.message == "its adapter 'lora3' is not active, and 2 are, no more may"
+    assert (
+        reason.message == "its adapter 'lora3' is not active, and 2 are, the most that may at once"
+    )
     rig.abort("a", reason=FinishReason.ABORT)
     assert admitted(rig.step()) == ["c"]
     assert rig.why("d").waiting_for is WaitingFor.LORA_SLOT

@@ -215,7 +215,8 @@ def test_who_is_first_in_the_queue_of_such_a_step_is_told_why():
     rig.step()
     assert rig.why("c").waiting_for is WaitingFor.BLOCKS
     assert rig.why("c").message == (
-        "nobody is admitted while what runs lacks KV blocks: 'a' needed KV blocks, 0 were free"
+        "no request is admitted while running requests lack KV blocks: "
+        "'a' needed KV blocks, 0 were free"
     )
 
 

@@ -83,7 +83,7 @@ def work_of_steps(waiting, monkeypatch):
         rig.tokens[str(i)] = []
         rig.scheduler.add_request(request)
     touched = []
-    for name in ("heap_of", "_alive", "push", "remove", "restore"):
+    for name in ("heap_of", "_is_current", "push", "remove", "restore"):
         method = getattr(WaitingQueue, name)
         monkeypatch.setattr(
             WaitingQueue, name, lambda *args, f=method: touched.append(1) or f(*args)

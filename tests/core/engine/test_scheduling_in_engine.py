@@ -130,10 +130,10 @@ class TestReasons:
         assert engine.why_waiting("a") == {0: None}
         slot = engine.why_waiting("b")[0]
         assert slot.waiting_for is WaitingFor.SLOT
-        assert slot.message == "1 requests run, no more may"
+        assert slot.message == "1 requests are running, the most that may at once"
         behind = engine.why_waiting("c")[0]
         assert (behind.waiting_for, behind.ahead) == (WaitingFor.BEHIND, 1)
-        assert behind.message == "1 requests stand before it"
+        assert behind.message == "1 requests are ahead of it"
         engine.abort_requests(["b"])
         with pytest.raises(RequestError, match="request_id: 'b' is not a live request"):
             engine.why_waiting("b")

@@ -324,10 +324,25 @@ class Rig:
 
     def _check_empty(self):
         """Check that ended requests left nothing behind."""
-        books = self.scheduler._books
-        places = ("requests", "running", "waiting", "blocked", "loaded", "lingering", "loras")
-        for place in (*places, "ended", "untold", "preempted", "unfreed", "ended_ids"):
-            assert not len(getattr(books, place)), place
+        tracker = self.scheduler._tracker
+        queues = (
+            "requests",
+            "running",
+            "waiting",
+            "blocked",
+            "loaded",
+            "pending_free",
+            "active_loras",
+        )
+        for name in (
+            *queues,
+            "finished_outputs",
+            "unreported_finished",
+            "unreported_preempted",
+            "unreported_freed_inputs",
+            "finished_ids",
+        ):
+            assert not len(getattr(tracker, name)), name
         assert self.cache.num_free_blocks == self.cache.num_usable_blocks
 
     def _check_record(self, plan, record):

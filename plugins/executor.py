@@ -49,7 +49,12 @@ class Worker(Protocol):
         """Allocate the KV cache."""
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Run a step; None means that sampling waits for `sample_tokens`."""
+        """Run a step; None means that sampling waits for `sample_tokens`.
+
+        Raises:
+            NotImplementedError: the plan has drafts, encoder inputs or KV connector metadata that
+                the worker cannot serve.
+        """
 
     def sample_tokens(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Finish a step that waits."""
@@ -177,9 +182,12 @@ class Executor(Component):
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Return the drafts that the last step made, once; None if it made none.
 
-        It is asked where there is speculation only. The default is an executor without.
+        Called only where speculation is on.
+
+        Raises:
+            NotImplementedError: the executor makes no drafts, which is the default.
         """
-        return None
+        raise NotImplementedError(f"the executor {self.name!r} makes no drafts")
 
     def on_failure(self, callback: Callable[[BaseException], None]) -> None:
         """Have `callback` called, in any thread, when workers are lost beside a step.

@@ -157,8 +157,8 @@ class AttentionContext(Context):
 class AttentionBackend(Component):
     """Keeps keys and values in blocks and attends over them. One per device."""
 
-    kv_layout: ClassVar[str]
-    """Names shape and order of the cache; caches of other layouts never meet."""
+    kv_layout: ClassVar[str] = ""
+    """Name of the cache's shape and order; caches of other layouts never meet. May be empty."""
     devices: ClassVar[tuple[str, ...]]
     """Device types that it runs on."""
 

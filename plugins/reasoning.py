@@ -56,9 +56,15 @@ class ReasoningParser(Component):
     def markers(self) -> ReasoningMarkers:
         """Return the token ids between which the model thinks."""
 
-    @abstractmethod
     def split(self, text: str) -> tuple[str | None, str]:
-        """Return a whole output as (reasoning, content); reasoning is None if there is none."""
+        """Return a whole output as (reasoning, content); reasoning is None if there is none.
+
+        May be left out; the engine itself uses the markers.
+
+        Raises:
+            NotImplementedError: the parser does not split text.
+        """
+        raise NotImplementedError(f"the reasoning parser {self.name!r} does not split text")
 
 
 def _end_of_last(marker: Sequence[int], token_ids: Sequence[int]) -> int:

@@ -37,9 +37,13 @@ class Tokenizer(Component):
     context: TokenizerContext
 
     @property
-    @abstractmethod
     def vocab_size(self) -> int:
-        """Number of token ids, special ones included."""
+        """Number of token ids, special ones included; may be left out.
+
+        Raises:
+            NotImplementedError: the tokenizer does not say.
+        """
+        raise NotImplementedError(f"the tokenizer {self.name!r} does not say its vocab_size")
 
     @property
     @abstractmethod

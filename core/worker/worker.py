@@ -124,7 +124,13 @@ class LocalWorker:
         self._num_blocks = num_blocks
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Run a step; None means that sampling waits for `sample_tokens`."""
+        """Run a step; None means that sampling waits for `sample_tokens`.
+
+        Raises:
+            NotImplementedError: the plan has drafts, encoder inputs or KV connector metadata.
+        """
+        if plan.draft_token_ids or plan.encoder_inputs or plan.kv_connector_metadata is not None:
+            raise _unsupported(plan)
         batch_is_gone = self._runner is None or not self._runner.has_batch
         if batch_is_gone and not plan.total_num_scheduled_tokens:
             return ModelRunnerOutput()  # asleep; a request ended, of which nothing is left here
@@ -262,6 +268,23 @@ class LocalWorker:
             spec.device,
             processed_logprobs=spec.config.sampler.logprobs == "processed",
         )
+
+
+def _unsupported(plan: SchedulerOutput) -> NotImplementedError:
+    """Return the error that names what a plan has and this worker cannot serve, and for whom."""
+    parts = {
+        "verifies no drafts": plan.draft_token_ids,
+        "encodes no features": plan.encoder_inputs,
+    }
+    messages = [
+        f"{what}, got some for {', '.join(request_ids)}"
+        for what, request_ids in parts.items()
+        if request_ids
+    ]
+    if plan.kv_connector_metadata is not None:
+        kind = type(plan.kv_connector_metadata).__name__
+        messages.append(f"has no KV connector, got metadata for one (a {kind})")
+    return NotImplementedError(f"step {plan.step}: the worker {'; it '.join(messages)}")
 
 
 def _checked(

@@ -1,0 +1,66 @@
+"""Workers and executors refuse what they cannot serve, instead of leaving requests to wait."""
+
+import numpy as np
+import pytest
+import torch
+
+from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
+from hardpoint.core.worker.worker import LocalWorker, WorkerSpec
+from hardpoint.plugins import EngineConfig, ExecutorContext, GrammarBitmask, SchedulerOutput
+
+
+@pytest.fixture
+def worker():
+    return LocalWorker(
+        WorkerSpec(
+            config=EngineConfig(),
+            plugins=None,
+            loader=None,
+            model_config=None,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            max_model_len=8,
+            progress=None,
+        )
+    )
+
+
+@pytest.fixture
+def executor(worker):
+    return UniprocExecutor(
+        ExecutorContext(name="uniproc", options=None, create_worker=lambda _rank: worker)
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"draft_token_ids": {"a": [1], "b": [2]}},
+            "step 3: the worker verifies no drafts, got some for a, b",
+        ),
+        ({"encoder_inputs": {"a": [0]}}, "step 3: the worker encodes no features, got some for a"),
+        (
+            {"kv_connector_metadata": {"load": []}, "draft_token_ids": {"a": [1]}},
+            "step 3: the worker verifies no drafts, got some for a; it has no KV connector, "
+            "got metadata for one (a dict)",
+        ),
+    ],
+)
+def test_a_worker_refuses_a_plan_that_it_cannot_serve(executor, fields, message):
+    future = executor.execute_model(SchedulerOutput(step=3, **fields))
+    with pytest.raises(NotImplementedError) as error:
+        future.result(0)
+    assert str(error.value) == message
+
+
+def test_an_executor_without_grammars_refuses_a_bitmask(executor):
+    bitmask = GrammarBitmask(["a", "a", "b"], np.zeros((3, 1), dtype=np.int32))
+    message = "the executor 'uniproc' applies no grammars, got a bitmask for a, b"
+    with pytest.raises(NotImplementedError, match=message):
+        executor.sample_tokens(SchedulerOutput(step=3), bitmask)
+
+
+def test_an_executor_without_speculation_refuses_to_be_asked_for_drafts(executor):
+    with pytest.raises(NotImplementedError, match="the executor 'uniproc' makes no drafts"):
+        executor.take_draft_token_ids()

@@ -1,0 +1,29 @@
+"""Members that an author may leave out say so when they are called."""
+
+import pytest
+
+from hardpoint.plugins import AttentionBackend, ReasoningParser, Tokenizer
+
+
+def built(interface, name):
+    cls = type(interface.__name__, (interface,), {})
+    cls.__abstractmethods__ = frozenset()
+    component = cls.__new__(cls)
+    component.name = name
+    return component
+
+
+def test_a_tokenizer_need_not_say_its_vocabulary():
+    with pytest.raises(
+        NotImplementedError, match="the tokenizer 'mine' does not say its vocab_siz"
+    ):
+        _ = built(Tokenizer, "mine").vocab_size
+
+
+def test_a_reasoning_parser_need_not_split():
+    with pytest.raises(NotImplementedError, match="the reasoning parser 'mine' does not split"):
+        built(ReasoningParser, "mine").split("text")
+
+
+def test_a_cache_without_a_layout_is_not_transferable():
+    assert AttentionBackend.kv_layout == ""

@@ -12,6 +12,17 @@ from .request import Request
 
 __all__ = ["Load", "PolicyContext", "SchedulingPolicy"]
 
+_OPTIONAL_METHODS = (
+    "group",
+    "group_key",
+    "admit",
+    "victim",
+    "added",
+    "scheduled",
+    "preempted",
+    "finished",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -57,6 +68,18 @@ class SchedulingPolicy(Component):
 
     context: PolicyContext
     state_format: ClassVar[str] = ""
+
+    @property
+    def overridden(self) -> frozenset[str]:
+        """Names of the optional methods that the policy overrides; schedulers may skip the others.
+
+        `export_state` and `import_state` are not among them.
+        """
+        return frozenset(
+            name
+            for name in _OPTIONAL_METHODS
+            if getattr(getattr(self, name), "__func__", None) is not getattr(SchedulingPolicy, name)
+        )
 
     @abstractmethod
     def key(self, request: Request) -> Any:

@@ -70,8 +70,9 @@ class RequestTracker:
         """Use another policy from now on."""
         # A hook that the policy does not implement is never called.
         self.policy = policy
-        self.policy_counts_tokens = _overrides(policy, "scheduled")
-        self.policy_limits_admission = _overrides(policy, "admit")
+        overridden = policy.overridden
+        self.policy_counts_tokens = "scheduled" in overridden
+        self.policy_limits_admission = "admit" in overridden
 
     # Arrival and deadlines
 
@@ -295,8 +296,3 @@ class RequestTracker:
             self.pending_free[request.request_id] = (request, transfers)
         else:
             self.cache.free(request)
-
-
-def _overrides(policy: SchedulingPolicy, method: str) -> bool:
-    own = getattr(getattr(policy, method), "__func__", None)
-    return own is not getattr(SchedulingPolicy, method)

@@ -118,7 +118,7 @@ def build_core(
             policy=policy.policy,
             clock=clock,
             watermark=config.kv_cache.watermark,
-            policy_fault=lambda words: policy.report(words, None),
+            policy_fault=policy.report_fault,
             record=_recorder(hooks, faults),
             log_stats=config.stats.on,
         )

@@ -1,9 +1,9 @@
-"""A guard around a scheduling policy: whatever the plugin does, the scheduler can go on."""
+"""The scheduling policy of an engine: guarded against its faults, and replaceable while it runs."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,201 +19,238 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.plugin_set import PluginSet
+from hardpoint.registry.selection import Selection
+
+_KIND = "scheduling_policies"
+_CONFIG_PATH = "scheduler.policy"
+_ORIGIN = "set_policy()"
 
 
 class GuardedPolicy(SchedulingPolicy):
-    """Calls a policy, and decides as fcfs does where that fails or returns nonsense.
+    """Calls a policy, and decides as fcfs does where the policy fails or returns an unusable value.
 
-    Methods that the policy does not override are those of `SchedulingPolicy` here too, so a
-    scheduler can see that they have nothing to say and need no call. Only `Exception` is caught.
+    Only `Exception` is caught.
 
     Attributes:
         wrapped: the policy itself.
+        report: the reporter of its faults.
     """
 
     contract = 1
 
     def __init__(self, policy: SchedulingPolicy, report: FaultReporter) -> None:
-        """`report` is told of each fault."""
+        """`report` is called with each fault."""
         super().__init__(policy.context)
         self.wrapped = policy
-        self._report = report
-        self._of_request = _Judge("key() of request", report)
-        self._of_group = _Judge("group_key() of group", report)
-        self._stood_in_for_group = False
+        self.report = report
+        self._overridden = policy.overridden
+        self._request_keys = _KeyChecker("key() of request", report)
+        self._group_keys = _KeyChecker("group_key() of group", report)
+        self._replaced_a_group = False
+        # A class variable of every other policy; here it is that of the wrapped one.
         vars(self)["state_format"] = policy.state_format
-        guards = {
-            "group": self._group,
-            "group_key": self._group_key,
-            "admit": self._admit,
-            "victim": self._victim,
-        }
-        for name in ("added", "scheduled", "preempted", "finished"):
-            guards[name] = self._noting(name)
-        for name, guard in guards.items():
-            own = getattr(getattr(policy, name), "__func__", None)
-            if own is not getattr(SchedulingPolicy, name):
-                setattr(self, name, guard)
+
+    @property
+    def overridden(self) -> frozenset[str]:
+        """Names of the optional methods that the wrapped policy overrides."""
+        return self._overridden
 
     def key(self, request: Request) -> Any:
         """Return the policy's key in a wrapper that compares with every other one."""
-        who, arrival = request.request_id, request.arrival_time
+        request_id, arrival = request.request_id, request.arrival_time
         try:
             value = self.wrapped.key(request)
         except Exception as cause:
-            self._report(f"key() of request {who!r} failed", cause)
-            return _Key(None, who, arrival)
-        return self._ordering(self._of_request, value, who, arrival)
+            self._failed("key", request, cause)
+            return _Key(request_id, arrival)
+        return _Key(request_id, arrival, value, self._request_keys.check(value, request_id))
+
+    def group(self, request: Request) -> Hashable:
+        """Return the policy's group, or None if it cannot tell groups apart."""
+        try:
+            group = self.wrapped.group(request)
+        except Exception as cause:
+            self._failed("group", request, cause)
+        else:
+            if group is None or _is_group(group):
+                return group
+            self.report(
+                f"group() of request {request.request_id!r} returned {_show(group)}, "
+                f"expected something hashable that is equal to itself",
+                None,
+            )
+        self._replaced_a_group = True
+        return None
+
+    def group_key(self, group: Hashable, now: float) -> Any:
+        """Return the policy's key of a group in a wrapper that compares with every other one."""
+        if group is None and self._replaced_a_group:  # the policy may not know this one
+            return _Key(group)
+        try:
+            value = self.wrapped.group_key(group, now)
+        except Exception as cause:
+            self.report(f"group_key() of group {_show(group)} failed", cause)
+            return _Key(group)
+        return _Key(group, 0.0, value, self._group_keys.check(value, group))
+
+    def admit(self, request: Request, load: Load) -> str | None:
+        """Return why the policy holds a request back; None admits it."""
+        try:
+            reason = self.wrapped.admit(request, load)
+        except Exception as cause:
+            self._failed("admit", request, cause)
+            return None
+        if reason is None or (isinstance(reason, str) and reason):
+            return reason
+        self.report(
+            f"admit() of request {request.request_id!r} returned {_show(reason)}, "
+            f"expected None or the reason as a string that is not empty",
+            None,
+        )
+        return None
+
+    def victim(self, running: Sequence[Request], load: Load) -> Request:
+        """Return the policy's victim, or the request admitted last."""
+        running = tuple(running)
+        try:
+            victim = self.wrapped.victim(running, load)
+        except Exception as cause:
+            self.report("victim() failed", cause)
+        else:
+            if any(victim is request for request in running):
+                return victim
+            self.report(f"victim() returned {_show(victim)}, which is not running", None)
+        return running[-1]
+
+    def added(self, request: Request) -> None:
+        """Notify the policy."""
+        try:
+            self.wrapped.added(request)
+        except Exception as cause:
+            self._failed("added", request, cause)
+
+    def scheduled(self, request: Request, tokens: int) -> None:
+        """Notify the policy."""
+        try:
+            self.wrapped.scheduled(request, tokens)
+        except Exception as cause:
+            self._failed("scheduled", request, cause)
+
+    def preempted(self, request: Request) -> None:
+        """Notify the policy."""
+        try:
+            self.wrapped.preempted(request)
+        except Exception as cause:
+            self._failed("preempted", request, cause)
+
+    def finished(self, request: Request) -> None:
+        """Notify the policy."""
+        try:
+            self.wrapped.finished(request)
+        except Exception as cause:
+            self._failed("finished", request, cause)
 
     def export_state(self) -> Any:
-        """Return the policy's books; its errors are the caller's to handle."""
+        """Return the policy's state; its errors are the caller's to handle."""
         return self.wrapped.export_state()
 
     def import_state(self, state: Any) -> None:
-        """Hand over books; the policy's errors are the caller's to handle."""
+        """Pass on the state of another policy; errors are the caller's to handle."""
         self.wrapped.import_state(state)
 
     def close(self) -> None:
         """Close the policy."""
         self.wrapped.close()
 
-    def _group(self, request: Request) -> Hashable:
-        words = f"group() of request {request.request_id!r}"
-        try:
-            group = self.wrapped.group(request)
-        except Exception as cause:
-            self._report(f"{words} failed", cause)
-        else:
-            if _is_group(group):
-                return group
-            expected = "expected something hashable that is equal to itself"
-            self._report(f"{words} returned {_show(group)}, {expected}", None)
-        self._stood_in_for_group = True
-        return None
-
-    def _group_key(self, group: Hashable, now: float) -> Any:
-        if group is None and self._stood_in_for_group:  # the policy may not know this one
-            return _Key(None, group, 0.0)
-        try:
-            value = self.wrapped.group_key(group, now)
-        except Exception as cause:
-            self._report(f"group_key() of group {_show(group)} failed", cause)
-            return _Key(None, group, 0.0)
-        return self._ordering(self._of_group, value, group, 0.0)
-
-    def _admit(self, request: Request, load: Load) -> str | None:
-        words = f"admit() of request {request.request_id!r}"
-        try:
-            reason = self.wrapped.admit(request, load)
-        except Exception as cause:
-            self._report(f"{words} failed", cause)
-            return None
-        if reason is None or (isinstance(reason, str) and reason):
-            return reason
-        self._report(f"{words} returned {_show(reason)}, expected None or a reason in words", None)
-        return None
-
-    def _victim(self, running: Sequence[Request], load: Load) -> Request:
-        running = tuple(running)
-        try:
-            victim = self.wrapped.victim(running, load)
-        except Exception as cause:
-            self._report("victim() failed", cause)
-        else:
-            if any(victim is request for request in running):
-                return victim
-            self._report(f"victim() returned {_show(victim)}, which is not running", None)
-        return running[-1]
-
-    def _noting(self, name: str) -> Callable[..., Any]:
-        """Return a guard of a method that is told of something and returns nothing."""
-        method = getattr(self.wrapped, name)
-
-        def note(request: Request, *more: int) -> None:
-            try:
-                method(request, *more)
-            except Exception as cause:
-                self._report(f"{name}() of request {request.request_id!r} failed", cause)
-
-        return note
-
-    def _ordering(self, judge: _Judge, value: Any, who: Hashable, arrival: float) -> _Key:
-        return _Key(value, who, arrival, judge if judge.accepts(value, who) else None)
+    def _failed(self, method: str, request: Request, cause: Exception) -> None:
+        self.report(f"{method}() of request {request.request_id!r} failed", cause)
 
 
-class _Judge:
-    """Says what is wrong with the keys of one method."""
+class _KeyChecker:
+    """Checks the keys that one method of a policy returns, and reports what is wrong with them."""
 
-    def __init__(self, words: str, report: FaultReporter) -> None:
-        self._words = words
+    def __init__(self, subject: str, report: FaultReporter) -> None:
+        """`subject` begins the messages: the method and what it was called with."""
+        self._subject = subject
         self._report = report
 
-    def accepts(self, value: Any, who: Hashable) -> bool:
-        """Whether a value has an order at all; tells if not."""
+    def check(self, value: Any, owner: Hashable) -> _KeyChecker | None:
+        """Return self if a value has an order; otherwise report it and return None.
+
+        Args:
+            value: what the method returned.
+            owner: the request id or group that it is the key of.
+        """
         cause: Exception | None = None
-        wrong = "is not equal to itself"
+        defect = "is not equal to itself"
         try:
             bool(value < value)
             if _equals_itself(value):
-                return True
+                return self
         except Exception as error:
-            wrong, cause = "has no order", error
-        self._report(f"{self._words} {_show(who)} returned {_show(value)}, which {wrong}", cause)
-        return False
+            defect, cause = "has no order", error
+        message = f"{self._subject} {_show(owner)} returned {_show(value)}, which {defect}"
+        self._report(message, cause)
+        return None
 
-    def blame(self, one: _Key, other: _Key, cause: Exception) -> None:
-        """Tell that two keys do not compare."""
-        names = f"{_show(one.who)} and {_show(other.who)}"
-        self._report(f"{self._words}s {names} do not compare", cause)
+    def report_incomparable(self, one: _Key, other: _Key, cause: Exception) -> None:
+        """Report two keys that do not compare."""
+        owners = f"{_show(one.owner)} and {_show(other.owner)}"
+        self._report(f"{self._subject}s {owners} do not compare", cause)
 
 
 class _Key:
-    """What a policy ordered something by, comparable with others whatever that is.
+    """A key of a policy that compares with every other one, whatever its value is.
 
-    Where the policy's values are of no use, the arrival decides: of requests, when they came; of
-    groups it is always 0, so these are equal.
+    Keys without a usable value are ordered by arrival time: that of a request, and 0 for a group,
+    so that such groups are equal.
     """
 
-    __slots__ = ("arrival", "judge", "told", "value", "who")
+    __slots__ = ("arrival", "checker", "is_reported", "owner", "value")
 
     def __init__(
-        self, value: Any, who: Hashable, arrival: float, judge: _Judge | None = None
+        self,
+        owner: Hashable,
+        arrival: float = 0.0,
+        value: Any = None,
+        checker: _KeyChecker | None = None,
     ) -> None:
-        """Without `judge` there is no use in `value`."""
-        self.value = value
-        self.who = who
+        """Without a `checker`, the value is not usable."""
+        self.owner = owner
         self.arrival = arrival
-        self.judge = judge
-        self.told = False
+        self.value = value
+        self.checker = checker
+        self.is_reported = False
 
     def __lt__(self, other: _Key) -> bool:
-        if self.judge is not None and other.judge is not None:
+        if self.checker is not None and other.checker is not None:
             try:
                 return bool(self.value < other.value)
             except Exception as cause:
-                if not (self.told and other.told):  # once is enough
-                    self.told = other.told = True
-                    self.judge.blame(self, other, cause)
+                if not (self.is_reported and other.is_reported):  # once is enough
+                    self.is_reported = other.is_reported = True
+                    self.checker.report_incomparable(self, other, cause)
         return self.arrival < other.arrival
 
     def __eq__(self, other: object) -> bool:
-        # By order alone, so that a value which only has `<` can be equal to another one.
+        # By order alone, so that values which only have `<` can be equal.
         return isinstance(other, _Key) and not (self < other or other < self)
 
     __hash__ = None  # type: ignore[assignment]
 
 
 def _equals_itself(value: Any) -> bool:
-    """Whether a value is equal to itself; NaN is not, nor is what contains it."""
-    if isinstance(value, tuple | list):  # these take identical members for equal
+    """Return whether a value is equal to itself; NaN is not, nor is a sequence with NaN."""
+    if isinstance(value, tuple | list):  # these compare identical members as equal
         return all(map(_equals_itself, value))
     return bool(value == value)
 
 
 def _is_group(value: Any) -> bool:
-    """Whether a value can tell groups apart."""
+    """Return whether a value can tell groups apart."""
     try:
         hash(value)
         return _equals_itself(value)
@@ -222,7 +259,7 @@ def _is_group(value: Any) -> bool:
 
 
 def _show(value: Any) -> str:
-    """Return what a message says of a value that may be anything."""
+    """Return the repr of any value, shortened for a message."""
     try:
         text = repr(value)
     except Exception:
@@ -230,8 +267,74 @@ def _show(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-_KIND = "scheduling_policies"
-_ORIGIN = "set_policy()"
+class PolicySlot:
+    """Holds an engine's policy, guarded, and replaces it on a running engine.
+
+    Attributes:
+        policy: what schedulers call.
+    """
+
+    def __init__(self, plugins: PluginSet, faults: StepFaults) -> None:
+        """Build the configured policy.
+
+        Raises:
+            PluginLoadError: its constructor failed.
+        """
+        self._faults = faults
+        self.policy: GuardedPolicy
+        self._source: Source
+        self.policy, self._source = self._build(plugins)
+
+    def report_fault(self, message: str) -> None:
+        """Report a fault of the policy that the scheduler noticed."""
+        self.policy.report(message, None)
+
+    def replace(self, plugins: PluginSet, scheduler: Scheduler) -> None:
+        """Replace the policy by that of another plugin set, between two steps.
+
+        If anything fails, the old one stays.
+
+        Raises:
+            PluginLoadError: its constructor failed.
+            PluginFaultError: `export_state` or `import_state` failed.
+            Exception: an error of the scheduler.
+        """
+        new, source = self._build(plugins)
+        old = self.policy
+        try:
+            if new.state_format and new.state_format == old.state_format:
+                with _named(self._source, "export_state"):
+                    state = old.export_state()
+                with _named(source, "import_state"):
+                    new.import_state(state)
+            scheduler.set_policy(new)
+        except BaseException:
+            new.close()
+            raise
+        self.policy, self._source = new, source
+        try:
+            old.close()
+        except Exception as cause:  # the new policy is in place all the same
+            old.report("close() failed", cause)
+
+    def close(self) -> None:
+        """Close the policy."""
+        self.policy.close()
+
+    def _build(self, plugins: PluginSet) -> tuple[GuardedPolicy, Source]:
+        entry = plugins.one(_KIND)
+        policy: SchedulingPolicy = plugins.create(entry, PolicyContext)
+        return GuardedPolicy(policy, self._faults.reporter(entry.source)), entry.source
+
+
+@contextlib.contextmanager
+def _named(source: Source, method: str) -> Iterator[None]:
+    """Raise errors of a plugin's method as a PluginFaultError that names both."""
+    try:
+        yield
+    except Exception as cause:
+        message = f"{source}: {method}() failed: {type(cause).__name__}: {cause}"
+        raise PluginFaultError(message) from cause
 
 
 def change_policy(
@@ -244,99 +347,30 @@ def change_policy(
     """Return the configuration with another policy, and the next generation of the plugin set.
 
     Args:
-        config, config_sources, plugins: as they are now.
+        config, config_sources, plugins: the current ones; they are not changed.
         use: entry-point name or FQCN.
         options: the policy's own.
 
     Raises:
-        ConfigError, PluginError: the policy cannot be had; nothing was changed.
+        ConfigError, PluginError: the policy or one of its options is wrong.
     """
     old = plugins.one(_KIND).name
     tables = {k: v for k, v in config.plugin.items() if k not in (old, f"{_KIND}/{old}")}
-    config = msgspec.structs.replace(
-        config,
-        scheduler=msgspec.structs.replace(config.scheduler, policy=use),
-        plugin=tables,
-    )
-    by_path = {**config_sources.by_path, "scheduler.policy": _ORIGIN}
-    changed = plugins.changed(config, ConfigSources(by_path), _KIND)
+    origins = {**config_sources.by_path, _CONFIG_PATH: _ORIGIN}
+    scheduler = msgspec.structs.replace(config.scheduler, policy=use)
+    config = msgspec.structs.replace(config, scheduler=scheduler, plugin=tables)
     if options:
-        name = changed.one(_KIND).name
-        alone = sum(entry.name == name for entry in changed.manifest.entries) == 1
-        table = name if alone else f"{_KIND}/{name}"
+        table = _option_table(config, ConfigSources(origins), plugins)
         path = f"plugin.{table}"
-        kept = {k: v for k, v in by_path.items() if not f"{k}.".startswith(f"{path}.")}
-        config_sources = ConfigSources({**kept, path: _ORIGIN})
+        origins = {k: v for k, v in origins.items() if not f"{k}.".startswith(f"{path}.")}
+        origins[path] = _ORIGIN
         config = msgspec.structs.replace(config, plugin={**tables, table: dict(options)})
-        changed = plugins.changed(config, config_sources, _KIND)
-    return config, changed
+    return config, plugins.changed(config, ConfigSources(origins), _KIND)
 
 
-class PolicySlot:
-    """Holds one policy, guarded.
-
-    Attributes:
-        policy: what schedulers call.
-        report: takes faults of the policy that are noticed elsewhere.
-    """
-
-    def __init__(self, plugins: PluginSet, faults: StepFaults) -> None:
-        """Build the configured policy.
-
-        Raises:
-            PluginLoadError: its constructor failed.
-        """
-        self._faults = faults
-        self.policy: GuardedPolicy
-        self.report: FaultReporter
-        self._source: Source
-        self.policy, self.report, self._source = self._build(plugins)
-
-    def replace(self, plugins: PluginSet, scheduler: Scheduler) -> None:
-        """Put the policy of another plugin set in the place of this one, between two steps.
-
-        If anything fails, the old one stays.
-
-        Raises:
-            PluginLoadError: its constructor failed.
-            PluginFaultError: `export_state` or `import_state` did.
-            Exception: of the scheduler.
-        """
-        new, report, source = self._build(plugins)
-        old = self.policy
-        try:
-            if new.state_format and new.state_format == old.state_format:
-                with _named(self._source, "export_state"):
-                    books = old.export_state()
-                with _named(source, "import_state"):
-                    new.import_state(books)
-            scheduler.set_policy(new)
-        except BaseException:
-            new.close()
-            raise
-        old_report = self.report
-        self.policy, self.report, self._source = new, report, source
-        try:
-            old.close()
-        except Exception as cause:  # the new one is there all the same
-            old_report("close() failed", cause)
-
-    def close(self) -> None:
-        """Close the policy."""
-        self.policy.close()
-
-    def _build(self, plugins: PluginSet) -> tuple[GuardedPolicy, FaultReporter, Source]:
-        entry = plugins.one(_KIND)
-        policy: SchedulingPolicy = plugins.create(entry, PolicyContext)
-        report = self._faults.reporter(entry.source)
-        return GuardedPolicy(policy, report), report, entry.source
-
-
-@contextlib.contextmanager
-def _named(source: Source, method: str) -> Iterator[None]:
-    """Say whose method failed."""
-    try:
-        yield
-    except Exception as cause:
-        words = f"{source}: {method}() failed: {type(cause).__name__}: {cause}"
-        raise PluginFaultError(words) from cause
+def _option_table(config: EngineConfig, config_sources: ConfigSources, plugins: PluginSet) -> str:
+    """Return the key, in `EngineConfig.plugin`, of the options of the policy in `config`."""
+    selection = Selection(config, config_sources, plugins.found)
+    (chosen,) = selection.chosen(KINDS[_KIND], _CONFIG_PATH)
+    others = (entry.name for entry in plugins.manifest.entries if entry.kind != _KIND)
+    return f"{_KIND}/{chosen.name}" if chosen.name in others else chosen.name

@@ -81,7 +81,7 @@ def watched(policy: SchedulingPolicy) -> tuple[SchedulingPolicy, Ledger]:
     It overrides what `policy` overrides and nothing else, so that a scheduler which leaves out
     calls that nobody waits for goes the same way.
     """
-    own = frozenset(name for name in (*_ASKED, *_TOLD) if _overrides(policy, name))
+    own = policy.overridden.intersection((*_ASKED, *_TOLD))
     ledger = Ledger(own)
     methods: dict[str, Any] = {"contract": 1, "state_format": policy.state_format}
     methods["__init__"] = lambda _self, _context: None
@@ -92,11 +92,6 @@ def watched(policy: SchedulingPolicy) -> tuple[SchedulingPolicy, Ledger]:
     watch = type(f"Watched{type(policy).__name__}", (SchedulingPolicy,), methods)(policy.context)
     watch.context, watch.name, watch.options = policy.context, policy.name, policy.options
     return watch, ledger
-
-
-def _overrides(policy: SchedulingPolicy, name: str) -> bool:
-    own = getattr(getattr(policy, name), "__func__", None)
-    return own is not getattr(SchedulingPolicy, name)
 
 
 def _passed_on(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The paged KV cache: a pool of blocks, who holds which, and what can be found again."""
+"""The paged KV cache: block pool, block tables of requests, prefix cache and its sizing."""
 
 from .block_hashes import BlockHashes
 from .block_pool import BlockPool

@@ -1,4 +1,4 @@
-"""Hashes that name the content of full blocks."""
+"""Hashes of the content of full KV blocks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import msgspec
 from hardpoint.plugins import EngineCoreRequest, Request
 
 NO_PARENT = bytes(32)
-"""Stands where a first block has no parent."""
+"""The parent hash of a request's first block."""
 
-_CHUNK = 1024  # tokens that are turned into bytes at once: so many stay in the processor's cache
+_CHUNK = 1024  # tokens packed into bytes at once; these stay in the processor's cache
 
 _ALGORITHMS: dict[str, Callable[[], Any]] = {
     "sha256": hashlib.sha256,
@@ -25,23 +25,23 @@ _ALGORITHMS: dict[str, Callable[[], Any]] = {
 class BlockHashes:
     """The hashes of each request's full blocks, computed once and extended as it grows.
 
-    A block's hash is H(parent + tokens + extra): the hash of the block before it (32 zero bytes at
-    the beginning), its token ids as little-endian uint32, and, where there is any, what else its
-    keys and values depend on, as msgpack: the adapter's name, the cache salt (first block only,
-    the others inherit it), and the features that it overlaps with their offsets in the block.
+    A block's hash is H(parent + tokens + extra): the hash of the block before it (32 zero bytes for
+    the first), its token ids as little-endian uint32, and, where its keys and values depend on
+    more, a msgpack tuple: the adapter's name, the cache salt (first block only, the others inherit
+    it), and the features that the block overlaps with their offsets in the block.
     """
 
     def __init__(self, block_size: int, algorithm: str = "sha256") -> None:
         """`algorithm` is "sha256" or "blake2b"; digests have 32 bytes.
 
         Raises:
-            ValueError: there is no such algorithm.
+            ValueError: an unknown algorithm.
         """
         if algorithm not in _ALGORITHMS:
             known = ", ".join(_ALGORITHMS)
             raise ValueError(f"hash_algorithm: expected one of {known}, got {algorithm!r}")
         self.block_size = block_size
-        # Copying a fresh hash object costs half of what making one does.
+        # Copying a fresh hash object costs half of what creating one does.
         self._fresh = _ALGORITHMS[algorithm]()
         self._by_request: dict[Request, list[bytes]] = {}
 
@@ -49,6 +49,7 @@ class BlockHashes:
         """Return the hashes of at least the first `num_blocks` blocks of a request.
 
         Args:
+            request: whose tokens are hashed.
             num_blocks: at most the number of blocks that its known tokens fill.
         """
         hashes = self._by_request.get(request)
@@ -59,17 +60,17 @@ class BlockHashes:
         return hashes
 
     def of_prompt(self, source: EngineCoreRequest) -> list[bytes]:
-        """Return the hashes of the blocks that a prompt fills. Safe in any thread."""
+        """Return the hashes of the full blocks of a prompt. Safe in any thread."""
         hashes: list[bytes] = []
         self._extend(Request(source), hashes)
         return hashes
 
-    def take(self, request: Request, hashes: list[bytes]) -> None:
-        """Have the hashes of a request's prompt, which were computed before; it had none yet."""
+    def store(self, request: Request, hashes: list[bytes]) -> None:
+        """Store the hashes of a request's prompt, unless the request has hashes already."""
         self._by_request.setdefault(request, hashes)
 
     def drop(self, request: Request) -> None:
-        """Forget a request."""
+        """Delete the hashes of a request."""
         self._by_request.pop(request, None)
 
     def __len__(self) -> int:
@@ -77,7 +78,7 @@ class BlockHashes:
         return len(self._by_request)
 
     def _extend(self, request: Request, hashes: list[bytes]) -> None:
-        """Append the hashes of all blocks that are full by now."""
+        """Append the hashes of all full blocks that have none yet."""
         size = self.block_size
         first, end = len(hashes), request.num_tokens // size
         extras = _extras(request, first, end, size)
@@ -98,7 +99,7 @@ class BlockHashes:
 
 
 def _extras(request: Request, first: int, end: int, block_size: int) -> dict[int, bytes]:
-    """Return what else tells blocks `first` up to `end` apart, for those that have something."""
+    """Return the extra hash input of blocks `first` up to `end`, of those that have any."""
     source = request.source
     if source.lora is None and source.cache_salt is None and not source.features:
         return {}

@@ -1,4 +1,4 @@
-"""The pool of cache blocks: who is held, who is empty, and whose content can be found."""
+"""KV block pool: reference counts, free blocks and the prefix-hash index."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from .eviction import Eviction
 
 
 class EventLog:
-    """The KV cache events since they were last taken."""
+    """The KV cache events that have not been published yet."""
 
     def __init__(self, block_size: int) -> None:
-        """Begin with none."""
+        """Start empty."""
         self._block_size = block_size
         self._events: list[KVEvent] = []
 
     def stored(
         self, request: Request, group: int, hashes: Sequence[bytes], positions: Sequence[int]
     ) -> None:
-        """Note blocks of a request that can be found from now on.
+        """Record blocks of a request that were added to the index.
 
         Args:
+            request: whose tokens are in the blocks.
+            group: the group that the blocks are of.
             hashes: of the request's blocks from its first one on.
-            positions: of those blocks in its table, ascending.
+            positions: of the added blocks in its table, ascending.
         """
         start = 0
         for i, position in enumerate(positions):
@@ -51,37 +53,38 @@ class EventLog:
         )
 
     def removed(self, hashes_by_group: Sequence[list[bytes]]) -> None:
-        """Note blocks that can be found no more, one list per group."""
+        """Record blocks that were removed from the index: their hashes, one list per group."""
         for group, hashes in enumerate(hashes_by_group):
             if hashes:
                 self._events.append(BlockRemoved(block_hashes=hashes, group=group))
 
     def cleared(self) -> None:
-        """Note that nothing can be found any more."""
+        """Record that the index was emptied."""
         self._events.append(AllBlocksCleared())
 
-    def take(self) -> list[KVEvent]:
+    def drain(self) -> list[KVEvent]:
         """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 
 
 NULL_BLOCK = 0
-"""Stands in tables where a window sees nothing. Never held, counted, cached or freed."""
+"""In tables, a block that the window has passed. Never held, counted, cached or freed."""
 
 
 class BlockPool:
-    """Blocks, which are numbers. Each is in exactly one state.
+    """The state of all blocks, by block id. A block is in exactly one of three states.
 
-    *Held*: one or more requests have it in their tables. *Empty*: nobody holds it and its content
-    is worth nothing; such blocks are handed out first. *Candidate*: nobody holds it, but its
-    content can be found; which of them make room is the eviction policy's choice.
+    - *held*: one or more requests have it in their tables.
+    - *empty*: no request holds it and its content is unknown. Empty blocks are allocated first.
+    - *candidate*: no request holds it, but it is in the index. The eviction policy chooses which
+      candidates are allocated when no empty block is left.
 
     Attributes:
-        ref_count: by block id, how many hold it.
-        index: per group, hash to the one block that is found by it. A second block of the same
-            content is not in it, and empty as soon as nobody holds it.
-        candidates: in the order in which they were released; values mean nothing.
+        ref_count: by block id, the number of requests that hold it.
+        index: per group, hash to block id. A second block with the same content is not in it, and
+            is empty as soon as no request holds it.
+        candidates: in the order in which they were released; the values have no meaning.
         empty: a stack.
     """
 
@@ -97,9 +100,11 @@ class BlockPool:
         """Start with every block empty.
 
         Args:
+            num_blocks: of the pool.
+            num_groups: each has an index of its own.
             null_block: whether block 0 is the null block.
             eviction: chooses among the candidates; by default in the order of release.
-            events: is told what can be found no more.
+            events: records what is removed from the index.
         """
         self.num_blocks = num_blocks
         self.ref_count = [0] * num_blocks
@@ -115,16 +120,16 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds."""
+        """Number of blocks that no request holds."""
         return len(self.empty) + len(self.candidates)
 
     def num_unheld(self, block_ids: Iterable[int]) -> int:
-        """Return how many of these nobody holds; the null block does not count."""
+        """Return how many of these blocks no request holds; the null block does not count."""
         candidates = self.candidates
         return sum([block in candidates for block in block_ids])
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out blocks of no content, each held once; there must be so many free ones."""
+        """Return empty blocks, each held once; at least `count` blocks have to be free."""
         if count <= 0:
             return []
         empty, ref_count = self.empty, self.ref_count
@@ -135,8 +140,8 @@ class BlockPool:
             ref_count[block] = 1
         return blocks
 
-    def take(self, block_ids: Iterable[int]) -> None:
-        """Let one more request hold each of these blocks, which were found in the index."""
+    def touch(self, block_ids: Iterable[int]) -> None:
+        """Add a holder to each of these blocks, which were found in the index."""
         ref_count, candidates = self.ref_count, self.candidates
         taken = []
         for block in block_ids:
@@ -147,7 +152,7 @@ class BlockPool:
         self._eviction.taken(taken)
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Let one request less hold each of these blocks, in the order in which they should go."""
+        """Remove a holder from each of these blocks, in the order in which to evict them."""
         ref_count, hashes, candidates = self.ref_count, self._hashes, self.candidates
         released = []
         for block in block_ids:
@@ -165,16 +170,17 @@ class BlockPool:
     def register(
         self, group: int, table: Sequence[int], hashes: Sequence[bytes], start: int, end: int
     ) -> list[int]:
-        """Let blocks be found by the hashes of their content.
+        """Add blocks of a request to the index.
 
         Args:
-            table: the blocks that one request holds.
+            group: the group of the table.
+            table: the request's blocks.
             hashes: of the same blocks.
-            start, end: positions in the table, from and up to; null blocks are passed over.
+            start, end: first and last + 1 position in the table; null blocks are left out.
 
         Returns:
-            The positions that can be found from now on; where the content was there already in
-            another block, that one goes on being found.
+            The positions of the blocks that were added. Where the index has another block with
+            the same content, that one stays.
         """
         index, known, null = self.index[group], self._hashes, self._null
         positions = []
@@ -190,7 +196,7 @@ class BlockPool:
         return positions
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Let these blocks be found no more; those that nobody holds become empty."""
+        """Remove these blocks from the index; those that no request holds become empty."""
         known = [block for block in dict.fromkeys(block_ids) if self._hashes[block] is not None]
         self._unregister(known)
         idle = [block for block in known if block in self.candidates]
@@ -200,7 +206,7 @@ class BlockPool:
         self._eviction.taken(idle)
 
     def clear(self) -> None:
-        """Let nothing be found any more."""
+        """Empty the index; all candidates become empty blocks."""
         idle = list(self.candidates)
         self.index = [{} for _ in self.index]
         self._hashes = [None] * self.num_blocks
@@ -218,7 +224,7 @@ class BlockPool:
         return blocks
 
     def _unregister(self, blocks: Sequence[int]) -> None:
-        """Take blocks that can be found out of the index."""
+        """Remove those of the blocks that are in the index from it."""
         removed: list[list[bytes]] = [[] for _ in self.index]
         for block in blocks:
             key = self._hashes[block]

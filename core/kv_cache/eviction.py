@@ -1,4 +1,4 @@
-"""Asks the eviction policy, and decides in its place where it fails."""
+"""Calls the eviction policy, and evicts in order of release where the policy fails."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.kv_cache import CachedBlock
 
 
-def raise_fault(words: str, cause: BaseException | None = None) -> None:
-    """Report a fault where nobody else listens.
+def raise_fault(message: str, cause: BaseException | None = None) -> None:
+    """Raise a fault; the default where no reporter is given.
 
     Raises:
         PluginFaultError: always.
     """
-    raise PluginFaultError(words) from cause
+    raise PluginFaultError(message) from cause
 
 
 class Eviction:
-    """An eviction policy that may be wrong: what it says is checked, what it raises is reported.
+    """Checks what an eviction policy returns, and reports what it raises.
 
-    The pool's own candidates are the truth. After a fault the policy's books may differ from
-    them; then its further answers are found wrong in turn, and the rest is decided here.
+    The pool's candidates are authoritative. After a fault the policy's own state may differ from
+    them; its next answers are then reported as wrong in turn, and the missing blocks chosen here.
     """
 
     def __init__(self, policy: EvictionPolicy | None, fault: FaultReporter = raise_fault) -> None:
-        """Without a policy the candidate that was released first goes."""
+        """Without a policy, the candidates released first are evicted first."""
         self._policy = policy
         self._fault = fault
 
     def released(self, block_ids: Sequence[int], depths: Sequence[int]) -> None:
-        """Tell of new candidates; `depths` is by block id."""
+        """Notify the policy of new candidates; `depths` is by block id."""
         if self._policy is None or not block_ids:
             return
         blocks = [CachedBlock(block, depths[block]) for block in block_ids]
@@ -44,7 +44,7 @@ class Eviction:
             self._fault(f"released() of {_count(len(blocks))} failed", cause)
 
     def taken(self, block_ids: Sequence[int]) -> None:
-        """Tell that these are candidates no more."""
+        """Notify the policy of blocks that are no longer candidates."""
         if self._policy is None or not block_ids:
             return
         try:
@@ -53,7 +53,7 @@ class Eviction:
             self._fault(f"taken() of {_count(len(block_ids))} failed", cause)
 
     def choose(self, count: int, candidates: Collection[int]) -> list[int]:
-        """Return `count` different candidates.
+        """Return `count` different candidates to evict.
 
         Args:
             count: at least 1, at most the number of candidates.
@@ -61,30 +61,30 @@ class Eviction:
         """
         if self._policy is None:
             return list(islice(candidates, count))
-        words, cause = "", None
+        message, cause = "", None
         answer: list[int] = []
         try:
-            # One more than asked for shows that there are too many, even if there is no end.
+            # One more than needed shows that there are too many, even in an endless iterator.
             answer = [index(block) for block in islice(self._policy.evict(count), count + 1)]
         except Exception as error:
-            words, cause = f"evict({count}) failed", error
+            message, cause = f"evict({count}) failed", error
         chosen = [block for block in dict.fromkeys(answer) if block in candidates][:count]
         if len(chosen) == len(answer) == count:
             return chosen
         taken = set(chosen)
-        own = list(islice((b for b in candidates if b not in taken), count - len(chosen)))
-        self._fault(words or _wrong(count, answer, candidates), cause)
-        self.taken(own)
-        return chosen + own
+        others = list(islice((b for b in candidates if b not in taken), count - len(chosen)))
+        self._fault(message or _describe_wrong(count, answer, candidates), cause)
+        self.taken(others)
+        return chosen + others
 
 
-def _wrong(count: int, answer: list[int], candidates: Collection[int]) -> str:
-    strange = next((block for block in answer if block not in candidates), None)
-    if strange is not None:
-        return f"evict({count}) returned {strange}, which is no candidate"
+def _describe_wrong(count: int, answer: list[int], candidates: Collection[int]) -> str:
+    unknown = next((block for block in answer if block not in candidates), None)
+    if unknown is not None:
+        return f"evict({count}) returned {unknown}, which is no candidate"
     if len(set(answer)) < len(answer):
-        twice = next(block for block in answer if answer.count(block) > 1)
-        return f"evict({count}) returned {twice} twice"
+        duplicate = next(block for block in answer if answer.count(block) > 1)
+        return f"evict({count}) returned {duplicate} twice"
     if len(answer) > count:
         return f"evict({count}) returned more than {_count(count)}"
     return f"evict({count}) returned {_count(len(answer))}"

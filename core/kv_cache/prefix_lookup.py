@@ -1,4 +1,4 @@
-"""Finds the longest prefix of a request that every group has in the cache."""
+"""Search for the longest cached prefix of a request."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ def longest_prefix(
     limit: int,
     block_size: int,
 ) -> tuple[int, list[list[int]]]:
-    """Return the length in blocks and, per group, the block ids.
+    """Return the length in blocks of the longest prefix that every group has, and its block ids.
 
-    A group without a window needs every block. One with a window needs those which the token
-    behind the prefix sees; the null block stands for the others.
+    A group without a window needs every block of the prefix. A group with a window needs those
+    that the first token after the prefix sees; in place of the others comes the null block.
 
     Args:
+        groups: of the cache.
         indices: per group, hash to block id.
         hashes: of the request's blocks.
         limit: longest prefix to consider, in blocks.
+        block_size: tokens per block.
     """
     full: dict[int, list[int]] = {}
     for group, (spec, index) in enumerate(zip(groups, indices, strict=True)):
@@ -49,7 +51,7 @@ def longest_prefix(
 
 
 def _leading(index: Mapping[bytes, int], hashes: Sequence[bytes], limit: int) -> list[int]:
-    """Return the blocks of the leading run of hashes that are there."""
+    """Return the blocks of the longest leading run of hashes that are in the index."""
     blocks = []
     get = index.get
     for key in hashes[:limit]:
@@ -67,7 +69,7 @@ def _common_length(
     length: int,
     block_size: int,
 ) -> int:
-    """Shorten `length` until the blocks that each window sees behind it are there."""
+    """Shorten `length` until every windowed group has the blocks that its window sees there."""
     windows = [
         (-(-(spec.window - 1) // block_size), index)
         for spec, index in zip(groups, indices, strict=True)
@@ -82,7 +84,7 @@ def _common_length(
 
 
 def _trailing(index: Mapping[bytes, int], hashes: Sequence[bytes], limit: int, needed: int) -> int:
-    """Return the longest length up to `limit` whose last `needed` blocks, or all, are there."""
+    """Return the longest length up to `limit` whose last `needed` blocks are in the index."""
     length = position = limit
     while position > max(0, length - needed):
         position -= 1

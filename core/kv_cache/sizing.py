@@ -1,4 +1,4 @@
-"""How many blocks the KV cache gets."""
+"""The size of the KV cache: how many blocks are allocated."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from hardpoint.plugins import ConfigError, EngineConfig, WorkerInfo
 
 @dataclass(frozen=True)
 class CacheSize:
-    """What was found to fit.
+    """The size of the KV cache.
 
     Attributes:
-        max_model_len: smaller than wished only if the configuration says "auto".
+        max_model_len: the longest request; smaller than the model's only where the configuration
+            says "auto".
     """
 
     num_blocks: int
@@ -41,7 +42,7 @@ def size_cache(config: EngineConfig, max_model_len: int, info: WorkerInfo) -> Ca
 
 
 def _room(config: EngineConfig, per_request: int, info: WorkerInfo) -> tuple[int, str, str]:
-    """Return how many blocks there may be, the path that says so, and the limit in words."""
+    """Return the limit on the number of blocks, the path that sets it, and its description."""
     cache, enough = config.kv_cache, per_request * config.scheduler.max_num_seqs
     if cache.num_blocks is not None:
         path = "kv_cache.num_blocks"

@@ -107,8 +107,8 @@ def test_policy_sees_candidates_only():
     assert policy.calls == []  # nothing is cached, so nothing is asked
     pool.register(0, held, [b"0", b"1"], 0, 2)
     pool.release([1, 0])
-    pool.take([0])
-    pool.take([0])
+    pool.touch([0])
+    pool.touch([0])
     pool.release([0])
     pool.release([0])
     pool.allocate(3)
@@ -126,7 +126,7 @@ def test_forget_and_clear_tell_the_policy():
     policy = Scripted()
     pool, faults = make_pool(4, policy)
     fill(pool, 4)
-    pool.take([3])
+    pool.touch([3])
     pool.forget([0, 0, 3])
     assert policy.known == {1: 1, 2: 2}
     assert (pool.empty, list(pool.candidates)) == ([0], [1, 2])
@@ -185,7 +185,7 @@ def test_policy_that_fails_to_listen():
 
     pool, faults = make_pool(4, Deaf())
     fill(pool, 4)
-    pool.take([2])
+    pool.touch([2])
     assert pool.allocate(1) == [0]
     assert faults == [
         "released() of 4 blocks failed: KeyError: 'released'",
@@ -257,7 +257,7 @@ def test_no_policy_breaks_the_pool(num_blocks, moods, moves):
             pool.release(held.pop(number % len(held)))
         elif move == 3:
             found = list(pool.index[0].values())[: number % 4]
-            pool.take(found)
+            pool.touch(found)
             held.append(found)
         elif number == 0:
             pool.clear()

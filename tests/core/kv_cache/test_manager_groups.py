@@ -110,7 +110,7 @@ def test_rewind_behind_a_window():
     manager.rewind(request, 20)
     words = (
         "^request 'a' cannot go back to token 18: of what it sees through a window of 4 tokens, "
-        "the blocks before token 16 were given back$"
+        "the blocks before token 16 were released$"
     )
     with pytest.raises(ValueError, match=words):
         manager.rewind(request, 18)

@@ -11,7 +11,7 @@ from hardpoint.plugins import (
     errors,
 )
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.plugins.errors import EngineDeadError, EngineFaultError, PluginFaultError
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.plugin_set import PluginSet
 
@@ -34,6 +34,22 @@ def error_of(kind: str | None, words: str | None) -> HardpointError:
     cls = getattr(errors, kind, HardpointError) if kind in errors.__all__ else HardpointError
     error: HardpointError = cls(words or "the engine gave no reason")
     return error
+
+
+def engine_dead(error: Exception) -> EngineDeadError:
+    """Return a new error for one waiter on an engine that `error` ended."""
+    message = str(error)
+    if not isinstance(error, HardpointError):
+        message = f"the engine failed: {type(error).__name__}: {error}"
+    by_plugin = isinstance(error, PluginFaultError)
+    raised = EngineFaultError(message) if by_plugin else EngineDeadError(message)
+    if isinstance(error, EngineDeadError):
+        raised.__cause__ = error.__cause__
+        for note in getattr(error, "__notes__", ()):
+            raised.add_note(note)
+    else:
+        raised.__cause__ = error
+    return raised
 
 
 def guilty(error: BaseException, plugins: PluginSet) -> Source | None:

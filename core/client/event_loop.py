@@ -15,7 +15,7 @@ import msgspec
 from hardpoint.core.wire.merge_outputs import MergedOutputs
 from hardpoint.plugins import EngineCoreOutputs
 
-from .sockets import SEND_SECONDS, behind
+from .sockets import SEND_TIMEOUT_S, send_timeout
 
 _CHUNK = 64
 """Outputs that are handed over at a time; others have the loop before the next ones."""
@@ -124,7 +124,7 @@ class _Waiting:
 class Turns:
     """Lets tasks of one event loop try to send, in the order in which they came."""
 
-    def __init__(self, seconds: float = SEND_SECONDS) -> None:
+    def __init__(self, seconds: float = SEND_TIMEOUT_S) -> None:
         """`seconds` is how long each of them tries."""
         self._seconds = seconds
         self._waiting: deque[_Waiting] = deque()
@@ -155,7 +155,7 @@ class Turns:
             pause = _SHORTEST_S
             while not ended() and not attempt():
                 if time.monotonic() >= until:
-                    raise behind()
+                    raise send_timeout()
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_S)
         finally:

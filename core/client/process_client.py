@@ -1,4 +1,4 @@
-"""A client of an engine in a process of its own."""
+"""The client of an engine in a process of its own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ import msgspec
 from hardpoint.core.engine.utility_calls import NO_TIMEOUT
 from hardpoint.core.engine_process.launch import Interpreter, Launch, main_objects
 from hardpoint.core.engine_process.process import EngineProcess
+from hardpoint.core.errors import engine_dead
 from hardpoint.core.wire import EngineCoreReadyResponse, RequestType
 from hardpoint.plugins import EngineConfig, EngineCoreOutputs, EngineCoreRequest
 from hardpoint.plugins.config import ConfigSources
@@ -26,25 +28,25 @@ from hardpoint.plugins.kinds import KINDS, Process
 from hardpoint.plugins.manifest import Manifest, PluginEntry
 
 from .output_queue import Inbox
-from .sockets import Attempt, EngineSockets, checked, dead
+from .sockets import Attempt, EngineSockets
 
-_GLANCE_MS = 20
-_LAST_WORDS_S = 0.7
-_LAST_OUTPUTS_S = 5.0
+_POLL_INTERVAL_MS = 20
+_FAILURE_REPORT_TIMEOUT_S = 0.7
+_LAST_OUTPUTS_TIMEOUT_S = 5.0
 
 Sink = Callable[[EngineCoreOutputs | Exception], None]
-"""Takes every batch of outputs, and at last the error that ended them. Called in other threads."""
+"""Called with every batch of outputs, and last with the error that ended them; in other threads."""
 
 
 @dataclass(frozen=True)
 class EngineStart:
-    """What an engine process is started with.
+    """The parameters that an engine process is started with.
 
     Attributes:
         log_level: of its logger.
-        engine_index: which engine it is, from 0; clients address it by that.
-        interpreter: what it runs in. Whoever starts the engine anew keeps it, for by then the
-            program may be in another directory.
+        engine_index: the number of the engine, from 0; its ZMQ identity.
+        interpreter: the Python to start. A restart uses it again, for by then the program may be
+            in another directory.
     """
 
     config: EngineConfig
@@ -55,44 +57,56 @@ class EngineStart:
     interpreter: Interpreter = field(default_factory=Interpreter.current)
 
 
-class EngineConnection:
-    """Sends to an engine process, and tells a sink of its outputs and of its end.
+class _State(Enum):
+    """The states of an engine process as its client sees it.
 
-    Its threads hold it, so it lives until it is closed.
-
-    Attributes:
-        ready: what the engine said when it was there.
+    SERVING -> DEAD -> CLOSED, or SERVING -> CLOSED; each transition happens once.
     """
 
-    def __init__(
-        self, start: EngineStart, sink: Sink, process: EngineProcess | None = None
-    ) -> None:
-        """Start the engine and wait until it is ready.
+    SERVING = "serving"
+    DEAD = "dead"
+    """Pending calls have failed, the sink has the error, and messages are rejected."""
+    CLOSED = "closed"
+    """The client closed it; nothing is reported any more."""
 
-        Args:
-            start: what it is to be.
-            sink: takes what comes of it.
-            process: one that was spawned already, and waits for its launch.
 
-        Raises:
-            HardpointError: what the engine raised when it was built.
-            EngineDeadError: it ended without a word, or was not ready in time.
-        """
-        self._sink = sink
-        self._owner = os.getpid()
-        self._closing, self._told = False, threading.Event()
-        self._telling, self._listening = threading.Lock(), threading.Lock()
-        with contextlib.ExitStack() as undo:
-            self._sockets = EngineSockets(start.engine_index, manifest_hash=start.manifest.hash)
-            undo.callback(self._sockets.close)
-            self._process = process or EngineProcess.spawn(start.interpreter)
-            undo.callback(self._process.close, 0)
-            self._process.launch(_launch(start, self._sockets))
-            self.ready = self._wait_until_ready(start.config.engine.start_timeout_seconds)
-            undo.pop_all()
-        self._sockets.read(sink, self._no_more_outputs)
+class EngineMonitor:
+    """Detects the death of an engine process and notifies senders, calls and the sink once.
+
+    The threads hold the monitor, never the client, so that a client can be collected.
+    """
+
+    # Who calls what, in which thread:
+    #
+    # * watcher ("EngineWatch"): `_watch`, when the process has ended or has reported a failure.
+    # * reader ("EngineCoreOutputs"): `_outputs_ended`, after the dead marker, or for a message
+    #   that cannot be decoded.
+    # * any sender: `check_process`, before each message, so that none is lost between the death of
+    #   the process and the watcher's notification.
+    # * any thread, also the garbage collector's: `close`.
+    #
+    # The first three find the reason (`_reason`) and call `_die`, the only transition to DEAD;
+    # `close` is the only one to CLOSED. `_changed` guards the state and is notified of each
+    # transition. It is reentrant: the collector may call `close` in a thread that holds it.
+    #
+    # An engine that fails reports its error over the launch socket first, then sends its last
+    # outputs and the dead marker. So after a report the watcher leaves it to the reader to call
+    # `_die` at the marker, behind those outputs, for `_LAST_OUTPUTS_TIMEOUT_S` at most. The other
+    # way round, the reader may see the marker before the report is complete, and so waits for it
+    # for `_FAILURE_REPORT_TIMEOUT_S`.
+
+    def __init__(self, process: EngineProcess, sockets: EngineSockets, sink: Sink) -> None:
+        """Start the threads; `close` ends them, the sockets and the process."""
+        self._process, self._sockets, self._sink = process, sockets, sink
+        self._owner_pid = os.getpid()
+        self._state = _State.SERVING
+        self._changed = threading.Condition()
+        sentinels = select.poll()
+        for descriptor in process.sentinels:
+            sentinels.register(descriptor, select.POLLIN)
+        sockets.read(sink, self._outputs_ended, self.check_process)
         self._watcher = threading.Thread(
-            target=self._watch, args=(self._sentinels(),), name="EngineWatch", daemon=True
+            target=self._watch, args=(sentinels,), name="EngineWatch", daemon=True
         )
         self._watcher.start()
 
@@ -101,56 +115,22 @@ class EngineConnection:
         """The engine's process id."""
         return self._process.pid
 
-    def send(self, kind: RequestType, message: Any) -> None:
-        """Send one message; wait a while if the engine takes none.
-
-        Raises:
-            EngineDeadError: the engine is gone.
-            EngineTimeoutError: it took no message in that time.
-            RequestError: the message cannot travel.
-        """
-        self._check_alive()
-        self._sockets.send(kind, message)
-
-    def attempt(self, kind: RequestType, message: Any) -> Attempt:
-        """Return what sends one message now, or not at all, and may try that again.
-
-        Raises:
-            RequestError: the message cannot travel.
-            EngineDeadError: now or when it is called: the engine is gone.
-        """
-        self._check_alive()
-        return checked(self._check_alive, self._sockets.attempt(kind, message))
-
-    def post(self, kind: RequestType, message: Any) -> None:
-        """Send one message now, or as soon as the engine takes it.
-
-        Raises:
-            EngineDeadError, RequestError: as `send`.
-        """
-        self._check_alive()
-        self._sockets.post(kind, message)
-
-    def call(self, method: str, *args: Any) -> Future[Any]:
-        """Call one of the engine's utilities; all calls fail when it dies. Does not wait.
-
-        Raises:
-            EngineDeadError, RequestError: as `send`.
-        """
-        self._check_alive()
-        return self._sockets.call(method, *args)
+    def check_process(self) -> None:
+        """Notify of the death of the process, if it has ended and that is not yet reported."""
+        if self._state is _State.SERVING and self._process.returncode is not None:
+            self._die(self._reason(0))
 
     def close(self) -> None:
-        """End the engine, and give back everything. Closing twice does nothing."""
-        with self._telling:
-            if self._closing:
+        """End the engine and release everything. Closing twice does nothing."""
+        with self._changed:
+            if self._state is _State.CLOSED:
                 return
-            self._closing = True
-            self._told.set()
-        if os.getpid() != self._owner:  # a fork has neither the threads nor the engine
+            self._state = _State.CLOSED
+            self._changed.notify_all()
+        if os.getpid() != self._owner_pid:  # a fork has neither the threads nor the engine
             return
-        if threading.current_thread().name in _OWN_THREADS:
-            # A collection may run in one of the threads that closing waits for.
+        if threading.current_thread().name in _MONITOR_THREADS:
+            # The collector runs in one of the threads that closing waits for.
             threading.Thread(target=self._close, name="EngineClose").start()
         else:
             self._close()
@@ -160,100 +140,92 @@ class EngineConnection:
         self._process.close()
         self._watcher.join()
 
-    def _check_alive(self) -> None:
-        """Find out now about an end that nobody was told of yet."""
-        if not self._told.is_set() and self._process.returncode is not None:
-            self._end(self._last_words(0))
-
-    def _wait_until_ready(self, seconds: float) -> EngineCoreReadyResponse:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if (ready := self._sockets.poll_ready(_GLANCE_MS)) is not None:
-                return ready
-            if (failure := self._process.failure()) is not None:
-                raise failure
-        raise EngineDeadError(
-            f"the engine was not ready within {seconds:g} s (engine.start_timeout_seconds)"
-        )
-
-    def _sentinels(self) -> select.poll:
-        poller = select.poll()
-        for descriptor in self._process.sentinels:
-            poller.register(descriptor, select.POLLIN)
-        return poller
-
     def _watch(self, sentinels: select.poll) -> None:
-        """Tell everybody when the process is gone, or has said that it fails."""
         sentinels.poll()
-        if self._closing:
+        if self._state is _State.CLOSED:
             return
-        error = self._last_words(_LAST_WORDS_S)
-        if self._process.reported:  # it sends what is left, and the reader tells at the end of it
-            self._told.wait(_LAST_OUTPUTS_S)
-        self._end(error)
+        error = self._reason(_FAILURE_REPORT_TIMEOUT_S)
+        if self._process.reported:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._state is not _State.SERVING, _LAST_OUTPUTS_TIMEOUT_S
+                )
+        self._die(error)
 
-    def _no_more_outputs(self, error: Exception | None) -> None:
-        """Tell everybody why the reader ended."""
-        self._end(error or self._last_words(_LAST_WORDS_S))
+    def _outputs_ended(self, error: Exception | None) -> None:
+        self._die(error or self._reason(_FAILURE_REPORT_TIMEOUT_S))
 
-    def _last_words(self, seconds: float) -> Exception:
-        """Return why the engine serves no more; wait so long for it to say so itself."""
-        deadline = time.monotonic() + seconds
-        while True:
-            with self._listening:
-                failure = self._process.failure()
-            if failure is not None:
-                return failure
-            if self._closing or time.monotonic() > deadline:
+    def _reason(self, timeout_s: float) -> Exception:
+        """Return why the engine serves no more; wait for its own report until the timeout."""
+        deadline = time.monotonic() + timeout_s
+        while (failure := self._process.failure()) is None:
+            if self._state is _State.CLOSED or time.monotonic() > deadline:
                 return EngineDeadError("the engine failed; its log says why")
-            time.sleep(_GLANCE_MS / 1000)
+            time.sleep(_POLL_INTERVAL_MS / 1000)
+        return failure
 
-    def _end(self, error: Exception) -> None:
-        """Tell everybody who waits, once.
-
-        Nothing can be sent any more before it counts as told: a request that comes at this moment
-        would be lost otherwise, and its sender would not know whether it ran.
-        """
-        if self._closing:
+    def _die(self, error: Exception) -> None:
+        """Go from SERVING to DEAD; in another state do nothing."""
+        if self._state is _State.CLOSED:
             return
         try:
+            # Before the state changes: a request that is sent concurrently is rejected rather
+            # than lost. Of several threads that come here, all wait until sending has stopped.
             self._sockets.fail(error)
         finally:
-            with self._telling:
-                first = not self._told.is_set()
-                self._told.set()
-            if first:
-                self._sink(dead(error))
+            with self._changed:
+                is_first = self._state is _State.SERVING
+                if is_first:
+                    self._state = _State.DEAD
+                    self._changed.notify_all()
+            if is_first:
+                self._sink(engine_dead(error))
 
 
-_OWN_THREADS = ("EngineCoreOutputs", "EngineWatch")
+_MONITOR_THREADS = ("EngineCoreOutputs", "EngineWatch")
+
+
+def _wait_until_ready(
+    sockets: EngineSockets, process: EngineProcess, timeout_s: float
+) -> EngineCoreReadyResponse:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if (ready := sockets.poll_ready(_POLL_INTERVAL_MS)) is not None:
+            return ready
+        if (failure := process.failure()) is not None:
+            raise failure
+    raise EngineDeadError(
+        f"the engine was not ready within {timeout_s:g} s (engine.start_timeout_seconds)"
+    )
 
 
 def _launch(start: EngineStart, sockets: EngineSockets) -> Launch:
+    entries = [entry for entry in start.manifest.entries if _is_needed(entry)]
     return Launch(
         address=msgspec.json.encode(sockets.addresses).decode(),
         manifest=start.manifest,
         config=msgspec.to_builtins(start.config),
         config_sources=start.config_sources.by_path,
-        main_objects=main_objects(entry.value for entry in start.manifest.entries if _goes(entry)),
+        main_objects=main_objects(entry.value for entry in entries),
         log_level=start.log_level,
         engine_index=start.engine_index,
         folder=str(sockets.folder),
     )
 
 
-def _goes(entry: PluginEntry) -> bool:
-    """Whether a plugin is needed in the engine's process."""
+def _is_needed(entry: PluginEntry) -> bool:
+    """Return whether a plugin is needed in the engine's process."""
     return KINDS[entry.kind].lives_in != (Process.FRONTEND,)
 
 
 class ProcessClient:
-    """Starts an engine process, sends it requests, and reads what comes of them.
+    """Starts an engine process, sends it requests, and receives its outputs.
 
-    Implements `EngineCoreClient`. When it is collected without having been closed, it is closed.
+    Implements `EngineCoreClient`. A client that is collected before it is closed closes its engine.
 
     Attributes:
-        start: what the engine was started with.
+        start: the parameters that the engine was started with.
+        ready: the engine's ready response.
     """
 
     in_process = False
@@ -267,64 +239,67 @@ class ProcessClient:
         """Start the engine and wait until it is ready.
 
         Args:
-            start: what it is to be.
-            sink: takes outputs, and at last the error that ended them, in other threads; must
-                not hold this client. Without one they wait for `get_output`.
-            process: one that was spawned already, and waits for its launch.
+            start: the engine's parameters.
+            sink: called with outputs, and last with the error that ended them, in other threads;
+                must not hold this client. Without a sink they wait for `get_output`.
+            process: a process that was spawned before and waits for its launch.
 
         Raises:
-            HardpointError: what the engine raised when it was built.
-            EngineDeadError: it ended without a word, or was not ready in time.
+            HardpointError: the error that the engine raised while it was built.
+            EngineDeadError: it ended without a report, or was not ready in time.
         """
-        self._inbox = Inbox()
         self.start = start
+        self._outputs = Inbox()
         self._timeout_s = start.config.engine.call_timeout_seconds
-        self._connection = EngineConnection(
-            start, self._inbox.put if sink is None else sink, process
-        )
-        self._release = weakref.finalize(self, self._connection.close)
+        with contextlib.ExitStack() as undo:
+            self._sockets = EngineSockets(start.engine_index, manifest_hash=start.manifest.hash)
+            undo.callback(self._sockets.close)
+            process = process or EngineProcess.spawn(start.interpreter)
+            undo.callback(process.close, 0)
+            process.launch(_launch(start, self._sockets))
+            timeout_s = start.config.engine.start_timeout_seconds
+            self.ready = _wait_until_ready(self._sockets, process, timeout_s)
+            undo.pop_all()
+        sink = self._outputs.put if sink is None else sink
+        self._monitor = EngineMonitor(process, self._sockets, sink)
+        self._release = weakref.finalize(self, self._monitor.close)
 
     @property
     def pid(self) -> int:
         """The engine's process id."""
-        return self._connection.pid
-
-    @property
-    def ready(self) -> EngineCoreReadyResponse:
-        """What the engine said when it was there."""
-        return self._connection.ready
+        return self._monitor.pid
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Send a request. If the engine refuses it, its first output says so.
+        """Send a request. If the engine rejects it, its first output is the error.
 
         Raises:
             EngineDeadError: the engine is gone.
-            EngineTimeoutError: it took no message for some seconds.
-            RequestError: the request cannot travel.
+            EngineTimeoutError: it accepted no message for some seconds.
+            RequestError: the request cannot be encoded.
         """
-        self._connection.send(RequestType.ADD, request)
+        self._sockets.send(RequestType.ADD, request)
 
     def offer_request(self, request: EngineCoreRequest) -> Attempt:
-        """Return what sends a request if the engine takes it at once, and may try that again.
+        """Return a function that tries to send a request without waiting; may be called again.
 
         Raises:
-            RequestError: the request cannot travel.
-            EngineDeadError: now or when it is called: the engine is gone.
+            RequestError: the request cannot be encoded.
+            EngineDeadError: the engine is gone; the returned function raises it too.
         """
-        return self._connection.attempt(RequestType.ADD, request)
+        return self._sockets.attempt(RequestType.ADD, request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests; they give no more outputs. Does not wait; later requests come after it."""
         if ids := list(request_ids):
-            with contextlib.suppress(EngineDeadError):  # it has ended them all
-                self._connection.post(RequestType.ABORT, ids)
+            with contextlib.suppress(EngineDeadError):  # its requests have ended with it
+                self._sockets.post(RequestType.ABORT, ids)
 
     def get_output(self, *, wait: bool, timeout: float | None = None) -> EngineCoreOutputs | None:
         """Return the next batch of outputs; an empty one if there is none and `wait` is false.
 
         Args:
-            wait: whether there is something to wait for.
-            timeout: seconds to wait; None is as long as it takes.
+            wait: whether outputs are expected.
+            timeout: seconds to wait; None is without limit.
 
         Returns:
             None if nothing came in time.
@@ -332,18 +307,19 @@ class ProcessClient:
         Raises:
             EngineDeadError: the engine is gone.
         """
-        item = self._inbox.get(timeout if wait else 0)
+        item = self._outputs.get(timeout if wait else 0)
         if isinstance(item, Exception):
-            raise dead(item)
+            raise engine_dead(item)
         return EngineCoreOutputs() if item is None and not wait else item
 
     def call(self, method: str, *args: Any) -> Future[Any]:
-        """Call one of the engine's utilities.
+        """Call one of the engine's utilities without waiting.
 
         Raises:
             EngineDeadError: the engine is gone.
+            RequestError: the arguments cannot be encoded.
         """
-        return self._connection.call(method, *args)
+        return self._sockets.call(method, *args)
 
     def call_utility(self, method: str, *args: Any) -> Any:
         """Call one of the engine's utilities and wait for its result.
@@ -355,24 +331,24 @@ class ProcessClient:
         """
         future = self.call(method, *args)
         try:
-            return future.result(self.patience(method))
+            return future.result(self.utility_timeout(method))
         except TimeoutError:
-            if future.done():  # the engine's own words
+            if future.done():  # the utility itself raised it
                 raise
             future.cancel()
             raise self.no_answer(method) from None
 
-    def patience(self, method: str) -> float | None:
-        """Return within how many seconds a call is to be answered, None if that is open."""
+    def utility_timeout(self, method: str) -> float | None:
+        """Return the timeout of a utility call in seconds; None is without limit."""
         return None if method in NO_TIMEOUT else self._timeout_s
 
     def no_answer(self, method: str) -> EngineTimeoutError:
-        """Return what to raise when a call was not answered in time."""
+        """Return the error for a utility call that was not answered in time."""
         return EngineTimeoutError(
             f"the engine did not answer {method} within {self._timeout_s:g} s "
             "(engine.call_timeout_seconds)"
         )
 
     def close(self) -> None:
-        """End the engine, and give back everything. Closing twice does nothing."""
+        """End the engine and release everything. Closing twice does nothing."""
         self._release()

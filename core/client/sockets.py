@@ -1,4 +1,4 @@
-"""The client's end of the sockets to an engine process, and the thread that reads it."""
+"""The client's ZMQ sockets to one engine process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 import zmq
 
 from hardpoint.core.engine.utility_calls import result_type
-from hardpoint.core.errors import error_of
+from hardpoint.core.errors import engine_dead, error_of
 from hardpoint.core.wire import (
     ENGINE_CORE_DEAD,
     MOST_BYTES,
@@ -35,180 +35,61 @@ from hardpoint.core.wire import (
     WireError,
     decode_handshake,
 )
-from hardpoint.plugins import EngineCoreOutputs, HardpointError, RequestError, typed
-from hardpoint.plugins.errors import (
-    EngineDeadError,
-    EngineFaultError,
-    EngineTimeoutError,
-    PluginFaultError,
-    PluginLoadError,
-)
+from hardpoint.plugins import EngineCoreOutputs, RequestError, typed
+from hardpoint.plugins.errors import EngineDeadError, EngineTimeoutError, PluginLoadError
 
-MOST_UNREAD = 256
-"""Messages that ZMQ keeps for an engine that reads none."""
+SEND_TIMEOUT_S = 10.0
+"""How long an engine may accept no message before a sender gets an error."""
+
+_SEND_HWM = 256  # messages that ZMQ buffers for an engine that reads none
+_WAKE_ADDRESS = "inproc://reader"
+_STOP, _FLUSH = b"stop", b"flush"  # what the reader thread is woken up for
+_FLUSH_INTERVAL_MS = 20  # how often the reader retries the backlog
+_RETRY_INTERVAL_S = 0.002
 
 Attempt = Callable[[], bool]
-"""Sends a message now or not at all; returns whether it was sent. For one message, once sent."""
+"""Tries to send one message without waiting; returns whether it was sent. Not to be called again
+after that.
+"""
+
+OnOutputs = Callable[[EngineCoreOutputs], None]
+OnEnd = Callable[[Exception | None], None]
 
 _Frames = Sequence[zmq.Frame]
 
 
-def checked(check: Callable[[], None], attempt: Attempt) -> Attempt:
-    """Return an attempt that asks first whether there is any use in it."""
-
-    def after_check() -> bool:
-        check()
-        return attempt()
-
-    return after_check
-
-
 @dataclass(frozen=True)
-class _Waiting:
-    """A message that the engine has not taken yet.
+class _Unsent:
+    """A message in the backlog.
 
     Attributes:
-        future: whoever waits for the answer to it.
+        future: of the answer, for a utility call.
     """
 
     frames: _Frames
     future: Future[Any] | None
 
     @property
-    def wanted(self) -> bool:
+    def is_wanted(self) -> bool:
         return self.future is None or not self.future.cancelled()
 
 
-class Outgoing:
-    """Sends messages in order, from any thread.
-
-    While the engine takes none, small ones that must not be lost (aborts and calls) wait here,
-    and requests, which may be large and many, are turned away.
-    """
-
-    def __init__(
-        self,
-        socket: zmq.Socket[bytes],
-        identity: bytes,
-        consumer: TensorConsumer | None = None,
-    ) -> None:
-        """Send over a ROUTER with ROUTER_MANDATORY; the caller closes it.
-
-        Large tensors are offered to `consumer`.
-        """
-        self._socket = socket
-        self._identity = identity
-        self._lock = threading.Lock()
-        self._encoder, self._tracker = Encoder(consumer=consumer), SendTracker()
-        self._backlog: deque[_Waiting] = deque()
-
-    def attempt(self, kind: RequestType, message: Any) -> Attempt:
-        """Return what tries to send a message; what tries again does not encode it again.
-
-        Raises:
-            EngineDeadError: when it is called: the engine cannot be reached.
-            RequestError: the message cannot travel.
-        """
-        with self._lock:
-            frames = self._frames(kind, message)
-
-        def attempt() -> bool:
-            with self._lock:
-                return self._flushed() and self._sent(frames)
-
-        return attempt
-
-    def post(self, kind: RequestType, message: Any, future: Future[Any] | None = None) -> bool:
-        """Send a message now, or later when `flush` is called.
-
-        Args:
-            future: of the answer; a message that waits is dropped once it is cancelled.
-
-        Returns:
-            Whether it is the first one that waits.
-
-        Raises:
-            EngineDeadError: the engine cannot be reached.
-            RequestError: the message cannot travel.
-        """
-        with self._lock:
-            frames = self._frames(kind, message)
-            behind = not self._flushed()
-            if not behind and self._sent(frames):
-                return False
-            if future is not None:  # so that calls which are given up do not pile up
-                self._backlog = deque(each for each in self._backlog if each.wanted)
-            self._backlog.append(_Waiting(frames, future))
-            return not behind
-
-    def flush(self) -> bool:
-        """Send what waits as far as the engine takes it; return whether nothing waits any more.
-
-        Raises:
-            EngineDeadError: the engine cannot be reached.
-        """
-        with self._lock:
-            return self._flushed()
-
-    def drop(self) -> None:
-        """Forget what waits; the engine is gone."""
-        with self._lock:
-            self._backlog.clear()
-
-    def close(self) -> None:
-        """Close the socket; nothing is sent any more."""
-        with self._lock:
-            self._socket.close(0)
-
-    def _flushed(self) -> bool:
-        while self._backlog:
-            if self._backlog[0].wanted and not self._sent(self._backlog[0].frames):
-                return False
-            self._backlog.popleft()
-        return True
-
-    def _frames(self, kind: RequestType, message: Any) -> _Frames:
-        self._tracker.collect()
-        try:
-            frames = self._encoder.encode(message)
-        except WireError as cause:
-            raise RequestError(str(cause)) from None
-        return [zmq.Frame(kind), *self._tracker.frames(frames)]
-
-    def _sent(self, frames: _Frames) -> bool:
-        """Send all frames, or none if the engine takes no more now."""
-        try:
-            self._socket.send_multipart([self._identity, *frames], zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return False
-        except zmq.ZMQError as cause:
-            self._backlog.clear()
-            raise EngineDeadError(f"the engine cannot be reached: {cause}") from cause
-        return True
-
-
-SEND_SECONDS = 10.0
-"""How long an engine may take no message before whoever sends is told so."""
-
-_TO_READER = "inproc://reader"
-_END, _LOOK = b"end", b"look"
-_LOOK_AGAIN_MS = 20  # how often an engine that was behind is asked whether it takes more
-_PAUSE_S = 0.002
-
-OnOutputs = Callable[[EngineCoreOutputs], None]
-OnEnd = Callable[[Exception | None], None]
-
-
 class EngineSockets:
-    """Sends to one engine, and reads what comes of it.
+    """Sends messages to one engine from any thread, and reads its outputs in a thread of its own.
 
-    `send`, `attempt`, `post` and `call` may be used from several threads.
+    While the engine accepts no messages, small ones that must not be lost (aborts and utility
+    calls) wait in a backlog; requests, which may be large and many, are rejected.
 
     Attributes:
-        identity: what the engine is addressed by.
-        addresses: what it connects to.
-        folder: where its sockets are; `close` removes it.
+        identity: the ZMQ identity of the engine.
+        addresses: the addresses that the engine connects to.
+        folder: of the sockets; `close` removes it.
     """
+
+    # Locks: `_send_lock` guards the encoder, the tracker, the ROUTER and the backlog; `_lock`
+    # guards `_calls`, `_error` and the socket that wakes up the reader. The encoder may work for
+    # long under `_send_lock`, and the reader needs `_lock` for each answer, so they are two.
+    # Neither is taken while the other is held.
 
     def __init__(
         self,
@@ -218,11 +99,11 @@ class EngineSockets:
         consumer: TensorConsumer | None = None,
         provider: TensorProvider | None = None,
     ) -> None:
-        """Bind; the engine connects when it is there.
+        """Bind the sockets; the engine connects later.
 
         Args:
             index: of the engine.
-            manifest_hash: of the plugin set that the engine is to have.
+            manifest_hash: of the plugin set that the engine must have.
             consumer: is offered large tensors of requests and calls.
             provider: finds those of outputs that the engine's consumer took, in the reader.
         """
@@ -235,36 +116,39 @@ class EngineSockets:
         self._context = zmq.Context(io_threads=2)
         self._input = self._context.socket(zmq.ROUTER)
         self._input.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._input.setsockopt(zmq.SNDHWM, MOST_UNREAD)
+        self._input.setsockopt(zmq.SNDHWM, _SEND_HWM)
         self._input.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
         self._input.bind(self.addresses.inputs[0])
         self._output = self._context.socket(zmq.PULL)
         self._output.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
         self._output.bind(self.addresses.outputs[0])
-        self._to_reader = self._context.socket(zmq.PAIR)
-        self._to_reader.bind(_TO_READER)
-        self._words = self._context.socket(zmq.PAIR)  # the reader's, as is the PULL
-        self._words.connect(_TO_READER)
-        self._outgoing = Outgoing(self._input, self.identity, consumer)
+        self._wake_sender = self._context.socket(zmq.PAIR)
+        self._wake_sender.bind(_WAKE_ADDRESS)
+        self._wake_receiver = self._context.socket(zmq.PAIR)  # the reader's, as is the PULL
+        self._wake_receiver.connect(_WAKE_ADDRESS)
+        self._send_lock = threading.Lock()
+        self._encoder, self._tracker = Encoder(consumer=consumer), SendTracker()
+        self._backlog: deque[_Unsent] = deque()
         self._provider = provider
         self._lock = threading.Lock()
         self._calls: dict[int, tuple[str, Future[Any]]] = {}
-        self._serials = itertools.count()
-        self._dead: Exception | None = None
+        self._call_ids = itertools.count()
+        self._error: Exception | None = None
+        self._check_process: Callable[[], None] = _no_check
         self._reader: threading.Thread | None = None
 
     def poll_ready(self, milliseconds: int) -> EngineCoreReadyResponse | None:
-        """Return the engine's first message, if it comes in time.
+        """Return the engine's first message, None if it does not arrive in time.
 
         Raises:
-            WireError: it is none, of another protocol, or of an engine that nobody expects.
-            PluginLoadError: the engine has other plugins.
+            WireError: it is malformed, of another version of the protocol, or of another engine.
+            PluginLoadError: the engine has another plugin set.
         """
         if not self._input.poll(milliseconds):
             return None
         identity, *frames = self._input.recv_multipart()
         if identity != self.identity:
-            raise WireError(f"an engine said {identity!r}, expected {self.identity!r}")
+            raise WireError(f"a message of engine {identity!r}, expected one of {self.identity!r}")
         ready = decode_handshake(b"".join(frames), EngineCoreReadyResponse)
         if ready.manifest_hash != self._manifest_hash:
             raise PluginLoadError(
@@ -273,117 +157,177 @@ class EngineSockets:
             )
         return ready
 
-    def read(self, on_outputs: OnOutputs, on_end: OnEnd) -> None:
-        """Begin to read, in a thread.
+    def read(
+        self, on_outputs: OnOutputs, on_end: OnEnd, check_process: Callable[[], None] | None = None
+    ) -> None:
+        """Start the reader thread.
 
         Args:
-            on_outputs: takes every batch.
-            on_end: is told when no more will come: of the error, or None if the engine said
-                itself that it failed.
+            on_outputs: called with every batch.
+            on_end: called once when no more outputs will come: with the error, or with None if
+                the engine sent the dead marker.
+            check_process: called before each message is sent; calls `fail` if it finds that the
+                engine's process has ended.
         """
+        self._check_process = check_process or _no_check
         self._reader = threading.Thread(
             target=self._read, args=(on_outputs, on_end), name="EngineCoreOutputs", daemon=True
         )
         self._reader.start()
 
     def send(self, kind: RequestType, message: Any) -> None:
-        """Send one message; wait a while if the engine takes none.
+        """Send one message; wait up to `SEND_TIMEOUT_S` until the engine accepts it.
 
         Raises:
             EngineDeadError: the engine is gone.
-            EngineTimeoutError: it took no message for `SEND_SECONDS`.
-            RequestError: the message cannot travel.
+            EngineTimeoutError: it accepted no message in that time.
+            RequestError: the message cannot be encoded.
         """
-        until = time.monotonic() + SEND_SECONDS
+        deadline = time.monotonic() + SEND_TIMEOUT_S
         attempt = self.attempt(kind, message)
         while not attempt():
-            if time.monotonic() >= until:
-                raise behind()
-            time.sleep(_PAUSE_S)
+            if time.monotonic() >= deadline:
+                raise send_timeout()
+            time.sleep(_RETRY_INTERVAL_S)
 
     def attempt(self, kind: RequestType, message: Any) -> Attempt:
-        """Return what sends one message now, or not at all, and may try that again.
+        """Encode one message; return a function that tries to send it and may be called again.
 
         Raises:
-            RequestError: the message cannot travel.
-            EngineDeadError: now or when it is called: the engine is gone.
+            RequestError: the message cannot be encoded.
+            EngineDeadError: the engine is gone; the returned function raises it too.
         """
-        self._check()
-        return checked(self._check, self._outgoing.attempt(kind, message))
+        self._check_alive()
+        with self._send_lock:
+            frames = self._encoded(kind, message)
+
+        def attempt() -> bool:
+            self._check_alive()
+            with self._send_lock:
+                return self._backlog_sent() and self._sent(frames)
+
+        return attempt
 
     def post(self, kind: RequestType, message: Any, future: Future[Any] | None = None) -> None:
-        """Send one message now, or as soon as the engine takes it.
+        """Send one message now, or from the backlog as soon as the engine accepts it.
 
         Args:
-            future: of the answer; once it is cancelled, a message that still waits is dropped.
+            future: of the answer; once it is cancelled, the message is dropped from the backlog.
 
         Raises:
-            EngineDeadError, RequestError: as `send`.
+            EngineDeadError, RequestError: as for `attempt`.
         """
-        self._check()
-        if self._outgoing.post(kind, message, future):
-            self._tell_reader(_LOOK)
+        self._check_alive()
+        with self._send_lock:
+            frames = self._encoded(kind, message)
+            is_first = self._backlog_sent()
+            if is_first and self._sent(frames):
+                return
+            if future is not None:  # so that cancelled calls do not pile up
+                self._backlog = deque(unsent for unsent in self._backlog if unsent.is_wanted)
+            self._backlog.append(_Unsent(frames, future))
+        if is_first:
+            self._wake_reader(_FLUSH)
 
     def call(self, method: str, *args: Any) -> Future[Any]:
-        """Call one of the engine's utilities; as `post`, this does not wait.
+        """Call one of the engine's utilities without waiting; every call fails when it dies.
 
         Raises:
-            EngineDeadError, RequestError: as `send`.
+            EngineDeadError, RequestError: as for `attempt`.
         """
         future: Future[Any] = Future()
+        self._check_alive()
         with self._lock:
-            self._check()
-            call_id = next(self._serials)
+            self._raise_if_failed()
+            call_id = next(self._call_ids)
             self._calls[call_id] = (method, future)
-        future.add_done_callback(lambda _: self._taken(call_id))  # also when it is given up
+        future.add_done_callback(lambda _: self._pop_call(call_id))  # also if it is cancelled
         try:
             self.post(RequestType.UTILITY, UtilityCall(0, call_id, method, list(args)), future)
         except BaseException:
-            self._taken(call_id)
+            self._pop_call(call_id)
             raise
         return future
 
     def fail(self, error: Exception) -> None:
-        """Take it that the engine is gone: whoever waits is told, and nothing is sent any more."""
+        """Reject all further messages and fail all pending calls; only the first error counts."""
         with self._lock:
-            if self._dead is not None:
+            if self._error is not None:
                 return
-            self._dead = error
+            self._error = error
             calls, self._calls = self._calls, {}
-        self._outgoing.drop()
+        with self._send_lock:
+            self._backlog.clear()
         for _, future in calls.values():
             if future.set_running_or_notify_cancel():
-                future.set_exception(dead(error))
+                future.set_exception(engine_dead(error))
 
     def close(self) -> None:
-        """Stop reading; close and remove everything. Not from the thread that reads."""
+        """Stop the reader; close the sockets and remove their folder. Not in the reader thread."""
         self.fail(EngineDeadError("the engine was closed"))
         if self._reader is not None:
-            self._tell_reader(_END)
+            self._wake_reader(_STOP)
             self._reader.join()
-        self._outgoing.close()
-        for socket in (self._output, self._to_reader, self._words):
+        self._check_process = _no_check
+        with self._send_lock:
+            self._input.close(0)
+        for socket in (self._output, self._wake_sender, self._wake_receiver):
             socket.close(0)
         self._context.destroy(0)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _check(self) -> None:
-        if self._dead is not None:
-            raise dead(self._dead)
+    # Sending
 
-    def _tell_reader(self, word: bytes) -> None:
-        with self._lock, contextlib.suppress(zmq.ZMQError):  # it has ended already
-            self._to_reader.send(word, zmq.NOBLOCK)
+    def _check_alive(self) -> None:
+        self._check_process()
+        self._raise_if_failed()
+
+    def _raise_if_failed(self) -> None:
+        if self._error is not None:
+            raise engine_dead(self._error)
+
+    def _encoded(self, kind: RequestType, message: Any) -> _Frames:
+        self._tracker.collect()
+        try:
+            frames = self._encoder.encode(message)
+        except WireError as cause:
+            raise RequestError(str(cause)) from None
+        return [zmq.Frame(kind), *self._tracker.frames(frames)]
+
+    def _backlog_sent(self) -> bool:
+        """Send the backlog as far as the engine accepts it; return whether it is empty now."""
+        while self._backlog:
+            if self._backlog[0].is_wanted and not self._sent(self._backlog[0].frames):
+                return False
+            self._backlog.popleft()
+        return True
+
+    def _sent(self, frames: _Frames) -> bool:
+        """Send all frames, or none if the engine accepts no message now."""
+        try:
+            self._input.send_multipart([self.identity, *frames], zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as cause:
+            self._backlog.clear()
+            raise EngineDeadError(f"the engine cannot be reached: {cause}") from cause
+        return True
+
+    # Reading
+
+    def _wake_reader(self, reason: bytes) -> None:
+        with self._lock, contextlib.suppress(zmq.ZMQError):  # the reader has ended
+            self._wake_sender.send(reason, zmq.NOBLOCK)
 
     def _read(self, on_outputs: OnOutputs, on_end: OnEnd) -> None:
         try:
             poller = zmq.Poller()
             poller.register(self._output, zmq.POLLIN)
-            poller.register(self._words, zmq.POLLIN)
+            poller.register(self._wake_receiver, zmq.POLLIN)
             decoder: Decoder[Any] = Decoder(
                 EngineCoreOutputs | UtilityOutput, provider=self._provider
             )
-            while (frames := self._received(poller)) is not None:
+            while (frames := self._receive(poller)) is not None:
                 if frames[0].bytes == ENGINE_CORE_DEAD:
                     on_end(None)
                     return
@@ -391,35 +335,36 @@ class EngineSockets:
                 if isinstance(message, EngineCoreOutputs):
                     on_outputs(message)
                 else:
-                    self._answer(message)
+                    self._complete_call(message)
         except Exception as error:
             on_end(error)
         finally:
             self._output.close(0)
 
-    def _received(self, poller: zmq.Poller) -> list[zmq.Frame] | None:
-        """Wait for a message, and meanwhile send what waits; return None at the end."""
+    def _receive(self, poller: zmq.Poller) -> list[zmq.Frame] | None:
+        """Wait for a message while sending the backlog; return None once closed."""
         while True:
-            ready = dict(poller.poll(None if self._all_sent() else _LOOK_AGAIN_MS))
-            if self._words in ready and self._words.recv() == _END:
-                return None  # what came and was not read is nobody's any more
+            ready = dict(poller.poll(None if self._flush_backlog() else _FLUSH_INTERVAL_MS))
+            if self._wake_receiver in ready and self._wake_receiver.recv() == _STOP:
+                return None  # messages that were not read are dropped
             if self._output in ready:
                 return self._output.recv_multipart(copy=False)
 
-    def _all_sent(self) -> bool:
+    def _flush_backlog(self) -> bool:
         try:
-            return self._outgoing.flush()
-        except EngineDeadError:  # others find that out, and tell how it ended
+            with self._send_lock:
+                return self._backlog_sent()
+        except EngineDeadError:  # the process is watched elsewhere, which finds the reason too
             return True
 
-    def _taken(self, call_id: int) -> tuple[str, Future[Any] | None]:
-        """Return a call, which is no longer waited for; no future if nobody waits."""
+    def _pop_call(self, call_id: int) -> tuple[str, Future[Any] | None]:
+        """Remove a pending call and return it; the future is None if it was removed before."""
         with self._lock:
             return self._calls.pop(call_id, ("", None))
 
-    def _answer(self, message: UtilityOutput) -> None:
-        """Complete a call; one that nobody waits for any more is forgotten."""
-        method, future = self._taken(message.call_id)
+    def _complete_call(self, message: UtilityOutput) -> None:
+        """Set the result or the error of a call; ignore one that was cancelled."""
+        method, future = self._pop_call(message.call_id)
         if future is None or not future.set_running_or_notify_cancel():
             return
         if message.result is None:
@@ -431,22 +376,10 @@ class EngineSockets:
             future.set_exception(error)
 
 
-def behind() -> EngineTimeoutError:
-    """Return what to raise when an engine takes no messages."""
-    return EngineTimeoutError(f"the engine took no message for {SEND_SECONDS:g} s")
+def _no_check() -> None:
+    pass
 
 
-def dead(error: Exception) -> EngineDeadError:
-    """Return what to raise for an engine that an error ended, anew for each who waits."""
-    words = str(error)
-    if not isinstance(error, HardpointError):
-        words = f"the engine failed: {type(error).__name__}: {error}"
-    by_plugin = isinstance(error, PluginFaultError)
-    raised = EngineFaultError(words) if by_plugin else EngineDeadError(words)
-    if isinstance(error, EngineDeadError):
-        raised.__cause__ = error.__cause__
-        for note in getattr(error, "__notes__", ()):
-            raised.add_note(note)
-    else:
-        raised.__cause__ = error
-    return raised
+def send_timeout() -> EngineTimeoutError:
+    """Return the error for an engine that accepts no messages."""
+    return EngineTimeoutError(f"the engine took no message for {SEND_TIMEOUT_S:g} s")

@@ -8,6 +8,7 @@ import select
 import signal
 import socket
 import subprocess
+import threading
 import weakref
 from pathlib import Path
 
@@ -89,6 +90,7 @@ class EngineProcess:
         self._owner = os.getpid()
         self._heard = bytearray()
         self._deaf = False
+        self._receive_lock = threading.Lock()
         self._release = weakref.finalize(
             self, _release, popen, channel, self._pidfd, self._owner, _GRACE_S
         )
@@ -181,8 +183,12 @@ class EngineProcess:
         """Return why the child serves no more, or None if it is well, as far as is known.
 
         It is what was raised in the child if it could say so, with the child's traceback as a
-        note; else how it ended.
+        note; else how it ended. Safe in any thread.
         """
+        with self._receive_lock:
+            return self._failure()
+
+    def _failure(self) -> HardpointError | None:
         if (failure := self._heard_failure()) is not None:
             return failure
         # One that has closed its end is about to be gone.

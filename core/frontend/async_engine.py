@@ -14,9 +14,8 @@ from typing import Any
 
 from hardpoint.core.client.event_loop import Item, Relay, Turns
 from hardpoint.core.client.process_client import ProcessClient
-from hardpoint.core.client.sockets import dead
 from hardpoint.core.engine.utility_calls import EngineUtilities
-from hardpoint.core.errors import blamed, error_of
+from hardpoint.core.errors import blamed, engine_dead, error_of
 from hardpoint.plugins import (
     EngineCoreOutputs,
     FinishReason,
@@ -197,7 +196,7 @@ class AsyncEngine:
         failure = self._bridge.failure
         ended = self._lifecycle.dead_error
         if ended is None and failure is not None and not self._restarter.enabled:
-            return dead(failure)  # it died before its first use
+            return engine_dead(failure)  # it died before its first use
         return ended
 
     async def health(self) -> Health:
@@ -245,7 +244,7 @@ class AsyncEngine:
         await self._ready()
         future = asyncio.wrap_future(self._client.call(method, *args))
         try:
-            done, _ = await asyncio.wait([future], timeout=self._client.patience(method))
+            done, _ = await asyncio.wait([future], timeout=self._client.utility_timeout(method))
         except asyncio.CancelledError:
             future.cancel()  # so that it is not sent any more, if it was not
             raise
@@ -257,7 +256,7 @@ class AsyncEngine:
         except EngineDeadError:
             if self._lifecycle.dead_error is None:
                 raise
-            reported = dead(self._lifecycle.dead_error)  # the client was closed because of it
+            reported = engine_dead(self._lifecycle.dead_error)  # the client was closed because of it
             raise reported from reported.__cause__
 
     def close(self) -> None:
@@ -299,7 +298,7 @@ class AsyncEngine:
                     await asyncio.wait([self._restart_task])
                 case EngineState.DEAD:
                     assert self._lifecycle.dead_error is not None
-                    raise dead(self._lifecycle.dead_error)
+                    raise engine_dead(self._lifecycle.dead_error)
                 case EngineState.CLOSED:
                     raise _closed()
 
@@ -356,13 +355,13 @@ class AsyncEngine:
         if not self._lifecycle.has_engine:
             return
         self._bridge.disconnect()
-        self._frontend.fail_all(lambda: dead(error) if final else _retryable(error))
+        self._frontend.fail_all(lambda: engine_dead(error) if final else _retryable(error))
         if not final and self._restarter.may_restart():
             if self._lifecycle.move(EngineState.RESTARTING):
                 loop = asyncio.get_running_loop()
                 self._restart_task = loop.create_task(self._restart_engine())
             return
-        reported = dead(error)
+        reported = engine_dead(error)
         if not final:
             self._restarter.give_up(reported)
         if self._lifecycle.die(reported):
@@ -383,7 +382,7 @@ class AsyncEngine:
             else:  # closed in another thread, just now
                 await asyncio.to_thread(client.close)
         except Exception as error:
-            self._lifecycle.die(dead(error))
+            self._lifecycle.die(engine_dead(error))
         except BaseException:  # the event loop ends
             self._lifecycle.die(EngineDeadError("the engine died, and its restart was cancelled"))
             raise
@@ -420,6 +419,6 @@ def _closed() -> EngineClosedError:
 
 def _retryable(error: Exception) -> EngineDeadError:
     """Return the error for a request in flight when the engine died."""
-    reported = dead(error)
+    reported = engine_dead(error)
     reported.args = (f"{error}; the request may be sent again",)
     return reported

@@ -7,9 +7,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeGuard
 
-from hardpoint.core.client.sockets import dead
 from hardpoint.core.engine.utility_calls import EngineUtilities
-from hardpoint.core.errors import blamed
+from hardpoint.core.errors import blamed, engine_dead
 from hardpoint.plugins import (
     EngineCoreRequest,
     FinishReason,
@@ -233,7 +232,7 @@ class LLMEngine:
     def _fail(self, error: Exception) -> NoReturn:
         """End, and say so as if the engine had a process of its own."""
         self._end()
-        told = dead(blamed(error, self.parts.plugins))
+        told = engine_dead(blamed(error, self.parts.plugins))
         raise told from told.__cause__
 
     def _end(self) -> None:

@@ -98,7 +98,7 @@ def test_a_question_asked_of_a_dying_engine_is_answered_with_its_death(opened, e
     killed = []
 
     def kill():
-        calls = llm.llm_engine.parts.client._connection._sockets._calls
+        calls = llm.llm_engine.parts.client._sockets._calls
         wait_until(lambda: calls, PATIENCE_S, "the call")
         time.sleep(0.1)  # until it has been sent, too
         killed.append(time.monotonic())

@@ -23,7 +23,7 @@ from hardpoint import (
     RequestOutputKind,
     SamplingParams,
 )
-from hardpoint.core.client.sockets import Outgoing
+from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.wire import Encoder, RequestType
 from hardpoint.plugins import EngineCoreOutputs
 from hardpoint.testing import scripted_config, write_scripted_model
@@ -46,7 +46,7 @@ def output_of(llm):
     """A socket at the place where the engine's outputs go."""
     context = zmq.Context()
     socket = context.socket(zmq.PUSH)
-    socket.connect(llm._engine.parts.client._connection._sockets.addresses.outputs[0])
+    socket.connect(llm._engine.parts.client._sockets.addresses.outputs[0])
     yield socket
     context.destroy(0)
 
@@ -70,13 +70,13 @@ def test_one_reader_per_engine_and_none_without(scripted):
 
 def test_the_text_of_a_prompt_stays_here(own, monkeypatch):
     sent: list[bytes] = []
-    send = Outgoing._sent
+    send = EngineSockets._sent
 
-    def noted(outgoing, frames):
+    def noted(sockets, frames):
         sent.append(b"|".join(frame.bytes for frame in frames))
-        return send(outgoing, frames)
+        return send(sockets, frames)
 
-    monkeypatch.setattr(Outgoing, "_sent", noted)
+    monkeypatch.setattr(EngineSockets, "_sent", noted)
     assert still_serves(own)
     assert [each[:1] for each in sent] == [RequestType.ADD]
     assert b"say abc" not in sent[0]
@@ -122,10 +122,10 @@ def test_who_never_steps_holds_one_entry_per_request(scripted):
         while running:
             stats = client.call_utility("scheduler_stats")
             running = stats.num_running + stats.num_waiting
-            most = max(most, len(client._inbox))
+            most = max(most, len(client._outputs))
             time.sleep(0.02)
-        wait_until(lambda: len(client._inbox) >= 32, PATIENCE_S, "an entry per request")
-        assert max(most, len(client._inbox)) == 32
+        wait_until(lambda: len(client._outputs) >= 32, PATIENCE_S, "an entry per request")
+        assert max(most, len(client._outputs)) == 32
         outputs = {}
         while engine.has_unfinished_requests():
             outputs |= {output.request_id: output for output in engine.step(timeout=PATIENCE_S)}

@@ -6,7 +6,7 @@ import queue
 
 from support.core.engine_harness import PATIENCE_S, LoopRig, request
 
-from hardpoint.core.client.process_client import EngineConnection, EngineStart
+from hardpoint.core.client.process_client import EngineStart, ProcessClient
 from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.engine_process.transport import EngineIO
 from hardpoint.core.wire import EngineCoreReadyResponse, RequestType
@@ -37,16 +37,16 @@ def test_outputs_say_which_engine_they_come_from():
     assert message.engine_index == INDEX
 
 
-def test_a_connection_gives_the_index_to_its_process_and_is_addressed_by_it(played):
+def test_a_client_gives_the_index_to_its_process_and_is_addressed_by_it(played):
     start = EngineStart(
         EngineConfig(), ConfigSources(), Manifest(hardpoint="1", entries=()), engine_index=INDEX
     )
-    connection = EngineConnection(start, lambda outputs: None, played)
+    client = ProcessClient(start, lambda outputs: None, played)
     try:
         assert played.launched.engine_index == INDEX
         assert played.sockets[0].identity == ADDRESS
-        connection.send(RequestType.ABORT, ["a"])
+        client.abort_requests(["a"])
         kind, frame = played.engine.heard()
         assert (kind, frame) == (bytes(RequestType.ABORT), b"\x91\xa1a")
     finally:
-        connection.close()
+        client.close()

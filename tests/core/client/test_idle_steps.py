@@ -73,19 +73,19 @@ def test_outputs_of_others_are_an_empty_batch_and_one_step():
 
 
 def test_aborting_nobody_sends_nothing():
-    class Connection:
+    class Sockets:
         sent: list = []
 
         def post(self, kind, message):
             self.sent.append(message)
 
     client = object.__new__(ProcessClient)
-    client._connection = Connection()
+    client._sockets = Sockets()
     client.abort_requests([])
     client.abort_requests(iter(()))
-    assert Connection.sent == []
+    assert Sockets.sent == []
     client.abort_requests(["a"])
-    assert Connection.sent == [["a"]]
+    assert Sockets.sent == [["a"]]
 
 
 def test_aborting_nobody_leaves_a_core_alone():
@@ -115,7 +115,7 @@ def whispering(client, count: int = 40):
     """Have quiet batches come among the outputs of a client's engine."""
     context = zmq.Context()
     socket = context.socket(zmq.PUSH)
-    socket.connect(client._connection._sockets.addresses.outputs[0])
+    socket.connect(client._sockets.addresses.outputs[0])
     frames = [Encoder().encode(message) for message in QUIET.values()]
 
     def send():

@@ -23,9 +23,8 @@ from hardpoint import (
     SamplingParams,
     plugins,
 )
-from hardpoint.core.client.sockets import dead
-from hardpoint.core.errors import error_of, kind_of
-from hardpoint.core.wire import RequestType, WireError
+from hardpoint.core.errors import engine_dead, error_of, kind_of
+from hardpoint.core.wire import WireError
 from hardpoint.plugins import EngineCoreRequest, SchedulingPolicy, hookimpl
 from hardpoint.plugins.errors import PluginLoadError
 from hardpoint.testing import scripted_config
@@ -254,8 +253,8 @@ def test_ctrl_c_ends_the_requests_and_leaves_the_engine(own, tmp_path):
 def test_what_is_sent_while_its_death_is_told_is_refused(scripted, monkeypatch):
     """It would be lost, and its sender would wait for the news only."""
     with LLM(config=config(scripted)) as llm:
-        connection = llm._engine.parts.client._connection
-        sockets = connection._sockets
+        client = llm._engine.parts.client
+        sockets = client._sockets
         telling, go_on = threading.Event(), threading.Event()
         fail = sockets.fail
 
@@ -265,11 +264,13 @@ def test_what_is_sent_while_its_death_is_told_is_refused(scripted, monkeypatch):
             fail(error)
 
         monkeypatch.setattr(sockets, "fail", slowly)
-        os.kill(connection.pid, signal.SIGKILL)
+        os.kill(client.pid, signal.SIGKILL)
         assert telling.wait(PATIENCE_S)
         threading.Timer(0.1, go_on.set).start()
         with pytest.raises(EngineDeadError, match="was killed by signal 9"):
-            connection.send(RequestType.ABORT, ["a"])
+            client.add_request(
+                EngineCoreRequest(request_id="r", prompt_token_ids=[1], params=GREEDY)
+            )
 
 
 def test_all_who_wait_are_told_of_its_death(scripted, tmp_path):
@@ -321,6 +322,6 @@ def test_other_classes_travel_as_the_nearest_of_the_tree():
 def test_each_who_waits_gets_an_error_of_its_own():
     first = EngineDeadError("gone")
     first.add_note("the engine's traceback")
-    again = dead(first)
+    again = engine_dead(first)
     assert again is not first
     assert (str(again), again.__notes__) == ("gone", ["the engine's traceback"])

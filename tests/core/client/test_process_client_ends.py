@@ -9,7 +9,7 @@ import pytest
 from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.core.client import process_client
-from hardpoint.core.client.process_client import EngineConnection, EngineStart
+from hardpoint.core.client.process_client import EngineStart, ProcessClient
 from hardpoint.core.wire import ENGINE_CORE_DEAD
 from hardpoint.plugins import EngineConfig, EngineCoreOutput, EngineCoreOutputs
 from hardpoint.plugins.config import ConfigSources
@@ -31,13 +31,13 @@ class Sink:
 
 @pytest.fixture
 def connected(played):
-    """A connection to an engine that is played, its sink, and the process."""
+    """A client of an engine that is played, its sink, and the process."""
     start = EngineStart(EngineConfig(), ConfigSources(), Manifest(hardpoint="1", entries=()))
     sink = Sink()
-    connection = EngineConnection(start, sink, played)
-    yield connection, sink, played
+    client = ProcessClient(start, sink, played)
+    yield client, sink, played
     sink.go_on.set()
-    connection.close()
+    client.close()
 
 
 def say(played, request_id):
@@ -46,16 +46,16 @@ def say(played, request_id):
 
 def test_outputs_come_before_the_failure_that_followed_them(connected):
     """However late the client is to read them."""
-    connection, sink, played = connected
+    client, sink, played = connected
     say(played, "a")
     wait_until(lambda: sink.took == ["a"], PATIENCE_S, "the first output")
     say(played, "b")
     played.speak(PluginFaultError("plugin 'dense': KeyError"))
     played.engine.say(ENGINE_CORE_DEAD)
-    connection._watcher.join(0.2)
+    time.sleep(0.2)
     assert sink.took == ["a"]
     sink.go_on.set()
-    connection._watcher.join(PATIENCE_S)
+    wait_until(lambda: isinstance(sink.took[-1], Exception), PATIENCE_S, "the failure")
     *outputs, error = sink.took
     assert outputs == ["a", "b"]
     assert isinstance(error, EngineDeadError)
@@ -63,20 +63,20 @@ def test_outputs_come_before_the_failure_that_followed_them(connected):
 
 
 def test_a_failure_is_told_though_the_outputs_do_not_end(connected, monkeypatch):
-    monkeypatch.setattr(process_client, "_LAST_OUTPUTS_S", 0.1)
-    connection, sink, played = connected
+    monkeypatch.setattr(process_client, "_LAST_OUTPUTS_TIMEOUT_S", 0.1)
+    client, sink, played = connected
     played.speak(EngineDeadError("no memory"))
-    connection._watcher.join(PATIENCE_S)
+    wait_until(lambda: sink.took, PATIENCE_S, "the failure")
     assert [str(each) for each in sink.took] == ["no memory"]
     with pytest.raises(EngineDeadError, match="no memory"):
-        connection.call("is_paused")
+        client.call("is_paused")
 
 
 def test_closing_does_not_wait_for_outputs_of_an_engine_that_fails(connected, monkeypatch):
-    monkeypatch.setattr(process_client, "_LAST_OUTPUTS_S", 60.0)
-    connection, sink, played = connected
+    monkeypatch.setattr(process_client, "_LAST_OUTPUTS_TIMEOUT_S", 60.0)
+    client, sink, played = connected
     played.speak(EngineDeadError("no memory"))
     began = time.monotonic()
-    connection.close()
+    client.close()
     assert time.monotonic() - began < 20
     assert sink.took == []

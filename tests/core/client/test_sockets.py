@@ -346,7 +346,7 @@ def test_requests_are_turned_away_and_what_must_arrive_waits(stuck):
     sockets.post(RequestType.ABORT, ["late"])
     given_up, waited_for = (sockets.call("plugin_meters") for _ in range(2))
     assert not sockets.attempt(RequestType.ADD, "a request")()
-    assert time.monotonic() - began < engine_sockets.SEND_SECONDS / 2
+    assert time.monotonic() - began < engine_sockets.SEND_TIMEOUT_S / 2
     assert given_up.cancel()
     read = heard_up_to(engine, RequestType.UTILITY)[-2:]  # before them, what filled the pipe
     assert [message[0] for message in read] == [RequestType.ABORT, RequestType.UTILITY]
@@ -375,12 +375,12 @@ def test_what_tries_again_is_not_encoded_again(stuck, monkeypatch):
 def test_what_another_abort_costs_does_not_grow_with_those_that_wait(stuck, monkeypatch):
     sockets, _, _, _ = stuck
     looks = []
-    wanted = sockets._Waiting.wanted.fget
+    wanted = engine_sockets._Unsent.is_wanted.fget
     counted = property(lambda each: looks.append(1) or wanted(each))
-    monkeypatch.setattr(sockets._Waiting, "wanted", counted)
+    monkeypatch.setattr(engine_sockets._Unsent, "is_wanted", counted)
     for number in range(300):
         sockets.post(RequestType.ABORT, [str(number)])
-    assert len(sockets._outgoing._backlog) == 300
+    assert len(sockets._backlog) == 300
     assert len(looks) < 10_000  # at the first one each time, and now and then by the reader
 
 
@@ -388,13 +388,13 @@ def test_calls_that_are_given_up_do_not_pile_up(stuck):
     sockets, _, _, _ = stuck
     for _ in range(500):
         assert sockets.call("plugin_meters").cancel()
-    assert len(sockets._outgoing._backlog) <= 1
+    assert len(sockets._backlog) <= 1
     assert sockets._calls == {}
 
 
 def test_whoever_can_wait_is_told_in_the_end(stuck, monkeypatch):
     sockets, _, _, _ = stuck
-    monkeypatch.setattr(engine_sockets, "SEND_SECONDS", 0.2)
+    monkeypatch.setattr(engine_sockets, "SEND_TIMEOUT_S", 0.2)
     began = time.monotonic()
     with pytest.raises(EngineTimeoutError, match="^the engine took no message for 0.2 s$"):
         sockets.send(RequestType.ADD, "a request")
@@ -407,7 +407,7 @@ def test_whoever_waits_to_send_is_told_of_the_death(stuck):
     began = time.monotonic()
     with pytest.raises(EngineDeadError, match="^it was killed$"):
         sockets.send(RequestType.ADD, "a request")
-    assert time.monotonic() - began < engine_sockets.SEND_SECONDS / 2
+    assert time.monotonic() - began < engine_sockets.SEND_TIMEOUT_S / 2
 
 
 def test_whoever_waits_to_send_goes_on_when_the_engine_does(stuck):
@@ -424,7 +424,7 @@ def test_whoever_waits_to_send_goes_on_when_the_engine_does(stuck):
     reader.start()
     began = time.monotonic()
     sockets.send(RequestType.ABORT, ["a"])
-    assert time.monotonic() - began < engine_sockets.SEND_SECONDS / 2
+    assert time.monotonic() - began < engine_sockets.SEND_TIMEOUT_S / 2
     assert reads.is_set()
     sent.set()
     reader.join(PATIENCE_S)
@@ -434,7 +434,7 @@ def test_what_waits_for_an_engine_that_died_is_forgotten(stuck):
     sockets, engine, _, _ = stuck
     sockets.post(RequestType.ABORT, ["late"])
     sockets.fail(EngineDeadError("it was killed"))
-    assert sockets._outgoing.flush()
+    assert not sockets._backlog
     with pytest.raises(EngineDeadError, match="^it was killed$"):
         sockets.post(RequestType.ABORT, ["later"])
     while (message := engine.heard(0.2)) is not None:

@@ -112,7 +112,7 @@ def test_what_is_sent_is_kept_until_it_is_read_and_no_longer(line):
     gc.collect()
     sockets.send(ABORT, ["r"])
     assert kept[-1]() is not None
-    assert sockets._outgoing._tracker.num_pending > 0
+    assert sockets._tracker.num_pending > 0
     for number in range(8):
         _, *frames = engine.heard()
         got = Decoder(EngineCoreRequest).decode(frames).kv_transfer_params["block"]
@@ -123,7 +123,7 @@ def test_what_is_sent_is_kept_until_it_is_read_and_no_longer(line):
     def is_all_sent():
         sockets.send(ABORT, ["r"])  # sending is when it is looked at
         engine.heard()
-        return not sockets._outgoing._tracker.num_pending
+        return not sockets._tracker.num_pending
 
     wait_until(is_all_sent)
     # ZMQ's thread lets go of the last one a moment after it has told of it.
@@ -131,7 +131,7 @@ def test_what_is_sent_is_kept_until_it_is_read_and_no_longer(line):
 
 
 def test_many_threads_send_whole_messages_each_in_its_order(line, monkeypatch):
-    monkeypatch.setattr(engine_sockets, "SEND_SECONDS", 60.0)
+    monkeypatch.setattr(engine_sockets, "SEND_TIMEOUT_S", 60.0)
     sockets, engine = line
     threads, each = 8, 500
 

@@ -46,7 +46,7 @@ def say(played, request_id):
 
 def test_outputs_come_before_the_failure_that_followed_them(connected):
     """However late the client is to read them."""
-    client, sink, played = connected
+    _client, sink, played = connected
     say(played, "a")
     wait_until(lambda: sink.took == ["a"], PATIENCE_S, "the first output")
     say(played, "b")

@@ -256,7 +256,9 @@ class AsyncEngine:
         except EngineDeadError:
             if self._lifecycle.dead_error is None:
                 raise
-            reported = engine_dead(self._lifecycle.dead_error)  # the client was closed because of it
+            reported = engine_dead(
+                self._lifecycle.dead_error
+            )  # the client was closed because of it
             raise reported from reported.__cause__
 
     def close(self) -> None:

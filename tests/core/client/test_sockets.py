@@ -107,7 +107,9 @@ def test_an_engine_that_nobody_expects_is_refused():
     sockets = EngineSockets(index=1)
     other = Engine(sockets, identity=(7).to_bytes(2, "little"))
     other.ready()
-    with pytest.raises(HardpointError, match=r"a message of engine b'\\x07\\x00', expected one of b'\\x01"):
+    with pytest.raises(
+        HardpointError, match=r"a message of engine b'\\x07\\x00', expected one of b'\\x01"
+    ):
         sockets.poll_ready(READY_MS)
     assert sockets.poll_ready(1) is None
     other.close()

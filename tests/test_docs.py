@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
+import importlib
 import re
 import subprocess
 import sys
@@ -9,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.processes import ROOT
+from support.source_tree import FOLDERS, classes, defined_names, functions, modules, tree
 
 from hardpoint.plugins import EngineConfig, LogitsProcessor
 from hardpoint.registry.plugin_set import resolve_plugins
@@ -80,3 +84,84 @@ def test_every_built_in_logits_processor_has_a_page_that_is_true(name, cls):
 def test_the_index_of_built_ins_is_in_the_order_in_which_they_run():
     index = (DOCS / "builtins" / "README.md").read_text()
     assert re.findall(r"\| \[(\w+)\]\(\1\.md\)", index) == [name for name, _ in PROCESSORS]
+
+
+def public_classes() -> set[str]:
+    """Return the names that callers, authors and testers import."""
+    packages = ("hardpoint", "hardpoint.plugins", "hardpoint.testing")
+    return {name for package in packages for name in importlib.import_module(package).__all__}
+
+
+def test_each_term_of_the_glossary_lives_in_a_module_or_a_public_class():
+    text = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| `([^`|]+)` \|$", text, re.MULTILINE)
+    assert len(rows) >= 60
+    assert len(rows) == text.count("\n| ") - 1  # all but the head
+    assert [term for term, _, _ in rows] == sorted((term for term, _, _ in rows), key=str.lower)
+    files = {str(path.relative_to(ROOT)) for path in modules().values()}
+    places = files | public_classes()
+    assert [(term, place) for term, _, place in rows if place not in places] == []
+    assert [term for term, meaning, _ in rows if meaning.count(". ") > 1] == []
+
+
+PATH = re.compile(rf"\b(?:{'|'.join(FOLDERS)})/[\w/]*(?:\.py)?")
+CLASS = re.compile(r"(?<![\w\"/.])([A-Z][a-z]\w*[A-Z]\w*)(?:\.(\w+))?")
+CONSTANT = re.compile(r"\b[A-Z]{4,}[A-Z_]*\b")
+ZMQ_SOCKETS = {"ROUTER", "DEALER", "PUSH", "PULL"}
+
+
+def test_names_in_the_structures_exist():
+    """Paths, classes with their members, states, threads and functions."""
+    text = (DOCS / "structures.md").read_text(encoding="utf-8")
+    named = set(CONSTANT.findall(text)) - ZMQ_SOCKETS
+    block_states = {"EMPTY", "HELD", "CANDIDATE"}
+    assert named - block_states - classes()["RequestStatus"] == set()
+    assert {state.lower() for state in block_states} <= set(
+        re.findall(r"\*(\w+)\*", ast.get_docstring(class_node("BlockPool")).lower())
+    )
+    threads = set(re.findall(r"\"([\w-]+)\"", text))
+    assert threads - set(strings()) == set()
+    called = set(re.findall(r"`(\w+)`", text)) - classes().keys()
+    assert called - functions() - defined_names() == set()
+
+
+def class_node(name: str) -> ast.ClassDef:
+    (node,) = (
+        node
+        for path in modules().values()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ClassDef) and node.name == name
+    )
+    return node
+
+
+def strings() -> list[str]:
+    """Return all string literals of the package."""
+    return [
+        node.value
+        for path in modules().values()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=label)
+def test_names_in_guides_exist(page):
+    """Paths; classes in backticks, and everywhere on the pages that follow the code."""
+    text = page.read_text(encoding="utf-8")
+    paths = [path for path in PATH.findall(text) if not (ROOT / path).exists()]
+    assert paths == []
+    follows_code = page.name in ("architecture.md", "structures.md")
+    prose = text if follows_code else " ".join(re.findall(r"`[^`\n]+`", BLOCK.sub("", text)))
+    known = {name: set() for name in public_classes() | vars(builtins).keys()} | classes()
+    unknown = [
+        f"{name}.{member}" if name in known else name
+        for name, member in CLASS.findall(prose)
+        if name not in EXAMPLES and (name not in known or (member and member not in known[name]))
+        if f"class {name}" not in text
+    ]
+    assert unknown == []
+
+
+EXAMPLES = {"EngineCore_DP3", "LlamaForCausalLM", "MyProcessor"}
+"""A process, an architecture, and a reader's own class."""

@@ -101,9 +101,11 @@ def classes() -> dict[str, set[str]]:
                 own.setdefault(node.name, set()).update(members(node))
                 bases.setdefault(node.name, set()).update(map(base_name, node.bases))
 
-    def inherited(name: str) -> set[str]:
-        below = [inherited(base) for base in bases.get(name, ()) if base != name]
-        return own.get(name, set()).union(*below)
+    def inherited(name: str, seen: frozenset[str] = frozenset()) -> set[str]:
+        """Follow the bases; `seen` ends it where classes of one name are bases of each other."""
+        seen |= {name}
+        from_bases = (inherited(base, seen) for base in bases.get(name, set()) - seen)
+        return own.get(name, set()).union(*from_bases)
 
     return {name: inherited(name) for name in own}
 
@@ -136,3 +138,19 @@ def functions() -> set[str]:
         for node in ast.walk(tree(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
+
+
+@cache
+def defined_names() -> set[str]:
+    """Return the names of all variables, attributes and parameters of the package."""
+    found: set[str] = set()
+    for path in modules().values():
+        for node in ast.walk(tree(path)):
+            match node:
+                case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                    found.add(name)
+                case ast.arg(arg=name):
+                    found.add(name)
+                case _:
+                    pass
+    return found

@@ -285,8 +285,7 @@ def _announce(plugins: PluginSet) -> None:
 def _tokenizer(config: EngineConfig, plugins: PluginSet, model_files: ModelFiles) -> Tokenizer:
     path = config.tokenizer.path
     files = find_files(path) if path else model_files
-    tokenizer: Tokenizer = plugins.create(plugins.one("tokenizers"), TokenizerContext, files=files)
-    return tokenizer
+    return plugins.create(plugins.one("tokenizers"), TokenizerContext, files=files)
 
 
 def _reasoning(
@@ -295,5 +294,4 @@ def _reasoning(
     if config.reasoning.parser is None:
         return None
     entry = plugins.get("reasoning_parsers", config.reasoning.parser)
-    parser: ReasoningParser = plugins.create(entry, ReasoningContext, tokenizer=tokenizer)
-    return parser
+    return plugins.create(entry, ReasoningContext, tokenizer=tokenizer)

@@ -16,7 +16,7 @@ from msgspec import inspect as types
 
 from hardpoint.plugins import ConfigError, EngineConfig
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.describing import child_type
+from hardpoint.plugins.describing import type_at
 from hardpoint.plugins.kinds import KINDS, PLANNED
 from hardpoint.plugins.typed import convert, join_path, parse_value, split_setting
 
@@ -182,7 +182,7 @@ class _Builder:
 
         A struct is nobody's: what is not set in it keeps its default.
         """
-        if not isinstance(_type_at(steps), types.StructType):
+        if not isinstance(type_at(EngineConfig, steps), types.StructType):
             self._config_sources[join_path(*steps)] = origin
 
     def _refuse_planned(self, config_sources: ConfigSources) -> None:
@@ -216,7 +216,9 @@ def _steps_of_variable(name: str) -> list[str]:
 def _value(text: str, steps: Sequence[str]) -> Any:
     """Return the value that a text stands for: the text itself where only a string will do."""
     value = parse_value(text)
-    return text if not isinstance(value, str) and _wants_text(_type_at(steps)) else value
+    return (
+        text if not isinstance(value, str) and _wants_text(type_at(EngineConfig, steps)) else value
+    )
 
 
 def _wants_text(info: types.Type | None) -> bool:
@@ -229,13 +231,6 @@ def _wants_text(info: types.Type | None) -> bool:
             isinstance(o, number) for o in options
         )
     return isinstance(info, types.StrType | types.LiteralType)
-
-
-def _type_at(steps: Sequence[str]) -> types.Type | None:
-    info: types.Type | None = types.type_info(EngineConfig)
-    for step in steps:
-        info = child_type(info, step)
-    return info
 
 
 def _plain(value: Any, path: str, origin: str = "default") -> Any:

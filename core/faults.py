@@ -115,8 +115,8 @@ class Fanout(Generic[C]):
 
 
 def create_all(
-    plugins: PluginSet, kind: str, faults: StepFaults, context: type[Context], **fields: Any
-) -> list[tuple[Any, FaultReporter]]:
+    plugins: PluginSet, kind: str, faults: StepFaults, context: type[Context[C]], **fields: Any
+) -> list[tuple[C, FaultReporter]]:
     """Build every component of a kind that is on; if one fails, close those before it.
 
     Args:
@@ -128,7 +128,7 @@ def create_all(
     Raises:
         PluginError: one could not be built.
     """
-    created: list[tuple[Any, FaultReporter]] = []
+    created: list[tuple[C, FaultReporter]] = []
     try:
         for entry in plugins.entries(kind):
             component = plugins.create(entry, context, **fields)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from . import typed
 
@@ -15,9 +15,14 @@ Progress = Callable[[str, int, int], None]
 """Called with (what, done, total) during long work; `done == total` ends it."""
 
 
+ComponentT_co = TypeVar("ComponentT_co", bound="Component", covariant=True)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Context:
+class Context(Generic[ComponentT_co]):
     """What a component is built with. Each kind adds fields; none is ever removed.
+
+    The type parameter is the interface whose components are built with it.
 
     Attributes:
         name: the name under which the configuration enabled the component.
@@ -40,7 +45,7 @@ class Component(ABC):
     class Options(typed.Options):
         """No options; override with a subclass of `hardpoint.plugins.Options`."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context[Component]) -> None:
         """Keep the context; `self.name` and `self.options` are short for its fields."""
         self.context = context
         self.name = context.name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,9 @@ __all__ = [
     "attribute_docs",
     "child_type",
     "first_paragraph",
+    "named_child",
     "struct_fields",
+    "type_at",
     "type_words",
     "walk_structs",
 ]
@@ -94,20 +96,40 @@ def walk_structs(struct: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]
         waiting.extend(getattr(info, "types", ()))
 
 
+def type_at(type_: Any, steps: Iterable[str]) -> types.Type | None:
+    """Return the type at a path below a type; None if there is no such path."""
+    info: types.Type | None = types.type_info(type_)
+    for step in steps:
+        info = child_type(info, step)
+    return info
+
+
 def child_type(info: types.Type | None, step: str) -> types.Type | None:
     """Return the type of a field, key or item (`[0]`) of a type; None if it has no such thing."""
+    return named_child(info, step)[1]
+
+
+def named_child(info: types.Type | None, step: str) -> tuple[str, types.Type | None]:
+    """Return the name of a step and the type that it leads to, as `child_type`.
+
+    The name differs from the step where a struct travels as an array: `[2]` is its second field.
+    """
     if isinstance(info, types.Metadata):
-        return child_type(info.type, step)
+        return named_child(info.type, step)
     if isinstance(info, types.UnionType):
-        children = (child_type(option, step) for option in info.types)
-        return next((child for child in children if child is not None), None)
-    if isinstance(info, types.ListType) and step.startswith("["):
-        return info.item_type
-    if isinstance(info, types.DictType):
-        return info.value_type
+        children = (named_child(option, step) for option in info.types)
+        return next((child for child in children if child != (step, None)), (step, None))
+    is_item = step.startswith("[")
+    index = int(step[1:-1]) if is_item and step[1:-1].isdecimal() else None
     if isinstance(info, types.StructType):
-        return next((f.type for f in info.fields if f.encode_name == step), None)
-    return None
+        return _field(info, step, index)
+    if isinstance(info, types.ListType | types.VarTupleType | types.SetType) and is_item:
+        return step, info.item_type
+    if isinstance(info, types.DictType):
+        return step, info.value_type
+    if isinstance(info, types.TupleType) and index is not None and index < len(info.item_types):
+        return step, info.item_types[index]
+    return step, None
 
 
 def type_words(info: types.Type) -> str:
@@ -118,6 +140,17 @@ def type_words(info: types.Type) -> str:
         return _union_words(info)
     words = _WORDS.get(type(info))
     return words(info) if words else type(info).__name__.removesuffix("Type").lower()
+
+
+def _field(info: types.StructType, step: str, index: int | None) -> tuple[str, types.Type | None]:
+    if not info.array_like:
+        return step, next((f.type for f in info.fields if f.encode_name == step), None)
+    if index is None:
+        return step, None
+    index -= info.tag is not None  # the tag comes first
+    if 0 <= index < len(info.fields):
+        return info.fields[index].name, info.fields[index].type
+    return ("status" if index < 0 else step), None
 
 
 def _attribute_entries(doc: str) -> dict[str, str]:

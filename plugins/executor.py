@@ -110,7 +110,7 @@ class Worker(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExecutorContext(Context):
+class ExecutorContext(Context["Executor"]):
     """What an executor is built with.
 
     Attributes:

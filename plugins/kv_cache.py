@@ -173,7 +173,7 @@ class CachedBlock(msgspec.Struct, frozen=True, gc=False):
     depth: int
 
 
-class EvictionContext(Context):
+class EvictionContext(Context["EvictionPolicy"]):
     """What an eviction policy is built with."""
 
 
@@ -247,7 +247,7 @@ class KVEventBatch(msgspec.Struct, array_like=True, frozen=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublisherContext(Context):
+class PublisherContext(Context["KVEventPublisher"]):
     """What a KV event publisher is built with.
 
     Attributes:

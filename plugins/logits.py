@@ -193,7 +193,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogitsContext(Context):
+class LogitsContext(Context["LogitsPlugin"]):
     """What a logits processor is built with, in each worker.
 
     Attributes:

@@ -66,7 +66,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoaderContext(Context):
+class LoaderContext(Context["WeightLoader"]):
     """What a loader is built with."""
 
     files: ModelFiles
@@ -141,7 +141,7 @@ class AttentionStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionContext(Context):
+class AttentionContext(Context["AttentionBackend"]):
     """What an attention backend is built with.
 
     Attributes:
@@ -214,7 +214,7 @@ class ForwardBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelContext(Context):
+class ModelContext(Context["Model"]):
     """What a model is built with.
 
     Attributes:

@@ -41,7 +41,7 @@ class ReasoningMarkers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReasoningContext(Context):
+class ReasoningContext(Context["ReasoningParser"]):
     """What a reasoning parser is built with."""
 
     tokenizer: Tokenizer

@@ -15,7 +15,7 @@ __all__ = ["Sampler", "SamplerContext", "SamplingRows"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplerContext(Context):
+class SamplerContext(Context["Sampler"]):
     """What a sampler is built with, in each worker."""
 
     device: torch.device

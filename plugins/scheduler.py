@@ -177,7 +177,7 @@ class SchedulerLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerContext(Context):
+class SchedulerContext(Context["Scheduler"]):
     """What a scheduler is built with: everything that it may know of the outside.
 
     Attributes:

@@ -47,7 +47,7 @@ class Load:
     num_blocks: int
 
 
-class PolicyContext(Context):
+class PolicyContext(Context["SchedulingPolicy"]):
     """What a scheduling policy is built with."""
 
 

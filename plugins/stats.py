@@ -156,7 +156,7 @@ class StepFault(msgspec.Struct, array_like=True, frozen=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatSinkContext(Context):
+class StatSinkContext(Context["StatSink"]):
     """What a stat sink is built with.
 
     Attributes:

@@ -14,7 +14,7 @@ __all__ = ["DecodeStream", "Tokenizer", "TokenizerContext"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizerContext(Context):
+class TokenizerContext(Context["Tokenizer"]):
     """What a tokenizer is built with.
 
     Attributes:

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, TypeVar, dataclass_transform
 import msgspec
 from msgspec import inspect as types
 
-from .describing import attribute_docs, child_type, first_paragraph, type_words, walk_structs
+from .describing import attribute_docs, first_paragraph, type_at, type_words, walk_structs
 from .errors import ConfigError, HardpointError
+from .msgspec_errors import ANY_KEY, failing_keys, parse_error, plain_words, value_at
 
 __all__ = [
     "Arguments",
@@ -201,118 +202,40 @@ def _first_number(value: Any, is_odd: Callable[[float], bool]) -> _Odd | None:
     return None
 
 
-_WORDS = {
-    "`float`": "a number",
-    "`int`": "a whole number",
-    "`str`": "a string",
-    "`bool`": "true or false",
-    "`array`": "a list",
-    "`object`": "a table",
-    "`null`": "nothing",
-}
-_MESSAGE = re.compile(r"^(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>.*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"contains unknown field `(.*)`")
 _MISSING = re.compile(r"missing required field `(.*)`")
 
 
 def _explain(message: str, value: Any, type_: Any, path: str) -> str:
-    """Turn msgspec's message into ours: full path, plain words, the value that was given."""
-    match = _MESSAGE.match(message)
-    assert match is not None  # the pattern matches every string
-    what, steps = match["what"], _steps((match["path"] or "").lstrip("."))
-    steps = _with_keys(type_, value, steps)
+    """Return an error message with full path, plain words and the value that was given."""
+    text, steps, in_key = parse_error(message)
+    steps = failing_keys(type_, value, steps)
     where = join_path(path, *steps)
-    info = _type_at(type_, steps)
-    if found := _UNKNOWN.search(what):
+    info = type_at(type_, steps)
+    if found := _UNKNOWN.search(text):
         known = _field_names(info)
         listed = f"; known here: {', '.join(known)}" if known else ""
         return f"{join_path(where, found[1])}: unknown field{suggest(found[1], known)}{listed}"
-    if found := _MISSING.search(what):
+    if found := _MISSING.search(text):
         return f"{join_path(where, found[1])}: missing, and it has no default"
-    expected, wrong_type, _ = what.partition(", got ")
-    expected = re.sub(r"(\d)\.0$", r"\1", re.sub(r"`([^`]*)`", _in_words, expected))
-    if info is not None and (what.startswith("Invalid enum") or (wrong_type and _limited(info))):
+    expected, wrong_type, _ = text.partition(", got ")
+    expected = re.sub(r"(\d)\.0$", r"\1", plain_words(expected))
+    if info is not None and (text.startswith("Invalid enum") or (wrong_type and _is_number(info))):
         expected = f"expected {type_words(info)}"
-    if match["key"]:
-        guilty = _with_keys(type_, value, [*steps, "[...]"])[-1]
-        return f"{where}: {_lower(expected)} as key, got {guilty}"
-    given, known_value = _value_at(value, steps)
-    return f"{where}: {_lower(expected)}" + (f", got {given!r}" if known_value else "")
+    if in_key:
+        key = failing_keys(type_, value, [*steps, ANY_KEY])[-1]
+        return f"{where}: {expected} as key, got {key}"
+    given, exists = value_at(value, steps)
+    return f"{where}: {expected}" + (f", got {given!r}" if exists else "")
 
 
-def _in_words(match: re.Match[str]) -> str:
-    return " or ".join(_WORDS.get(f"`{part}`", part) for part in match[1].split(" | "))
-
-
-def _limited(info: types.Type) -> bool:
-    """Whether a type is a number, of which msgspec tells the limits only to numbers."""
+def _is_number(info: types.Type) -> bool:
+    """Return whether a type is a number; msgspec names the limits of one only to other numbers."""
     if isinstance(info, types.Metadata):
-        return _limited(info.type)
+        return _is_number(info.type)
     if isinstance(info, types.UnionType):
-        return any(_limited(option) for option in info.types)
+        return any(_is_number(option) for option in info.types)
     return isinstance(info, types.IntType | types.FloatType)
-
-
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
-
-
-def _steps(inner: str) -> list[str]:
-    return re.findall(r"\[[^\]]*\]|[^.\[]+", inner)
-
-
-def _value_at(value: Any, steps: list[str]) -> tuple[Any, bool]:
-    for step in steps:
-        try:
-            value = value[int(step[1:-1])] if step.startswith("[") else _by_key(value)[step]
-        except (KeyError, IndexError, ValueError, TypeError):
-            return None, False
-    return value, True
-
-
-def _by_key(table: Any) -> dict[str, Any]:
-    return {str(key): item for key, item in table.items()} if isinstance(table, dict) else {}
-
-
-def _with_keys(type_: Any, value: Any, steps: list[str]) -> list[str]:
-    """Replace each `[...]`, which is all that msgspec says of a mapping, by the key at fault."""
-    for index, step in enumerate(steps):
-        table, _ = _value_at(value, steps[:index])
-        if step != "[...]" or not isinstance(table, dict):
-            continue
-        items = list(table.items())
-        while len(items) > 1:  # halve until one is left, for tables may be large
-            half = items[: len(items) // 2]
-            guilty = _refused(type_, _with_value(value, steps[:index], dict(half)))
-            items = half if guilty else items[len(half) :]
-        steps = [*steps[:index], str(items[0][0]), *steps[index + 1 :]]
-    return steps
-
-
-def _refused(type_: Any, value: Any) -> bool:
-    try:
-        msgspec.convert(value, type_)
-    except msgspec.ValidationError:
-        return True
-    return False
-
-
-def _with_value(value: Any, steps: list[str], inner: Any) -> Any:
-    """Return a copy of `value` in which `inner` stands at a path."""
-    if not steps:
-        return inner
-    step, rest = steps[0], steps[1:]
-    if step.startswith("["):
-        at = int(step[1:-1])
-        return [*value[:at], _with_value(value[at], rest, inner), *value[at + 1 :]]
-    return {k: _with_value(v, rest, inner) if str(k) == step else v for k, v in value.items()}
-
-
-def _type_at(type_: Any, steps: list[str]) -> types.Type | None:
-    info: types.Type | None = types.type_info(type_)
-    for step in steps:
-        info = child_type(info, step)
-    return info
 
 
 def _field_names(info: types.Type | None) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -26,6 +26,8 @@ from .discovery import Found, discover, installed_version
 from .hooks import HookSet
 from .ordering import ordered
 from .selection import Chosen, Selection
+
+C = TypeVar("C", bound=Component)
 
 
 class PluginSet:
@@ -104,13 +106,18 @@ class PluginSet:
         """Return an entry's checked options."""
         return typed.convert(entry.options, self.target(entry).Options, path=f"plugin.{entry.name}")
 
-    def create(self, entry: PluginEntry, context_type: type[Context], **fields: Any) -> Any:
-        """Build an entry's component; `fields` are those of its context beside name and options.
+    def create(self, entry: PluginEntry, context_type: type[Context[C]], **fields: Any) -> C:
+        """Build an entry's component.
+
+        Args:
+            entry: of the kind whose components are built with such a context.
+            context_type: class of the context.
+            fields: of the context, in addition to name and options.
 
         Raises:
             PluginLoadError: its constructor failed; the cause is chained.
         """
-        cls: type[Component] = self.target(entry)
+        cls: type[C] = self.target(entry)
         context = context_type(name=entry.name, options=self.options(entry), **fields)
         try:
             component = cls(context)

@@ -17,11 +17,9 @@ from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
     EvictionContext,
-    EvictionPolicy,
     Executor,
     ExecutorContext,
     PublisherContext,
-    Scheduler,
     SchedulerContext,
     StepRecord,
     WorkerInfo,
@@ -92,9 +90,9 @@ def build_core(
         publishers = create_all(plugins, "kv_event_publishers", faults, PublisherContext)
         kv_events = KVEventFanout(publishers, time.time)
         undo.callback(kv_events.close)
-        eviction: EvictionPolicy = plugins.create(plugins.one("eviction_policies"), EvictionContext)
+        eviction = plugins.create(plugins.one("eviction_policies"), EvictionContext)
         undo.callback(eviction.close)
-        executor: Executor = plugins.create(
+        executor = plugins.create(
             plugins.one("executors"),
             ExecutorContext,
             create_worker=lambda _rank: LocalWorker(spec),
@@ -110,7 +108,7 @@ def build_core(
             fault=faults.reporter(plugins.one("eviction_policies").source),
             events=bool(plugins.entries("kv_event_publishers")),
         )
-        scheduler: Scheduler = plugins.create(
+        scheduler = plugins.create(
             plugins.one("schedulers"),
             SchedulerContext,
             limits=_limits(config, size, executor),

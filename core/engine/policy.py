@@ -323,7 +323,7 @@ class PolicySlot:
 
     def _build(self, plugins: PluginSet) -> tuple[GuardedPolicy, Source]:
         entry = plugins.one(_KIND)
-        policy: SchedulingPolicy = plugins.create(entry, PolicyContext)
+        policy = plugins.create(entry, PolicyContext)
         return GuardedPolicy(policy, self._faults.reporter(entry.source)), entry.source
 
 

@@ -59,13 +59,11 @@ def open_loader(config: EngineConfig, plugins: PluginSet, files: ModelFiles) -> 
     """
     if config.load.use != "auto":
         entry = plugins.get("loaders", config.load.use)
-        loader: WeightLoader = plugins.create(entry, LoaderContext, files=files)
-        return loader
+        return plugins.create(entry, LoaderContext, files=files)
     entries = plugins.entries("loaders")
     for entry in entries:
         if plugins.target(entry).recognises(files):
-            found: WeightLoader = plugins.create(entry, LoaderContext, files=files)
-            return found
+            return plugins.create(entry, LoaderContext, files=files)
     raise ModelError(
         f"model: no loader recognises {files.name!r}; tried {', '.join(e.name for e in entries)}"
     )

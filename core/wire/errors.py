@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from types import GenericAlias, UnionType
 from typing import Any
@@ -11,6 +10,8 @@ import msgspec
 from msgspec import inspect as types
 
 from hardpoint.plugins import HardpointError
+from hardpoint.plugins.describing import named_child
+from hardpoint.plugins.msgspec_errors import parse_error, plain_words
 
 
 class WireError(HardpointError, ValueError):
@@ -26,27 +27,12 @@ MALFORMED = (
 )
 """What decoding raises at a message that is not as it should be."""
 
-_MESSAGE = re.compile(r"^(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>.*)`)?$", re.DOTALL)
-_STEP = re.compile(r"\[[^\]]*\]|[^.\[]+")
 _LONGEST = 500
 _PHRASES = {
     "MessagePack data is malformed": "the frame is damaged",
     "Input data was truncated": "the frame is truncated",
     "Object contains unknown": "unknown",
     "Object missing": "missing",
-}
-_WORDS = {
-    "float": "a number",
-    "int": "a whole number",
-    "str": "a string",
-    "bool": "true or false",
-    "bytes": "bytes",
-    "bytearray": "bytes",
-    "array": "a list",
-    "object": "a table",
-    "null": "nothing",
-    "None": "nothing",
-    "ext": "an extension",
 }
 
 
@@ -64,13 +50,11 @@ def explain(cause: Exception, type_: Any, name: str | None = None) -> str:
         return f"{name}: nested too deeply"
     if isinstance(cause, UnicodeDecodeError):
         return f"{name}: a string is no UTF-8: {cause.reason}"
-    match = _MESSAGE.match(str(cause))
-    assert match is not None  # the pattern matches every string
-    where = field_path(type_, _STEP.findall((match["path"] or "").lstrip(".")), name)
-    what = re.sub(r"`([^`]*)`", _in_words, match["what"])
+    text, steps, in_key = parse_error(str(cause))
+    where = field_path(type_, steps, name)
     for theirs, ours in _PHRASES.items():
-        what = what.replace(theirs, ours)
-    return short(f"{where}{', a key' if match['key'] else ''}: {what[:1].lower()}{what[1:]}")
+        text = text.replace(theirs, ours)
+    return short(f"{where}{', a key' if in_key else ''}: {plain_words(text)}")
 
 
 def short(text: str) -> str:
@@ -89,7 +73,7 @@ def field_path(type_: Any, steps: list[str], name: str | None = None) -> str:
     info: types.Type | None = _type_info(type_) if steps else None
     path = name or type_name(type_)
     for step in steps:
-        part, info = _child(info, step)
+        part, info = named_child(info, step)
         path += part if part.startswith("[") else f".{part}"
     return path
 
@@ -107,37 +91,3 @@ def type_name(type_: Any) -> str:
 def _type_info(type_: Any) -> types.Type:
     """Return what msgspec knows of a type; a flood of bad messages shall not pay it each time."""
     return types.type_info(type_)
-
-
-def _child(info: types.Type | None, step: str) -> tuple[str, types.Type | None]:
-    """Return the name of a step and the type that is found there."""
-    if isinstance(info, types.Metadata):
-        return _child(info.type, step)
-    if isinstance(info, types.UnionType):
-        found = (_child(option, step) for option in info.types)
-        return next((child for child in found if child != (step, None)), (step, None))
-    place = int(step[1:-1]) if step[1:-1].isdecimal() and step.startswith("[") else None
-    if isinstance(info, types.StructType):
-        return _field(info, step, place)
-    if isinstance(info, types.ListType | types.VarTupleType | types.SetType):
-        return step, info.item_type
-    if isinstance(info, types.DictType):
-        return step, info.value_type
-    if isinstance(info, types.TupleType) and place is not None and place < len(info.item_types):
-        return step, info.item_types[place]
-    return step, None
-
-
-def _field(info: types.StructType, step: str, place: int | None) -> tuple[str, types.Type | None]:
-    if not info.array_like:
-        return step, next((f.type for f in info.fields if f.encode_name == step), None)
-    if place is None:
-        return step, None
-    place -= info.tag is not None  # the tag comes first
-    if 0 <= place < len(info.fields):
-        return info.fields[place].name, info.fields[place].type
-    return ("status" if place < 0 else step), None
-
-
-def _in_words(match: re.Match[str]) -> str:
-    return " or ".join(_WORDS.get(part, part) for part in match[1].split(" | "))

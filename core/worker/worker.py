@@ -25,7 +25,6 @@ from hardpoint.plugins import (
     ModelContext,
     ModelError,
     ModelRunnerOutput,
-    Sampler,
     SamplerContext,
     SchedulerOutput,
     WeightLoader,
@@ -85,7 +84,7 @@ class LocalWorker:
         spec = self._spec
         attention = self._attention(spec)
         entry = spec.plugins.get("models", spec.model_config.architecture)
-        model: Model = spec.plugins.create(
+        model = spec.plugins.create(
             entry,
             ModelContext,
             config=spec.model_config,
@@ -228,14 +227,13 @@ class LocalWorker:
                 f"attention.use: {entry.name!r} runs on {', '.join(devices)}, "
                 f"the device is {spec.device.type}"
             )
-        backend: AttentionBackend = spec.plugins.create(
+        return spec.plugins.create(
             entry,
             AttentionContext,
             device=spec.device,
             dtype=spec.dtype,
             block_size=spec.config.kv_cache.block_size,
         )
-        return backend
 
     def _sampling(self, spec: WorkerSpec) -> SamplingStage:
         vocab_size = spec.model_config.vocab_size
@@ -259,7 +257,7 @@ class LocalWorker:
                     rebuild=build,
                 )
             )
-        sampler: Sampler = spec.plugins.create(
+        sampler = spec.plugins.create(
             spec.plugins.one("samplers"), SamplerContext, device=spec.device, vocab_size=vocab_size
         )
         return SamplingStage(

@@ -113,8 +113,7 @@ def make_policy(policy: PolicySource) -> SchedulingPolicy:
         return policy
     if isinstance(policy, str):
         plugins = _plugins("default", policy)
-        loaded: SchedulingPolicy = plugins.create(plugins.one("scheduling_policies"), PolicyContext)
-        return loaded
+        return plugins.create(plugins.one("scheduling_policies"), PolicyContext)
     if isinstance(policy, type) and issubclass(policy, SchedulingPolicy):
         return policy(PolicyContext(name=policy.__name__, options=policy.Options()))
     made = policy()

@@ -49,7 +49,7 @@ class SchedulingSuiteBase:
         path = f"plugin.{self._name()}"
         return typed.convert(dict(self.options), self._component().Options, path=path)
 
-    def _build(self, context_type: type[Context], **fields: Any) -> Any:
+    def _build(self, context_type: type[Context[Any]], **fields: Any) -> Any:
         """Return a new instance.
 
         Raises:

@@ -1,0 +1,120 @@
+"""Reads msgspec's error messages: what is wrong in plain words, and the path to it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import msgspec
+
+__all__ = ["ParsedError", "failing_keys", "parse_error", "plain_words", "split_path", "value_at"]
+
+ANY_KEY = "[...]"
+"""msgspec's step for some key of a mapping, which it does not name."""
+
+_MESSAGE = re.compile(r"^(?P<text>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>.*)`)?$", re.DOTALL)
+_STEP = re.compile(r"\[[^\]]*\]|[^.\[]+")
+_TYPES = {
+    "float": "a number",
+    "int": "a whole number",
+    "str": "a string",
+    "bool": "true or false",
+    "bytes": "bytes",
+    "bytearray": "bytes",
+    "array": "a list",
+    "object": "a table",
+    "null": "nothing",
+    "None": "nothing",
+    "ext": "an extension",
+}
+
+
+class ParsedError(NamedTuple):
+    """One message of msgspec.
+
+    Attributes:
+        text: what is wrong, in msgspec's words.
+        steps: the path to the value: `[2]` is an index, `[...]` some key, others are names.
+        in_key: whether a key of the mapping at that path is wrong, and not a value.
+    """
+
+    text: str
+    steps: list[str]
+    in_key: bool
+
+
+def parse_error(message: str) -> ParsedError:
+    """Split a message of msgspec into text and path."""
+    match = _MESSAGE.match(message)
+    assert match is not None  # the pattern matches every string
+    return ParsedError(match["text"], split_path(match["path"] or ""), match["key"] is not None)
+
+
+def split_path(path: str) -> list[str]:
+    """Return the steps of a path such as `.a.b[2]`."""
+    return _STEP.findall(path.lstrip("."))
+
+
+def plain_words(text: str) -> str:
+    """Return a text with the names of types in plain words, beginning in lower case."""
+    text = re.sub(r"`([^`]*)`", _type_in_words, text)
+    return text[:1].lower() + text[1:]
+
+
+def value_at(value: Any, steps: list[str]) -> tuple[Any, bool]:
+    """Return what is at a path, and whether it exists."""
+    for step in steps:
+        try:
+            value = value[int(step[1:-1])] if step.startswith("[") else _by_key(value)[step]
+        except (KeyError, IndexError, ValueError, TypeError):
+            return None, False
+    return value, True
+
+
+def failing_keys(type_: Any, value: Any, steps: list[str]) -> list[str]:
+    """Return the path with each `[...]` replaced by the key that cannot be converted.
+
+    Args:
+        type_: that `value` was to be converted to.
+        value: plain data.
+        steps: of the error.
+    """
+    for index, step in enumerate(steps):
+        table, _ = value_at(value, steps[:index])
+        if step == ANY_KEY and isinstance(table, dict):
+            key = _failing_key(type_, value, steps[:index], table)
+            steps = [*steps[:index], str(key), *steps[index + 1 :]]
+    return steps
+
+
+def _failing_key(type_: Any, value: Any, path: list[str], table: dict[Any, Any]) -> Any:
+    """Return a key that makes the conversion fail; halves the table, which may be large."""
+    items = list(table.items())
+    while len(items) > 1:
+        half = items[: len(items) // 2]
+        try:
+            msgspec.convert(_replaced(value, path, dict(half)), type_)
+        except msgspec.ValidationError:
+            items = half
+        else:
+            items = items[len(half) :]
+    return items[0][0]
+
+
+def _replaced(value: Any, path: list[str], inner: Any) -> Any:
+    """Return a copy of `value` with `inner` at a path."""
+    if not path:
+        return inner
+    step, rest = path[0], path[1:]
+    if step.startswith("["):
+        index = int(step[1:-1])
+        return [*value[:index], _replaced(value[index], rest, inner), *value[index + 1 :]]
+    return {k: _replaced(v, rest, inner) if str(k) == step else v for k, v in value.items()}
+
+
+def _by_key(table: Any) -> dict[str, Any]:
+    return {str(key): item for key, item in table.items()} if isinstance(table, dict) else {}
+
+
+def _type_in_words(match: re.Match[str]) -> str:
+    return " or ".join(_TYPES.get(name, name) for name in match[1].split(" | "))

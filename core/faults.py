@@ -1,4 +1,4 @@
-"""Faults of plugins whose decisions the built-in default can take: counted, told, survived."""
+"""Faults of plugins that the engine survives: counted, reported and logged."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hardpoint.registry.plugin_set import PluginSet
 _log = logging.getLogger("hardpoint")
 
 FaultReporter = Callable[[str, BaseException | None], None]
-"""Called with words such as "victim() returned None" and the cause, if there is one."""
+"""Called with a message such as "victim() returned None", and the cause or None."""
 
 CALL_LOST = "the engine goes on, and only this call is lost"
-"""What becomes of a fault where nothing decides in the plugin's place."""
+"""The consequence of a fault where no default replaces the plugin's decision."""
 
 _WITHOUT = "the engine goes on without it"
 
 
 class StepFaults:
-    """Books of the decisions that plugins of scope *step* did not take."""
+    """Counts the faults of plugins of scope *step*."""
 
     def __init__(self, ends_engine: Collection[str] = ()) -> None:
         """`ends_engine` names the plugins whose faults end the engine (`plugins.on_error`)."""
@@ -34,35 +34,39 @@ class StepFaults:
 
     @classmethod
     def under(cls, on_error: Mapping[str, str]) -> StepFaults:
-        """Return the books where `plugins.on_error` says this."""
+        """Return the counter for a `plugins.on_error` table."""
         return cls([name for name, scope in on_error.items() if scope == "engine"])
 
-    def reporter(self, source: Source, then: str = _WITHOUT) -> FaultReporter:
-        """Return what notes the faults of one plugin, with what becomes of them.
+    def reporter(self, source: Source, consequence: str = _WITHOUT) -> FaultReporter:
+        """Return the reporter of one plugin; `consequence` is logged with the first fault.
 
         The reporter raises PluginFaultError if the plugin's faults end the engine.
         """
 
-        def report(words: str, cause: BaseException | None = None) -> None:
+        def report(message: str, cause: BaseException | None = None) -> None:
             if cause is not None:
-                # Also where the error's own __str__ is broken.
-                words = f"{words}: {traceback.format_exception_only(cause)[-1].strip()}"
-            message = f"{source}: {words}"
+                # Works even if the error's own __str__ raises.
+                message = f"{message}: {traceback.format_exception_only(cause)[-1].strip()}"
+            message = f"{source}: {message}"
             if source.name in self._ends_engine:
                 raise PluginFaultError(message) from cause
-            self.note(source.name, message, cause, then)
+            self.note(source.name, message, cause, consequence)
 
         return report
 
     def note(
-        self, name: str, message: str, cause: BaseException | None = None, then: str = _WITHOUT
+        self,
+        name: str,
+        message: str,
+        cause: BaseException | None = None,
+        consequence: str = _WITHOUT,
     ) -> None:
-        """Count a fault under a name; the first one of a name is kept and logged."""
-        if before := self._faults.get(name):  # what is broken is so in every step
+        """Count a fault under a name; keep and log the first one of each name."""
+        if before := self._faults.get(name):  # a broken plugin fails in every step
             self._faults[name] = StepFault(before.count + 1, before.message)
         else:
             self._faults[name] = StepFault(1, message)
-            _log.warning("%s; %s", message, then, exc_info=cause)
+            _log.warning("%s; %s", message, consequence, exc_info=cause)
 
     def report(self) -> dict[str, StepFault]:
         """Return the faults so far by plugin name."""
@@ -73,25 +77,25 @@ C = TypeVar("C", bound=Component)
 
 
 class Fanout(Generic[C]):
-    """Calls all of them; what one raises is told to its reporter."""
+    """Calls all components of a kind, and reports what one raises to its reporter."""
 
     def __init__(self, components: Sequence[tuple[C, FaultReporter]]) -> None:
-        """Keep the components, each with what its faults are told to, in the order of calls."""
+        """`components` come with the reporters of their faults, in the order of calls."""
         self._components = tuple(components)
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Return whether there are any components."""
         return bool(self._components)
 
     def call(self, call: Callable[[C], None], method: str) -> None:
-        """Call each one.
+        """Call every component.
 
         Args:
-            call: what to do with it.
-            method: its name, for what is told of a fault.
+            call: called with each component.
+            method: the name of the component's method, for the message of a fault.
 
         Raises:
-            PluginFaultError: one whose faults end the engine failed; all were called.
+            PluginFaultError: a component whose faults end the engine failed; all were called.
         """
         fatal: PluginFaultError | None = None
         for component, report in self._components:
@@ -106,10 +110,10 @@ class Fanout(Generic[C]):
             raise fatal
 
     def close(self) -> None:
-        """Close them all.
+        """Close every component.
 
         Raises:
-            PluginFaultError: one whose faults end the engine failed; all were closed.
+            PluginFaultError: a component whose faults end the engine failed; all were closed.
         """
         self.call(lambda component: component.close(), "close")
 
@@ -117,16 +121,20 @@ class Fanout(Generic[C]):
 def create_all(
     plugins: PluginSet, kind: str, faults: StepFaults, context: type[Context[C]], **fields: Any
 ) -> list[tuple[C, FaultReporter]]:
-    """Build every component of a kind that is on; if one fails, close those before it.
+    """Create every enabled component of a kind; if one fails, close those before it.
 
     Args:
-        context: its class; `fields` are those beside name and options.
+        plugins: the enabled plugins.
+        kind: of the components.
+        faults: makes the reporters.
+        context: the class of the components' context.
+        fields: of the context, without name and options.
 
     Returns:
-        Each with what its faults are to be told to.
+        The components, each with the reporter of its faults.
 
     Raises:
-        PluginError: one could not be built.
+        PluginError: a component could not be built.
     """
     created: list[tuple[C, FaultReporter]] = []
     try:

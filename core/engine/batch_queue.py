@@ -1,4 +1,4 @@
-"""Steps that are under way at once, for executors that work as a pipeline."""
+"""The batches that are under way at once in an executor that works as a pipeline."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ class Batch:
     """A step that was started.
 
     Attributes:
-        forward: of the model; a result of None means that sampling has it.
-        sampling: None where nothing is sampled, or not yet.
-        is_deferred: whether sampling is still to be asked for.
-        is_lost: whether nobody computes it.
+        plan: what it computes.
+        forward: the forward pass; None as its result means that sampling gives the step's result.
+        sampling: None where no token is sampled, or sampling is deferred.
+        is_deferred: whether sampling is still to be started.
+        is_lost: whether the plan never reached the executor.
     """
 
     plan: SchedulerOutput
@@ -37,10 +38,10 @@ class Batch:
 
     @classmethod
     def lost(cls, plan: SchedulerOutput) -> Batch:
-        """Return what stands for a plan that an interrupt kept from being started."""
-        nothing: Future[ModelRunnerOutput | None] = Future()
-        nothing.set_result(None)
-        return cls(plan, nothing, is_lost=True)
+        """Return the batch of a plan that an interrupt kept from being started."""
+        forward: Future[ModelRunnerOutput | None] = Future()
+        forward.set_result(None)
+        return cls(plan, forward, is_lost=True)
 
     @property
     def done(self) -> bool:
@@ -48,21 +49,21 @@ class Batch:
         return self.forward.done() and (self.sampling is None or self.sampling.done())
 
     def sample(self, sample: Sample) -> None:
-        """Ask for sampling, which was deferred."""
+        """Start the sampling that was deferred."""
         self.is_deferred = False
-        self.sampling = _called(sample, self.plan)
+        self.sampling = _call(sample, self.plan)
 
     def fail(self, error: Exception) -> None:
-        """Take it that it cannot be sampled."""
+        """Set an error as the result of sampling."""
         self.is_deferred = False
         self.sampling = Future()
         self.sampling.set_exception(error)
 
     def result(self) -> ModelRunnerOutput:
-        """Wait for the outcome.
+        """Wait for the result.
 
         Raises:
-            BaseException: the forward pass's own error, or else that of sampling.
+            BaseException: the error of the forward pass, or that of sampling.
         """
         output = self.forward.result()
         if output is None and self.sampling is not None:
@@ -73,7 +74,7 @@ class Batch:
 
 
 class BatchQueue:
-    """Batches in the order in which they were planned, at most so many at once."""
+    """The batches under way, in the order in which they were scheduled; their number is limited."""
 
     def __init__(self, depth: int) -> None:
         """Start empty, with room for `depth` batches."""
@@ -85,29 +86,26 @@ class BatchQueue:
         return len(self._batches)
 
     @property
-    def has_time(self) -> bool:
-        """Whether another batch can be started before anything is ready to be taken."""
+    def can_start_another(self) -> bool:
+        """Whether another batch can be started before the oldest one is done."""
         full = len(self._batches) >= self._depth
         return not full and not self._batches[0].done and self.is_open
 
     @property
     def is_open(self) -> bool:
-        """Whether the newest batch lets another one be started behind it.
-
-        One that is still to be sampled does not, and neither does one that nobody computes.
-        """
+        """Whether another batch can be started after the newest one: it is not deferred or lost."""
         return not self._batches or not (self._batches[-1].is_deferred or self._batches[-1].is_lost)
 
     @property
     def deferred(self) -> Batch | None:
-        """The newest batch, if it is still to be sampled."""
+        """The newest batch, if its sampling is deferred."""
         newest = self._batches[-1] if self._batches else None
         return newest if newest is not None and newest.is_deferred else None
 
     def delays(self, plan: SchedulerOutput) -> bool:
-        """Whether what a plan's grammars must have seen is to come from batches before it.
+        """Return whether a plan's grammars need results of batches that are under way.
 
-        Those are tokens of the requests that a grammar constrains, and drafts that follow them.
+        These are the tokens of requests that a grammar constrains, and drafts after them.
         """
         names = plan.structured_request_ids
         return bool(names) and any(
@@ -118,26 +116,26 @@ class BatchQueue:
         )
 
     def has(self, plan: SchedulerOutput) -> bool:
-        """Whether a plan is under way."""
+        """Return whether a plan is under way."""
         return any(batch.plan is plan for batch in self._batches)
 
     def push(self, batch: Batch) -> None:
         """Add the newest batch.
 
         Raises:
-            RuntimeError: there is no room; a batch that was dropped would never come back.
+            RuntimeError: the queue is full.
         """
         if len(self._batches) >= self._depth:
-            raise RuntimeError(f"{self._depth} batches are under way, no more may be")
+            raise RuntimeError(f"{self._depth} batches are under way, the queue has no room")
         self._batches.append(batch)
 
     def pop(self) -> Batch:
-        """Take out the oldest batch, which need not be done."""
+        """Remove and return the oldest batch, which need not be done."""
         return self._batches.popleft()
 
 
 def no_result(plan: SchedulerOutput) -> RuntimeError:
-    """Return what to raise when an executor gave None where it must not."""
+    """Return the error of a step for which the executor returned None instead of a result."""
     return RuntimeError(f"the executor gave no result for step {plan.step}")
 
 
@@ -146,12 +144,14 @@ def start_batch(
     execute: Callable[[SchedulerOutput], Future[ModelRunnerOutput | None]],
     sample: Sample | None,
 ) -> Batch:
-    """Start a step. What fails here fails when the step's turn comes: results stay in order.
+    """Start a step. Errors are raised by the batch's `result`, so that results stay in order.
 
     Args:
-        sample: not called where the plan has no tokens; None defers it.
+        plan: what to compute.
+        execute: starts the forward pass.
+        sample: starts sampling, if the plan has tokens; None defers it.
     """
-    batch = Batch(plan, _called(execute, plan))
+    batch = Batch(plan, _call(execute, plan))
     if plan.total_num_scheduled_tokens:
         if sample is None:
             batch.is_deferred = True
@@ -161,9 +161,7 @@ def start_batch(
 
 
 def with_drafts(plan: SchedulerOutput, drafts: DraftTokenIds | None) -> SchedulerOutput:
-    """Return a plan with drafts in the places that it has for them.
-
-    There are as many places as before; those for which there is no draft hold NO_DRAFT.
+    """Return a plan with its draft placeholders filled; those without a draft get NO_DRAFT.
 
     Raises:
         RuntimeError: the executor has no drafts, though the plan is to verify some.
@@ -175,13 +173,13 @@ def with_drafts(plan: SchedulerOutput, drafts: DraftTokenIds | None) -> Schedule
         )
     known = drafts.by_request()
     filled = {}
-    for name, places in plan.draft_token_ids.items():
-        found = list(known.get(name, ()))[: len(places)]
-        filled[name] = found + [NO_DRAFT] * (len(places) - len(found))
+    for name, placeholders in plan.draft_token_ids.items():
+        found = list(known.get(name, ()))[: len(placeholders)]
+        filled[name] = found + [NO_DRAFT] * (len(placeholders) - len(found))
     return msgspec.structs.replace(plan, draft_token_ids=filled)
 
 
-def _called(call: Callable[[SchedulerOutput], Future[T]], plan: SchedulerOutput) -> Future[T]:
+def _call(call: Callable[[SchedulerOutput], Future[T]], plan: SchedulerOutput) -> Future[T]:
     try:
         return call(plan)
     except BaseException as error:

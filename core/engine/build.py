@@ -1,4 +1,4 @@
-"""Building the engine core: executor, KV cache, scheduler and what they call."""
+"""Builds an engine core: policy, executor, KV cache and scheduler."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class BuiltCore:
-    """An engine core, and what was found out while it was built."""
+    """An engine core, and the size of its KV cache."""
 
     core: EngineCore
     size: CacheSize
@@ -51,12 +51,12 @@ class BuiltCore:
 def limits_of(
     config: EngineConfig, max_model_len: int, *, asynchronous: bool = False
 ) -> SchedulerLimits:
-    """Return what no step may exceed.
+    """Return the scheduler's limits.
 
     Args:
-        config: what was asked for.
+        config: the engine's configuration.
         max_model_len: resolved.
-        asynchronous: whether steps are planned before the results of earlier ones are in.
+        asynchronous: whether steps are scheduled before the results of earlier ones are known.
 
     Raises:
         ConfigError: limits that cannot work together.
@@ -76,7 +76,7 @@ def limits_of(
 def build_core(
     spec: WorkerSpec, hooks: HookSet, config_sources: ConfigSources, clock: _Clock
 ) -> BuiltCore:
-    """Load the model and build everything around it. What was built is closed if a part fails.
+    """Load the model and build the engine core. If a part fails, the others are closed.
 
     Raises:
         ConfigError: the KV cache does not fit; the message says what would.
@@ -143,7 +143,7 @@ def _start(
     """Load the model and allocate the KV cache.
 
     Returns:
-        What the workers said, the cache's size, and the configuration to run.
+        The workers' info, the cache's size, and the configuration to run with.
     """
     info = executor.start()
     config = spec.config if info.bytes_per_block else _without_cache(spec)
@@ -158,17 +158,17 @@ def _start(
 
 
 def _without_cache(spec: WorkerSpec) -> EngineConfig:
-    """Return the configuration of a model that keeps nothing of one step for the next.
+    """Return the configuration for a model without a KV cache.
 
     Raises:
         ConfigError: a prompt may not fit into one step.
     """
-    config, most = spec.config, spec.config.scheduler.max_num_batched_tokens
-    if most < spec.max_model_len:
+    config, max_tokens = spec.config, spec.config.scheduler.max_num_batched_tokens
+    if max_tokens < spec.max_model_len:
         raise ConfigError(
             f"model: {config.model!r} has no KV cache, so that a prompt is computed in one step: "
             f"scheduler.max_num_batched_tokens: expected at least max_model_len "
-            f"({spec.max_model_len}), got {most}"
+            f"({spec.max_model_len}), got {max_tokens}"
         )
     _log.warning(
         "the model %s has no KV cache: prompts are computed in one step each, without "
@@ -187,7 +187,7 @@ def _limits(config: EngineConfig, size: CacheSize, executor: Executor) -> Schedu
 
 
 def _recorder(hooks: HookSet, faults: StepFaults) -> Callable[[StepRecord], None] | None:
-    """Return what takes step records; None if no hook wants them."""
+    """Return the receiver of step records, None if no hook is registered for them."""
     if not hooks.has("step_planned"):
         return None
 

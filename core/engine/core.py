@@ -12,32 +12,32 @@ from hardpoint.plugins import (
     RequestError,
 )
 
-from .pause import Pausing, Surroundings
-from .step import EngineCoreParts, Outputs, Steps
+from .pause import PauseController, PauseDependencies
+from .step import EngineCoreParts, Outputs, StepRunner
 from .utility_calls import EngineUtilities
 
 _log = logging.getLogger("hardpoint")
 
 
 class EngineCore(EngineUtilities):
-    """Scheduler and executor, the steps that join them, and the control calls.
+    """An engine core: scheduler and executor, the steps that join them, and the control calls.
 
-    One thread at a time; what may be called from others says so.
+    Its methods are called by one thread at a time, but for those that say that any thread may.
 
     Attributes:
-        step: takes one; see `Steps.step_alone`, or `Steps.step_with_batch_queue` where the
-            executor is a pipeline.
+        step: runs one step: `StepRunner.step`, or `StepRunner.step_with_batch_queue` where
+            the executor runs several batches at once.
     """
 
     def __init__(self, parts: EngineCoreParts) -> None:
-        """Take over the parts; `close` closes them."""
+        """Own the parts; `close` closes them."""
         self._parts = parts
         self._scheduler = parts.scheduler
         self._executor = parts.executor
-        self._steps = steps = Steps(parts)
-        self.step = steps.step
-        self._pausing = Pausing(
-            Surroundings(
+        self._steps = steps = StepRunner(parts)
+        self.step = steps.step_fn
+        self._pause = PauseController(
+            PauseDependencies(
                 parts.scheduler, parts.executor, steps.abort_all, steps.settle, parts.sleep_levels
             )
         )
@@ -50,12 +50,12 @@ class EngineCore(EngineUtilities):
         """Queue a request.
 
         Args:
-            request: checked.
-            block_hashes: what `hash_prompt` gave for it; None has them computed when it is its
-                turn.
+            request: validated.
+            block_hashes: the result of `hash_prompt`; None to hash when the request is scheduled.
 
         Raises:
-            RequestError: it could never run, its id is that of a live request, or too many wait.
+            RequestError: the request could never run, its id is that of a live request, or too
+                many requests wait.
         """
         if self._live_request(request.request_id) is not None:
             raise RequestError(f"request_id: {request.request_id!r} is the id of a live request")
@@ -70,58 +70,58 @@ class EngineCore(EngineUtilities):
             )
 
     def client_of(self, request_id: str) -> int | None:
-        """Return which client a live request is of; None if no live request has that id."""
+        """Return the client index of a live request, None if no live request has that id."""
         live = self._live_request(request_id)
         return None if live is None else live.source.client_index
 
     def hash_prompt(self, request: EngineCoreRequest) -> list[bytes]:
-        """Compute what the prefix cache finds a prompt by, before its turn. Safe in any thread."""
+        """Return the hashes of a prompt's full blocks, for `add_request`. Safe in any thread."""
         return self._parts.kv_cache.hash_prompt(request)
 
     def abort_requests(self, request_ids: Iterable[str] | None) -> Outputs:
-        """End requests; unknown ids are ignored, None is all of them.
+        """Abort requests; unknown ids are ignored, None is all of them.
 
         Returns:
-            Their last outputs, one message per client, with the set of ids that ended.
+            Their last outputs, one message per client, with the ids that ended.
         """
         return self._steps.abort_requests(request_ids)
 
     def has_requests(self) -> bool:
-        """Whether a step has anything to do; what a pause holds is nothing to do."""
+        """Return whether a step has any work; paused requests are not counted."""
         return self._steps.has_requests()
 
     def num_unfinished_requests(self) -> int:
         """Return the number of live requests."""
         return self._scheduler.num_unfinished_requests()
 
-    # For a loop that steps the core
+    # For the busy loop
 
     def enter_loop(self, on_failure: Callable[[BaseException], None]) -> None:
-        """Take it that a loop steps the core, and says `went_idle` when nothing is left to do.
+        """Register the busy loop; it calls `went_idle` whenever no work is left.
 
         Args:
-            on_failure: called, in any thread, when the executor fails beside a step.
+            on_failure: called, in any thread, when the executor fails outside of a step.
         """
-        self._pausing.has_loop = True
+        self._pause.has_loop = True
         self._executor.on_failure(on_failure)
 
     def went_idle(self) -> None:
-        """Complete what waited until nothing is left to do."""
-        self._pausing.went_idle()
+        """Complete the pauses that wait for the engine to be idle."""
+        self._pause.went_idle()
 
     def flush(self) -> list[Outputs]:
-        """Take the results of all steps that are under way; return what clients were not told."""
+        """Complete all steps that are under way; return the outputs that are not sent yet."""
         return self._steps.flush()
 
-    def leave_loop(self, words: str) -> None:
-        """Fail what still waits for the loop to be idle."""
-        self._pausing.give_up(words)
+    def leave_loop(self, message: str) -> None:
+        """Unregister the busy loop; fail the pauses that are not complete."""
+        self._pause.fail_pending(message)
 
     def close(self) -> None:
         """Release workers, model and cache."""
         parts = self._parts
-        self._pausing.give_up("the engine was closed")
-        with contextlib.ExitStack() as stack:  # each is closed, whatever another one raises
+        self._pause.fail_pending("the engine was closed")
+        with contextlib.ExitStack() as stack:  # closes each part, even if another one raises
             for component in parts.components:
                 stack.callback(component.close)
             stack.callback(parts.kv_events.close)
@@ -132,5 +132,5 @@ class EngineCore(EngineUtilities):
     def _live_request(self, request_id: str) -> Request | None:
         try:
             return self._scheduler.live_request(request_id)
-        except NotImplementedError:  # it shows none, so nobody can tell
+        except NotImplementedError:  # optional for schedulers
             return None

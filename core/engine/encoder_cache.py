@@ -1,4 +1,4 @@
-"""Room for the embeddings of images and the like, counted in tokens."""
+"""Encoder cache manager: which embeddings of images and the like workers keep, and for whom."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def encoder_budget(max_num_batched_tokens: int, longest_feature: int) -> int:
     A feature is encoded whole, so the longest one always fits.
 
     Args:
-        max_num_batched_tokens: most tokens of a step.
-        longest_feature: tokens of the longest feature that the model takes; 0 is a model that
-            takes none, and gets 0.
+        max_num_batched_tokens: limit of the tokens of a step.
+        longest_feature: tokens of the longest feature that the model accepts; 0 for a model that
+            accepts none, which gets 0.
     """
     return max(max_num_batched_tokens, longest_feature) if longest_feature else 0
 
@@ -31,20 +31,23 @@ class _Entry:
 
 
 class EncoderCacheManager:
-    """Books of the embeddings that workers keep, one per feature identifier.
+    """Tracks the embeddings that workers keep, one per feature identifier, counted in tokens.
 
-    What nobody holds stays, and goes when room is needed; what was let go first goes first. Workers
-    drop what `take_freed` tells before they encode what the same plan asks for.
+    An embedding that no request holds stays cached until its room is needed; those released first
+    are evicted first. Workers drop what `take_freed` returns before they encode the features of the
+    same plan.
 
     Attributes:
-        num_tokens: how much there is room for.
+        num_tokens: capacity.
     """
 
     def __init__(self, num_tokens: int) -> None:
-        """Begin empty, with room for `num_tokens` tokens; 0 is a model that encodes nothing."""
+        """Start empty, with room for `num_tokens` tokens; 0 for a model without an encoder."""
         self.num_tokens = num_tokens
         self._entries: dict[str, _Entry] = {}
-        self._idle: OrderedDict[str, None] = OrderedDict()  # held by nobody, let go first in front
+        self._idle: OrderedDict[str, None] = (
+            OrderedDict()
+        )  # held by no request; released first comes first
         self._held_tokens = 0
         self._idle_tokens = 0
         self._promised_tokens = 0
@@ -53,13 +56,13 @@ class EncoderCacheManager:
 
     @property
     def num_free_tokens(self) -> int:
-        """Room that nobody holds, cached embeddings included."""
+        """Room that no request holds, that of cached embeddings included."""
         return self.num_tokens - self._held_tokens
 
     def holds(self, request: Request, index: int) -> bool:
-        """Whether a feature is there; if so, the request holds it from now on.
+        """Return whether a feature is cached; if so, the request holds it from now on.
 
-        A cached one is not there if what `can_allocate` promised needs its room.
+        A cached feature does not count if its room is needed for what `can_allocate` promised.
         """
         feature = request.source.features[index]
         entry = self._entries.get(feature.identifier)
@@ -71,9 +74,9 @@ class EncoderCacheManager:
         return True
 
     def can_allocate(self, request: Request, index: int, reserved: int) -> bool:
-        """Whether a feature finds room beside `reserved` tokens that are promised already.
+        """Return whether a feature fits next to `reserved` promised tokens; if so, promise it.
 
-        A promise binds until `take_freed` ends the step. Nothing is dropped yet.
+        The promise holds until `take_freed` ends the step. No cached feature is evicted yet.
         """
         feature = request.source.features[index]
         entry = self._entries.get(feature.identifier)
@@ -83,10 +86,10 @@ class EncoderCacheManager:
         return fits
 
     def allocate(self, request: Request, index: int) -> None:
-        """Reserve room for a feature; the request holds it. Drops cached ones where it must.
+        """Allocate room for a feature, which the request holds; evict cached ones where needed.
 
         Raises:
-            ValueError: there is no room; `can_allocate` would have said so.
+            ValueError: there is no room; `can_allocate` would have returned False.
         """
         feature = request.source.features[index]
         entry = self._entries.get(feature.identifier)
@@ -100,9 +103,9 @@ class EncoderCacheManager:
         self._hold(entry, request, index)
 
     def cancel(self, request: Request, index: int) -> None:
-        """Undo `allocate`: nobody will encode it in this step. Whoever held it holds it no more.
+        """Undo `allocate` for a feature that is not encoded in this step, for all of its holders.
 
-        It is told as dropped, for workers may have one, of this plan or of an earlier one.
+        Counts as freed, because workers may have the feature from this plan or an earlier one.
         """
         identifier = request.source.features[index].identifier
         entry = self._entries.pop(identifier, None)
@@ -118,7 +121,7 @@ class EncoderCacheManager:
         self._freed[identifier] = None
 
     def free_input(self, request: Request, index: int) -> None:
-        """Note that a request needs a feature no more."""
+        """Release a feature that a request no longer needs."""
         if index not in self._held_by.get(request.request_id, ()):
             return
         self._forget(request.request_id, index)
@@ -131,12 +134,12 @@ class EncoderCacheManager:
             self._held_tokens -= entry.length
 
     def free(self, request: Request) -> None:
-        """Note that a request needs no feature any more."""
+        """Release all features of a request."""
         for index in sorted(self._held_by.get(request.request_id, ())):
             self.free_input(request, index)
 
     def take_freed(self) -> Sequence[str]:
-        """Return the identifiers that were dropped since the last call; ends the step."""
+        """Return the identifiers that were freed since the last call; ends the step."""
         self._promised_tokens = 0
         freed, self._freed = list(self._freed), {}
         return freed

@@ -1,4 +1,4 @@
-"""What happened to the KV cache in a step, told to every publisher."""
+"""Publishes the KV cache events of each step to every publisher."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hardpoint.plugins.kv_cache import KVEvent
 
 
 class KVEventFanout:
-    """Hands the events of each step to all publishers; none can come between another and them."""
+    """Passes the events of each step to all publishers, also if one of them fails."""
 
     def __init__(
         self,
@@ -18,10 +18,10 @@ class KVEventFanout:
         wall_clock: Callable[[], float],
         data_parallel_rank: int = 0,
     ) -> None:
-        """Keep the publishers, each with what its faults are told to.
+        """Store the publishers.
 
         Args:
-            publishers: in the order in which they are told.
+            publishers: each with the reporter of its faults, in the order of calls.
             wall_clock: seconds since 1970.
             data_parallel_rank: of the engine.
         """
@@ -33,7 +33,7 @@ class KVEventFanout:
         """Publish the events of a step, if there are any.
 
         Raises:
-            PluginFaultError: a publisher whose faults end the engine failed; all were told.
+            PluginFaultError: a publisher whose faults end the engine failed; all were called.
         """
         if events and self._publishers:
             batch = KVEventBatch(self._wall_clock(), list(events), self._rank)

@@ -1,4 +1,4 @@
-"""Standing still: pause and resume, sleep and wake-up."""
+"""Pause and resume, sleep and wake-up of an engine core."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SCHEDULING_TAG = "scheduling"
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What pausing needs of an engine core.
+class PauseDependencies:
+    """The parts of an engine core that the pause controller calls.
 
     Attributes:
-        abort_all: ends every request and sees that clients are told.
-        settle: takes the results of all steps that are under way.
-        sleep_levels: those that the workers can do, beside 0.
+        abort_all: ends every request; the next step reports that to the clients.
+        settle: completes all steps that are under way.
+        sleep_levels: levels that the workers support, in addition to 0.
     """
 
     scheduler: Scheduler
@@ -30,61 +30,62 @@ class Surroundings:
     sleep_levels: tuple[int, ...] = (1, 2)
 
 
-class Pausing:
-    """Whether an engine core schedules, and whether it has its memory.
+class PauseController:
+    """The pause state of an engine core, and which of its memory is released.
 
-    Where a loop steps the core, a pause is over once nothing is left to do; caches are cleared
-    then, not before. Where nobody does, every pause is immediate.
+    Where a busy loop steps the core, a pause is complete once no step is left to run, and caches
+    are cleared then. Without a loop, every pause is complete at once.
 
     Attributes:
-        has_loop: whether `went_idle` will be called.
+        has_loop: whether a busy loop steps the core and calls `went_idle`.
     """
 
-    def __init__(self, core: Surroundings) -> None:
-        """Begin awake and unpaused."""
+    def __init__(self, core: PauseDependencies) -> None:
+        """Start unpaused and awake."""
         self._core = core
         self._state = PauseState.UNPAUSED
-        self._asleep: set[str] = set()
-        self._waiting: list[tuple[Callable[[], None], Future[None]]] = []
+        self._asleep: set[str] = set()  # memory tags
+        # What to do once the engine is idle, with the future of the call that wants it.
+        self._when_idle: list[tuple[Callable[[], None], Future[None]]] = []
         self._last_sleep: Future[None] | None = None
         self.has_loop = False
 
     @property
     def is_paused(self) -> bool:
-        """Whether some requests, or all, get no tokens because of a pause."""
+        """Whether a pause keeps some requests, or all, from running."""
         return self._state is not PauseState.UNPAUSED
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether memory was given back and is not there again."""
+        """Whether some memory is released."""
         return bool(self._asleep)
 
     def pause(self, mode: str, *, clear_cache: bool) -> Future[None]:
-        """Stop scheduling; the future is done when the engine stands still.
+        """Stop scheduling; the future is done when the engine is idle.
 
         Raises:
-            RequestError: an unknown mode, or one that cannot be had here.
+            RequestError: an unknown mode, or one that this engine does not support.
         """
         self._begin(mode)
-        return self._when_idle(self._clear_caches if clear_cache else _nothing)
+        return self._run_when_idle(self._clear_caches if clear_cache else _do_nothing)
 
     def resume(self) -> None:
-        """Schedule again. Who waits for a pause to be complete is told that it never was.
+        """Schedule again; fail the futures of pauses that are not complete.
 
         Raises:
-            HardpointError: memory is asleep.
+            HardpointError: the engine is asleep.
         """
         if self._asleep:
-            raise HardpointError(f"the engine sleeps ({self._sleepers}); call wake_up() first")
-        self.give_up("the engine was resumed before it stood still")
-        self._set(PauseState.UNPAUSED)
+            raise HardpointError(f"the engine sleeps ({self._sleeping_tags}); call wake_up() first")
+        self.fail_pending("the engine was resumed before it was idle")
+        self._set_state(PauseState.UNPAUSED)
 
     def sleep(self, level: int, mode: str) -> Future[None]:
-        """Pause, then give memory back; the future is done after both, or fails with either.
+        """Pause, then release memory; the future is done after both, or fails with either.
 
         Raises:
             RequestError: an unknown level or mode.
-            HardpointError: the engine sleeps already, or is about to.
+            HardpointError: the engine is asleep already, or is about to be.
         """
         levels = (0, *self._core.sleep_levels)
         if level not in levels:
@@ -94,22 +95,22 @@ class Pausing:
         if level == 0:
             return self.pause(mode, clear_cache=False)
         if self._asleep:
-            raise HardpointError(f"the engine sleeps already ({self._sleepers})")
+            raise HardpointError(f"the engine sleeps already ({self._sleeping_tags})")
         if self._last_sleep is not None and not self._last_sleep.done():
-            raise HardpointError("the engine is about to sleep already, once it stands still")
+            raise HardpointError("the engine is about to sleep already, once it is idle")
         self._begin(mode)
-        self._last_sleep = self._when_idle(lambda: self._lie_down(level))
+        self._last_sleep = self._run_when_idle(lambda: self._release_memory(level))
         return self._last_sleep
 
     def wake_up(self, tags: Iterable[str] | None) -> None:
-        """Have memory again. Scheduling is resumed once all of it is there.
+        """Reallocate released memory; scheduling is resumed once all of it is allocated.
 
         Args:
             tags: of "weights", "kv_cache" and "scheduling"; None is all of them.
 
         Raises:
             RequestError: an unknown tag.
-            HardpointError: scheduling was asked for, but some memory would still be asleep.
+            HardpointError: scheduling was asked for, but some memory would still be released.
         """
         known = (*MEMORY_TAGS, SCHEDULING_TAG)
         wanted = set(known if tags is None else tags)
@@ -128,20 +129,20 @@ class Pausing:
             self.resume()
 
     def went_idle(self) -> None:
-        """Complete what waited until nothing is left to do."""
-        while self._waiting:
-            action, future = self._waiting.pop(0)
+        """Complete the pauses that wait for the engine to be idle."""
+        while self._when_idle:
+            action, future = self._when_idle.pop(0)
             _complete(action, future)
 
-    def give_up(self, words: str) -> None:
-        """Fail whatever still waits."""
-        waiting, self._waiting = self._waiting, []
-        for _, future in waiting:
+    def fail_pending(self, message: str) -> None:
+        """Fail the futures of pauses that are not complete."""
+        pending, self._when_idle = self._when_idle, []
+        for _, future in pending:
             if future.set_running_or_notify_cancel():
-                future.set_exception(HardpointError(words))
+                future.set_exception(HardpointError(message))
 
     @property
-    def _sleepers(self) -> str:
+    def _sleeping_tags(self) -> str:
         return ", ".join(tag for tag in MEMORY_TAGS if tag in self._asleep)
 
     def _begin(self, mode: str) -> None:
@@ -151,35 +152,35 @@ class Pausing:
                 "mode: expected 'abort' or 'keep' in an engine that runs in this process, where "
                 "nothing steps it while the caller waits; got 'wait'"
             )
-        everybody = mode is PauseMode.KEEP or self._asleep
-        self._set(PauseState.PAUSED_ALL if everybody else PauseState.PAUSED_NEW)
+        pauses_all = mode is PauseMode.KEEP or self._asleep
+        self._set_state(PauseState.PAUSED_ALL if pauses_all else PauseState.PAUSED_NEW)
         if mode is PauseMode.ABORT:
             self._core.abort_all()
 
-    def _set(self, state: PauseState) -> None:
+    def _set_state(self, state: PauseState) -> None:
         self._core.scheduler.set_pause(state)
         self._state = state
 
-    def _when_idle(self, action: Callable[[], None]) -> Future[None]:
+    def _run_when_idle(self, action: Callable[[], None]) -> Future[None]:
         future: Future[None] = Future()
-        self._waiting.append((action, future))
+        self._when_idle.append((action, future))
         if not self.has_loop:
             self._core.settle()
             self.went_idle()
         return future
 
     def _clear_caches(self) -> None:
-        """Forget what is cached; requests that stand still are computed anew."""
+        """Reset the prefix cache; requests that are kept are recomputed."""
         self._core.scheduler.reset_prefix_cache(recompute_running=True)
 
-    def _lie_down(self, level: int) -> None:
+    def _release_memory(self, level: int) -> None:
         self._clear_caches()
-        self._set(PauseState.PAUSED_ALL)  # nobody can be computed now, whatever the mode
+        self._set_state(PauseState.PAUSED_ALL)  # no request can run now, whatever the mode
         self._core.executor.collective_rpc("sleep", (level,))
         self._asleep = set(MEMORY_TAGS)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Do nothing."""
 
 

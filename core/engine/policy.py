@@ -69,7 +69,7 @@ class GuardedPolicy(SchedulingPolicy):
         return _Key(request_id, arrival, value, self._request_keys.check(value, request_id))
 
     def group(self, request: Request) -> Hashable:
-        """Return the policy's group, or None if it cannot tell groups apart."""
+        """Return the policy's group, or None if the group cannot be compared."""
         try:
             group = self.wrapped.group(request)
         except Exception as cause:
@@ -250,7 +250,7 @@ def _equals_itself(value: Any) -> bool:
 
 
 def _is_group(value: Any) -> bool:
-    """Return whether a value can tell groups apart."""
+    """Return whether a value is hashable and equal to itself, so that it can be a group."""
     try:
         hash(value)
         return _equals_itself(value)

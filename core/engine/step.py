@@ -1,4 +1,4 @@
-"""The step: a plan of the scheduler goes through the executor, and its results come back."""
+"""The step: schedule, execute, sample, update the scheduler."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ Outputs = dict[int, EngineCoreOutputs]
 """By client index."""
 
 Step = Callable[..., tuple[Outputs, bool]]
-"""See `Steps.step_alone`."""
+"""See `StepRunner.step`."""
 
 
 @dataclass(frozen=True)
 class EngineCoreParts:
-    """What an engine core is made of.
+    """The parts of an engine core.
 
     Attributes:
-        components: closed with the core, beside those that are named here.
-        config: for the log, when a step fails.
-        log_stats: whether outputs say how the scheduler stands.
+        components: further components to close with the core.
+        config: logged when a step fails.
+        log_stats: whether outputs carry scheduler statistics.
         grammars: of structured output, the same that the scheduler has.
-        step_log: is told of every step.
-        sleep_levels: those that the workers can do, beside 0.
+        step_log: logs every step.
+        sleep_levels: levels that the workers support, in addition to 0.
     """
 
     scheduler: Scheduler
@@ -63,11 +63,11 @@ class EngineCoreParts:
     sleep_levels: tuple[int, ...] = (1, 2)
 
 
-class Steps:
-    """Takes steps: one at a time, or several under way at once where the executor is a pipeline."""
+class StepRunner:
+    """Runs steps: one at a time, or several at once where the executor is a pipeline."""
 
     def __init__(self, parts: EngineCoreParts) -> None:
-        """The caller closes the parts."""
+        """The parts are borrowed: the caller closes them."""
         self._parts = parts
         self._scheduler = parts.scheduler
         self._executor = parts.executor
@@ -77,31 +77,32 @@ class Steps:
         self._takes_drafts = limits.num_draft_tokens > 0 and not limits.asynchronous
 
     @property
-    def step(self) -> Step:
-        """The variant that this executor needs; to be asked once."""
-        piped = self._executor.max_concurrent_batches > 1
-        return self.step_with_batch_queue if piped else self.step_alone
+    def step_fn(self) -> Step:
+        """The variant of the step that fits the executor."""
+        is_pipeline = self._executor.max_concurrent_batches > 1
+        return self.step_with_batch_queue if is_pipeline else self.step
 
     def has_requests(self) -> bool:
-        """Whether a step has anything to do; what a pause holds is nothing to do."""
+        """Return whether a step has any work; paused requests are not counted."""
         return bool(self._unsent or len(self._batches) or self._scheduler.has_requests())
 
-    def step_alone(self, late_aborts: Callable[[], Sequence[str]] = tuple) -> tuple[Outputs, bool]:
-        """Schedule, execute, sample, update. Without requests, does nothing.
+    def step(self, late_aborts: Callable[[], Sequence[str]] = tuple) -> tuple[Outputs, bool]:
+        """Schedule, execute, sample, update. Does nothing without requests.
 
         Args:
-            late_aborts: asked once the results are in; these requests get no tokens of this step.
+            late_aborts: called once the results are in; returns the requests that were aborted
+                during the step, which get none of its tokens.
 
         Returns:
             Outputs by client, and whether any token was computed.
         """
         if self._unsent or not self._scheduler.has_requests():
-            return self._take_unsent(), False
+            return self._pop_unsent(), False
         plan = None
         try:
             plan = self._scheduler.schedule()
             forward = self._execute(plan)
-            bitmask = self._bitmask(plan)
+            bitmask = self._bitmask(plan)  # while the model runs
             result = forward.result()
             if result is None and plan.total_num_scheduled_tokens:
                 result = self._executor.sample_tokens(plan, bitmask).result()
@@ -110,31 +111,31 @@ class Steps:
             self.abort(late_aborts())
             outputs = self._scheduler.update(plan, result)
         except BaseException as error:
-            self._not_carried_out(plan, error)
+            self._step_failed(plan, error)
             raise
-        return self._carried_out(plan, outputs)
+        return self._complete_step(plan, outputs)
 
     def step_with_batch_queue(
         self, late_aborts: Callable[[], Sequence[str]] = tuple
     ) -> tuple[Outputs, bool]:
-        """The step of an executor that is a pipeline: filling it comes before draining it.
+        """Run a step of an executor that is a pipeline: fill the pipeline before draining it.
 
-        It waits for the oldest batch only if the queue is full, if that batch is done already, if
-        no token could be scheduled, or if the newest one cannot be sampled before.
+        Waits for the oldest batch only if the queue is full, that batch is done already, no token
+        could be scheduled, or the newest batch depends on it for sampling.
         """
         if self._unsent or not self.has_requests():
-            return self._take_unsent(), False
+            return self._pop_unsent(), False
         started = False
         if self._batches.is_open and self._scheduler.has_requests():
             started = self._start_batch()
-            if started and self._batches.has_time:
+            if started and self._batches.can_start_another:
                 return {}, True
         outputs, computed = self._finish_oldest(late_aborts)
         self._sample_deferred()
         return outputs, started or computed
 
     def _start_batch(self) -> bool:
-        """Plan and start a batch; return whether it computes anything."""
+        """Schedule and start a batch; return whether it computes any token."""
         plan = None
         try:
             plan = self._scheduler.schedule()
@@ -142,7 +143,7 @@ class Steps:
             self._batches.push(start_batch(plan, self._execute, sample))
         except BaseException:
             if plan is not None and not self._batches.has(plan):
-                self._batches.push(Batch.lost(plan))  # plans come back in their order
+                self._batches.push(Batch.lost(plan))  # plans are updated in their order
             raise
         return plan.total_num_scheduled_tokens > 0
 
@@ -158,19 +159,19 @@ class Steps:
             self.abort(late_aborts())
             outputs = self._scheduler.update(batch.plan, result)
         except BaseException as error:
-            self._not_carried_out(batch.plan if batch else None, error)
+            self._step_failed(batch.plan if batch else None, error)
             raise
-        return self._carried_out(batch.plan, outputs)
+        return self._complete_step(batch.plan, outputs)
 
     def _sample_deferred(self) -> None:
-        """Sample the batch that waits for that, once nothing it depends on is under way."""
+        """Start sampling of the deferred batch, once no batch that it depends on is under way."""
         batch = self._batches.deferred
         if batch is None or self._batches.delays(batch.plan):
             return
         try:
             if batch.plan.draft_token_ids:
                 batch.plan = with_drafts(batch.plan, self._executor.take_draft_token_ids())
-        except Exception as error:  # is told when it is this batch's turn
+        except Exception as error:  # raised when it is this batch's turn
             batch.fail(error)
         else:
             batch.sample(self._sample)
@@ -185,14 +186,14 @@ class Steps:
         return self._executor.sample_tokens(plan, self._bitmask(plan))
 
     def _bitmask(self, plan: SchedulerOutput) -> GrammarBitmask | None:
-        """Return which tokens grammars allow; for whoever is in no grammar it costs nothing."""
+        """Return the tokens that grammars allow, None if no request of the plan has a grammar."""
         grammars = self._parts.grammars
         if grammars is None or not plan.structured_request_ids:
             return None
         return grammars.bitmask(plan)
 
-    def _carried_out(self, plan: SchedulerOutput, outputs: Outputs) -> tuple[Outputs, bool]:
-        """Do what follows a step; return its outputs and whether it computed anything."""
+    def _complete_step(self, plan: SchedulerOutput, outputs: Outputs) -> tuple[Outputs, bool]:
+        """Log a step and fetch its drafts; return its outputs and whether it computed any token."""
         executed = plan.total_num_scheduled_tokens > 0
         if self._parts.step_log is not None:
             self._parts.step_log.ends(plan)
@@ -202,58 +203,58 @@ class Steps:
                 self._scheduler.update_drafts(drafts.by_request())
         return self._with_stats(outputs), executed
 
-    def _not_carried_out(self, plan: SchedulerOutput | None, error: BaseException) -> None:
-        """Tell log and scheduler if a plan's results do not come, or were not taken."""
+    def _step_failed(self, plan: SchedulerOutput | None, error: BaseException) -> None:
+        """Log a failed step, and return its plan to the scheduler as lost."""
         if plan is None:
             return
         if isinstance(error, Exception):
             log_failure(error, plan, self._parts.config, self._scheduler.stats)
         try:
             self._scheduler.plan_lost(plan)
-        except Exception as further:  # `error` is what is to be told
-            _log.error("the scheduler cannot give up step %d", plan.step, exc_info=further)
+        except Exception as further:  # the caller raises `error`
+            _log.error("the scheduler cannot drop step %d", plan.step, exc_info=further)
 
     def abort_requests(self, request_ids: Iterable[str] | None) -> Outputs:
-        """End requests; unknown ids are ignored, None is all of them.
+        """Abort requests; unknown ids are ignored, None is all of them.
 
         Returns:
-            Their last outputs, one message per client, with the set of ids that ended.
+            Their last outputs, one message per client, with the ids that ended.
         """
         outputs = self._scheduler.finish_requests(request_ids, FinishReason.ABORT)
-        for each in outputs.values():
-            ended = {output.request_id for output in each.outputs}
-            each.finished_requests = ended | (each.finished_requests or set())
+        for message in outputs.values():
+            ended = {output.request_id for output in message.outputs}
+            message.finished_requests = ended | (message.finished_requests or set())
         return self._with_stats(outputs)
 
     def flush(self) -> list[Outputs]:
-        """Take the results of all steps that are under way; return what clients were not told."""
+        """Complete all steps that are under way; return the outputs that are not sent yet."""
         self.settle()
         unsent, self._unsent = self._unsent, []
         return unsent
 
     def abort(self, request_ids: Sequence[str] | None) -> None:
-        """End requests, None is all of them; the next step tells their clients."""
-        nobody = request_ids is not None and not request_ids
-        if not nobody and (outputs := self.abort_requests(request_ids)):
+        """Abort requests, None is all of them; the next step returns their outputs."""
+        is_empty = request_ids is not None and not request_ids
+        if not is_empty and (outputs := self.abort_requests(request_ids)):
             self._unsent.append(outputs)
 
     def abort_all(self) -> None:
-        """End every request; the next step tells their clients."""
+        """Abort every request; the next step returns their outputs."""
         self.abort(None)
 
     def settle(self) -> None:
-        """Take the results of all steps that are under way; the next step tells them."""
+        """Complete all steps that are under way; the next step returns their outputs."""
         while len(self._batches):
             outputs, _ = self._finish_oldest(tuple)
             self._unsent.append(outputs)
 
     def _with_stats(self, outputs: Outputs) -> Outputs:
-        """Tell each client how the scheduler stands, where anybody wants to know."""
+        """Add scheduler statistics to each client's outputs, where these are on."""
         if outputs and self._parts.log_stats:
             stats = self._scheduler.stats()
-            for each in outputs.values():
-                each.scheduler_stats = stats
+            for message in outputs.values():
+                message.scheduler_stats = stats
         return outputs
 
-    def _take_unsent(self) -> Outputs:
+    def _pop_unsent(self) -> Outputs:
         return self._unsent.pop(0) if self._unsent else {}

@@ -1,4 +1,4 @@
-"""A line in the log for each step."""
+"""Log lines of steps: a line per step where that is on, and a report of a failed step."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ _log = logging.getLogger("hardpoint")
 
 
 class StepLog:
-    """Says what each step computed, and how long it took from its start to its results.
+    """Logs what each step computed, and the time from its start to its results.
 
-    A request that has tokens of its prompt to compute, or computes anew what it lost, counts as
-    context; one that only goes on counts as generation.
+    A request that computes tokens of its prompt, or recomputes tokens after preemption, counts as
+    context; a request that computes only its newest token counts as generation.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`clock` gives seconds."""
+        """`clock` returns seconds."""
         self._clock = clock
-        self._known: dict[str, int] = {}  # tokens with which a request entered, by its id
+        self._known: dict[str, int] = {}  # number of tokens at admission, by request id
         self._began: dict[int, float] = {}
 
     def begins(self, plan: SchedulerOutput) -> None:
-        """Note that a step is given to the executor."""
+        """Record the start of a step."""
         self._began[plan.step] = self._clock()
 
     def ends(self, plan: SchedulerOutput) -> None:
-        """Log a step whose results were taken."""
+        """Log a step whose results were processed."""
         began = self._began[plan.step]
-        # Results come in order, so nothing is heard any more of steps before this one.
+        # Results come in order, so steps before this one have ended or were lost.
         self._began = {step: start for step, start in self._began.items() if step > plan.step}
         context = self._in_context(plan)
         given = plan.num_scheduled_tokens
@@ -52,7 +52,7 @@ class StepLog:
         )
 
     def _in_context(self, plan: SchedulerOutput) -> set[str]:
-        """Return who computes what is known already."""
+        """Return the requests that compute tokens which they had at admission."""
         for name in plan.finished_request_ids | plan.preempted_request_ids:
             self._known.pop(name, None)
         context = set()
@@ -73,9 +73,9 @@ def log_failure(
     config: EngineConfig | None,
     stats: Callable[[], SchedulerStats],
 ) -> None:
-    """Log what was going on when a step failed. Never raises.
+    """Log a failed step with its plan, the configuration and statistics. Never raises.
 
-    Prompts, outputs and options of plugins, which may be secrets, are not written.
+    Prompts, outputs and options of plugins, which may be secrets, are left out.
     """
     with contextlib.suppress(Exception):
         _log.error(
@@ -83,15 +83,15 @@ def log_failure(
             getattr(plan, "step", "?"),
             type(error).__name__,
             error,
-            _shown(lambda: _settings(config)),
-            _shown(lambda: _outline(plan)),
-            _shown(stats),
+            _describe(lambda: _settings(config)),
+            _describe(lambda: _outline(plan)),
+            _describe(stats),
         )
 
 
-def _shown(describe: Callable[[], Any]) -> str:
+def _describe(value: Callable[[], Any]) -> str:
     try:
-        return str(describe())
+        return str(value())
     except Exception as cause:
         return f"cannot be shown ({type(cause).__name__}: {cause})"
 
@@ -103,7 +103,7 @@ def _settings(config: EngineConfig | None) -> dict[str, Any]:
 
 
 def _outline(plan: SchedulerOutput) -> dict[str, Any]:
-    """Return a plan with lengths in the place of contents."""
+    """Return a plan with lengths instead of contents."""
     return {
         "num_scheduled_tokens": plan.num_scheduled_tokens,
         "new": {

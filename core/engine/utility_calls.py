@@ -23,7 +23,7 @@ from hardpoint.plugins.requests import LoRARequest
 from hardpoint.plugins.stats import PluginMeter, StepFault
 from hardpoint.registry.plugin_set import PluginSet
 
-from .pause import Pausing
+from .pause import PauseController
 from .step import EngineCoreParts
 from .utility import AsyncCaller, SyncCaller, convert_arguments, utilities_of, utility
 
@@ -52,7 +52,7 @@ class UtilityHost(Protocol):
     """The parts of an engine core that control calls use."""
 
     _parts: EngineCoreParts
-    _pausing: Pausing
+    _pause: PauseController
 
 
 class ControlCalls:
@@ -76,7 +76,7 @@ class ControlCalls:
         Raises:
             RequestError: an unknown mode, or one that this engine cannot do.
         """
-        return self._pausing.pause(mode, clear_cache=clear_cache)
+        return self._pause.pause(mode, clear_cache=clear_cache)
 
     @utility()
     def resume(self: UtilityHost) -> None:
@@ -85,12 +85,12 @@ class ControlCalls:
         Raises:
             HardpointError: the engine is asleep.
         """
-        self._pausing.resume()
+        self._pause.resume()
 
     @utility()
     def is_paused(self: UtilityHost) -> bool:
         """Return whether the engine is paused."""
-        return self._pausing.is_paused
+        return self._pause.is_paused
 
     @utility(has_timeout=False)
     def sleep(self: UtilityHost, level: int = 1, mode: PauseModeName = "abort") -> Future[None]:
@@ -105,7 +105,7 @@ class ControlCalls:
             RequestError: an unknown level or mode.
             HardpointError: the engine is already asleep.
         """
-        return self._pausing.sleep(level, mode)
+        return self._pause.sleep(level, mode)
 
     @utility(has_timeout=False)
     def wake_up(self: UtilityHost, tags: Sequence[str] | None = None) -> None:
@@ -118,12 +118,12 @@ class ControlCalls:
             RequestError: an unknown tag.
             HardpointError: scheduling was requested while some memory would remain released.
         """
-        self._pausing.wake_up(tags)
+        self._pause.wake_up(tags)
 
     @utility()
     def is_sleeping(self: UtilityHost) -> bool:
         """Return whether the engine is asleep."""
-        return self._pausing.is_sleeping
+        return self._pause.is_sleeping
 
     @utility()
     def reset_prefix_cache(self: UtilityHost, *, recompute_running: bool = False) -> None:

@@ -86,26 +86,26 @@ class TestBatchQueue:
         queue = BatchQueue(2)
         queue.push(Batch(PLAN, Future(), None))
         queue.push(Batch(PLAN, Future(), None))
-        with pytest.raises(RuntimeError, match="2 batches are under way, no more may be"):
+        with pytest.raises(RuntimeError, match="2 batches are under way, the queue has no room"):
             queue.push(Batch(PLAN, Future(), None))
         assert len(queue) == 2
 
     def test_there_is_time_while_it_has_room_and_the_oldest_is_not_done(self):
         queue, oldest = BatchQueue(2), Future()
         queue.push(Batch(PLAN, oldest, None))
-        assert queue.has_time
+        assert queue.can_start_another
         oldest.set_result(None)
-        assert not queue.has_time
+        assert not queue.can_start_another
         queue.pop()
         queue.push(Batch(PLAN, Future(), None))
         queue.push(Batch(PLAN, Future(), None))
-        assert not queue.has_time
+        assert not queue.can_start_another
 
 
 class TestStep:
     def test_the_variant_is_chosen_at_the_start(self):
         plain, piped = Rig(ScriptedExecutor(1)), pipeline()
-        assert plain.core.step.__func__.__name__ == "step_alone"
+        assert plain.core.step.__func__.__name__ == "step"
         assert piped.core.step.__func__.__name__ == "step_with_batch_queue"
 
     def test_without_work_nothing_is_called(self):

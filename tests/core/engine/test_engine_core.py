@@ -11,7 +11,7 @@ import pytest
 from support.core.engine_harness import Rig, ScriptedExecutor, expected, request
 
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
-from hardpoint.core.engine.step import Steps
+from hardpoint.core.engine.step import StepRunner
 from hardpoint.core.engine.step_log import log_failure
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError, SchedulerOutput
 from hardpoint.plugins.requests import LoRARequest
@@ -338,7 +338,7 @@ class Interrupter:
 
     def __init__(self, at):
         self.left = at
-        self.file = inspect.getsourcefile(Steps)
+        self.file = inspect.getsourcefile(StepRunner)
 
     def __call__(self, frame, event, _arg):
         if frame.f_code.co_filename != self.file:
@@ -398,5 +398,5 @@ def test_who_breaks_a_step_is_told_though_the_plan_cannot_be_given_up(error, cap
     with pytest.raises(type(error), match="first"):
         rig.step()
     (record,) = [r for r in caplog.records if r.getMessage().startswith("the scheduler cannot")]
-    assert record.getMessage() == "the scheduler cannot give up step 1"
+    assert record.getMessage() == "the scheduler cannot drop step 1"
     assert str(record.exc_info[1]) == "the second error"

@@ -130,7 +130,7 @@ class TestWithALoop:
         rig.step()
         future = rig.core.pause(WAIT)
         rig.core.resume()
-        with pytest.raises(HardpointError, match="resumed before it stood still"):
+        with pytest.raises(HardpointError, match="resumed before it was idle"):
             future.result(0)
         assert rig.run()["a"] == expected([1, 2, 3], 4)
 
@@ -255,7 +255,7 @@ class TestSleep:
         rig.add("a", max_tokens=3)
         rig.step()
         first = rig.core.sleep(1, WAIT)
-        with pytest.raises(HardpointError, match="is about to sleep already, once it stands still"):
+        with pytest.raises(HardpointError, match="is about to sleep already, once it is idle"):
             rig.core.sleep(2, ABORT)
         loop.run_until_idle()
         assert first.result(0) is None

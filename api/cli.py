@@ -183,7 +183,7 @@ def _parser(commands: _Commands) -> argparse.ArgumentParser:
         prog="hardpoint",
         usage="hardpoint [options] COMMAND ...",
         description="Run a language model, every part of which is a plugin.",
-        epilog="`hardpoint COMMAND --help` tells more about a command.",
+        epilog="`hardpoint COMMAND --help` shows more about a command.",
     )
     parser.add_argument("--version", action="version", version=f"hardpoint {installed_version()}")
     known = parser.add_subparsers(

@@ -1,4 +1,4 @@
-"""Building an engine and its frontend from a configuration."""
+"""Builds an engine and its frontend from a configuration."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _SECRET = frozenset({"plugin"})
 
 
 def log_opening(config: EngineConfig, config_sources: ConfigSources) -> None:
-    """Say version, model, and each value that is not its default, with its origin."""
+    """Log version, model, and each value that is not its default, with its origin."""
     changed = ", ".join(
         f"{path} = {value!r} ({config_sources.of(path)})"
         for path, value in _changed(config, EngineConfig(), "")
@@ -70,7 +70,7 @@ def log_opening(config: EngineConfig, config_sources: ConfigSources) -> None:
 def _changed(
     value: msgspec.Struct, default: msgspec.Struct, path: str
 ) -> Iterator[tuple[str, Any]]:
-    """Yield path and value of what differs from the default."""
+    """Yield path and value of each difference from the default."""
     for name in value.__struct_fields__:
         mine, other, where = getattr(value, name), getattr(default, name), join_path(path, name)
         if isinstance(mine, msgspec.Struct) and isinstance(other, msgspec.Struct):
@@ -80,7 +80,7 @@ def _changed(
 
 
 def no_progress(what: str, done: int, total: int) -> None:
-    """Show nothing."""
+    """Report no progress."""
 
 
 def build_engine(
@@ -90,12 +90,12 @@ def build_engine(
     progress: Progress = no_progress,
     clock: Callable[[], float] = time.monotonic,
 ) -> LLMEngine:
-    """Resolve the plugins, find the model, check everything cheap, then load.
+    """Resolve the plugins, find the model, do all cheap checks, then load.
 
     Raises:
         ConfigError, PluginError: before any weight is read.
         ModelError: the model is missing, damaged or unsupported.
-        EngineDeadError: the engine has a process of its own, which ended or was not ready in time.
+        EngineDeadError: the engine's process ended or was not ready in time.
     """
     began = time.perf_counter()
     if config.engine.in_process:
@@ -119,10 +119,10 @@ def build_async_engine(
     restart: bool = False,
     progress: Progress = no_progress,
 ) -> AsyncEngine:
-    """Do the same for an event loop; the engine always has a process of its own.
+    """Build an engine for an event loop; it always has a process of its own.
 
     Args:
-        restart: start an engine that died anew.
+        restart: restart an engine that died.
 
     Raises:
         ConfigError, PluginError, ModelError, EngineDeadError: as `build_engine`.
@@ -133,7 +133,7 @@ def build_async_engine(
         prepared = _prepare(config, config_sources or ConfigSources(), progress, time.monotonic)
         parts = _in_own_process(prepared, spawned, relay)
     restarter = Restarter(
-        _connect, enabled=restart, most_per_minute=config.engine.max_restarts_per_minute
+        _connect, enabled=restart, max_per_minute=config.engine.max_restarts_per_minute
     )
     engine = AsyncEngine(parts, relay, restarter)
     _start_hooks(parts, prepared, engine.close, time.perf_counter() - began)
@@ -142,7 +142,7 @@ def build_async_engine(
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What an engine needs, wherever it runs."""
+    """The parts of an engine that do not depend on its process."""
 
     config_sources: ConfigSources
     hooks: HookSet
@@ -154,7 +154,7 @@ class _Prepared:
 
     @contextlib.contextmanager
     def closed_on_error(self) -> Iterator[None]:
-        """Give back what is held beside memory, if what is done meanwhile fails."""
+        """Close the statistics if the body fails."""
         try:
             yield
         except BaseException:
@@ -163,7 +163,7 @@ class _Prepared:
             raise
 
     def parts(self, client: EngineCoreClient, size: CacheSize) -> EngineParts:
-        """Return the parts of an engine of that size; its client is closed if it cannot be asked.
+        """Return the parts of an engine of that size; its client is closed if calling it fails.
 
         Raises:
             EngineDeadError: the engine's process has ended since it was ready.
@@ -213,7 +213,7 @@ def _prepare(
 
 @contextlib.contextmanager
 def _spawned() -> Iterator[tuple[EngineProcess, Interpreter]]:
-    """Have an engine process import what it needs while this one finds out what it is to do."""
+    """Spawn an engine process, which imports while the body finds out what it is to do."""
     interpreter = Interpreter.current()
     process = EngineProcess.spawn(interpreter)
     try:
@@ -226,7 +226,7 @@ def _spawned() -> Iterator[tuple[EngineProcess, Interpreter]]:
 def _in_own_process(
     prepared: _Prepared, spawned: tuple[EngineProcess, Interpreter], sink: Sink | None
 ) -> EngineParts:
-    """Launch the engine in a process; return the parts of an engine with a client of it."""
+    """Launch the engine in its process; return the engine's parts, with a client of it."""
     spec, (process, interpreter) = prepared.spec, spawned
     start = EngineStart(
         config=spec.config,
@@ -242,7 +242,7 @@ def _in_own_process(
 
 
 def _connect(parts: EngineParts) -> tuple[ProcessClient, Relay]:
-    """Start another engine process, like the first one, for parts whose client is gone."""
+    """Start another engine process with the configuration of a dead one."""
     assert isinstance(parts.client, ProcessClient)
     relay = Relay()
     start = dataclasses.replace(
@@ -258,7 +258,7 @@ def _log_level() -> str:
 def _start_hooks(
     parts: EngineParts, prepared: _Prepared, close: Callable[[], None], seconds: float
 ) -> None:
-    """Tell the hooks that the engine is ready; close it if one of them fails."""
+    """Call the hooks for a ready engine; close it if one of them fails."""
     info = {
         "model": parts.config.model,
         "dtype": str(prepared.spec.dtype).removeprefix("torch."),
@@ -274,7 +274,7 @@ def _start_hooks(
 
 
 def _announce(plugins: PluginSet) -> None:
-    """Say what an operator may not expect: idle plugins, and those that every request uses."""
+    """Log unexpected states: plugins that are not enabled, and those that every request uses."""
     if idle := plugins.not_enabled():
         _log.info("found but not enabled: %s", ", ".join(found.label for found in idle))
     for entry, cls in plugins.logits_processors():

@@ -1,4 +1,4 @@
-"""Building the configuration: file, then environment, then arguments; later ones win.
+"""Builds the configuration: file, then environment, then arguments; later ones win.
 
 Tables are merged, every other value is replaced. Each value remembers who set it.
 """
@@ -60,14 +60,14 @@ def config_from(
 ) -> tuple[EngineConfig, ConfigSources]:
     """Return the configuration of a Python call, and where each value came from.
 
-    Reads neither `hardpoint.toml` nor the environment: a program says itself what it wants.
+    Reads neither `hardpoint.toml` nor the environment: a program configures itself.
 
     Args:
-        value: what was given as `config`: the path of a TOML file, a nested mapping or an
+        value: the argument `config`: the path of a TOML file, a nested mapping or an
             EngineConfig; None is the defaults.
         overrides: arguments given by name, by dotted path such as `tokenizer.path`; None is not
             given.
-        caller: who was called, for the config_sources.
+        caller: name of the called class, for the config_sources.
 
     Raises:
         ConfigError: as `load_config`.
@@ -92,7 +92,7 @@ def config_from(
 
 
 class _Builder:
-    """Lays values over each other and remembers who set which."""
+    """Merges values from several origins and records the origin of each."""
 
     def __init__(self) -> None:
         self._tree: dict[str, Any] = {}
@@ -147,13 +147,13 @@ class _Builder:
             raise ConfigError(config_sources.locate(str(error))) from None
 
     def put(self, steps: Sequence[str], value: Any, origin: str) -> None:
-        """Set a value; a table is laid over what is there, key by key."""
+        """Set a value; a table is merged into the current one, key by key."""
         table, path = self._open(steps, origin), join_path(*steps)
         plain = value if isinstance(value, Mapping) else _plain(value, path, origin)
         if isinstance(plain, Mapping):
             if not isinstance(table.get(steps[-1]), dict):
                 table[steps[-1]] = {}
-            self._own_table(steps, origin)
+            self._record_table(steps, origin)
             for key, item in plain.items():
                 self.put([*steps, _name(key, steps, origin)], item, origin)
             return
@@ -173,14 +173,14 @@ class _Builder:
                     f"{join_path(*steps)}: cannot be set, for {path} is no table but {inner!r}, "
                     f"from {self._config_sources[path]} (from {origin})"
                 )
-            self._own_table(steps[:depth], origin)
+            self._record_table(steps[:depth], origin)
             table = inner
         return table
 
-    def _own_table(self, steps: Sequence[str], origin: str) -> None:
-        """Remember who set something in a table last.
+    def _record_table(self, steps: Sequence[str], origin: str) -> None:
+        """Record the last origin of a table.
 
-        A struct is nobody's: what is not set in it keeps its default.
+        A struct has none: fields that are not set in it keep their defaults.
         """
         if not isinstance(type_at(EngineConfig, steps), types.StructType):
             self._config_sources[join_path(*steps)] = origin
@@ -198,9 +198,8 @@ class _Builder:
 def _steps_of_variable(name: str) -> list[str]:
     """Return the path of an environment variable.
 
-    Names are written in capitals and meant in small letters. What follows `PLUGIN__` and
-    `PLUGINS__REPLACE__` may be a name with capitals of its own: there, a step that has a small
-    letter in it is taken as it is written.
+    Names are written in capitals and stand for small letters. A step after `PLUGIN__` or
+    `PLUGINS__REPLACE__` may have capitals of its own: with a small letter, it is kept.
     """
     given = name.removeprefix(PREFIX).split("__")
     if not all(given):
@@ -214,7 +213,7 @@ def _steps_of_variable(name: str) -> list[str]:
 
 
 def _value(text: str, steps: Sequence[str]) -> Any:
-    """Return the value that a text stands for: the text itself where only a string will do."""
+    """Return the value of a text: the text itself where a string is required."""
     value = parse_value(text)
     return (
         text if not isinstance(value, str) and _wants_text(type_at(EngineConfig, steps)) else value
@@ -254,13 +253,13 @@ def _name(key: Any, steps: Sequence[str], origin: str) -> str:
 
 
 def _changes(table: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what differs from the default."""
+    """Return the differences from the default."""
     changed: dict[str, Any] = {}
     for key, value in table.items():
-        there = default.get(key)
-        if isinstance(value, dict) and isinstance(there, dict):
-            if inner := _changes(value, there):
+        current = default.get(key)
+        if isinstance(value, dict) and isinstance(current, dict):
+            if inner := _changes(value, current):
                 changed[key] = inner
-        elif value != there:
+        elif value != current:
             changed[key] = value
     return changed

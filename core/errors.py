@@ -1,4 +1,4 @@
-"""The class of an error as a word that can travel, and back."""
+"""Errors of requests and plugins: their kinds on the wire, and the plugin that caused one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .wire import WireError
 def kind_of(error: BaseException) -> str:
     """Return the name of the nearest class of Hardpoint's tree, the root's for all others.
 
-    What cannot be read is told to whoever sent it, for whom it is a wrong request.
+    A message that cannot be decoded is a wrong request of its sender.
     """
     if isinstance(error, WireError):
         return RequestError.__name__
@@ -29,10 +29,10 @@ def kind_of(error: BaseException) -> str:
     return next(names, HardpointError.__name__)
 
 
-def error_of(kind: str | None, words: str | None) -> HardpointError:
+def error_of(kind: str | None, message: str | None) -> HardpointError:
     """Return an error of the class of that name, of the root's if there is none."""
     cls = getattr(errors, kind, HardpointError) if kind in errors.__all__ else HardpointError
-    error: HardpointError = cls(words or "the engine gave no reason")
+    error: HardpointError = cls(message or "the engine gave no reason")
     return error
 
 
@@ -52,8 +52,8 @@ def engine_dead(error: Exception) -> EngineDeadError:
     return raised
 
 
-def guilty(error: BaseException, plugins: PluginSet) -> Source | None:
-    """Return the component whose method the error came from, the innermost of several."""
+def responsible_plugin(error: BaseException, plugins: PluginSet) -> Source | None:
+    """Return the plugin in whose method an error was raised, the innermost of several."""
     found: Component | None = None
     traceback = error.__traceback__
     while traceback is not None:
@@ -69,12 +69,12 @@ def guilty(error: BaseException, plugins: PluginSet) -> Source | None:
     return None
 
 
-def blamed(error: Exception, plugins: PluginSet) -> Exception:
-    """Return an error that names the guilty plugin, with the error as its cause.
+def attribute_error(error: Exception, plugins: PluginSet) -> Exception:
+    """Return an error that names the responsible plugin, with the error as its cause.
 
-    That is the error itself if it says who is guilty, or nobody is.
+    An error of Hardpoint's tree, which names it already, and one of no plugin are returned as is.
     """
-    source = None if isinstance(error, HardpointError) else guilty(error, plugins)
+    source = None if isinstance(error, HardpointError) else responsible_plugin(error, plugins)
     if source is None:
         return error
     named = PluginFaultError(f"{source}: {type(error).__name__}: {error}")
@@ -82,8 +82,8 @@ def blamed(error: Exception, plugins: PluginSet) -> Exception:
     return named
 
 
-def refusal(request_id: str, error: BaseException) -> EngineCoreOutputs:
-    """Return the only output of a request that an error keeps from running."""
+def rejection_output(request_id: str, error: BaseException) -> EngineCoreOutputs:
+    """Return the only output of a request that was rejected because of an error."""
     output = EngineCoreOutput(
         request_id=request_id,
         finish_reason=FinishReason.ERROR,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.utility_calls import call_utility, failed_call
-from hardpoint.core.errors import refusal
+from hardpoint.core.errors import rejection_output
 from hardpoint.core.wire import ShutdownState, UtilityCall
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest, HardpointError
 from hardpoint.plugins.errors import EngineDeadError, PluginFaultError
@@ -290,7 +290,7 @@ class EngineLoop:
                 error,
             )
             return
-        self._queues.output.put(client_index, refusal(request_id, error))
+        self._queues.output.put(client_index, rejection_output(request_id, error))
 
     def _call(self, call: UtilityCall) -> None:
         if self._state is ShutdownState.RUNNING:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from hardpoint.core.engine.utility_calls import failed_call
-from hardpoint.core.errors import refusal
+from hardpoint.core.errors import rejection_output
 from hardpoint.core.wire import Decoder, RequestType, TensorProvider, UtilityCall, WireError
 from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError
 
@@ -109,7 +109,7 @@ class MessageReader:
             if start[0] in self._live[client]:
                 self._queues.input.put(Refusal(start[0], client, error))
             else:
-                self._queues.output.put(client, refusal(start[0], error))
+                self._queues.output.put(client, rejection_output(start[0], error))
         elif kind is RequestType.UTILITY and len(start) > 1 and type(start[1]) is int:
             method = start[2] if len(start) > 2 and _is_id(start[2]) else "unknown"
             call = UtilityCall(client, start[1], method)

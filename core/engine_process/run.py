@@ -19,7 +19,7 @@ import msgspec
 from hardpoint.core.engine.build import BuiltCore, build_core
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.engine.request_check import RequestCheck
-from hardpoint.core.errors import blamed
+from hardpoint.core.errors import attribute_error
 from hardpoint.core.wire import EngineAddresses, EngineCoreReadyResponse
 from hardpoint.core.worker.worker import WorkerSpec
 from hardpoint.plugins import EngineConfig
@@ -173,7 +173,7 @@ def _serve(
         loop.run()
     except BaseException as error:
         _log.critical("the engine failed", exc_info=error)
-        named = blamed(error, spec.plugins) if isinstance(error, Exception) else error
+        named = attribute_error(error, spec.plugins) if isinstance(error, Exception) else error
         watch.report(named)  # before anything that may hang
         _end(io, failed=True, heard=not gone.is_set())
         sys.exit(1)

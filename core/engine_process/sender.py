@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from hardpoint.core.errors import refusal
+from hardpoint.core.errors import rejection_output
 from hardpoint.core.wire import Buffer, Encoder, TensorConsumer, UtilityOutput
 from hardpoint.core.wire.merge_outputs import MergedOutputs
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, HardpointError
@@ -145,7 +145,7 @@ class OutputFrames:
             if (words := self._what_is_wrong(output)) is None:
                 outputs.append(output)
                 continue
-            outputs += refusal(output.request_id, HardpointError(words)).outputs
+            outputs += rejection_output(output.request_id, HardpointError(words)).outputs
             if not output.finished:
                 lost.append(output.request_id)
         if lost:

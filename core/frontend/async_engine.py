@@ -1,4 +1,4 @@
-"""An engine process for programs that run an event loop."""
+"""The asynchronous engine: an engine process for programs that run an event loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from hardpoint.core.client.event_loop import Item, Relay, Turns
 from hardpoint.core.client.process_client import ProcessClient
 from hardpoint.core.engine.utility_calls import EngineUtilities
-from hardpoint.core.errors import blamed, engine_dead, error_of
+from hardpoint.core.errors import attribute_error, engine_dead, error_of
 from hardpoint.plugins import (
     EngineCoreOutputs,
     FinishReason,
@@ -78,7 +78,7 @@ class AsyncEngine:
         Leaving the loop early, or cancelling the task, aborts the request.
 
         Raises:
-            RequestError, OverloadedError: it is wrong, or too many wait.
+            RequestError, OverloadedError: the request is wrong, or too many wait.
             EngineDeadError: the engine died; the request may be sent again.
         """
         submission, collector = await self._submit(prompt, params, request_id, extras)
@@ -86,10 +86,10 @@ class AsyncEngine:
         try:
             while not finished:
                 output = await collector.get()
-                assert isinstance(output, RequestOutput)  # nothing that pools was added
-                refused = next((c for c in output.outputs if c.error_kind is not None), None)
-                if refused is not None:
-                    raise error_of(refused.error_kind, refused.error)
+                assert isinstance(output, RequestOutput)  # no pooling request was added
+                rejected = next((c for c in output.outputs if c.error_kind is not None), None)
+                if rejected is not None:
+                    raise error_of(rejected.error_kind, rejected.error)
                 finished = output.finished
                 yield output
         finally:
@@ -97,7 +97,7 @@ class AsyncEngine:
                 self._forget(submission)
 
     async def abort(self, ids: str | Iterable[str]) -> None:
-        """End requests, by the user's or internal ids; they yield what they have, and end."""
+        """End requests, by the user's or internal ids; they yield their outputs so far, and end."""
         await self._ready()
         self._send_aborts(self._frontend.abort([ids] if isinstance(ids, str) else ids))
         self._send_queue.look()
@@ -172,7 +172,7 @@ class AsyncEngine:
             self._client.abort_requests(ids)
 
     def default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of a request that brings none: what the model's files recommend."""
+        """Return the parameters of a request without any, as the model's files recommend."""
         return self._frontend.input.default_params()
 
     @property
@@ -200,10 +200,10 @@ class AsyncEngine:
         return ended
 
     async def health(self) -> Health:
-        """Return which plugins failed and how often the engine was started anew.
+        """Return the faults of plugins and the number of restarts.
 
         Raises:
-            EngineDeadError: the engine is dead and is not started anew.
+            EngineDeadError: the engine is dead and is not restarted.
         """
         fallbacks = await EngineUtilities.step_faults.call_async(self.call_utility)
         return self._frontend.health(fallbacks, self._restarter.count)
@@ -220,12 +220,12 @@ class AsyncEngine:
         return dict(zip(live.values(), reasons, strict=True))
 
     async def set_policy(self, use: str, options: Mapping[str, Any] | None = None) -> Manifest:
-        """Put another scheduling policy in the place of the one there is; no request is lost.
+        """Replace the scheduling policy; no request is lost.
 
-        An engine that is started anew has it too.
+        An engine that is restarted has it too.
 
         Raises:
-            ConfigError, PluginError: the policy cannot be had; the old one stays.
+            ConfigError, PluginError: the policy cannot be built; the old one stays.
         """
         await self._ready()
         async with self._policy_lock:
@@ -239,14 +239,14 @@ class AsyncEngine:
         """Call one of the engine's utilities, as `LLMEngine.call_utility` does.
 
         Raises:
-            HardpointError: what the utility raised, or why it could not be asked.
+            HardpointError: raised by the utility, or because it could not be called.
         """
         await self._ready()
         future = asyncio.wrap_future(self._client.call(method, *args))
         try:
             done, _ = await asyncio.wait([future], timeout=self._client.utility_timeout(method))
         except asyncio.CancelledError:
-            future.cancel()  # so that it is not sent any more, if it was not
+            future.cancel()  # so that it is not sent, if it was not yet
             raise
         if not done:
             future.cancel()
@@ -332,11 +332,11 @@ class AsyncEngine:
 
     def _process_outputs(self, batch: EngineCoreOutputs) -> None:
         try:
-            self._send_aborts(self._frontend.take(batch).aborts)
+            self._send_aborts(self._frontend.process_outputs(batch).aborts)
             if self._frontend.statistics is not None:
                 self._frontend.statistics.record()
         except Exception as error:  # no caller would get it
-            self._engine_died(blamed(error, self.parts.plugins), final=True)
+            self._engine_died(attribute_error(error, self.parts.plugins), final=True)
 
     def _report(self) -> bool:
         """Call the sinks' `report`; return whether there will be more to report."""

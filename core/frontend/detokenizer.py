@@ -10,8 +10,8 @@ from hardpoint.plugins import RequestOutputKind, SamplingParams, Tokenizer
 class Detokenizer:
     """Turns one request's tokens into text as they come.
 
-    What a token costs does not grow with the text: pieces are joined when they are asked for, and
-    stop strings are looked for at the end only.
+    The cost of a token does not grow with the text: pieces are joined on output, and stop strings
+    are searched for at the end only.
 
     Attributes:
         stop_string: the stop string that was found, if one was.
@@ -29,13 +29,13 @@ class Detokenizer:
         self._delta = params.output_kind is RequestOutputKind.DELTA
         longest = max(map(len, self._stops), default=0)
         self._lookback = max(longest - 1, 0)  # characters that a stop string may begin in
-        self._pieces: list[str] = []  # what was not taken; all of it, unless outputs are deltas
+        self._pieces: list[str] = []  # not yet output; all of the text, unless outputs are deltas
         self._tail = ""
-        self._pending: list[int] = []  # tokens that are no text yet
+        self._pending: list[int] = []  # tokens without text so far
         self.stop_string: str | None = None
 
     def update(self, token_ids: Sequence[int], *, ended_by_token: bool) -> int | None:
-        """Take new tokens.
+        """Decode new tokens.
 
         Args:
             token_ids: in order.
@@ -43,8 +43,7 @@ class Detokenizer:
                 `include_stop_str_in_output`.
 
         Returns:
-            How many of the tokens were taken if a stop string was found in the last of them,
-            else None.
+            The number of tokens up to the stop string that was found, None if none was found.
         """
         if ended_by_token and not self._keep_stop:
             token_ids = token_ids[:-1]
@@ -61,7 +60,7 @@ class Detokenizer:
         return None
 
     def finish(self) -> None:
-        """Bring out the text of tokens that never became whole characters."""
+        """Add the text of tokens that never became whole characters."""
         if self._pending and self.stop_string is None:
             piece = self._tokenizer.decode(self._pending, skip_special_tokens=self._skip)
             self._pending.clear()
@@ -70,7 +69,7 @@ class Detokenizer:
                 self._find_stop(piece)
 
     def resume(self, prompt_token_ids: Sequence[int]) -> None:
-        """Take it that more of the prompt follows what there is; its end counts as at the start."""
+        """Continue after a further part of the prompt; its end decides how a token reads."""
         self._stream = self._tokenizer.decode_stream(
             prompt_token_ids, skip_special_tokens=self._skip
         )
@@ -78,10 +77,10 @@ class Detokenizer:
         self._tail = ""
         self.stop_string = None
 
-    def take(self, *, finished: bool) -> str:
-        """Return the text that no stop string can take back any more.
+    def pop_text(self, *, finished: bool) -> str:
+        """Return the text that no stop string can cut any more.
 
-        That is all of it, or what was not taken yet where outputs are deltas.
+        All of it, or, where outputs are deltas, the part that was not returned before.
         """
         pieces = self._pieces
         text = pieces[0] if len(pieces) == 1 else "".join(pieces)

@@ -1,4 +1,4 @@
-"""What all faces of the engine share: prompts become requests, engine outputs become the user's."""
+"""What all engines share: prompts become requests, engine outputs become the user's."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ from .plugin_health import Health, PluginHealth
 from .prompts import Prompt, check_text
 from .request_state import AnyOutput, OutputSink, ParentRequest
 from .statistics import Statistics
-from .validation import ReadyMade, ReceivedHook
+from .validation import PrebuiltRequestValidator, RequestReceivedHook
 
 _log = logging.getLogger("hardpoint")
 
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an open engine is made of.
+    """The parts of an open engine.
 
     Attributes:
         config: with `max_model_len` and `kv_cache.num_blocks` filled in.
-        supported_tasks: what the engine's model can do, such as "generate".
+        supported_tasks: of the model, such as "generate".
         components: closed with the engine, last one first.
         clock: seconds; gives requests their arrival times.
-        statistics: closed with the engine; None where nobody asks for figures.
+        statistics: closed with the engine; None if they are off.
     """
 
     config: EngineConfig
@@ -73,10 +73,10 @@ class EngineParts:
 
         Args:
             use: entry-point name or FQCN.
-            options: the policy's own.
+            options: of the policy.
 
         Raises:
-            ConfigError, PluginError: the policy cannot be had.
+            ConfigError, PluginError: the policy cannot be built.
         """
         config, plugins = change_policy(
             self.config, self.config_sources, self.plugins, use, options
@@ -86,19 +86,19 @@ class EngineParts:
 
 @dataclass(frozen=True)
 class Submission:
-    """A prompt that was checked and registered; the engine does not have it yet."""
+    """A prompt that was checked and registered, and has not been sent to the engine."""
 
     parent: ParentRequest
     children: Sequence[EngineCoreRequest]
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What became of a batch of engine outputs.
+class ProcessedBatch:
+    """The result of one batch of engine outputs.
 
     Attributes:
         request_outputs: of requests without a sink.
-        aborts: internal ids of requests that the engine is to end.
+        aborts: internal ids of requests to abort in the engine.
     """
 
     request_outputs: list[AnyOutput]
@@ -109,11 +109,11 @@ class Frontend:
     """Checks and registers requests, and turns outputs into what users see. Talks to no engine.
 
     Attributes:
-        statistics: whoever takes outputs records and reports; None where nobody asks for figures.
+        statistics: the engine records and reports them; None if they are off.
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        """Prepare; the caller closes the parts."""
+        """Build input and output processing; the caller closes the parts."""
         config = parts.config
         assert isinstance(config.max_model_len, int)
         self._hooks = parts.hooks
@@ -140,8 +140,8 @@ class Frontend:
         self.output = OutputProcessor(
             parts.tokenizer, config.engine.stream_interval, parts.statistics
         )
-        self._ready_made = ReadyMade(self.input, parts.model_config.vocab_size)
-        self._received = ReceivedHook(parts.hooks, self._ready_made, self._arguments)
+        self._prebuilt = PrebuiltRequestValidator(self.input, parts.model_config.vocab_size)
+        self._received = RequestReceivedHook(parts.hooks, self._prebuilt, self._arguments)
         self._random_ids = config.engine.random_request_ids
         if not self._random_ids:
             _log.warning("engine.random_request_ids is off: two live requests cannot share an id")
@@ -160,10 +160,10 @@ class Frontend:
         """Check a prompt and register its requests.
 
         Args:
-            prompt: or a request that was made elsewhere, which is taken as it is.
-            sink: where its outputs go.
+            prompt: or a prebuilt request.
+            sink: gets its outputs; without one, `process_outputs` returns them.
             token_ids: of a prompt given as text, if it was tokenised already.
-            arrived: when it came, on the clock of the parts; None is now.
+            arrived: arrival time on the clock of the parts; None is now.
 
         Raises:
             RequestError: something is wrong; nothing was registered.
@@ -174,7 +174,7 @@ class Frontend:
         self._check_task("generate")
         arrived = self._clock() if arrived is None else arrived
         if isinstance(prompt, EngineCoreRequest):
-            request, text = self._ready_made.take(prompt, params, extras), None
+            request, text = self._prebuilt.validate(prompt, params, extras), None
             self._arguments.complete(request)
             request.arrival_time = request.arrival_time or arrived
         else:
@@ -195,28 +195,28 @@ class Frontend:
             self.output.add_request(child, text, parent, arrived)
         return Submission(parent, children)
 
-    def take(self, batch: EngineCoreOutputs) -> Taken:
-        """Take a batch of outputs; those of requests with a sink go there."""
+    def process_outputs(self, batch: EngineCoreOutputs) -> ProcessedBatch:
+        """Process a batch of outputs; those of requests with a sink go to it."""
         if self.statistics is not None:
             self.statistics.begin(batch)
-        return self._shown(self.output.process(batch.outputs))
+        return self._dispatch(self.output.process(batch.outputs))
 
     def abort(self, ids: Iterable[str]) -> list[str]:
-        """End requests by the user's or internal ids; sinks are given what there is so far.
+        """End requests by the user's or internal ids; sinks get their outputs so far.
 
         Returns:
-            Internal ids that the engine is to end.
+            The internal ids to abort in the engine.
         """
-        return self._shown(self.output.abort(self.output.live_of(ids))).aborts
+        return self._dispatch(self.output.abort(self.output.live_of(ids))).aborts
 
     def forget(self, ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[str]:
-        """End requests by the user's or internal ids; they give no more outputs.
+        """End requests by the user's or internal ids, without further outputs.
 
         Args:
             reason: for statistics.
 
         Returns:
-            Internal ids that the engine is to end.
+            The internal ids to abort in the engine.
         """
         live = self.output.live_of(ids)
         self.output.drop(live, reason)
@@ -225,19 +225,19 @@ class Frontend:
     def fail_all(
         self, error: Callable[[], Exception], reason: FinishReason = FinishReason.ERROR
     ) -> None:
-        """End every request, since the engine is gone; each sink gets an error of its own.
+        """End every request because the engine has ended; each sink gets an error of its own.
 
         Args:
             reason: for statistics.
         """
         parents = self.output.parents()
-        self.lose_all(reason)
+        self.drop_all(reason)
         for parent in parents:
             if parent.sink is not None:
                 parent.sink(error())
 
-    def lose_all(self, reason: FinishReason = FinishReason.ERROR) -> None:
-        """End every request without a word, since the engine is gone; statistics say so at once.
+    def drop_all(self, reason: FinishReason = FinishReason.ERROR) -> None:
+        """Drop every request because the engine has ended; statistics record that at once.
 
         Args:
             reason: for statistics.
@@ -245,10 +245,10 @@ class Frontend:
         self.output.drop(self.output.live_ids(), reason)
         if self.statistics is None:
             return
-        self.statistics.engine_gone()
+        self.statistics.engine_ended()
         try:
             self.statistics.record()
-        except PluginFaultError as fault:  # it can end nothing any more
+        except PluginFaultError as fault:  # the engine has ended already
             _log.warning("%s, after the engine has ended", fault)
 
     def children_of(self, request_id: str) -> dict[str, int]:
@@ -263,13 +263,13 @@ class Frontend:
         return {child: self.output.index_of(child) for child in live}
 
     def health(self, fallbacks: dict[str, StepFault], restarts: int = 0) -> Health:
-        """Return which plugins failed, with what the engine tells of its own."""
+        """Return the faults of plugins, with those that the engine reports."""
         if self.statistics is not None:
             fallbacks = fallbacks | self.statistics.faults()
         return self._health.report(fallbacks, restarts)
 
     def close(self, close_client: Callable[[], None]) -> None:
-        """Tell the hooks, close the client, close the components: all, whatever one raises."""
+        """Call the hooks, close the client and the components: all of them, even if one raises."""
         with contextlib.ExitStack() as stack:
             for component in self._components:
                 stack.callback(component.close)
@@ -288,7 +288,7 @@ class Frontend:
         """Return an id that no live request has.
 
         Raises:
-            RequestError: the user's ids are to be used, and this one is taken.
+            RequestError: random ids are off, and this id is in use.
         """
         if self._random_ids:
             internal = request_id
@@ -302,20 +302,20 @@ class Frontend:
             )
         return request_id
 
-    def _shown(self, processed: ProcessedOutputs) -> Taken:
+    def _dispatch(self, processed: ProcessedOutputs) -> ProcessedBatch:
         for fault in processed.faults:
             self._health.record(*fault)
         outputs: list[AnyOutput] = []
         for parent, output in processed.request_outputs:
             if output.finished and isinstance(output, RequestOutput) and not _aborted(output):
-                self._finished(output)
+                self._call_finished_hook(output)
             if parent.sink is None:
                 outputs.append(output)
             else:
                 parent.sink(output)
-        return Taken(outputs, processed.aborts)
+        return ProcessedBatch(outputs, processed.aborts)
 
-    def _finished(self, output: RequestOutput) -> None:
+    def _call_finished_hook(self, output: RequestOutput) -> None:
         try:
             self._hooks.call("request_finished", output=output)
         except PluginFaultError as fault:
@@ -324,5 +324,5 @@ class Frontend:
 
 
 def _aborted(last: RequestOutput) -> bool:
-    """Whether a request did not end by itself."""
-    return any(each.finish_reason == str(FinishReason.ABORT) for each in last.outputs)
+    """Return whether a request was aborted."""
+    return any(output.finish_reason == str(FinishReason.ABORT) for output in last.outputs)

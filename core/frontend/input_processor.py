@@ -1,4 +1,4 @@
-"""The input processor: from what a user passes to a request that the engine can trust."""
+"""The input processor: turns prompts and parameters into checked engine requests."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from .prompts import Prompt, ReadPrompt, check_params_text, check_text, checked_
 
 
 class RequestExtras(typed.Strict):
-    """What a request may say beside prompt and sampling parameters.
+    """Fields of a request besides prompt and sampling parameters.
 
     Attributes:
         priority: smaller is more important.
         timeout: seconds from now after which it ends with finish reason "timeout", whether it
             runs or waits; None is never.
-        tags: free words about it, such as {"tenant": "acme"}; for policies and sinks.
+        tags: free-form labels, such as {"tenant": "acme"}; for policies and sinks.
         cache_salt: requests with different salts never share cached prompts.
         arrival_time: seconds on the engine's clock, which is `time.monotonic`; None is now.
-        trace_headers: of the trace that it belongs to.
+        trace_headers: of the request's trace.
     """
 
     priority: int = 0
@@ -60,10 +60,10 @@ class InputProcessor:
         seed: int | None,
         in_process: bool = True,
     ) -> None:
-        """Prepare.
+        """Use the tokenizer and the model's limits.
 
         Args:
-            seed: makes the seeds of requests that bring none repeatable.
+            seed: makes the seeds of requests without one repeatable.
             in_process: whether the engine runs in this process, so that callables reach it.
         """
         self._model_config = model_config
@@ -76,7 +76,7 @@ class InputProcessor:
         self._default_params: SamplingParams | None = None
 
     def default_params(self) -> SamplingParams:
-        """Return the parameters of a request that brings none: what the model's files recommend."""
+        """Return the parameters of a request without any, as the model's files recommend."""
         if self._default_params is None:
             self._default_params = SamplingParams(**self._model_config.default_sampling)
         return self._default_params
@@ -93,14 +93,14 @@ class InputProcessor:
     ) -> tuple[EngineCoreRequest, str | None]:
         """Return the request and the prompt's text, if that is known.
 
-        What `extras` say wins over what a prompt that was made ready elsewhere says.
+        Fields of `extras` win over those of a tokenised prompt.
 
         Args:
-            arrival_time: seconds on the engine's clock, where neither says it.
+            arrival_time: seconds on the engine's clock, used if neither has one.
             token_ids: of a prompt given as text, from `tokenise`; None tokenises it here.
 
         Raises:
-            RequestError: naming the field, its value and what would be right.
+            RequestError: naming the field, its value and the expected one.
         """
         params = self.checked(params)
         extras = typed.convert(extras, RequestExtras, path="", error=RequestError)
@@ -132,7 +132,7 @@ class InputProcessor:
         return request, given.text
 
     def text_of(self, prompt: Prompt) -> str | None:
-        """Return the text that is to be tokenised, None if there is none."""
+        """Return the text to tokenise, None if the prompt has token ids."""
         given = read_prompt(prompt)
         return given.text if given.token_ids is None else None
 
@@ -140,16 +140,16 @@ class InputProcessor:
         """Return a text's tokens. May be called in any thread, one call at a time.
 
         Raises:
-            RequestError: it is none that UTF-8 can hold.
+            RequestError: UTF-8 cannot encode it.
         """
         check_text(text, "prompt")
         return self._tokenizer.encode(text)
 
     def checked(self, params: SamplingParams) -> SamplingParams:
-        """Return equal parameters whose every field was checked, also against the model.
+        """Return a copy of parameters after checking every field, also against the model.
 
         Raises:
-            RequestError: naming the field, its value and what would be right.
+            RequestError: naming the field, its value and the expected one.
         """
         if not isinstance(params, SamplingParams):
             raise RequestError(
@@ -178,13 +178,13 @@ class InputProcessor:
         return params
 
     def seeded(self, params: SamplingParams) -> SamplingParams:
-        """Return parameters that have a seed."""
+        """Return the parameters with a seed, random if they have none."""
         if params.seed is not None:
             return params
         return msgspec.structs.replace(params, seed=self._random.getrandbits(63))
 
     def _completed(self, params: SamplingParams, prompt_length: int) -> SamplingParams:
-        """Fill in what was left open: the length that fits, and a seed."""
+        """Fill in open values: the length that fits, and a seed."""
         room = self._max_model_len - prompt_length
         if params.min_tokens > room:
             raise RequestError(

@@ -1,14 +1,14 @@
-"""The engine as a frontend drives it: add requests, step, take outputs."""
+"""The synchronous engine: add requests, step, get outputs."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeGuard
 
 from hardpoint.core.engine.utility_calls import EngineUtilities
-from hardpoint.core.errors import blamed, engine_dead
+from hardpoint.core.errors import attribute_error, engine_dead
 from hardpoint.plugins import (
     EngineCoreRequest,
     FinishReason,
@@ -25,7 +25,7 @@ from hardpoint.plugins.errors import (
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.stats import StepFault
 
-from .frontend import EngineParts, Frontend, Taken
+from .frontend import EngineParts, Frontend, ProcessedBatch
 from .input_processor import NO_EXTRAS, RequestExtras
 from .plugin_health import Health
 from .prompts import Prompt
@@ -33,18 +33,18 @@ from .request_state import AnyOutput
 
 _log = logging.getLogger("hardpoint")
 
-_STANDING_STILL = frozenset({"pause", "resume", "sleep", "wake_up"})
+_CHANGE_PAUSE = frozenset({"pause", "resume", "sleep", "wake_up"})
 
 
 class LLMEngine:
     """Joins input processor, engine core and output processor. One thread at a time.
 
     Attributes:
-        is_paused: whether requests stand still until the engine is resumed.
+        is_paused: whether no request gets tokens before the engine is resumed.
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        """Take over the parts; `close` closes them."""
+        """Own the parts; `close` closes them."""
         self.parts = parts
         self._client = parts.client
         self._frontend = Frontend(parts)
@@ -64,19 +64,19 @@ class LLMEngine:
         Args:
             request_id: outputs carry it. Several live requests may have one id; `abort_requests`
                 then ends them all.
-            prompt: or a request that was made elsewhere, which brings its own parameters.
+            prompt: or a prebuilt request, which has its own parameters.
 
         Returns:
-            An id that only this request has, for `abort_requests` and `why_waiting`.
+            The request's unique id, for `abort_requests` and `why_waiting`.
 
         Raises:
-            RequestError: it is wrong; nothing else is disturbed.
-            OverloadedError: as many requests wait as may. Where the engine runs in a process of
-                its own, it says so with the request's first output.
+            RequestError: the request is wrong; no other request is affected.
+            OverloadedError: too many requests wait. An engine in a process of its own reports this
+                with the request's first output.
             EngineClosedError: the engine was closed.
-            EngineDeadError: it is gone, or has ended by this; an EngineFaultError if a plugin is
-                to blame.
-            EngineTimeoutError: its process takes no messages.
+            EngineDeadError: the engine has ended, maybe because of this request; an
+                EngineFaultError if a plugin is responsible.
+            EngineTimeoutError: the engine's process takes no messages.
         """
         self._check_open()
         submission = self._frontend.submit(request_id, prompt, params, extras)
@@ -91,58 +91,57 @@ class LLMEngine:
         return submission.parent.internal_id
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """End requests, by the ids they were added under or by those that `add_request` returned.
+        """End requests, by the ids given to `add_request` or returned by it.
 
-        They give no more outputs. Unknown ids are ignored.
+        They have no further outputs. Unknown ids are ignored.
         """
         self._forget(request_ids, FinishReason.ABORT)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a step has anything to do."""
+        """Return whether any request is live."""
         return self._frontend.output.num_unfinished_requests() > 0
 
     def step(self, timeout: float | None = None) -> list[AnyOutput]:
-        """Run the engine one step, or wait for its next outputs; return what is new.
+        """Run one step, or wait for the next outputs of an engine process; return them.
 
-        It never waits for a paused engine.
-
-        An error here is one that no plugin's fault scope contains: it ends the engine. An
-        interrupt ends the live requests and leaves the engine usable; a timeout ends nothing.
+        It never waits for a paused engine. An error ends the engine, for faults of plugins that are
+        contained raise none. An interrupt ends the live requests and leaves the engine usable; a
+        timeout ends nothing.
 
         Args:
-            timeout: seconds to wait for an engine in a process of its own. None waits as long as
-                it takes; an engine that hangs is then for `engine.watchdog_exits` to end.
+            timeout: seconds to wait for an engine in a process of its own. None has no limit;
+                `engine.watchdog_exits` then ends an engine that hangs.
 
         Raises:
-            EngineDeadError: the engine has ended; an EngineFaultError if a plugin is to blame.
+            EngineDeadError: the engine has ended; an EngineFaultError if a plugin is responsible.
             EngineTimeoutError: it gave no outputs in time.
         """
         self._check_open()
         if (statistics := self._frontend.statistics) is not None:
-            self._tell(statistics.report_if_due)
+            self._call_sinks(statistics.report_if_due)
         waits = self.has_unfinished_requests() and not self.is_paused
-        taken: Taken | None = None
+        processed: ProcessedBatch | None = None
         try:
             outputs = self._client.get_output(wait=waits, timeout=timeout)
             if outputs is not None:
-                taken = self._frontend.take(outputs)
-                if taken.aborts:
-                    self._client.abort_requests(taken.aborts)
+                processed = self._frontend.process_outputs(outputs)
+                if processed.aborts:
+                    self._client.abort_requests(processed.aborts)
         except Exception as error:
             self._fail(error)
         except BaseException:
             self._forget(self._frontend.output.live_ids(), FinishReason.ABORT)
             raise
-        if outputs is None or taken is None:
+        if outputs is None or processed is None:
             raise EngineTimeoutError(f"the engine gave no outputs within {timeout:g} s")
         if statistics is not None and outputs.outputs:
-            self._tell(statistics.record)
-        return taken.request_outputs
+            self._call_sinks(statistics.record)
+        return processed.request_outputs
 
     def why_waiting(self, request_id: str) -> dict[int, WaitReason | None]:
         """Return why the completions of a request got no tokens in the last step, by index.
 
-        None stands for those that got some; completions that ended are left out.
+        None stands for completions that got some; finished completions are left out.
 
         Raises:
             RequestError: no live request has that id.
@@ -153,19 +152,19 @@ class LLMEngine:
         return dict(zip(live.values(), reasons, strict=True))
 
     def set_policy(self, use: str, options: Mapping[str, Any] | None = None) -> Manifest:
-        """Put another scheduling policy in the place of the one there is, between two steps.
+        """Replace the scheduling policy between two steps.
 
-        No request is lost. If anything is wrong, everything stays as it was.
+        No request is lost. On an error, the old policy stays.
 
         Args:
             use: entry-point name or FQCN.
-            options: the policy's own.
+            options: of the policy.
 
         Returns:
             The new generation of the manifest.
 
         Raises:
-            ConfigError, PluginError: the policy cannot be had.
+            ConfigError, PluginError: the policy cannot be built.
         """
         parts = self.parts.with_policy(use, options or {})
         EngineUtilities.set_policy.call(self.call_utility, parts.plugins.manifest)
@@ -182,45 +181,43 @@ class LLMEngine:
         Raises:
             RequestError: no such utility, or wrong arguments.
             HardpointError: what the utility raised.
-            EngineClosedError, EngineDeadError, EngineTimeoutError: it could not be asked.
+            EngineClosedError, EngineDeadError, EngineTimeoutError: it could not be called.
         """
         self._check_open()
         try:
             return self._client.call_utility(method, *args)
         finally:
-            if method in _STANDING_STILL:
-                with contextlib.suppress(EngineDeadError):  # it was told of that already
+            if method in _CHANGE_PAUSE:
+                with contextlib.suppress(EngineDeadError):  # that was reported already
                     self.is_paused = EngineUtilities.is_paused.call(self._client.call_utility)
 
     def default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of a request that brings none: what the model's files recommend."""
+        """Return the parameters of a request without any, as the model's files recommend."""
         return self._frontend.input.default_params()
 
     def health(self) -> Health:
-        """Return which plugins failed, what that ended, and which are quarantined."""
+        """Return the faults of plugins, their effects, and the quarantined plugins."""
         if not self._closed:
             self._fallbacks = EngineUtilities.step_faults.call(self.call_utility)
         return self._frontend.health(self._fallbacks)
 
     def close(self) -> None:
-        """End the engine and give its memory back. Closing twice does nothing."""
+        """End the engine and free its memory. Closing twice does nothing."""
         if not self._closed:
             self._closed = True
             self._frontend.close(self._client.close)
 
-    def _tell(self, sinks: Callable[[], None]) -> None:
-        """Have statistics call the sinks; a fault that ends the engine does so."""
+    def _call_sinks(self, call: Callable[[], None]) -> None:
+        """Call the sinks of statistics; end the engine if a fault is to end it."""
         try:
-            sinks()
+            call()
         except PluginFaultError as error:
             self._fail(error)
 
     def _forget(self, request_ids: Iterable[str], reason: FinishReason) -> None:
-        if not self._closed:  # closing ended them all
-            self._abort(self._frontend.forget(request_ids, reason))
-
-    def _abort(self, ids: Sequence[str]) -> None:
-        """Have the engine end requests, by internal ids."""
+        if self._closed:  # closing ended them all
+            return
+        ids = self._frontend.forget(request_ids, reason)
         try:
             if ids:
                 self._client.abort_requests(ids)
@@ -230,15 +227,15 @@ class LLMEngine:
             raise
 
     def _fail(self, error: Exception) -> NoReturn:
-        """End, and say so as if the engine had a process of its own."""
+        """End the engine; raise the error as an engine in a process of its own would."""
         self._end()
-        told = engine_dead(blamed(error, self.parts.plugins))
-        raise told from told.__cause__
+        reported = engine_dead(attribute_error(error, self.parts.plugins))
+        raise reported from reported.__cause__
 
     def _end(self) -> None:
-        """Forget what is live and close, after an error that nothing contains."""
+        """Drop the live requests and close, after an error that is not contained."""
         try:
-            self._frontend.lose_all()
+            self._frontend.drop_all()
             self.close()
         except Exception:
             _log.exception("closing the engine after an error failed as well")
@@ -249,7 +246,7 @@ class LLMEngine:
 
 
 def _ends_engine(error: BaseException) -> TypeGuard[Exception]:
-    """Whether an error is more than a refusal, or word of an end that has come already."""
+    """Return whether an error ends the engine: not one of a request, or of a dead engine."""
     if isinstance(error, PluginFaultError):
         return not isinstance(error, EngineDeadError)
     return isinstance(error, Exception) and not isinstance(error, HardpointError)

@@ -1,4 +1,4 @@
-"""Where one request's outputs wait for their consumer: merged, never queued."""
+"""Buffer of one request's outputs until their consumer takes them: merged, never queued."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from .request_state import AnyOutput
 class RequestOutputCollector:
     """Holds at most one output of a request, however slow its consumer is.
 
-    Deltas that nobody has taken yet become one; of other kinds, the newest of each completion
-    stands, and of pooled outputs the newest. For the thread of one event loop, and one consumer.
+    Deltas that were not taken yet become one; of other kinds, the newest of each completion is
+    kept, and of pooled outputs the newest. For the thread of one event loop, and one consumer.
 
     Attributes:
-        kind: of the request's outputs; to be set before the first of them comes.
+        kind: of the request's outputs; set before the first one is put.
     """
 
     def __init__(self, kind: RequestOutputKind = RequestOutputKind.CUMULATIVE) -> None:
-        """Hold nothing."""
+        """Start empty."""
         self.kind = kind
         self._held: AnyOutput | Exception | None = None
-        self._there = asyncio.Event()
+        self._has_item = asyncio.Event()
 
     def put(self, item: AnyOutput | Exception) -> None:
-        """Take an output, or the error that ends the request; nothing comes after an error."""
+        """Add an output, or the error that ends the request; nothing comes after an error."""
         held = self._held
         if isinstance(held, Exception):
             return
@@ -34,41 +34,41 @@ class RequestOutputCollector:
             self._merge(held, item)
         else:
             self._held = item
-            self._there.set()
+            self._has_item.set()
 
     async def get(self) -> AnyOutput:
-        """Wait for what is new.
+        """Wait for the next output.
 
         Raises:
             Exception: the error that ended the request.
         """
-        await self._there.wait()
+        await self._has_item.wait()
         output = self.get_nowait()
         assert output is not None  # `put` sets the event, and only after it has put something
         return output
 
     def get_nowait(self) -> AnyOutput | None:
-        """Return what is new, None if nothing is.
+        """Return the next output, None if there is none yet.
 
         Raises:
             Exception: the error that ended the request.
         """
         held, self._held = self._held, None
-        self._there.clear()
+        self._has_item.clear()
         if isinstance(held, Exception):
             raise held
         return held
 
     def _merge(self, held: RequestOutput, new: RequestOutput) -> None:
-        """Make one output of the one that is held and a new one."""
+        """Merge a new output into the held one."""
         delta = self.kind is RequestOutputKind.DELTA
-        there = {completion.index: completion for completion in held.outputs}
+        current = {completion.index: completion for completion in held.outputs}
         for completion in new.outputs:
-            if delta and completion.index in there:
-                _append(there[completion.index], completion)
+            if delta and completion.index in current:
+                _append(current[completion.index], completion)
             else:
-                there[completion.index] = completion
-        held.outputs = [there[index] for index in sorted(there)]
+                current[completion.index] = completion
+        held.outputs = [current[index] for index in sorted(current)]
         held.finished = new.finished
         if not delta or held.prompt_logprobs is None:
             held.prompt_logprobs = new.prompt_logprobs
@@ -79,7 +79,7 @@ class RequestOutputCollector:
 
 
 def _append(held: CompletionOutput, new: CompletionOutput) -> None:
-    """Lay a delta behind another one of the same completion."""
+    """Append a delta to another one of the same completion."""
     held.text += new.text
     held.token_ids += new.token_ids
     if held.logprobs is None:

@@ -22,12 +22,12 @@ _State = RequestState | PoolingState
 
 @dataclass
 class ProcessedOutputs:
-    """What one batch of engine outputs came to.
+    """The result of processing one batch of engine outputs.
 
     Attributes:
         request_outputs: for the user, each with its request.
         aborts: internal ids of requests that ended here (stop string, or a completion of the same
-            prompt was refused) while the engine runs on.
+            prompt was rejected) and are to be aborted in the engine.
         faults: (plugin, the request's internal id, message) of requests that a plugin ended.
     """
 
@@ -49,11 +49,11 @@ class OutputProcessor:
         stream_interval: int = 1,
         statistics: Statistics | None = None,
     ) -> None:
-        """The tokenizer gives every text.
+        """The tokenizer decodes all texts.
 
         Args:
             stream_interval: outputs between the first and the last wait for so many new tokens.
-            statistics: is told of every output and every end.
+            statistics: record every output and every end.
         """
         self._tokenizer = tokenizer
         self._statistics = statistics
@@ -69,10 +69,10 @@ class OutputProcessor:
         parent: ParentRequest,
         arrived: float = 0.0,
     ) -> None:
-        """Register a request, or more of the prompt of one; to be done before the engine gets it.
+        """Register a request, or a further part of its prompt, before the engine gets it.
 
         Args:
-            arrived: seconds on the frontend's clock; for statistics.
+            arrived: arrival time on the frontend's clock, for statistics.
 
         Raises:
             RequestError: nothing may follow the prompt of the live request of that id.
@@ -102,9 +102,12 @@ class OutputProcessor:
         return len(self._states)
 
     def is_live(self, request_id: str) -> bool:
-        """Whether an id, internal or the user's, is in use."""
-        tables = (self._states, self._by_parent, self._by_external)
-        return any(request_id in table for table in tables)
+        """Return whether an id, internal or the user's, is in use."""
+        return (
+            request_id in self._states
+            or request_id in self._by_parent
+            or request_id in self._by_external
+        )
 
     def live_ids(self) -> list[str]:
         """Return all internal ids."""
@@ -132,11 +135,11 @@ class OutputProcessor:
         return list({id(s.parent): s.parent for s in self._states.values()}.values())
 
     def figures(self) -> list[RequestFigures]:
-        """Return those of every live request, for statistics."""
+        """Return the figures of every live request, for statistics."""
         return [state.figures for state in list(self._states.values()) if state.figures is not None]
 
     def drop(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> None:
-        """Forget requests by internal ids; they give no more outputs.
+        """Drop requests by internal ids, without further outputs.
 
         Args:
             reason: why they ended, for statistics.
@@ -150,7 +153,7 @@ class OutputProcessor:
                     self._statistics.ended(state.figures, reason)
 
     def abort(self, request_ids: Iterable[str]) -> ProcessedOutputs:
-        """End requests by internal ids; return what they have so far."""
+        """End requests by internal ids; return their outputs so far."""
         processed = ProcessedOutputs()
         for request_id in request_ids:
             if state := self._states.get(request_id):
@@ -162,7 +165,7 @@ class OutputProcessor:
         return processed
 
     def process(self, outputs: Sequence[EngineCoreOutput]) -> ProcessedOutputs:
-        """Take a batch; the only loop over it. Unknown ids are skipped: they were aborted."""
+        """Process a batch in one loop. Unknown ids are skipped: they were aborted."""
         processed = ProcessedOutputs()
         statistics = self._statistics
         for output in outputs:
@@ -170,14 +173,14 @@ class OutputProcessor:
             if state is None:
                 continue
             if output.error_kind is not None:
-                self._refused(state, output, processed)
+                self._reject(state, output, processed)
                 continue
             parts = state.parts
             if parts is not None and parts.skips(output):
                 continue
             state.update(output)
             if statistics is not None and state.figures is not None:
-                statistics.took(state.figures, output, state.num_tokens)
+                statistics.record_output(state.figures, output, state.num_tokens)
             if output.faulty_plugin is not None:
                 fault = (output.faulty_plugin, state.parent.internal_id, output.error or "")
                 processed.faults.append(fault)
@@ -190,17 +193,15 @@ class OutputProcessor:
             if (request_output := state.output()) is not None:
                 processed.request_outputs.append((state.parent, request_output))
             if reason is not None and parts is not None:
-                parts.over(in_engine=output.finished)
+                parts.finish(in_engine=output.finished)
         return processed
 
-    def _refused(
-        self, state: _State, output: EngineCoreOutput, processed: ProcessedOutputs
-    ) -> None:
-        """End a prompt of which a completion was refused: all of them run, or none."""
-        family = self.live_of([output.request_id])
-        self.drop(family, FinishReason.ERROR)
-        processed.aborts += [each for each in family if each != output.request_id]
-        processed.request_outputs.append((state.parent, state.refused(output)))
+    def _reject(self, state: _State, output: EngineCoreOutput, processed: ProcessedOutputs) -> None:
+        """End a prompt of which the engine rejected a completion: all of them run, or none."""
+        siblings = self.live_of([output.request_id])
+        self.drop(siblings, FinishReason.ERROR)
+        processed.aborts += [sibling for sibling in siblings if sibling != output.request_id]
+        processed.request_outputs.append((state.parent, state.rejected(output)))
 
 
 def _remove(table: dict[str, list[str]], key: str, value: str) -> None:

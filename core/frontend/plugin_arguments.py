@@ -1,4 +1,4 @@
-"""Which logits processors a request uses, and with what arguments."""
+"""The logits processors that a request uses, and their arguments."""
 
 from __future__ import annotations
 
@@ -41,14 +41,21 @@ _SHAPING_FIELDS = (
     "thinking_token_budget",
     "logits_processors",
 )
-"""Fields that only a logits processor can honour."""
+"""Fields of SamplingParams that only a logits processor can honour."""
 
 
 @dataclass(frozen=True)
 class _Processor:
+    """An enabled logits processor.
+
+    Attributes:
+        fields: of SamplingParams that are its own.
+    """
+
     entry: PluginEntry
     cls: type[LogitsPlugin]
     options: Any
+    fields: frozenset[str]
 
 
 class PluginArguments:
@@ -70,24 +77,29 @@ class PluginArguments:
         self._reasoning = reasoning
         self._markers: ReasoningMarkers | None = None
         self._processors = [
-            _Processor(entry, cls, plugins.options(entry))
+            _Processor(
+                entry,
+                cls,
+                plugins.options(entry),
+                frozenset(cls.params_fields),
+            )
             for entry, cls in plugins.logits_processors()
         ]
-        self._honoured = {f for p in self._processors for f in p.cls.params_fields}
+        self._honoured = {field for processor in self._processors for field in processor.fields}
 
     def resolve(self, request: EngineCoreRequest) -> dict[str, dict[str, Any]]:
         """Return, for each processor that the request uses, its arguments as plain data.
 
         Raises:
-            RequestError: an argument is wrong, belongs to no plugin that is on, or asks for
-                something that no plugin that is on can do.
+            RequestError: an argument is wrong, belongs to no enabled plugin, or asks for something
+                that no enabled plugin can do.
         """
         self.check_names(request.params.plugin_args)
         self._refuse_unhonoured(request.params)
         return self._resolved(request, self._processors)
 
     def complete(self, request: EngineCoreRequest) -> None:
-        """Check the arguments that a request brings resolved; resolve what else it asks for.
+        """Check a request's resolved arguments; resolve those of the other processors that it uses.
 
         Raises:
             RequestError: as `resolve`.
@@ -98,12 +110,12 @@ class PluginArguments:
         request.plugin_args |= self._resolved(request, left)
 
     def revise(self, request: EngineCoreRequest, before: EngineCoreRequest) -> None:
-        """Do the same after a hook: resolve anew what its changes of the parameters ask for.
+        """Resolve the arguments of a request again after a hook changed its parameters.
 
-        Arguments that it changed or took away themselves stay as it would have them.
+        Arguments that the hook changed or removed itself stay so.
 
         Args:
-            before: the request as it was.
+            before: the request before the hook.
 
         Raises:
             RequestError: as `resolve`.
@@ -123,18 +135,25 @@ class PluginArguments:
     def _resolved(
         self, request: EngineCoreRequest, processors: Sequence[_Processor]
     ) -> dict[str, dict[str, Any]]:
-        """Return the arguments for those of some processors that the request uses."""
+        """Return the arguments of those processors that the request uses."""
+        params = request.params
+        changed = {f for f in self._honoured if getattr(params, f) != getattr(_DEFAULTS, f)}
         resolved = {}
         for processor in processors:
-            arguments = self._given(processor, request.params)
-            if arguments is not None:
-                self._health.check(processor.entry.name)
+            name = processor.entry.name
+            if (
+                name in params.plugin_args
+                or not changed.isdisjoint(processor.fields)
+                or self._applies_unasked(processor, params)
+            ):
+                arguments = self._given(processor, params)
+                self._health.check(name)
                 prepared = self._prepared(processor, arguments, request)
-                resolved[processor.entry.name] = msgspec.to_builtins(prepared, str_keys=False)
+                resolved[name] = msgspec.to_builtins(prepared, str_keys=False)
         return resolved
 
     def reasoning_ended(self, prompt_token_ids: Sequence[int]) -> bool | None:
-        """Whether the last that a prompt says of thinking is that it ends; None without a parser.
+        """Return whether a prompt's last marker ends reasoning; None without a reasoning parser.
 
         Raises:
             RequestError: the reasoning parser failed.
@@ -152,7 +171,7 @@ class PluginArguments:
         return self._markers.ended(prompt_token_ids)
 
     def _given(self, processor: _Processor, params: SamplingParams) -> Any:
-        """Return a processor's checked arguments, or None if the request does not use it."""
+        """Return the checked arguments of a processor that the request uses."""
         name, cls = processor.entry.name, processor.cls
         fields = _set_fields(cls, params)
         if name in params.plugin_args:
@@ -164,14 +183,12 @@ class PluginArguments:
         elif fields:
             own = cls.Arguments.__struct_fields__
             given, path = {name: fields[name] for name in fields if name in own}, ""
-        elif self._wanted(processor, params):
-            given, path = {}, f"plugin_args.{name}"
         else:
-            return None
+            given, path = {}, f"plugin_args.{name}"
         return _converted(processor, given, path)
 
-    def _wanted(self, processor: _Processor, params: SamplingParams) -> bool:
-        """Whether a request uses a processor that it gives no arguments for."""
+    def _applies_unasked(self, processor: _Processor, params: SamplingParams) -> bool:
+        """Return whether a request uses a processor that it has no arguments for."""
         try:
             return processor.cls.uses(params)
         except Exception as cause:
@@ -194,8 +211,8 @@ class PluginArguments:
             prepared = cls.prepare(arguments, context)
         except RequestError:
             raise
-        except ValueError as refusal:
-            raise RequestError(f"{_path(processor, request.params)}: {refusal}") from refusal
+        except ValueError as error:
+            raise RequestError(f"{_path(processor, request.params)}: {error}") from error
         except Exception as cause:
             raise RequestError(
                 f"{processor.entry.source}: its prepare failed: {type(cause).__name__}: {cause}"
@@ -208,7 +225,7 @@ class PluginArguments:
         return prepared
 
     def _check(self, plugin_args: Mapping[str, Any]) -> None:
-        """Check arguments that were not resolved here."""
+        """Check arguments that were resolved elsewhere."""
         self.check_names(plugin_args)
         for processor in self._processors:
             name = processor.entry.name
@@ -217,10 +234,10 @@ class PluginArguments:
                 _converted(processor, plugin_args[name], f"plugin_args.{name}")
 
     def check_names(self, plugin_args: Mapping[str, Any]) -> None:
-        """Refuse arguments for a processor that is not on.
+        """Refuse arguments for a processor that is not enabled.
 
         Raises:
-            RequestError: naming it, and how to switch it on.
+            RequestError: naming it, and how to enable it.
         """
         names = [processor.entry.name for processor in self._processors]
         for name in plugin_args:
@@ -249,14 +266,14 @@ def _converted(processor: _Processor, given: Any, path: str) -> Any:
         return typed.convert(given, processor.cls.Arguments, path=path, error=RequestError)
     except RequestError:
         raise
-    except Exception as cause:  # of the plugin's own check
+    except Exception as cause:  # raised by the plugin's own check
         raise RequestError(
             f"{processor.entry.source}: its Arguments failed: {type(cause).__name__}: {cause}"
         ) from cause
 
 
 def _set_fields(cls: type[LogitsPlugin], params: SamplingParams) -> dict[str, Any]:
-    """Return the fields of a processor's own that a request sets."""
+    """Return the processor's own fields that a request sets."""
     return {
         field: getattr(params, field)
         for field in cls.params_fields

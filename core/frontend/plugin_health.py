@@ -1,4 +1,4 @@
-"""Which plugins ended requests, and which are not trusted any more."""
+"""Counts of the requests that plugins ended, and the quarantine of plugins."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hardpoint.registry.plugin_set import PluginSet
 
 
 class Health(msgspec.Struct, frozen=True):
-    """How an engine is.
+    """The health of an engine and its plugins.
 
     Attributes:
         faults: by plugin name, how many distinct requests it ended.
         quarantined: by plugin name, its first fault; requests that use it are refused.
-        fallbacks: by plugin name, the decisions that the built-in default took in its place, and
-            the calls that nothing was lost by.
-        restarts: how often a dead engine was started anew.
+        fallbacks: by plugin name, the decisions that the built-in default took instead, and the
+            failed calls that had no effect.
+        restarts: how often a dead engine was restarted.
     """
 
     faults: dict[str, int]
@@ -28,19 +28,19 @@ class Health(msgspec.Struct, frozen=True):
 
     @property
     def ok(self) -> bool:
-        """Whether every plugin is in use."""
+        """True if no plugin is quarantined."""
         return not self.quarantined
 
 
 class PluginHealth:
     """Counts the requests that each plugin ended; quarantines third-party ones.
 
-    A built-in is never quarantined: too much depends on it, and its faults are ours to mend.
+    A built-in is never quarantined: too much depends on it.
     """
 
     def __init__(self, plugins: PluginSet, quarantine_after: int) -> None:
-        """`quarantine_after` distinct requests; 0 never does."""
-        self._own = {
+        """Quarantine a plugin after `quarantine_after` distinct requests; 0 never does."""
+        self._builtin = {
             entry.name
             for entry in plugins.entries("logits_processors")
             if entry.distribution == DISTRIBUTION
@@ -50,7 +50,7 @@ class PluginHealth:
         self._first: dict[str, str] = {}
 
     def record(self, plugin: str, request_id: str, message: str) -> None:
-        """Note that a plugin ended a request."""
+        """Record that a plugin ended a request."""
         self._ended.setdefault(plugin, set()).add(request_id)
         self._first.setdefault(plugin, message)
 
@@ -67,7 +67,7 @@ class PluginHealth:
             )
 
     def report(self, fallbacks: dict[str, StepFault], restarts: int = 0) -> Health:
-        """Return what is known, with what the engine tells of its own plugins."""
+        """Return the health, with the faults that the engine reports of its own plugins."""
         return Health(
             faults={plugin: len(ended) for plugin, ended in self._ended.items()},
             quarantined={p: self._first[p] for p in self._ended if self._quarantined(p)},
@@ -77,4 +77,4 @@ class PluginHealth:
 
     def _quarantined(self, plugin: str) -> bool:
         ended = len(self._ended.get(plugin, ()))
-        return plugin not in self._own and 0 < self._quarantine_after <= ended
+        return plugin not in self._builtin and 0 < self._quarantine_after <= ended

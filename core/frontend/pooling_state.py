@@ -1,4 +1,4 @@
-"""A request that pools, as the frontend keeps it: it gives no tokens and no text."""
+"""State of one pooling request in the frontend; it has no tokens and no text."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .statistics import RequestFigures
 
 
 class PoolingState:
-    """What there is so far of one request that pools; stands beside RequestState.
+    """The result of one pooling request so far; the counterpart of RequestState.
 
     Attributes:
-        figures: for statistics; None where nobody asks for them.
-        index: it is the only one of its prompt.
-        num_tokens: it has no output tokens.
-        parts: its prompt comes whole.
+        figures: for statistics; None if they are off.
+        index: always 0, for a prompt has one pooling request.
+        num_tokens: always 0.
+        parts: None, for its prompt comes whole.
     """
 
     index = 0
@@ -26,7 +26,7 @@ class PoolingState:
     parts: None = None
 
     def __init__(self, request: EngineCoreRequest, parent: ParentRequest) -> None:
-        """Start with nothing."""
+        """Start without a result."""
         self.parent = parent
         self.finish_reason: FinishReason | None = None
         self.figures: RequestFigures | None = None
@@ -36,7 +36,7 @@ class PoolingState:
         self._error: str | None = None
 
     def update(self, output: EngineCoreOutput) -> None:
-        """Take one engine output."""
+        """Update the state from one engine output."""
         self.finish_reason, self._error = output.finish_reason, output.error
         if output.pooling_output is not None:
             self._result = output.pooling_output
@@ -45,15 +45,15 @@ class PoolingState:
         """End the request without the engine."""
         self.finish_reason = reason
 
-    def refused(self, output: EngineCoreOutput) -> PoolingRequestOutput:
-        """Return what the user is to see of a request that the engine refused."""
+    def rejected(self, output: EngineCoreOutput) -> PoolingRequestOutput:
+        """Return the user's output of a request that the engine rejected."""
         self.finish_reason, self._error = FinishReason.ERROR, output.error
-        refusal = self._to_user()
-        refusal.error_kind = output.error_kind
-        return refusal
+        rejection = self._to_user()
+        rejection.error_kind = output.error_kind
+        return rejection
 
     def output(self) -> PoolingRequestOutput | None:
-        """Return what the user is to see now, if anything."""
+        """Return the user's next output, if there is one."""
         if self.finish_reason is None and (self._final_only or self._result is None):
             return None
         return self._to_user()

@@ -1,4 +1,4 @@
-"""A prompt that comes in parts, each of which the engine answers before the next one begins."""
+"""Prompts that come in parts; the engine completes each part before the next one begins."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _ENDS_OF_PARTS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITIO
 
 @dataclass(frozen=True)
 class PromptPart:
-    """More of a prompt.
+    """A further part of a prompt.
 
     Attributes:
-        text: of it, if it was given as text.
-        last: nothing follows it.
+        text: of the part, if it was given as text.
+        last: whether it is the last part.
     """
 
     token_ids: list[int]
@@ -26,24 +26,24 @@ class PromptPart:
 
 
 class PromptParts:
-    """Which part of a prompt runs, and which ones wait for its end.
+    """The running part of a prompt and the parts that wait for its end.
 
     Attributes:
         complete: whether the last part has come.
     """
 
     def __init__(self, begin: Callable[[PromptPart], None]) -> None:
-        """The first part runs, and is not the last; `begin` is told of each one after it."""
+        """Start with the first of several parts; `begin` is called with each later one."""
         self.complete = False
         self._begin = begin
         self._waiting: deque[PromptPart] = deque()
         self._last = self._idle = self._cut = False
 
     def add(self, request: EngineCoreRequest, text: str | None) -> None:
-        """Take a further part; it begins when those before it have ended.
+        """Add a part; it begins when those before it have ended.
 
         Raises:
-            RequestError: the last part has come already.
+            RequestError: the last part was added already.
         """
         if self.complete:
             raise RequestError(
@@ -55,7 +55,7 @@ class PromptParts:
             self._next()
 
     def skips(self, output: EngineCoreOutput) -> bool:
-        """Whether an output is of a part that a stop string has ended here already."""
+        """Return whether an output belongs to a part that a stop string has ended already."""
         if not self._cut or (output.finished and output.finish_reason not in _ENDS_OF_PARTS):
             return False
         if output.finished:
@@ -63,11 +63,11 @@ class PromptParts:
         return True
 
     def ends_one(self, reason: FinishReason | None) -> bool:
-        """Whether such an end is that of a part, after which others come, rather than of all."""
+        """Return whether an end with this reason is that of a part, not of the whole request."""
         return not self._last and reason in _ENDS_OF_PARTS
 
-    def over(self, *, in_engine: bool) -> None:
-        """Take it that the part has ended; where it has only here, the engine's end is awaited."""
+    def finish(self, *, in_engine: bool) -> None:
+        """Mark the part finished; after a stop in the frontend, wait for the engine's end."""
         if in_engine:
             self._next()
         else:

@@ -1,4 +1,4 @@
-"""What a prompt may be given as."""
+"""The forms of prompts, and the checks of their tokens and texts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hardpoint.plugins import EngineCoreRequest, RequestError, SamplingParams, t
 from hardpoint.plugins.typed import join_path
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; or, made ready elsewhere,
-`{"type": "token", "prompt_token_ids": ids}` with, if you like, `prompt`, `cache_salt` and
+"""Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; or, tokenised elsewhere,
+`{"type": "token", "prompt_token_ids": ids}` with optional `prompt`, `cache_salt` and
 `arrival_time`."""
 
 _KEYS = ("prompt", "prompt_token_ids")
@@ -21,13 +21,13 @@ _KEYS = ("prompt", "prompt_token_ids")
 
 @dataclass(frozen=True)
 class ReadPrompt:
-    """A prompt, whatever it was given as.
+    """A prompt, independent of the form that it was given in.
 
     Attributes:
-        text: of the prompt, if it is known.
-        token_ids: not looked at yet; None where the text is to be tokenised.
-        cache_salt: where the request names none.
-        arrival_time: seconds on the engine's clock, where the request names none.
+        text: of the prompt, if known.
+        token_ids: unchecked; None if the text is to be tokenised.
+        cache_salt: used if the request has none.
+        arrival_time: seconds on the engine's clock, used if the request has none.
     """
 
     text: str | None = None
@@ -37,7 +37,7 @@ class ReadPrompt:
 
 
 class _TokenInput(typed.Strict):
-    """A prompt that was made ready elsewhere."""
+    """A prompt that was tokenised elsewhere."""
 
     type: Literal["token"]
     prompt_token_ids: list[int]
@@ -47,10 +47,10 @@ class _TokenInput(typed.Strict):
 
 
 def read_prompt(prompt: Prompt) -> ReadPrompt:
-    """Return what was given.
+    """Return a prompt in its independent form.
 
     Raises:
-        RequestError: it is a mapping of another form, or a list of prompts.
+        RequestError: a mapping of another form, or a list of prompts.
     """
     if isinstance(prompt, str):
         return ReadPrompt(text=prompt)
@@ -58,7 +58,7 @@ def read_prompt(prompt: Prompt) -> ReadPrompt:
         _check_one(prompt)
         return ReadPrompt(token_ids=prompt)
     if "type" in prompt:
-        return _ready(prompt)
+        return _tokenised(prompt)
     keys = [key for key in _KEYS if key in prompt]
     if len(keys) != 1 or len(prompt) != 1:
         raise RequestError(
@@ -80,8 +80,8 @@ def _check_one(prompt: Any) -> None:
         raise RequestError(f"prompt: expected one prompt, got a list of {what}")
 
 
-def _ready(prompt: Mapping[str, Any]) -> ReadPrompt:
-    # The ids, which may be many, are looked at once, where every prompt's are.
+def _tokenised(prompt: Mapping[str, Any]) -> ReadPrompt:
+    # The ids, which may be many, are checked once, with those of all other prompts.
     rest = {key: [] if key == "prompt_token_ids" else value for key, value in prompt.items()}
     checked = typed.convert(rest, _TokenInput, path="prompt", error=RequestError)
     token_ids = _listed(prompt["prompt_token_ids"])
@@ -101,10 +101,10 @@ def _is_list(value: Any) -> bool:
 
 
 def checked_ids(token_ids: Any, vocab_size: int) -> list[int]:
-    """Return token ids as a list of its own.
+    """Return checked token ids as a new list.
 
     Raises:
-        RequestError: naming what is no token id.
+        RequestError: naming the item that is no token id.
     """
     if not _is_list(token_ids):
         raise RequestError(
@@ -120,10 +120,10 @@ def checked_ids(token_ids: Any, vocab_size: int) -> list[int]:
 
 
 def check_text(value: Any, path: str) -> None:
-    r"""Refuse text that UTF-8 cannot hold, which is text with half of a surrogate pair in it.
+    r"""Check that UTF-8 can encode a text, which it cannot if half of a surrogate pair is in it.
 
     Args:
-        value: plain data; texts in it are found at any depth, as keys too.
+        value: plain data; texts in it are checked at any depth, keys too.
         path: of the field, for the error.
 
     Raises:
@@ -143,7 +143,7 @@ def check_text(value: Any, path: str) -> None:
 
 
 def check_params_text(params: SamplingParams) -> None:
-    """Refuse such text in sampling parameters.
+    """Check the texts of sampling parameters, as `check_text`.
 
     Raises:
         RequestError: naming the field.
@@ -153,7 +153,7 @@ def check_params_text(params: SamplingParams) -> None:
 
 
 def check_request_text(request: EngineCoreRequest) -> None:
-    """Refuse such text in a request that was made elsewhere.
+    """Check the texts of a prebuilt request, as `check_text`.
 
     Raises:
         RequestError: naming the field.

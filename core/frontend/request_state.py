@@ -1,4 +1,4 @@
-"""One live request as the frontend keeps it: its text, tokens and log-probabilities so far."""
+"""State of one live request in the frontend: its text, tokens and log-probabilities so far."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from .prompt_parts import PromptPart, PromptParts
 from .statistics import RequestFigures
 
 AnyOutput = RequestOutput | PoolingRequestOutput
-"""What users get."""
+"""The outputs that users get."""
 
 OutputSink = Callable[[AnyOutput | Exception], None]
-"""Takes a request's outputs, or the error that ends it."""
+"""Gets a request's outputs, or the error that ends it."""
 
 
 class ParentRequest:
     """Gathers the completions of one prompt.
 
     Attributes:
-        request_id: the user's.
+        request_id: that the user gave.
         internal_id: unique among live requests.
-        sink: where its outputs go; None is back to who asked for the step.
+        sink: gets its outputs; None returns them from the step.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class RequestState:
     """One request's text, tokens and log-probabilities so far.
 
     Attributes:
-        figures: for statistics; None where nobody asks for them.
-        parts: where its prompt comes in parts; else None.
+        figures: for statistics; None if they are off.
+        parts: of a prompt that comes in parts, else None.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class RequestState:
         return len(self._token_ids)
 
     def update(self, output: EngineCoreOutput) -> None:
-        """Take one engine output."""
+        """Update the state from one engine output."""
         new = output.new_token_ids
         self.finish_reason = output.finish_reason
         self._stop_reason, self._error = output.stop_reason, output.error
@@ -192,20 +192,20 @@ class RequestState:
                 self._stopped_by(self._detokenizer.stop_string)
 
     def _stopped_by(self, stop_string: str) -> None:
-        """The text is whole, so it is no matter what else would have ended it: but for a fault."""
+        """Record the stop string as the reason of the end, unless a fault ended the request."""
         if self.finish_reason is not FinishReason.ERROR:
             self.finish_reason, self._stop_reason = FinishReason.STOP, stop_string
 
     def _begin(self, part: PromptPart) -> None:
-        """Take it that the answer to another part of the prompt follows."""
+        """Begin the completion of a further part of the prompt."""
         self._prompt_token_ids = [*self._prompt_token_ids, *part.token_ids]
         if part.text is not None:
             self._prompt = (self._prompt or "") + part.text
         if self._detokenizer is not None:
             self._detokenizer.resume(self._prompt_token_ids)
 
-    def refused(self, output: EngineCoreOutput) -> RequestOutput:
-        """Return what the user is to see of a request that the engine refused."""
+    def rejected(self, output: EngineCoreOutput) -> RequestOutput:
+        """Return the user's output of a request that the engine rejected."""
         completion = CompletionOutput(
             index=self.index,
             text="",
@@ -218,7 +218,7 @@ class RequestState:
         return self._to_user([completion], finished=True)
 
     def output(self) -> RequestOutput | None:
-        """Return what the user is to see now, if anything."""
+        """Return the user's next output, if there is one."""
         finished = self.finish_reason is not None
         ended = finished and (self.parts is None or not self.parts.ends_one(self.finish_reason))
         if (self._final_only and not ended) or (not finished and self._holds_back()):
@@ -227,7 +227,7 @@ class RequestState:
         tokens = self._token_ids[first_token:]
         if self._delta and not finished and not tokens:
             return None
-        text = "" if self._detokenizer is None else self._detokenizer.take(finished=finished)
+        text = "" if self._detokenizer is None else self._detokenizer.pop_text(finished=finished)
         completion = CompletionOutput(index=self._request.child_index, text=text, token_ids=tokens)
         if self._wants_logprobs:
             completion.cumulative_logprob = self._cumulative_logprob
@@ -250,7 +250,7 @@ class RequestState:
         return shown
 
     def _holds_back(self) -> bool:
-        """Whether the next output waits for more tokens."""
+        """Return whether the next output waits for more tokens."""
         if self._interval == 1 or not self._sent_any:
             return False
         return len(self._token_ids) - self._sent_tokens < self._interval
@@ -276,7 +276,7 @@ class RequestState:
         """Return an entry by token id, each with its own text; the chosen token first."""
         result: dict[int, Logprob] = {}
         for place, (token, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
-            if token not in result:  # the chosen one may stand among the likeliest again
+            if token not in result:  # the chosen token may be among the likeliest again
                 rank = place if place else entry.rank
                 text = self._tokenizer.decode([token], skip_special_tokens=False)
                 result[token] = Logprob(logprob, rank, text)

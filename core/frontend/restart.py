@@ -1,4 +1,4 @@
-"""Starting a dead engine anew: how often, and in another thread."""
+"""Restarts of a dead engine: how many, and in another thread."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _log = logging.getLogger("hardpoint")
 _WINDOW_S = 60.0
 
 Connect = Callable[[EngineParts], tuple[ProcessClient, Relay]]
-"""Starts an engine process for the parts there are; blocks until it is ready."""
+"""Starts an engine process for the parts of a dead one; blocks until it is ready."""
 
 
 class Restarter:
-    """Decides whether a dead engine is started anew, and starts it.
+    """Decides whether a dead engine is restarted, and restarts it.
 
     Attributes:
-        enabled: whether it ever does.
-        count: how often it has.
+        enabled: whether it restarts any.
+        count: of restarts so far.
     """
 
     def __init__(
@@ -35,48 +35,51 @@ class Restarter:
         connect: Connect,
         *,
         enabled: bool,
-        most_per_minute: int,
+        max_per_minute: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare.
+        """Start without an attempt.
 
         Args:
+            connect: starts an engine process.
+            enabled: whether dead engines are restarted.
+            max_per_minute: the limit.
             clock: seconds.
         """
         self.enabled = enabled
         self.count = 0
         self._connect = connect
-        self._most = most_per_minute
+        self._limit = max_per_minute
         self._clock = clock
         self._attempts: collections.deque[float] = collections.deque()
         self._lock = threading.Lock()
         self._closed = False
 
     def may_restart(self) -> bool:
-        """Return whether one more start is allowed now, and count it."""
+        """Return whether one more restart is allowed now, and count it."""
         now = self._clock()
         while self._attempts and now - self._attempts[0] >= _WINDOW_S:
             self._attempts.popleft()
-        if not self.enabled or self._closed or len(self._attempts) >= self._most:
+        if not self.enabled or self._closed or len(self._attempts) >= self._limit:
             return False
         self._attempts.append(now)
         return True
 
     def give_up(self, error: EngineDeadError) -> None:
-        """Say in an error, which ended an engine for good, that the limit is why; log it too.
+        """Add to an error that the limit prevented a restart, and log it.
 
-        Where something else is why, the error stays as it is.
+        If something else prevented it, the error stays as it is.
         """
-        if self.enabled and not self._closed and len(self._attempts) >= self._most:
-            often = f"{self._most} restart{'s' if self._most > 1 else ''} within a minute"
-            error.args = (f"{error}; not started anew: {often} (engine.max_restarts_per_minute)",)
+        if self.enabled and not self._closed and len(self._attempts) >= self._limit:
+            limit = f"{self._limit} restart{'s' if self._limit > 1 else ''} within a minute"
+            error.args = (f"{error}; not restarted: {limit} (engine.max_restarts_per_minute)",)
             _log.error("%s", error)
 
     async def restart(self, parts: EngineParts) -> tuple[ProcessClient, Relay]:
-        """Start an engine; one that dies while it starts is tried again, as often as is allowed.
+        """Start an engine; retry one that dies while it starts, as often as is allowed.
 
         Raises:
-            HardpointError: it cannot be built, dies too often, or was closed meanwhile.
+            HardpointError: it cannot be built, dies too often, or was closed in the meantime.
         """
         while True:
             try:
@@ -85,14 +88,14 @@ class Restarter:
                 if not self.may_restart():
                     self.give_up(error)
                     raise
-                _log.warning("the engine died while it was started anew: %s", error)
+                _log.warning("the engine died while it was restarted: %s", error)
             else:
                 self.count += 1
-                _log.warning("the engine was started anew (pid %d)", started[0].pid)
+                _log.warning("the engine was restarted (pid %d)", started[0].pid)
                 return started
 
     def close(self) -> None:
-        """Start nothing any more; what is being started is closed when it is there."""
+        """Start no more engines; close one that is being started once it is ready."""
         with self._lock:
             self._closed = True
 
@@ -102,5 +105,5 @@ class Restarter:
             closed = self._closed
         if closed:
             started[0].close()
-            raise EngineClosedError("the engine was closed while it was started anew")
+            raise EngineClosedError("the engine was closed while it was restarted")
         return started

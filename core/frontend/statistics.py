@@ -1,4 +1,4 @@
-"""Figures of the requests that go through a frontend, and who is told of them."""
+"""Statistics of the requests of a frontend, and the sinks that get them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _Clock = Callable[[], float]
 
 
 def open_statistics(config: EngineConfig, plugins: PluginSet, clock: _Clock) -> Statistics | None:
-    """Build the sinks and what feeds them; None if nobody asks for figures.
+    """Build the sinks and the statistics that feed them; None if they are off.
 
     Args:
         clock: seconds; gives requests their arrival times.
@@ -55,11 +55,11 @@ def open_statistics(config: EngineConfig, plugins: PluginSet, clock: _Clock) -> 
 
 
 class RequestFigures:
-    """What is known so far of one live request.
+    """The figures of one live request so far.
 
     Attributes:
         arrived: seconds on the frontend's clock; all other times are on the engine's.
-        metrics: what its last output is to carry.
+        metrics: carried by its last output.
     """
 
     __slots__ = (
@@ -80,7 +80,7 @@ class RequestFigures:
     )
 
     def __init__(self, request: EngineCoreRequest, arrived: float) -> None:
-        """Know what the request itself tells."""
+        """Read the figures that the request itself has."""
         self.request_id = request.external_req_id or request.request_id
         self.tags = request.tags
         self.num_prompt_tokens = len(request.prompt_token_ids)
@@ -97,7 +97,7 @@ class RequestFigures:
         self.metrics: RequestMetrics | None = None
 
     def at_the_end(self, now: float) -> RequestMetrics:
-        """Return all of it; `now` is on the frontend's clock."""
+        """Return the metrics of a request that ends; `now` is on the frontend's clock."""
         return RequestMetrics(
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
@@ -112,10 +112,10 @@ class RequestFigures:
 
 
 class Statistics:
-    """Gathers figures while a batch of outputs is processed, and hands them to the sinks.
+    """Gathers figures while a batch of outputs is processed, and passes them to the sinks.
 
-    For one thread at a time, but for `close`. What ends between two batches is told with the next
-    one, or with the next report. Sinks that are not closed are when this is collected.
+    For one thread at a time, except `close`. Requests that end between two batches are recorded
+    with the next one, or with the next report. Collecting this object closes its sinks.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Statistics:
         """Begin the first interval.
 
         Args:
-            sinks: their faults are told to `faults`.
+            sinks: `faults` counts their faults.
             clock: seconds; gives requests their arrival times.
             request_metrics: whether outputs carry metrics when they finish.
             interval_seconds: from one report to the next.
@@ -147,18 +147,20 @@ class Statistics:
         self._release = weakref.finalize(self, sinks.close)
 
     def faults(self) -> dict[str, StepFault]:
-        """Return the calls of sinks that failed, by name."""
+        """Return the failed calls of sinks, by name."""
         return self._faults.report()
 
     def begin(self, outputs: EngineCoreOutputs) -> None:
-        """Take it that a batch of outputs is processed from now on."""
+        """Start a batch of outputs."""
         self._now, self._engine_now = self._clock(), outputs.timestamp
         self._stats.engine_index = outputs.engine_index
         if outputs.scheduler_stats is not None:
             self._stats.scheduler = outputs.scheduler_stats
 
-    def took(self, request: RequestFigures, output: EngineCoreOutput, num_tokens: int) -> None:
-        """Take an output of the batch; `num_tokens` are all that the user has of it by now."""
+    def record_output(
+        self, request: RequestFigures, output: EngineCoreOutput, num_tokens: int
+    ) -> None:
+        """Record an output of the batch; `num_tokens` is the request's number of tokens now."""
         if output.events:
             self._take_events(request, output)
         if output.num_cached_tokens is not None:
@@ -180,7 +182,7 @@ class Statistics:
         stats.num_generation_tokens += new
 
     def ended(self, request: RequestFigures, reason: FinishReason) -> None:
-        """Take it that a request ended, with a batch or without one."""
+        """Record the end of a request, within a batch or between two."""
         if request.ended:
             return
         request.ended = True
@@ -197,33 +199,33 @@ class Statistics:
                 )
             )
 
-    def engine_gone(self) -> None:
-        """Take it that there is no engine any more: nothing runs or waits there."""
+    def engine_ended(self) -> None:
+        """Record that the engine has ended: no request runs or waits there."""
         self._stats.scheduler = SchedulerStats(
             num_running=0, num_waiting=0, kv_cache_usage=0.0, prefix_cache=PrefixCacheStats()
         )
 
     def record(self) -> None:
-        """Hand what was gathered to the sinks.
+        """Pass the gathered figures to the sinks.
 
         Raises:
-            PluginFaultError: a sink whose faults end the engine failed; all were told.
+            PluginFaultError: a sink whose faults end the engine failed; all were called.
         """
         stats, self._stats = self._stats, IterationStats()
         if self.has_sinks:
-            self._tell(lambda sink: sink.record(stats), "record")
+            self._call_sinks(lambda sink: sink.record(stats), "record")
 
     def report(self) -> None:
-        """Have the sinks show what they gathered.
+        """Call `report` of every sink.
 
         Raises:
-            PluginFaultError: a sink whose faults end the engine failed; all were told.
+            PluginFaultError: a sink whose faults end the engine failed; all were called.
         """
         if self.has_sinks:
             self._reported_at = self._clock()
             if self._stats.finished or self._stats.scheduler is not None:
                 self.record()
-            self._tell(lambda sink: sink.report(), "report")
+            self._call_sinks(lambda sink: sink.report(), "report")
 
     def report_if_due(self) -> None:
         """Report if the interval has passed.
@@ -238,7 +240,7 @@ class Statistics:
         """Report a last time and close the sinks. In any thread, and twice does nothing.
 
         Args:
-            live: requests that end by it.
+            live: requests that end with the engine.
 
         Raises:
             PluginFaultError: a sink whose faults end the engine could not close; all were closed.
@@ -256,7 +258,7 @@ class Statistics:
                 self._closed = True
                 self._release()
 
-    def _tell(self, call: Callable[[StatSink], None], method: str) -> None:
+    def _call_sinks(self, call: Callable[[StatSink], None], method: str) -> None:
         with self._lock:
             if not self._closed:
                 self._sinks.call(call, method)

@@ -1,4 +1,4 @@
-"""Requests that were made elsewhere: taken as they are, once they are known to be sound."""
+"""Validation of prebuilt requests and of requests that a hook may have changed."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from .prompts import check_request_text
 _CLIENT = 0
 
 
-class ReadyMade:
-    """Looks at requests as an engine process does, so that it matters not where the engine is."""
+class PrebuiltRequestValidator:
+    """Checks requests as an engine process does, so that the engine's place makes no difference."""
 
     def __init__(self, processor: InputProcessor, vocab_size: int) -> None:
-        """Prepare; the processor looks at the sampling parameters."""
+        """Use the processor to check the sampling parameters."""
         self._processor = processor
         self._check = RequestCheck(vocab_size)
         self._decoder: Decoder[EngineCoreRequest] = Decoder(EngineCoreRequest)
 
-    def take(
+    def validate(
         self, request: EngineCoreRequest, params: SamplingParams | None, extras: RequestExtras
     ) -> EngineCoreRequest:
-        """Return a copy that shares nothing with the caller's object.
+        """Return a checked copy of a request that shares nothing with the caller's object.
 
         Args:
-            params: given beside it; there should be none.
-            extras: the same.
+            params: given in addition to the request; must be None.
+            extras: given in addition; must be the defaults.
 
         Raises:
-            RequestError: something is wrong or said twice; naming the field.
+            RequestError: a field is wrong or given twice.
         """
         if params is not None or extras != NO_EXTRAS:
             raise RequestError("sampling_params: a ready-made EngineCoreRequest brings its own")
-        _refuse_what_is_the_frontends(request)
+        _refuse_frontend_fields(request)
         return self.checked(request)
 
     def checked(self, request: EngineCoreRequest) -> EngineCoreRequest:
@@ -79,7 +79,7 @@ class ReadyMade:
             raise
 
 
-def _refuse_what_is_the_frontends(request: EngineCoreRequest) -> None:
+def _refuse_frontend_fields(request: EngineCoreRequest) -> None:
     if request.external_req_id is not None:
         raise RequestError(
             f"external_req_id: expected None, for the frontend gives it, "
@@ -93,23 +93,25 @@ def _refuse_what_is_the_frontends(request: EngineCoreRequest) -> None:
 
 
 _FIXED = ("request_id", "external_req_id", "child_index", "client_index")
-"""What the frontend knows a completion by."""
+"""Fields that identify a completion in the frontend."""
 
 
-class ReceivedHook:
-    """Calls `request_received`, and checks what became of the request as of one from outside."""
+class RequestReceivedHook:
+    """Calls the hook `request_received`, and validates the request after it."""
 
-    def __init__(self, hooks: HookSet, ready_made: ReadyMade, arguments: PluginArguments) -> None:
-        """Prepare; without an implementation of the hook, nothing is done."""
+    def __init__(
+        self, hooks: HookSet, prebuilt: PrebuiltRequestValidator, arguments: PluginArguments
+    ) -> None:
+        """Do nothing for requests unless a plugin implements the hook."""
         self._hooks = hooks
-        self._check = ready_made.checked
+        self._check = prebuilt.checked
         self._arguments = arguments
 
     def __call__(self, request: EngineCoreRequest) -> EngineCoreRequest:
-        """Return the request as the hooks would have it.
+        """Return the request as the hooks changed it.
 
         Raises:
-            RequestError: a hook refuses it, failed, or made of it what no engine can take.
+            RequestError: a hook refused it, failed, or made it invalid.
         """
         if not self._hooks.has("request_received"):
             return request
@@ -121,16 +123,16 @@ class ReceivedHook:
             message = str(cause) if isinstance(cause, ValueError) else str(fault)
             raise RequestError(message) from fault
         try:
-            _refuse_another_identity(request, before)
+            _refuse_changed_identity(request, before)
             checked = self._check(request)
             self._arguments.revise(checked, before)
         except RequestError as error:
-            who = self._hooks.authors("request_received")
-            raise RequestError(f"{who}: after its hook request_received: {error}") from error
+            plugins = self._hooks.authors("request_received")
+            raise RequestError(f"{plugins}: after its hook request_received: {error}") from error
         return checked
 
 
-def _refuse_another_identity(request: EngineCoreRequest, before: EngineCoreRequest) -> None:
+def _refuse_changed_identity(request: EngineCoreRequest, before: EngineCoreRequest) -> None:
     for field in _FIXED:
         was, now = getattr(before, field), getattr(request, field)
         if now != was:

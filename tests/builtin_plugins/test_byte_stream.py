@@ -51,7 +51,7 @@ def test_whatever_comes_joins_to_the_whole(bytewise, parts, cut, special):
         detokenizer.update([token], ended_by_token=False)
     detokenizer.finish()
     whole = bytewise.decode(ids, skip_special_tokens=not special)
-    assert detokenizer.take(finished=True) == whole
+    assert detokenizer.pop_text(finished=True) == whole
 
 
 @settings(max_examples=200)

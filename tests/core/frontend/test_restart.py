@@ -1,4 +1,4 @@
-"""A dead engine is started anew, if it shall be: with weights and what was changed meanwhile."""
+"""A dead engine is restarted, if enabled: with its weights and the latest configuration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hardpoint.core.frontend.restart import Restarter
 from hardpoint.plugins import ModelError
 from hardpoint.testing import scripted_config
 
-LIMIT = r"not started anew: 1 restart within a minute \(engine\.max_restarts_per_minute\)"
+LIMIT = r"not restarted: 1 restart within a minute \(engine\.max_restarts_per_minute\)"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 ENDLESS = SamplingParams(
     temperature=0.0,
@@ -92,7 +92,7 @@ def test_requests_in_flight_fail_and_the_next_are_served(scripted):
     asyncio.run(main())
 
 
-def test_one_that_is_dead_when_a_request_comes_is_started_anew(scripted):
+def test_one_that_is_dead_when_a_request_comes_is_restarted(scripted):
     """Nobody was in flight, so nobody needs to hear of it."""
 
     async def main():
@@ -145,7 +145,7 @@ def test_too_many_deaths_are_the_end(scripted, caplog):
     asyncio.run(main())
 
 
-def test_closing_while_it_is_started_anew(scripted):
+def test_closing_while_it_is_restarted(scripted):
     async def main():
         llm = AsyncLLM(config=scripted_config(scripted), restart="on_failure")
         assert await serves(llm)
@@ -193,7 +193,7 @@ def restarter(outcomes, *, clock=lambda: 0.0, most=3, enabled=True) -> Restarter
             raise outcome
         return outcome, "relay"
 
-    return Restarter(connect, enabled=enabled, most_per_minute=most, clock=clock)
+    return Restarter(connect, enabled=enabled, max_per_minute=most, clock=clock)
 
 
 def test_no_more_than_allowed_within_a_minute():
@@ -221,7 +221,7 @@ def test_one_that_dies_while_it_starts_is_tried_again():
 def test_but_not_for_ever():
     limited = restarter([EngineDeadError(f"killed {n}") for n in range(5)], most=2)
     assert limited.may_restart()
-    words = r"^killed 1; not started anew: 2 restarts within a minute \(engine\.max_res.*minute\)$"
+    words = r"^killed 1; not restarted: 2 restarts within a minute \(engine\.max_res.*minute\)$"
     with pytest.raises(EngineDeadError, match=words):
         asyncio.run(limited.restart("parts"))
     assert limited.count == 0
@@ -244,6 +244,6 @@ def test_one_that_was_closed_meanwhile_is_closed():
     late = restarter([client])
     late.close()
     assert not late.may_restart()
-    with pytest.raises(EngineClosedError, match="closed while it was started anew"):
+    with pytest.raises(EngineClosedError, match="closed while it was restarted"):
         asyncio.run(late.restart("parts"))
     assert client.closed

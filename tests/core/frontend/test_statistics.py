@@ -247,7 +247,7 @@ def test_a_report_brings_what_ended_without_a_batch():
     desk = Desk()
     desk.add("a")
     desk.processor.drop(["a-inside"], FinishReason.ERROR)
-    desk.statistics.engine_gone()
+    desk.statistics.engine_ended()
     desk.statistics.report()
     desk.statistics.report()
     assert desk.calls == ["record", "report", "report"]

@@ -22,7 +22,7 @@ from hardpoint.registry.discovery import discover, installed_version
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.loading import check_component, import_object
 from hardpoint.registry.plugin_set import resolve_plugins
-from hardpoint.registry.selection import Chosen, Selection
+from hardpoint.registry.selection import SelectedPlugin, Selection
 
 __all__ = ["main"]
 
@@ -121,7 +121,7 @@ def _collect_commands(config: EngineConfig, config_sources: ConfigSources) -> _C
     return commands
 
 
-def _commands_of(chosen: Chosen) -> list[Command]:
+def _commands_of(chosen: SelectedPlugin) -> list[Command]:
     target = chosen.target if chosen.target is not None else import_object(chosen.source)
     check_component(target, chosen.kind, chosen.source)
     hooks = HookSet()

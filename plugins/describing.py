@@ -19,7 +19,7 @@ __all__ = [
     "named_child",
     "struct_fields",
     "type_at",
-    "type_words",
+    "type_text",
     "walk_structs",
 ]
 
@@ -70,7 +70,7 @@ def struct_fields(struct: type[msgspec.Struct]) -> list[FieldDoc]:
     return [
         FieldDoc(
             name=field.encode_name,
-            type_text=type_words(field.type),
+            type_text=type_text(field.type),
             required=field.required,
             default=_default(field),
             doc=docs.get(field.name) or _described(field.type),
@@ -132,12 +132,12 @@ def named_child(info: types.Type | None, step: str) -> tuple[str, types.Type | N
     return step, None
 
 
-def type_words(info: types.Type) -> str:
+def type_text(info: types.Type) -> str:
     """Return a type in words, such as `a whole number >= 1, or none`."""
     if isinstance(info, types.Metadata):
-        return type_words(info.type)
+        return type_text(info.type)
     if isinstance(info, types.UnionType):
-        return _union_words(info)
+        return _union_text(info)
     words = _WORDS.get(type(info))
     return words(info) if words else type(info).__name__.removesuffix("Type").lower()
 
@@ -182,9 +182,9 @@ def _default(field: types.Field) -> Any:
     return None if field.default is msgspec.NODEFAULT else field.default
 
 
-def _union_words(info: types.UnionType) -> str:
+def _union_text(info: types.UnionType) -> str:
     optional = any(isinstance(option, types.NoneType) for option in info.types)
-    words = [type_words(o) for o in info.types if not isinstance(o, types.NoneType)]
+    words = [type_text(o) for o in info.types if not isinstance(o, types.NoneType)]
     return " or ".join(words) + (", or none" if optional else "")
 
 
@@ -199,18 +199,18 @@ def _number(noun: str) -> Callable[[Any], str]:
     return words
 
 
-def _list_words(info: Any) -> str:
-    inner = type_words(info.item_type)
+def _list_text(info: Any) -> str:
+    inner = type_text(info.item_type)
     return f"{'a non-empty list' if info.min_length else 'a list'}, each {inner}"
 
 
-def _dict_words(info: Any) -> str:
+def _dict_text(info: Any) -> str:
     if isinstance(info.value_type, types.AnyType):
         return "a table"
-    return f"a table, each {type_words(info.value_type)}"
+    return f"a table, each {type_text(info.value_type)}"
 
 
-def _struct_words(info: Any) -> str:
+def _struct_text(info: Any) -> str:
     names = ", ".join(field.encode_name for field in info.fields)
     return f"a table of {names}" if names else "an empty table"
 
@@ -224,7 +224,7 @@ _WORDS: Mapping[type, Callable[[Any], str]] = {
     types.StrType: lambda info: "a non-empty string" if info.min_length else "a string",
     types.LiteralType: lambda info: " or ".join(f'"{value}"' for value in info.values),
     types.EnumType: lambda info: " or ".join(f'"{item.value}"' for item in info.cls),
-    types.ListType: _list_words,
-    types.DictType: _dict_words,
-    types.StructType: _struct_words,
+    types.ListType: _list_text,
+    types.DictType: _dict_text,
+    types.StructType: _struct_text,
 }

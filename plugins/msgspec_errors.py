@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-__all__ = ["ParsedError", "failing_keys", "parse_error", "plain_words", "split_path", "value_at"]
+__all__ = ["ParsedError", "failing_keys", "parse_error", "plain_text", "split_path", "value_at"]
 
 ANY_KEY = "[...]"
 """msgspec's step for some key of a mapping, which it does not name."""
@@ -55,9 +55,9 @@ def split_path(path: str) -> list[str]:
     return _STEP.findall(path.lstrip("."))
 
 
-def plain_words(text: str) -> str:
+def plain_text(text: str) -> str:
     """Return a text with the names of types in plain words, beginning in lower case."""
-    text = re.sub(r"`([^`]*)`", _type_in_words, text)
+    text = re.sub(r"`([^`]*)`", _type_text, text)
     return text[:1].lower() + text[1:]
 
 
@@ -116,5 +116,5 @@ def _by_key(table: Any) -> dict[str, Any]:
     return {str(key): item for key, item in table.items()} if isinstance(table, dict) else {}
 
 
-def _type_in_words(match: re.Match[str]) -> str:
+def _type_text(match: re.Match[str]) -> str:
     return " or ".join(_TYPES.get(name, name) for name in match[1].split(" | "))

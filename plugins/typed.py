@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, TypeVar, dataclass_transform
 import msgspec
 from msgspec import inspect as types
 
-from .describing import attribute_docs, first_paragraph, type_at, type_words, walk_structs
+from .describing import attribute_docs, first_paragraph, type_at, type_text, walk_structs
 from .errors import ConfigError, HardpointError
-from .msgspec_errors import ANY_KEY, failing_keys, parse_error, plain_words, value_at
+from .msgspec_errors import ANY_KEY, failing_keys, parse_error, plain_text, value_at
 
 __all__ = [
     "Arguments",
@@ -219,9 +219,9 @@ def _explain(message: str, value: Any, type_: Any, path: str) -> str:
     if found := _MISSING.search(text):
         return f"{join_path(where, found[1])}: missing, and it has no default"
     expected, wrong_type, _ = text.partition(", got ")
-    expected = re.sub(r"(\d)\.0$", r"\1", plain_words(expected))
+    expected = re.sub(r"(\d)\.0$", r"\1", plain_text(expected))
     if info is not None and (text.startswith("Invalid enum") or (wrong_type and _is_number(info))):
-        expected = f"expected {type_words(info)}"
+        expected = f"expected {type_text(info)}"
     if in_key:
         key = failing_keys(type_, value, [*steps, ANY_KEY])[-1]
         return f"{where}: {expected} as key, got {key}"

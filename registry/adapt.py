@@ -1,4 +1,4 @@
-"""Adapting: logits processors that were written for other engines load as they are."""
+"""Loads components, adapting logits processors that were written for other engines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.kinds import Kind
 from hardpoint.plugins.manifest import Source
-from hardpoint.registry.adapters.base import Adapter, Foreign
+from hardpoint.registry.adapters.base import Adapter, ExternalProcessor
 from hardpoint.registry.adapters.per_request import (
     TransformersProcessor,
     adapt_factory,
@@ -23,37 +23,37 @@ _VLLM_METHODS = {"update_state", "is_argmax_invariant", "validate_params"}
 
 
 def adapt(target: Any, source: Source) -> Any:
-    """Return the component for something in one of the accepted foreign forms, else `target`.
+    """Return the adapter of an object in an accepted external form; other objects unchanged.
 
     Raises:
-        PluginContractError: it is nearly of such a form; the message says which and what is wrong.
+        PluginContractError: it nearly has such a form; the message says which and what is wrong.
     """
     if isinstance(target, ModuleType) or marks_hooks(target):
         return target
-    foreign = Foreign(target, source)
+    external = ExternalProcessor(target, source)
     if inspect.isclass(target):
-        return _adapt_class(foreign)
+        return _adapt_class(external)
     if is_transformers_form(target):
-        return TransformersProcessor.of(foreign)
-    return adapt_factory(foreign) if callable(target) else target
+        return TransformersProcessor.of(external)
+    return adapt_factory(external) if callable(target) else target
 
 
 def configured(target: Any, options: Any) -> Any:
-    """Return an adapted component as its checked options want it; anything else as it is.
+    """Return an adapter with its checked options applied; any other component unchanged.
 
     Raises:
-        ConfigError: the options do not fit it.
+        ConfigError: the options do not fit the adapted processor.
     """
     return target.configured(options) if adapter_of(target) else target
 
 
 def adapter_of(target: Any) -> str | None:
-    """Return the name of the adapter through which a component was loaded, if there is one."""
+    """Return the name of the adapter that a component is; None if it is not one."""
     return target.adapter if inspect.isclass(target) and issubclass(target, Adapter) else None
 
 
 def load_component(kind: Kind, source: Source, target: Any = None) -> Any:
-    """Return a component, imported unless `target` already is it, adapted and checked.
+    """Import a component unless `target` is given, adapt and check it.
 
     Raises:
         PluginError: it cannot be imported, or does not keep its kind's contract.
@@ -66,15 +66,15 @@ def load_component(kind: Kind, source: Source, target: Any = None) -> Any:
     return target
 
 
-def _adapt_class(foreign: Foreign) -> Any:
-    target = foreign.target
+def _adapt_class(external: ExternalProcessor) -> Any:
+    target = external.target
     if issubclass(target, Component):
         return target
     if is_transformers_form(target):
-        return TransformersProcessor.of(foreign)
+        return TransformersProcessor.of(external)
     if _from_vllm(target) or (hasattr(target, "apply") and _VLLM_METHODS & set(dir(target))):
-        return adapt_class(foreign)
-    return adapt_factory(foreign) if _makes_callables(target) else target
+        return adapt_class(external)
+    return adapt_factory(external) if _makes_callables(target) else target
 
 
 def _from_vllm(target: type) -> bool:

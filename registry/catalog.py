@@ -19,7 +19,7 @@ from hardpoint.plugins.manifest import PluginEntry, Source
 from hardpoint.plugins.typed import json_schema, suggest
 
 from .adapt import adapter_of, load_component
-from .discovery import Found
+from .discovery import InstalledPlugin
 from .plugin_set import PluginSet
 
 
@@ -123,7 +123,7 @@ class Catalog:
             adapter=adapter_of(cls),
         )
 
-    def _is_enabled(self, found: Found) -> bool:
+    def _is_enabled(self, found: InstalledPlugin) -> bool:
         """Return whether an entry point is enabled, under its own or a configured name."""
         same = [e for e in self._plugins.entries(found.kind) if e.value == found.value]
         if any(entry.name == found.name for entry in same):
@@ -133,7 +133,7 @@ class Catalog:
         }
         return any(entry.name not in offered for entry in same)
 
-    def _why_disabled(self, found: Found) -> str:
+    def _why_disabled(self, found: InstalledPlugin) -> str:
         names = (found.name, f"{found.kind}/{found.name}")
         kind = KINDS.get(found.kind)
         if kind is None:

@@ -1,4 +1,4 @@
-"""Discovery: which components are installed. Reads metadata only and imports nothing of them."""
+"""Discovery of installed components from distribution metadata, without importing them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hardpoint.plugins.kinds import KINDS
 
 DISTRIBUTION = "hardpoint"
 _PREFIX = "hardpoint."
-_FOREIGN = {"vllm.logits_processors": "logits_processors"}
+_EXTERNAL_GROUPS = {"vllm.logits_processors": "logits_processors"}
 
 
 @dataclass(frozen=True, order=True)
-class Found:
-    """An entry point that some installed distribution offers.
+class InstalledPlugin:
+    """An entry point of an installed distribution.
 
     Attributes:
         kind: the group without its `hardpoint.`; may be a kind that this version does not know.
@@ -42,19 +42,19 @@ class Found:
 
     @property
     def label(self) -> str:
-        """Name, distribution and place, for messages."""
+        """Name, distribution and value, for messages."""
         return f"{self.kind}/{self.name} ({self.distribution} {self.version}, {self.value})"
 
 
-def discover(foreign_groups: Sequence[str] = ()) -> list[Found]:
+def discover(foreign_groups: Sequence[str] = ()) -> list[InstalledPlugin]:
     """Return every entry point in a `hardpoint.*` group, built-ins first, then by name.
 
     Args:
-        foreign_groups: groups of other engines to look into as well.
+        foreign_groups: entry-point groups of other engines to include.
     """
     found = {
-        Found(
-            kind=_FOREIGN.get(point.group) or point.group.removeprefix(_PREFIX),
+        InstalledPlugin(
+            kind=_EXTERNAL_GROUPS.get(point.group) or point.group.removeprefix(_PREFIX),
             name=point.name,
             value=point.value,
             distribution=point.dist.name if point.dist else "unknown",

@@ -1,4 +1,4 @@
-"""The enabled hooks: verified when registered, called with the guilty named."""
+"""The enabled hooks: verified when registered; errors name the responsible plugin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class HookSet:
     """Calls hooks in order of enabling, last enabled first, as pluggy does."""
 
     def __init__(self) -> None:
-        """Start with no plugin."""
+        """Create an empty set."""
         self._manager = pluggy.PluginManager(PROJECT)
         self._manager.add_hookspecs(HookSpecs)
         self._sources: dict[str, Source] = {}
@@ -41,11 +41,11 @@ class HookSet:
             raise PluginContractError(f"{source}: {detail}; hooks are: {known}") from cause
 
     def has(self, hook: str) -> bool:
-        """Whether any plugin implements a hook; lets callers skip the work before a call."""
+        """Return whether any plugin implements a hook, so that callers may skip the call."""
         return bool(getattr(self._manager.hook, hook).get_hookimpls())
 
-    def authors(self, hook: str) -> str:
-        """Return in words who implements a hook, to blame for what came of all of them."""
+    def implementers(self, hook: str) -> str:
+        """Return which plugin or plugins implement a hook, for messages."""
         impls = getattr(self._manager.hook, hook).get_hookimpls()
         return str(self._sources[impls[0].plugin_name]) if len(impls) == 1 else _one_of(impls)
 
@@ -59,23 +59,27 @@ class HookSet:
         try:
             results: list[Any] = caller(**arguments)
         except Exception as cause:
-            who = self._guilty(caller, cause.__traceback__)
+            plugin = self._responsible_plugin(caller, cause.__traceback__)
             raise PluginFaultError(
-                f"{who}: its hook {hook} failed: {type(cause).__name__}: {cause}"
+                f"{plugin}: its hook {hook} failed: {type(cause).__name__}: {cause}"
             ) from cause
         return results
 
-    def _guilty(self, caller: pluggy.HookCaller, traceback: TracebackType | None) -> str:
-        """Find whose function is in a traceback."""
+    def _responsible_plugin(
+        self, caller: pluggy.HookCaller, traceback: TracebackType | None
+    ) -> str:
+        """Return the plugin whose function is in a traceback."""
         impls = caller.get_hookimpls()
         while traceback is not None:
             frame = traceback.tb_frame
-            here = [impl for impl in impls if frame.f_code in _codes(impl.function)]
-            if len(here) > 1:  # several objects of one class
+            matching = [impl for impl in impls if frame.f_code in _codes(impl.function)]
+            if len(matching) > 1:  # several objects of one class
                 values = list(frame.f_locals.values())
-                here = [impl for impl in here if any(impl.plugin is value for value in values)]
-            if len(here) == 1:
-                return str(self._sources[here[0].plugin_name])
+                matching = [
+                    impl for impl in matching if any(impl.plugin is value for value in values)
+                ]
+            if len(matching) == 1:
+                return str(self._sources[matching[0].plugin_name])
             traceback = traceback.tb_next
         return _one_of(impls)
 
@@ -94,6 +98,6 @@ def _one_of(impls: Sequence[pluggy.HookImpl]) -> str:
 
 
 def _codes(function: Any) -> list[CodeType]:
-    """Return the code of a function, and of what it wraps."""
-    found = (getattr(each, "__code__", None) for each in (function, inspect.unwrap(function)))
+    """Return the code objects of a function and of the function that it wraps."""
+    found = (getattr(code, "__code__", None) for code in (function, inspect.unwrap(function)))
     return [code for code in found if code is not None]

@@ -1,4 +1,4 @@
-"""Loading one component: import it, check it against its kind, blame the right one."""
+"""Imports a component and checks that it keeps its kind's contract."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def import_object(source: Source) -> Any:
 
 
 def kind_of(target: Any, source: Source) -> Kind:
-    """Return the kind that an imported object belongs to.
+    """Return the kind of an imported object.
 
     Raises:
         PluginContractError: it derives from no interface and marks no hook.
@@ -74,15 +74,15 @@ def check_component(target: Any, kind: Kind, source: Source) -> None:
 
 
 def marks_hooks(target: Any) -> bool:
-    """Whether an object has a function marked with `hookimpl`."""
+    """Return whether an object has a function marked with `hookimpl`."""
     marker = f"{PROJECT}_impl"
     return any(hasattr(inspect.getattr_static(target, name, None), marker) for name in dir(target))
 
 
 def snake_case(name: str) -> str:
     """Return `DryPenalty` as `dry_penalty`."""
-    words = re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", name)
-    return re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", words).lower()
+    name = re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", name)
+    return re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower()
 
 
 def _check_class(target: Any, kind: Kind, source: Source) -> None:
@@ -103,7 +103,7 @@ def _check_class(target: Any, kind: Kind, source: Source) -> None:
 
 
 def _check_logits_plugin(target: type[LogitsPlugin], source: Source) -> None:
-    """Check what a logits processor states of itself; a slip here would go unnoticed later."""
+    """Check the class attributes of a logits processor, which no later check would look at."""
     if not isinstance(getattr(target, "phase", None), Phase):
         raise PluginContractError(
             f"{source}: it states no phase; add `phase = Phase.TRUNCATE` (or another) to the class"

@@ -12,11 +12,11 @@ from hardpoint.plugins.logits import LogitsPlugin
 def ordered(processors: Mapping[str, type[LogitsPlugin]]) -> list[str]:
     """Return the names in the order in which they run.
 
-    `before` and `after` name processors of the same phase. Names that are not enabled ask for
-    nothing, nor does a processor's own name: it may have taken the place of the one it names.
+    `before` and `after` name processors of the same phase. Names that are not enabled are ignored,
+    as is a processor's own name: it may have replaced the processor that it names.
 
     Raises:
-        PluginConflictError: on a cycle, or a wish against the order of phases.
+        PluginConflictError: `before` and `after` make a cycle, or contradict the phases.
     """
     graph: dict[str, set[str]] = {name: set() for name in processors}
     for name, processor in processors.items():
@@ -50,13 +50,13 @@ def ordered(processors: Mapping[str, type[LogitsPlugin]]) -> list[str]:
 def _check_phases(
     name: str,
     processor: type[LogitsPlugin],
-    wish: str,
+    relation: str,
     other_name: str,
     other: type[LogitsPlugin],
 ) -> None:
     if processor.phase != other.phase:
         raise PluginConflictError(
-            f"logits_processors: {name!r} (phase {processor.phase.name}) wants to run {wish} "
+            f"logits_processors: {name!r} (phase {processor.phase.name}) wants to run {relation} "
             f"{other_name!r} (phase {other.phase.name}); before and after order processors of "
             f"one phase only"
         )

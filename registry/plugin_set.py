@@ -1,4 +1,4 @@
-"""The set of plugins of one engine: resolved once, loaded by need, the same everywhere."""
+"""The plugin set of an engine: resolved once, loaded on demand, equal in every process."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import Manifest, PluginEntry
 
 from .adapt import configured, load_component
-from .discovery import Found, discover, installed_version
+from .discovery import InstalledPlugin, discover, installed_version
 from .hooks import HookSet
 from .ordering import ordered
-from .selection import Chosen, Selection
+from .selection import SelectedPlugin, Selection
 
 C = TypeVar("C", bound=Component)
 
 
 class PluginSet:
-    """The components that are on.
+    """The enabled components.
 
     Attributes:
-        manifest: what travels to other processes.
-        found: everything installed, on or not.
+        manifest: plain data of the set, for other processes.
+        found: all installed components, enabled or not.
     """
 
     def __init__(
         self,
         manifest: Manifest,
-        found: Sequence[Found] = (),
+        found: Sequence[InstalledPlugin] = (),
         targets: Mapping[tuple[str, str], Any] | None = None,
     ) -> None:
-        """`targets` holds what is imported already, by kind and name."""
+        """`targets` holds the classes already imported, by kind and name."""
         self.manifest = manifest
         self.found = found
         self._entries = {(e.kind, e.name): e for e in manifest.entries}
@@ -55,7 +55,7 @@ class PluginSet:
         return sorted((e for e in self.manifest.entries if e.kind == kind), key=lambda e: e.place)
 
     def one(self, kind: str) -> PluginEntry:
-        """Return the entry of a kind of which there is one."""
+        """Return the only entry of a kind."""
         (entry,) = self.entries(kind)
         return entry
 
@@ -63,7 +63,7 @@ class PluginSet:
         """Return the entry of a name.
 
         Raises:
-            PluginNotFoundError: saying what is on, and whether it is installed but not enabled.
+            PluginNotFoundError: it is not enabled; the message says what is, and who offers it.
         """
         if entry := self._entries.get((kind, name)):
             return entry
@@ -83,13 +83,13 @@ class PluginSet:
                 )
         return ""
 
-    def not_enabled(self) -> list[Found]:
-        """Return what is installed, but neither on nor a built-in."""
+    def not_enabled(self) -> list[InstalledPlugin]:
+        """Return the installed components that are neither enabled nor built in."""
         on = {(e.kind, e.value) for e in self.manifest.entries}
         return [f for f in self.found if not f.builtin and (f.kind, f.value) not in on]
 
     def target(self, entry: PluginEntry) -> Any:
-        """Return an entry's class (or hooks object), importing and checking it the first time."""
+        """Return an entry's class (or hooks object); import and check it the first time."""
         key = (entry.kind, entry.name)
         if key not in self._targets:
             target = load_component(KINDS[entry.kind], entry.source)
@@ -99,7 +99,7 @@ class PluginSet:
         return self._targets[key]
 
     def loaded(self, entry: PluginEntry) -> Any:
-        """Return an entry's class if it is imported already, else None."""
+        """Return an entry's class if it is already imported, else None."""
         return self._targets.get((entry.kind, entry.name))
 
     def options(self, entry: PluginEntry) -> Any:
@@ -134,19 +134,19 @@ class PluginSet:
         return component
 
     def hooks(self) -> HookSet:
-        """Return a new set of the enabled hooks, each one verified."""
+        """Return a new, verified set of the enabled hooks."""
         hooks = HookSet()
         for entry in self.entries("hooks"):
             hooks.add(self.target(entry), entry.source)
         return hooks
 
     def changed(self, config: EngineConfig, config_sources: ConfigSources, kind: str) -> PluginSet:
-        """Return the next generation: the same, but for a kind of which there is one.
+        """Return the next generation, with the component of one kind replaced.
 
         Args:
-            config: names the component that takes the place.
-            config_sources: where the configuration came from.
-            kind: the only one that is looked at.
+            config: names the new component.
+            config_sources: sources of the configuration.
+            kind: of which there is one component; other kinds are not changed.
         """
         entry = (fresh := resolve_plugins(config, config_sources, self.found)).one(kind)
         manifest = msgspec.structs.replace(
@@ -165,9 +165,9 @@ class PluginSet:
 def resolve_plugins(
     config: EngineConfig,
     config_sources: ConfigSources | None = None,
-    found: Sequence[Found] | None = None,
+    found: Sequence[InstalledPlugin] | None = None,
 ) -> PluginSet:
-    """Resolve a configuration's plugins, import those that are sure to run, and check them all.
+    """Resolve a configuration's plugins; import and check those that are certain to run.
 
     Built-ins that are loaded by name are imported when a model or request names them.
 
@@ -203,9 +203,9 @@ def resolve_plugins(
 
 
 def _check_on_error(
-    config: EngineConfig, config_sources: ConfigSources, chosen: Sequence[Chosen]
+    config: EngineConfig, config_sources: ConfigSources, chosen: Sequence[SelectedPlugin]
 ) -> None:
-    """Refuse scopes that a plugin cannot have: the wish would be ignored."""
+    """Refuse fault scopes that a plugin cannot have, since they would be ignored."""
     scopes = {c.name: c.kind.fault_scope for c in chosen if c.kind.scope_can_be_raised}
     for name, scope in config.plugins.on_error.items():
         path = f"plugins.on_error.{name}"
@@ -225,12 +225,12 @@ def _check_on_error(
 def _options_by_component(
     config: EngineConfig,
     config_sources: ConfigSources,
-    chosen: Sequence[Chosen],
+    chosen: Sequence[SelectedPlugin],
     targets: dict[tuple[str, str], Any],
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return each component's options, defaults filled in, checked by the component's type.
+    """Return each component's options with defaults, checked by the component's type.
 
-    Components that their options shape are shaped in `targets`.
+    Adapters are replaced in `targets` by ones with their options applied.
     """
     paths = _option_paths(config, config_sources, chosen)
     result: dict[tuple[str, str], dict[str, Any]] = {}
@@ -253,9 +253,9 @@ def _options_by_component(
 
 
 def _option_paths(
-    config: EngineConfig, config_sources: ConfigSources, chosen: Sequence[Chosen]
+    config: EngineConfig, config_sources: ConfigSources, chosen: Sequence[SelectedPlugin]
 ) -> dict[tuple[str, str], str]:
-    """Find whose each `[plugin.<name>]` table is; return its path by component."""
+    """Return the path of the `[plugin.<name>]` table of each component that has one."""
     paths: dict[tuple[str, str], str] = {}
     for name in config.plugin:
         path = f"plugin.{name}"
@@ -278,7 +278,7 @@ def _option_paths(
 
 
 def _places(
-    chosen: Sequence[Chosen], targets: dict[tuple[str, str], Any]
+    chosen: Sequence[SelectedPlugin], targets: dict[tuple[str, str], Any]
 ) -> dict[tuple[str, str], int]:
     """Return each component's position within its kind."""
     places: dict[tuple[str, str], int] = {}

@@ -1,4 +1,4 @@
-"""Selection: from a configuration and what is installed to the components that are on."""
+"""Selection of the enabled components from the configuration and what is installed."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hardpoint.plugins.manifest import NO_DISTRIBUTION, UNVERSIONED, Source
 from hardpoint.plugins.typed import suggest
 
 from .adapt import adapt
-from .discovery import Found
+from .discovery import InstalledPlugin
 from .loading import import_object, kind_of, snake_case
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """A component that is on.
+class SelectedPlugin:
+    """An enabled component.
 
     Attributes:
-        path: the configuration path that named it; empty for built-in defaults.
-        target: the imported object, where choosing it needed an import.
+        path: the configuration path that names it; empty for built-in defaults.
+        target: the imported object, if selecting it needed an import.
     """
 
     kind: Kind
@@ -33,24 +33,24 @@ class Chosen:
 
     @property
     def name(self) -> str:
-        """The name under which it is on."""
+        """The name under which it is enabled."""
         return self.source.name
 
 
 class Selection:
-    """Resolves references. `run` returns everything that is on."""
+    """Resolves the references of a configuration; `run` returns the enabled components."""
 
     def __init__(
-        self, config: EngineConfig, config_sources: ConfigSources, found: Sequence[Found]
+        self, config: EngineConfig, config_sources: ConfigSources, found: Sequence[InstalledPlugin]
     ) -> None:
-        """`found` is what `discover()` returned."""
+        """`found` is the result of `discover()`."""
         self._config = config
         self._config_sources = config_sources
         self._found = [f for f in found if f.known_kind]
-        self._on: dict[tuple[str, str], Chosen] = {}
+        self._on: dict[tuple[str, str], SelectedPlugin] = {}
 
-    def run(self) -> list[Chosen]:
-        """Return the components that are on, built-in defaults first, then as configured.
+    def run(self) -> list[SelectedPlugin]:
+        """Return the enabled components, built-in defaults first, then as configured.
 
         Raises:
             PluginNotFoundError, PluginConflictError, PluginLoadError, PluginContractError,
@@ -69,20 +69,20 @@ class Selection:
                     self._add(chosen)
         return list(self._on.values())
 
-    def chosen(self, kind: Kind, path: str) -> list[Chosen]:
+    def chosen(self, kind: Kind, path: str) -> list[SelectedPlugin]:
         """Return the components that the configuration names at `path`."""
         named: Any = self._config
         for step in path.split("."):
             named = getattr(named, step)
         if isinstance(named, str):
             return [self._resolve(named, path, kind)]
-        by_value: dict[str, str] = {}
+        path_of: dict[str, str] = {}
         several = []
-        for index, each in enumerate(named):
-            several.append(self._resolve(each, place := f"{path}[{index}]", kind))
-            if (other := by_value.setdefault(several[-1].source.value, place)) != place:
+        for index, reference in enumerate(named):
+            several.append(self._resolve(reference, place := f"{path}[{index}]", kind))
+            if (other := path_of.setdefault(several[-1].source.value, place)) != place:
                 raise ConfigError(
-                    f"{place}: {each!r} is named twice, here and by {other} "
+                    f"{place}: {reference!r} is named twice, here and by {other} "
                     f"(from {self._config_sources.of(place)})"
                 )
         return several
@@ -117,7 +117,7 @@ class Selection:
             self._on[key] = replace(chosen, source=replace(chosen.source, name=key[1]))
 
     def _key_of(self, name: str, path: str) -> tuple[str, str]:
-        """Return the (kind, name) of a component that is on, given `name` or `kind/name`."""
+        """Return the (kind, name) of an enabled component, given `name` or `kind/name`."""
         keys = [key for key in self._on if name in (key[1], "/".join(key))]
         if len(keys) == 1:
             return keys[0]
@@ -136,24 +136,24 @@ class Selection:
             f"{path}: no component {name!r} is on{suggest(name, known)} (from {origin})"
         )
 
-    def _add(self, chosen: Chosen) -> None:
+    def _add(self, chosen: SelectedPlugin) -> None:
         key = (chosen.kind.name, chosen.name)
-        there = self._on.get(key)
-        if there is not None and there.source.value != chosen.source.value:
+        other = self._on.get(key)
+        if other is not None and other.source.value != chosen.source.value:
             raise PluginConflictError(
-                f"two components are called {'/'.join(key)}: {there.source} and {chosen.source}; "
+                f"two components are called {'/'.join(key)}: {other.source} and {chosen.source}; "
                 f"give one another name, or let it take the other's place with "
                 f'plugins.replace = {{ {key[1]} = "{chosen.source.value}" }}'
             )
-        if there is None:
+        if other is None:
             self._on[key] = chosen
 
-    def _resolve(self, reference: str, path: str, kind: Kind | None) -> Chosen:
+    def _resolve(self, reference: str, path: str, kind: Kind | None) -> SelectedPlugin:
         if ":" in reference:
             return self._by_fqcn(reference, path, kind)
         return self._by_name(reference, path, kind)
 
-    def _by_fqcn(self, value: str, path: str, kind: Kind | None) -> Chosen:
+    def _by_fqcn(self, value: str, path: str, kind: Kind | None) -> SelectedPlugin:
         module, _, qualname = value.partition(":")
         parts = [*module.split("."), *qualname.split(".")]
         if not all(part.isidentifier() for part in parts):
@@ -171,9 +171,9 @@ class Selection:
             self._asked_by(path, builtin=known is not None and known.builtin),
         )
         target = import_object(source)
-        return Chosen(kind or kind_of(adapt(target, source), source), source, path, target)
+        return SelectedPlugin(kind or kind_of(adapt(target, source), source), source, path, target)
 
-    def _by_name(self, reference: str, path: str, kind: Kind | None) -> Chosen:
+    def _by_name(self, reference: str, path: str, kind: Kind | None) -> SelectedPlugin:
         candidates = [
             f
             for f in self._found
@@ -191,7 +191,9 @@ class Selection:
             raise self._ambiguous(reference, path, candidates)
         return self._chosen(candidates[0], path)
 
-    def _ambiguous(self, reference: str, path: str, found: Sequence[Found]) -> PluginConflictError:
+    def _ambiguous(
+        self, reference: str, path: str, found: Sequence[InstalledPlugin]
+    ) -> PluginConflictError:
         listed = " and ".join(f.label for f in found)
         third = next((f for f in found if not f.builtin), found[0])
         if len({f.kind for f in found}) > 1:
@@ -208,13 +210,13 @@ class Selection:
             f"(from {self._config_sources.of(path)})"
         )
 
-    def _chosen(self, found: Found, path: str) -> Chosen:
+    def _chosen(self, found: InstalledPlugin, path: str) -> SelectedPlugin:
         asked_by = self._asked_by(path, builtin=found.builtin)
         source = Source(found.name, found.value, found.distribution, found.version, asked_by)
-        return Chosen(KINDS[found.kind], source, path)
+        return SelectedPlugin(KINDS[found.kind], source, path)
 
     def _asked_by(self, path: str, *, builtin: bool) -> str:
-        """Return who named a component; "default" if a built-in stands where nobody chose."""
+        """Return what named a component; "default" for a built-in that is not configured."""
         origin = self._config_sources.of(path)
         if origin != "default":
             return f"{path} ({origin})"

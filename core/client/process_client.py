@@ -215,7 +215,7 @@ def _launch(start: EngineStart, sockets: EngineSockets) -> Launch:
 
 def _is_needed(entry: PluginEntry) -> bool:
     """Return whether a plugin is needed in the engine's process."""
-    return KINDS[entry.kind].lives_in != (Process.FRONTEND,)
+    return KINDS[entry.kind].processes != (Process.FRONTEND,)
 
 
 class ProcessClient:

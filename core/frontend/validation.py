@@ -127,7 +127,7 @@ class RequestReceivedHook:
             checked = self._check(request)
             self._arguments.revise(checked, before)
         except RequestError as error:
-            plugins = self._hooks.authors("request_received")
+            plugins = self._hooks.implementers("request_received")
             raise RequestError(f"{plugins}: after its hook request_received: {error}") from error
         return checked
 

@@ -11,7 +11,7 @@ from msgspec import inspect as types
 
 from hardpoint.plugins import HardpointError
 from hardpoint.plugins.describing import named_child
-from hardpoint.plugins.msgspec_errors import parse_error, plain_words
+from hardpoint.plugins.msgspec_errors import parse_error, plain_text
 
 
 class WireError(HardpointError, ValueError):
@@ -54,7 +54,7 @@ def explain(cause: Exception, type_: Any, name: str | None = None) -> str:
     where = field_path(type_, steps, name)
     for theirs, ours in _PHRASES.items():
         text = text.replace(theirs, ours)
-    return short(f"{where}{', a key' if in_key else ''}: {plain_words(text)}")
+    return short(f"{where}{', a key' if in_key else ''}: {plain_text(text)}")
 
 
 def short(text: str) -> str:

@@ -1,1 +1,1 @@
-"""Logits processors that were written for other engines, as components of this one."""
+"""Adapters that run logits processors written for other engines as components."""

@@ -1,4 +1,4 @@
-"""What all adapters share: who stands behind one, its options and arguments, the parameters."""
+"""Base of the adapters: the external processor, its options, arguments and parameters."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hardpoint.plugins.params import SamplingParams
 
 
 @dataclass(frozen=True)
-class Foreign:
-    """What an adapter stands for.
+class ExternalProcessor:
+    """The class, function or object of another engine that an adapter runs.
 
     Attributes:
         target: the imported class, function or object.
-        source: who it is, for messages.
+        source: name, distribution and origin, for messages.
     """
 
     target: Any
@@ -27,60 +27,60 @@ class Foreign:
 
     @property
     def name(self) -> str:
-        """The name under which it is on."""
+        """The name under which it is enabled."""
         return self.source.name
 
 
-class ForeignOptions(typed.Options):
+class AdapterOptions(typed.Options):
     """Options of every adapter.
 
     Attributes:
-        every_request: requests use it also without naming it under `plugin_args`.
-        phase: when it runs; none is the adapter's own choice.
+        every_request: whether requests use it without naming it under `plugin_args`.
+        phase: when it runs; by default the adapter chooses.
     """
 
     every_request: bool = False
     phase: Literal["mask", "bias", "penalty", "temperature", "truncate", "force"] | None = None
 
 
-class ForeignArguments(typed.Arguments):
+class AdapterArguments(typed.Arguments):
     """Arguments of one request.
 
     Attributes:
-        extra_args: what the foreign code reads as `params.extra_args`.
+        extra_args: what the external code reads as `params.extra_args`.
     """
 
     extra_args: dict[str, Any] = {}
 
 
 class Adapter(LogitsPlugin):
-    """A component made for something foreign.
+    """Base of the components that run an external processor.
 
     Attributes:
         adapter: its name, for people.
-        foreign: what it stands for.
+        external: the processor that it runs.
         every_request: as the option.
     """
 
     adapter: ClassVar[str]
-    foreign: ClassVar[Foreign]
+    external: ClassVar[ExternalProcessor]
     every_request: ClassVar[bool] = False
 
-    class Options(ForeignOptions):
+    class Options(AdapterOptions):
         """Options that every adapter has."""
 
     @classmethod
-    def of(cls, foreign: Foreign, **attributes: Any) -> type[Adapter]:
-        """Return the component for something foreign."""
-        described = {"foreign": foreign, "__doc__": inspect.getdoc(foreign.target)}
+    def of(cls, external: ExternalProcessor, **attributes: Any) -> type[Adapter]:
+        """Return the component that runs an external processor."""
+        described = {"external": external, "__doc__": inspect.getdoc(external.target)}
         return cls._derived(described | attributes)
 
     @classmethod
     def configured(cls, options: Any) -> type[Adapter]:
-        """Return the component as its operator wants it.
+        """Return the component with options applied.
 
         Raises:
-            ConfigError: the options do not fit what it stands for.
+            ConfigError: the options do not fit the external processor.
         """
         phase = cls.phase if options.phase is None else Phase[options.phase.upper()]
         return cls._derived(
@@ -89,7 +89,7 @@ class Adapter(LogitsPlugin):
 
     @classmethod
     def uses(cls, params: SamplingParams) -> bool:  # noqa: ARG003
-        """Whether requests use it unasked."""
+        """Return whether requests use it without naming it."""
         return cls.every_request
 
     @classmethod
@@ -99,11 +99,11 @@ class Adapter(LogitsPlugin):
         )
 
 
-class ForeignParams:
-    """Sampling parameters as foreign code reads them: ours, and what only others have.
+class ExternalParams:
+    """Sampling parameters with the attributes that other engines add.
 
     Attributes:
-        extra_args: what the request gave to this plugin; None if that is nothing.
+        extra_args: arguments of the request for this plugin; None if it gave none.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class ForeignParams:
         extra_args: Mapping[str, Any],
         stop_token_ids: Sequence[int] | None = None,
     ) -> None:
-        """`stop_token_ids` is every token id that ends the request, where that is known."""
+        """`stop_token_ids` holds every token id that ends the request, if known."""
         self._params = params
         self.extra_args = dict(extra_args) or None
         if stop_token_ids is not None:
@@ -137,12 +137,12 @@ def parameter_names(call: Callable[..., Any]) -> list[str]:
     """Return the names of a callable's parameters, all of which must be plain positional ones.
 
     Raises:
-        TypeError: one is variadic, has a default or is keyword-only, or Python cannot tell.
+        TypeError: one is variadic, has a default or is keyword-only, or there is no signature.
     """
     try:
         parameters = inspect.signature(call).parameters.values()
     except ValueError:
-        raise TypeError(f"the parameters of {_name(call)} cannot be told") from None
+        raise TypeError(f"{_name(call)} has no signature that Python can read") from None
     for parameter in parameters:
         wrong = None
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):

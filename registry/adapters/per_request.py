@@ -1,4 +1,4 @@
-"""Processors that see one request's row: transformers' and per-request callables."""
+"""Adapters that process one request's row: transformers processors and per-request callables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ from hardpoint.plugins.logits import (
 )
 from hardpoint.plugins.typed import Arguments as BaseArguments
 
-from .base import Adapter, Foreign, ForeignArguments, ForeignParams, parameter_names, signature_text
+from .base import (
+    Adapter,
+    AdapterArguments,
+    ExternalParams,
+    ExternalProcessor,
+    parameter_names,
+    signature_text,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -31,8 +38,8 @@ if TYPE_CHECKING:
 _TRANSFORMERS = ("LogitsProcessor", "LogitsProcessorList")
 
 
-class Form(Enum):
-    """What a foreign callable is called with."""
+class CallSignature(Enum):
+    """Arguments that an external callable takes."""
 
     TRANSFORMERS = "(input_ids [1, tokens], scores [1, vocab])"
     OUTPUT = "(output_ids, logits [vocab])"
@@ -40,74 +47,77 @@ class Form(Enum):
 
 
 @dataclass(eq=False)
-class Seat:
-    """One request's own callable.
+class RequestProcessor:
+    """The callable of one request.
 
     Attributes:
-        call: None leaves the request's rows as they are.
+        prompt: its prompt token ids.
+        call: None leaves the request's rows unchanged.
     """
 
     prompt: list[int]
     call: Callable[..., Any] | None = None
-    form: Form = Form.TRANSFORMERS
+    form: CallSignature = CallSignature.TRANSFORMERS
 
 
-class Answers:
-    """The last answer of each seat's callable.
+class ResultCache:
+    """The last result of each processor.
 
-    A step may be run a second time, to find whose fault something was; objects that count their
-    calls must not notice. So each is called once per position and its answer kept for that.
+    A step may run a second time, to find the plugin responsible for an error. Callables may count
+    their calls, so each is called once per position and its result is kept.
     """
 
     def __init__(self) -> None:
-        """Start with none; those of seats that are gone go too."""
-        self._last: weakref.WeakKeyDictionary[Seat, tuple[int, torch.Tensor, torch.Tensor]]
+        """Create an empty cache; results are dropped with their processors."""
+        self._last: weakref.WeakKeyDictionary[
+            RequestProcessor, tuple[int, torch.Tensor, torch.Tensor]
+        ]
         self._last = weakref.WeakKeyDictionary()
 
-    def run(self, seat: Seat, request: LogitsRequest, row: torch.Tensor) -> None:
-        """Change a row [vocab] in place, as the seat's callable wants it."""
+    def run(self, processor: RequestProcessor, request: LogitsRequest, row: torch.Tensor) -> None:
+        """Apply a processor's callable to a row [vocab] in place."""
         position = len(request.output_token_ids)
-        last = self._last.get(seat)
+        last = self._last.get(processor)
         if last is not None and last[0] == position and last[1].equal(row):
             row.copy_(last[2])
             return
         before = row.clone()
         outputs = request.output_token_ids
-        result = _called(seat, outputs if isinstance(outputs, list) else list(outputs), row)
+        result = _called(processor, outputs if isinstance(outputs, list) else list(outputs), row)
         if result.data_ptr() != row.data_ptr():
             row.copy_(result.view(-1))
-        self._last[seat] = (position, before, row.clone())
+        self._last[processor] = (position, before, row.clone())
 
 
-class Rowwise(Adapter, LogitsProcessor):
-    """Calls something foreign row by row."""
+class RowwiseAdapter(Adapter, LogitsProcessor):
+    """Base of the adapters that call an external processor row by row."""
 
     def __init__(self, context: LogitsContext) -> None:
-        """Start with no answers."""
+        """Create the component with an empty result cache."""
         super().__init__(context)
-        self._answers = Answers()
+        self._results = ResultCache()
 
     @abstractmethod
-    def start(self, request: LogitsRequest) -> Seat:
-        """Return the request's own callable."""
+    def start(self, request: LogitsRequest) -> RequestProcessor:
+        """Return the processor of a request."""
 
-    def advance(self, state: Seat, token: int) -> Seat:  # noqa: ARG002
-        """Return the state: the ids tell how far it is. (Only what advances is forked.)"""
-        return state
+    def advance(self, state: RequestProcessor, token: int) -> RequestProcessor:  # noqa: ARG002
+        """Return the state unchanged, for the token ids carry it."""
+        return state  # defined because only states that advance are forked
 
-    def fork(self, state: Seat) -> Seat:
+    def fork(self, state: RequestProcessor) -> RequestProcessor:
         """Return a copy for draft rows."""
-        return Seat(state.prompt, copy.deepcopy(state.call), state.form)
+        return RequestProcessor(state.prompt, copy.deepcopy(state.call), state.form)
 
     def apply(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Return the logits [rows, vocab], edited in the rows that have a callable."""
-        for row, request, seat in zip(logits, rows.requests, rows.states(), strict=True):
-            if seat.call is not None:
-                self._answers.run(seat, request, row)
+        for row, request, processor in zip(logits, rows.requests, rows.states(), strict=True):
+            if processor.call is not None:
+                self._results.run(processor, request, row)
         return logits
 
 
-class TransformersProcessor(Rowwise):
+class TransformersProcessor(RowwiseAdapter):
     """Runs a processor in transformers' form; each request has an object of its own."""
 
     contract = 1
@@ -124,15 +134,15 @@ class TransformersProcessor(Rowwise):
         args: dict[str, Any] = {}
 
     class Arguments(BaseArguments):
-        """None; naming the plugin is using it."""
+        """No arguments: a request that names the plugin uses it."""
 
     @classmethod
     def configured(cls, options: Any) -> type[Adapter]:
-        """Return the component; the class must accept the arguments that it shall be built with."""
-        target, path = cls.foreign.target, f"plugin.{cls.foreign.name}.args"
+        """Return the component, after checking that the class accepts the configured arguments."""
+        target, path = cls.external.target, f"plugin.{cls.external.name}.args"
         if not inspect.isclass(target):
             if options.args:
-                raise ConfigError(f"{path}: {cls.foreign.source.value} is built already")
+                raise ConfigError(f"{path}: {cls.external.source.value} is built already")
         else:
             try:
                 inspect.signature(target).bind(**options.args)
@@ -142,35 +152,39 @@ class TransformersProcessor(Rowwise):
                 ) from None
         return super().configured(options)
 
-    def start(self, request: LogitsRequest) -> Seat:
-        """Build the request's own object: some keep state between calls."""
-        target: Any = self.foreign.target
+    def start(self, request: LogitsRequest) -> RequestProcessor:
+        """Return a processor of its own for the request, since some keep state between calls."""
+        target: Any = self.external.target
         built = inspect.isclass(target)
         call = target(**self.options.args) if built else copy.deepcopy(target)
-        return Seat(list(request.prompt_token_ids), call)
+        return RequestProcessor(list(request.prompt_token_ids), call)
 
 
-class PerRequestFactory(Rowwise):
+class PerRequestFactory(RowwiseAdapter):
     """Runs the callables that a factory `(params) -> callable | None` makes for each request."""
 
     contract = 1
     phase = Phase.BIAS
     adapter = "per-request callables"
 
-    class Arguments(ForeignArguments):
-        """What the factory reads of one request."""
+    class Arguments(AdapterArguments):
+        """Arguments that the factory reads."""
 
-    def start(self, request: LogitsRequest) -> Seat:
-        """Ask the factory.
+    def start(self, request: LogitsRequest) -> RequestProcessor:
+        """Return the processor that the factory makes for a request.
 
         Raises:
-            TypeError: what it gave is in none of the accepted forms.
+            TypeError: the factory returned no callable of an accepted form.
         """
         extra_args = request.arguments[self.name].extra_args
-        params = ForeignParams(request.params, extra_args, request.stop_token_ids)
-        call = self.foreign.target(params)
+        params = ExternalParams(request.params, extra_args, request.stop_token_ids)
+        call = self.external.target(params)
         prompt = list(request.prompt_token_ids)
-        return Seat(prompt) if call is None else Seat(prompt, call, form_of(call))
+        return (
+            RequestProcessor(prompt)
+            if call is None
+            else RequestProcessor(prompt, call, call_signature(call))
+        )
 
 
 class RequestCallables(LogitsProcessor):
@@ -184,75 +198,82 @@ class RequestCallables(LogitsProcessor):
     params_fields = ("logits_processors",)
 
     class Arguments(BaseArguments):
-        """None: the callables stay in the request's parameters."""
+        """No arguments: the callables stay in the request's parameters."""
 
     def __init__(self, context: LogitsContext) -> None:
-        """Start with no answers."""
+        """Create the component with an empty result cache."""
         super().__init__(context)
-        self._answers = Answers()
+        self._results = ResultCache()
 
     @classmethod
     def prepare(cls, arguments: Any, context: PrepareContext) -> Any:
-        """Check each callable's form.
+        """Check the signature of each callable.
 
         Raises:
-            RequestError: it is none, or does not take two or three positional parameters.
+            RequestError: it cannot be called, or does not take two or three positional parameters.
         """
         for index, call in enumerate(context.params.logits_processors):
             try:
-                form_of(call)
+                call_signature(call)
             except TypeError as cause:
                 raise RequestError(f"logits_processors[{index}]: {cause}") from None
         return arguments
 
-    def start(self, request: LogitsRequest) -> list[Seat]:
-        """Give each callable its place; the ids tell them how far the request is."""
+    def start(self, request: LogitsRequest) -> list[RequestProcessor]:
+        """Return a processor per callable."""
         prompt = list(request.prompt_token_ids)
-        return [Seat(prompt, call, form_of(call)) for call in request.params.logits_processors]
+        return [
+            RequestProcessor(prompt, call, call_signature(call))
+            for call in request.params.logits_processors
+        ]
 
-    def advance(self, state: list[Seat], token: int) -> list[Seat]:  # noqa: ARG002
-        """Return the state. (Only what advances is forked.)"""
-        return state
+    def advance(self, state: list[RequestProcessor], token: int) -> list[RequestProcessor]:  # noqa: ARG002
+        """Return the state unchanged, for the token ids carry it."""
+        return state  # defined because only states that advance are forked
 
-    def fork(self, state: list[Seat]) -> list[Seat]:
-        """Return fresh places: the callables are the caller's own and are not copied."""
-        return [Seat(seat.prompt, seat.call, seat.form) for seat in state]
+    def fork(self, state: list[RequestProcessor]) -> list[RequestProcessor]:
+        """Return new processors of the same callables, which belong to the caller."""
+        return [
+            RequestProcessor(processor.prompt, processor.call, processor.form)
+            for processor in state
+        ]
 
     def apply(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Return the logits, edited row by row."""
-        for row, request, seats in zip(logits, rows.requests, rows.states(), strict=True):
-            for seat in seats:
-                self._answers.run(seat, request, row)
+        for row, request, processors in zip(logits, rows.requests, rows.states(), strict=True):
+            for processor in processors:
+                self._results.run(processor, request, row)
         return logits
 
 
-def adapt_factory(foreign: Foreign) -> type[Adapter]:
+def adapt_factory(external: ExternalProcessor) -> type[Adapter]:
     """Return the component for a factory of per-request callables.
 
     Raises:
-        PluginContractError: it does not take exactly one positional parameter.
+        PluginContractError: the factory does not take exactly one positional parameter.
     """
-    target = foreign.target
+    target = external.target
     try:
         names = parameter_names(target)
         problem = "" if len(names) == 1 else signature_text(target)
     except TypeError as cause:
         problem = str(cause)
     if not problem:
-        return PerRequestFactory.of(foreign)
+        return PerRequestFactory.of(external)
     advice = "it seems to be such a callable itself, or a class of them: name a function that takes"
     raise PluginContractError(
-        f"{foreign.source}: it derives from no interface of hardpoint.plugins; to make per-request "
-        f"callables it must take exactly one positional parameter, (params), this is {problem}; "
-        f"{advice} the parameters of a request and returns the callable for it, or None"
+        f"{external.source}: it derives from no interface of hardpoint.plugins; to make "
+        f"per-request callables it must take exactly one positional parameter, (params), "
+        f"this is {problem}; {advice} the parameters of a request and returns the callable for it, "
+        f"or None"
     )
 
 
 def is_transformers_form(target: Any) -> bool:
-    """Whether something derives from transformers' LogitsProcessor (or list), or is called so.
+    """Return whether an object is a transformers processor, by its base class or its signature.
 
-    Called so: with `input_ids` and `scores`, the first annotated as a tensor. Without the
-    annotation it could as well be a per-request callable, which gets lists.
+    The signature is `(input_ids, scores)` with `input_ids` annotated as a tensor. Without the
+    annotation it could be a per-request callable, which gets lists.
     """
     cls = target if inspect.isclass(target) else type(target)
     for base in cls.__mro__:
@@ -270,14 +291,14 @@ def is_transformers_form(target: Any) -> bool:
     return "Tensor" in (annotation if isinstance(annotation, str) else str(annotation))
 
 
-def form_of(call: Any) -> Form:
-    """Return what a callable is to be called with.
+def call_signature(call: Any) -> CallSignature:
+    """Return the arguments that a callable takes.
 
     Raises:
-        TypeError: it is none, or its parameters are of no accepted form.
+        TypeError: it cannot be called, or its parameters are of no accepted form.
     """
     if is_transformers_form(call):
-        return Form.TRANSFORMERS
+        return CallSignature.TRANSFORMERS
     wanted = "expected a callable with exactly two positional parameters (output_ids, logits) or "
     wanted += "three (prompt_ids, output_ids, logits)"
     if not callable(call):
@@ -286,26 +307,26 @@ def form_of(call: Any) -> Form:
         names = parameter_names(call)
     except TypeError as cause:
         raise TypeError(f"{wanted}, got {cause}") from None
-    forms = {2: Form.OUTPUT, 3: Form.PROMPT_AND_OUTPUT}
+    forms = {2: CallSignature.OUTPUT, 3: CallSignature.PROMPT_AND_OUTPUT}
     if len(names) not in forms:
         raise TypeError(f"{wanted}, got {signature_text(call)}")
     return forms[len(names)]
 
 
-def _called(seat: Seat, outputs: list[int], row: torch.Tensor) -> torch.Tensor:
-    """Return the checked answer: of the row's shape, or [1, vocab] in transformers' form."""
+def _called(processor: RequestProcessor, outputs: list[int], row: torch.Tensor) -> torch.Tensor:
+    """Return the checked result [vocab], or [1, vocab] in transformers' form."""
     import torch  # noqa: PLC0415 - the contract imports no torch until it is used
 
-    assert seat.call is not None
+    assert processor.call is not None
     given = row
-    if seat.form is Form.TRANSFORMERS:
-        ids = torch.tensor(seat.prompt + outputs, dtype=torch.int64, device=row.device)
+    if processor.form is CallSignature.TRANSFORMERS:
+        ids = torch.tensor(processor.prompt + outputs, dtype=torch.int64, device=row.device)
         given = row.unsqueeze(0)
-        result = seat.call(ids.unsqueeze(0), given)
-    elif seat.form is Form.PROMPT_AND_OUTPUT:
-        result = seat.call(seat.prompt, outputs, row)
+        result = processor.call(ids.unsqueeze(0), given)
+    elif processor.form is CallSignature.PROMPT_AND_OUTPUT:
+        result = processor.call(processor.prompt, outputs, row)
     else:
-        result = seat.call(outputs, row)
+        result = processor.call(outputs, row)
     if not isinstance(result, torch.Tensor):
         raise TypeError(
             f"expected the logits back, also after an edit in place, got {type(result).__name__}"

@@ -1,4 +1,4 @@
-"""Classes that were written against vLLM V1's interface of logits processors."""
+"""Adapter for classes written against vLLM V1's logits processor interface."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hardpoint.plugins.logits import (
 )
 from hardpoint.plugins.params import SamplingParams
 
-from .base import Adapter, Foreign, ForeignArguments, ForeignParams, signature_text
+from .base import Adapter, AdapterArguments, ExternalParams, ExternalProcessor, signature_text
 
 if TYPE_CHECKING:
     import torch
@@ -29,13 +29,13 @@ _METHODS = ("is_argmax_invariant", "update_state", "apply")
 
 
 class MoveDirectionality(Enum):
-    """vLLM's enum, for where vLLM is not installed; equals any enum's member of the same names."""
+    """Stand-in for vLLM's enum where vLLM is not installed; members equal vLLM's by name."""
 
     UNIDIRECTIONAL = 1
     SWAP = 2
 
     def __eq__(self, other: object) -> bool:
-        """Whether `other` is the member of the same name of an enum of this name."""
+        """Return whether `other` is the member of this name of an enum of this name."""
         if not isinstance(other, Enum) or type(other).__name__ != "MoveDirectionality":
             return NotImplemented
         return self.name == other.name
@@ -46,7 +46,7 @@ class MoveDirectionality(Enum):
 
 
 @dataclass(frozen=True)
-class ForeignBatchUpdate:
+class ExternalBatchUpdate:
     """A batch update in vLLM's shape.
 
     Attributes:
@@ -57,7 +57,7 @@ class ForeignBatchUpdate:
 
     batch_size: int
     removed: tuple[int, ...]
-    added: tuple[tuple[int, ForeignParams, Any, Any], ...]
+    added: tuple[tuple[int, ExternalParams, Any, Any], ...]
     moved: tuple[tuple[int, int, Enum], ...]
 
 
@@ -74,17 +74,17 @@ class _ModelConfig:
         return self.vocab_size
 
 
-class ForeignConfig:
-    """What a class gets as engine configuration: what a logits processor can need, and no more."""
+class ExternalConfig:
+    """Engine configuration for external classes: the fields that a logits processor can need."""
 
     def __init__(self, context: LogitsContext) -> None:
-        """Take the sizes from a processor's context."""
+        """Copy the sizes of a processor's context."""
         self.scheduler_config = _SchedulerConfig(context.max_num_seqs)
         self.model_config = _ModelConfig(context.vocab_size)
         self.speculative_config = None
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse everything else by name."""
+        """Raise an error that names the missing attribute and those that exist."""
         raise AttributeError(
             f"the engine configuration given to classes in vLLM's form has no {name!r}; it has "
             f"scheduler_config.max_num_seqs, model_config.get_vocab_size() and speculative_config"
@@ -92,24 +92,24 @@ class ForeignConfig:
 
 
 class VLLMClass(Adapter, BatchLogitsProcessor):
-    """Runs a class in vLLM V1's form on the rows of our batch."""
+    """Runs a class in vLLM V1's form on the rows of the batch."""
 
     contract = 1
     phase = Phase.BIAS
     adapter = "vLLM V1 class"
     context: LogitsContext
 
-    class Arguments(ForeignArguments):
-        """What the class reads of one request."""
+    class Arguments(AdapterArguments):
+        """Arguments that the class reads."""
 
     def __init__(self, context: LogitsContext) -> None:
-        """Build the foreign object.
+        """Construct the external object.
 
         Raises:
-            ValueError: it is less argmax-invariant than its class said.
+            ValueError: `is_argmax_invariant` differs between class and object.
         """
         super().__init__(context)
-        self._inner = self.foreign.target(ForeignConfig(context), context.device, False)
+        self._inner = self.external.target(ExternalConfig(context), context.device, False)
         if self.argmax_invariant and not self._inner.is_argmax_invariant():
             raise ValueError(
                 "is_argmax_invariant() is True before its constructor ran and False after; it "
@@ -118,24 +118,24 @@ class VLLMClass(Adapter, BatchLogitsProcessor):
         self._directions = _directions()
 
     @classmethod
-    def prepare(cls, arguments: ForeignArguments, context: PrepareContext) -> ForeignArguments:
-        """Let the class validate the request's parameters, where it does that."""
-        validate = getattr(cls.foreign.target, "validate_params", None)
+    def prepare(cls, arguments: AdapterArguments, context: PrepareContext) -> AdapterArguments:
+        """Call the class's `validate_params`, if it has one."""
+        validate = getattr(cls.external.target, "validate_params", None)
         if validate is not None:
-            validate(ForeignParams(context.params, arguments.extra_args, context.stop_token_ids))
+            validate(ExternalParams(context.params, arguments.extra_args, context.stop_token_ids))
         return arguments
 
     def update_state(self, update: BatchUpdate | None) -> None:
-        """Hand a batch update over, in vLLM's shape."""
+        """Translate a batch update to vLLM's shape and pass it on."""
         self._inner.update_state(None if update is None else self._translated(update))
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return what the foreign object makes of the logits."""
+        """Return the logits that the external object returns."""
         result: torch.Tensor = self._inner.apply(logits)
         return result
 
-    def _translated(self, update: BatchUpdate) -> ForeignBatchUpdate:
-        return ForeignBatchUpdate(
+    def _translated(self, update: BatchUpdate) -> ExternalBatchUpdate:
+        return ExternalBatchUpdate(
             batch_size=update.batch_size,
             removed=update.removed,
             added=tuple(
@@ -147,63 +147,63 @@ class VLLMClass(Adapter, BatchLogitsProcessor):
             ),
         )
 
-    def _params(self, params: SamplingParams) -> ForeignParams:
-        """Return a request's parameters; those of one that does not use the plugin are blank."""
+    def _params(self, params: SamplingParams) -> ExternalParams:
+        """Return a request's parameters; default ones if it does not use the plugin."""
         given = params.plugin_args.get(self.name)
         if given is None:
-            return ForeignParams(SamplingParams(), {})
-        return ForeignParams(params, given.extra_args)
+            return ExternalParams(SamplingParams(), {})
+        return ExternalParams(params, given.extra_args)
 
 
-def adapt_class(foreign: Foreign) -> type[Adapter]:
+def adapt_class(external: ExternalProcessor) -> type[Adapter]:
     """Return the component for a class that has methods of vLLM's interface.
 
     Raises:
-        PluginContractError: it is not of vLLM V1's form; the message says what it seems to be.
+        PluginContractError: the class is not of vLLM V1's form; the message says how it differs.
     """
-    target = foreign.target
+    target = external.target
     missing = [name for name in _METHODS if not callable(getattr(target, name, None))]
     if missing:
         raise PluginContractError(
-            f"{foreign.source}: it seems to be a logits processor of another generation of vLLM's "
+            f"{external.source}: it seems to be a logits processor of another generation of vLLM's "
             f"interface: it lacks {', '.join(missing)}; classes in vLLM V1's form have "
             f"{', '.join(_METHODS)}"
         )
     if unfinished := sorted(getattr(target, "__abstractmethods__", ())):
-        raise PluginContractError(f"{foreign.source}: it lacks {', '.join(unfinished)}")
+        raise PluginContractError(f"{external.source}: it lacks {', '.join(unfinished)}")
     if not _takes(target, 3):
         raise PluginContractError(
-            f"{foreign.source}: it seems to be a logits processor of another generation of vLLM's "
+            f"{external.source}: it seems to be a logits processor of another generation of vLLM's "
             f"interface: the constructor of a class in vLLM V1's form takes (vllm_config, device, "
             f"is_pin_memory), this one is {signature_text(target)}"
         )
     validate = getattr(target, "validate_params", None)
     if validate is not None and not _takes(validate, 1):
         raise PluginContractError(
-            f"{foreign.source}: its validate_params must be a classmethod or staticmethod that "
+            f"{external.source}: its validate_params must be a classmethod or staticmethod that "
             f"takes (params), this one is {signature_text(validate)}"
         )
     invariant = _argmax_invariant(target)
     phase = Phase.TRUNCATE if invariant else Phase.BIAS
-    return VLLMClass.of(foreign, argmax_invariant=invariant, phase=phase)
+    return VLLMClass.of(external, argmax_invariant=invariant, phase=phase)
 
 
 def _takes(call: Any, count: int) -> bool:
-    """Whether a callable can be called with so many positional arguments."""
+    """Return whether a callable accepts `count` positional arguments."""
     try:
         inspect.signature(call).bind(*range(count))
     except ValueError:
-        return True  # Python cannot tell; the call will
+        return True  # no signature; a wrong one shows when it is called
     except TypeError:
         return False
     return True
 
 
 def _argmax_invariant(target: Any) -> bool:
-    """Return a class's claim; False, which is always safe, if only a built object can tell.
+    """Return whether a class is argmax-invariant; False, which is always safe, if that fails.
 
-    The phase must be known before any object is built, but the claim is an instance method; a
-    bare object can answer it, since the answer is a constant in every class that keeps the rules.
+    The phase must be known before any object is constructed, but the method belongs to instances.
+    It is called on an uninitialised object, since it returns a constant by contract.
     """
     try:
         return object.__new__(target).is_argmax_invariant() is True
@@ -212,7 +212,7 @@ def _argmax_invariant(target: Any) -> bool:
 
 
 def _directions() -> dict[Move, Enum]:
-    """Return vLLM's own members where vLLM is installed, else their likes."""
+    """Return vLLM's own enum members where vLLM is installed, else the stand-ins."""
     directions: Any = MoveDirectionality
     try:
         module = importlib.import_module("vllm.v1.sample.logits_processor")

@@ -14,7 +14,7 @@ from hardpoint.plugins.describing import (
     child_type,
     first_paragraph,
     struct_fields,
-    type_words,
+    type_text,
     walk_structs,
 )
 from hardpoint.plugins.typed import convert, json_schema
@@ -75,7 +75,7 @@ class Derived(Base):
     ],
 )
 def test_types_in_words(type_, words):
-    assert type_words(types.type_info(type_)) == words
+    assert type_text(types.type_info(type_)) == words
 
 
 def test_attributes_come_from_the_docstring_and_its_bases():
@@ -109,7 +109,7 @@ def test_child_types():
     root = types.type_info(EngineConfig)
     assert child_type(root, "nothing") is None
     enable = child_type(child_type(root, "plugins"), "enable")
-    assert type_words(child_type(child_type(enable, "[0]"), "use")) == "a non-empty string"
+    assert type_text(child_type(child_type(enable, "[0]"), "use")) == "a non-empty string"
 
 
 def test_every_value_of_the_configuration_is_documented_in_its_schema():

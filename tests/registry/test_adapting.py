@@ -31,7 +31,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.errors import PluginContractError, PluginLoadError
 from hardpoint.registry.adapt import adapter_of
-from hardpoint.registry.adapters.base import ForeignParams
+from hardpoint.registry.adapters.base import ExternalParams
 from hardpoint.registry.adapters.vllm import MoveDirectionality
 from hardpoint.registry.plugin_set import PluginSet
 
@@ -142,7 +142,7 @@ def test_constructor_arguments_come_from_the_options(loaded, refused):
         (lambda *params: None, "<lambda>(*params): 'params' is variadic"),
         (lambda: None, "this is <lambda>()"),
         (lambda *, params: None, "<lambda>(*, params): 'params' is keyword-only"),
-        (max, "the parameters of max cannot be told"),
+        (max, "this is max has no signature that Python can read"),
         (type("Plain", (), {}), "it is no plugin: it derives from no interface"),
         (3, "it is no plugin: it derives from no interface"),
     ],
@@ -279,7 +279,7 @@ def test_a_subclass_of_vllms_class_is_taken_for_one(refused):
 
 
 def test_sampling_parameters_as_others_read_them():
-    params = ForeignParams(SamplingParams(top_k=3, stop="end"), {}, [1, 2])
+    params = ExternalParams(SamplingParams(top_k=3, stop="end"), {}, [1, 2])
     assert (params.top_k, params.stop, params.extra_args) == (3, ["end"], None)
     assert params.all_stop_token_ids == {1, 2}
     with pytest.raises(AttributeError, match="have no 'guided_json'; arguments of a plugin's own"):

@@ -15,7 +15,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.errors import PluginConflictError, PluginContractError, PluginNotFoundError
-from hardpoint.registry.discovery import Found
+from hardpoint.registry.discovery import InstalledPlugin
 
 DEFAULTS = {
     "logits_processors/top_k",
@@ -51,7 +51,9 @@ class TestDefaults:
 
     def test_what_is_not_imported_for_sure_is_not_imported(self, installed):
         """A broken model that nobody names stops nothing."""
-        installed.found.append(Found("models", "Broken", "no.such:Model", "hardpoint", "0.1.0"))
+        installed.found.append(
+            InstalledPlugin("models", "Broken", "no.such:Model", "hardpoint", "0.1.0")
+        )
         plugins = installed.resolve()
         with pytest.raises(PluginNotFoundError, match="there is no module 'no'"):
             plugins.target(plugins.get("models", "Broken"))

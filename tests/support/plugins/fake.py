@@ -24,7 +24,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.typed import convert
-from hardpoint.registry.discovery import Found
+from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 
 
@@ -62,7 +62,7 @@ class Installed:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
-        self.found: list[Found] = []
+        self.found: list[InstalledPlugin] = []
         for path, target in BUILTINS.items():
             self.offer(path, target, distribution="hardpoint", version="0.1.0")
 
@@ -89,7 +89,7 @@ class Installed:
         else:
             self.module(place, Thing=target)
             value = f"{place}:Thing"
-        self.found.append(Found(kind, name, value, distribution, version))
+        self.found.append(InstalledPlugin(kind, name, value, distribution, version))
         return value
 
     def resolve(self, config_sources: ConfigSources | None = None, **config: Any) -> PluginSet:

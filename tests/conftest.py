@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from support.plugins.fake import Installed
+from support.process.fork_server import STARTS
 from support.processes import ROOT, run
 
 from hardpoint.testing import write_scripted_model
@@ -19,6 +20,15 @@ settings.load_profile("unhurried")
 
 # A shell has what it starts in the background ignore Ctrl-C, which some tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure() -> None:
+    STARTS.install()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    STARTS.forks = item.get_closest_marker("fresh_process") is None
 
 
 @pytest.fixture(scope="session")

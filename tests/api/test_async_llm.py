@@ -7,6 +7,7 @@ import contextlib
 import threading
 
 import pytest
+from support.async_requests import GREEDY, Hooked, collect, config, endless
 from support.waiting import PATIENCE_S, HeldSteps, until
 
 from hardpoint import (
@@ -21,38 +22,10 @@ from hardpoint import (
     SamplingParams,
 )
 from hardpoint.core.client import event_loop as relay
-from hardpoint.plugins import hookimpl
-from hardpoint.testing import scripted_config, write_scripted_model
+from hardpoint.testing import write_scripted_model
 
 DELTA, CUMULATIVE = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE
-GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 DELTAS = SamplingParams(temperature=0.0, max_tokens=20, output_kind=DELTA)
-
-
-class Hooked:
-    """Refuses what is tagged so."""
-
-    contract = 1
-    finished: list[str] = []
-
-    @hookimpl
-    def request_received(self, request):
-        if "refuse" in request.tags:
-            raise ValueError("not today")
-
-    @hookimpl
-    def request_finished(self, output):
-        self.finished.append(output.request_id)
-
-
-def endless(seconds: float = 0.002, max_tokens: int = 20_000, **fields) -> SamplingParams:
-    slow = {"slow": {"seconds": seconds}}
-    return SamplingParams(
-        temperature=0.0,
-        max_tokens=max_tokens,
-        ignore_eos=True,
-        **({"output_kind": DELTA, "plugin_args": slow} | fields),
-    )
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +35,6 @@ def folder(tmp_path_factory):
         {"say abc": " abc abc abc", "emoji": "go 😀 on", "long": "0123456789" * 8},
         max_position_embeddings=1 << 15,
     )
-
-
-def config(folder, **extra):
-    enable = ["support.plugins.slow:Slow", f"{__name__}:Hooked"]
-    return scripted_config(folder, {"plugins": {"enable": enable}, **extra})
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +62,6 @@ def run(shared):
         raise AssertionError(f"the engine still has requests: {stats}")
 
     return lambda main: runner.run(checked(main))
-
-
-async def collect(outputs) -> list:
-    return [output async for output in outputs]
 
 
 async def collect_slowly(llm, params) -> list:

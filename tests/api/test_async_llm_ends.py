@@ -9,8 +9,8 @@ import signal
 import time
 
 import pytest
+from support.async_requests import GREEDY, collect, config, endless
 from support.waiting import PATIENCE_S, alive, until, wait_until
-from test_async_llm import GREEDY, collect, config, endless
 
 from hardpoint import (
     AsyncLLM,

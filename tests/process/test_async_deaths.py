@@ -197,6 +197,7 @@ def test_an_engine_that_dies_before_its_first_use_is_known_to_be_dead(scripted):
     llm.close()
 
 
+@pytest.mark.fresh_process
 def test_an_engine_killed_while_it_starts_anew_is_started_once_more(scripted, tmp_path):
     gate = tmp_path / "closed"
     settings = {
@@ -223,12 +224,17 @@ def test_an_engine_killed_while_it_starts_anew_is_started_once_more(scripted, tm
 
 async def newborn(other: int) -> int:
     """Wait for an engine process that is not the other one."""
-    while True:
+    found = []
+
+    def look():
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.Error):
                 if child.pid != other and "--launch-fd" in child.cmdline():
-                    return child.pid
-        await asyncio.sleep(0.005)
+                    found.append(child.pid)
+        return found
+
+    await until(look, "another engine process")
+    return found[0]
 
 
 def test_sigterm_drains_the_streams(endless, tmp_path):

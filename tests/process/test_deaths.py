@@ -26,52 +26,14 @@ from support.process.harness import (
     told,
     wait_until,
 )
+from support.process.slow_requests import SLOW, add, begin, finals, long, until_let_go
 from support.waiting import HeldSteps
 
 from hardpoint import LLM, EngineClosedError, SamplingParams
 from hardpoint.core.engine_process import process as engine_process
 from hardpoint.plugins.errors import EngineDeadError
 
-SLOW = {"plugins": {"enable": ["support.plugins.slow:Slow"]}}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
-
-
-def long() -> SamplingParams:
-    """Parameters of a request that goes on, slowly enough to leave the processor to others."""
-    return SamplingParams(
-        temperature=0.0,
-        max_tokens=30_000,
-        ignore_eos=True,
-        plugin_args={"slow": {"seconds": 0.002}},
-    )
-
-
-def until_let_go(held: HeldSteps) -> SamplingParams:
-    """Parameters of a request of 200 tokens, which take 20 s, and hardly any once let go."""
-    args = held.slow(0.1)
-    return SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, plugin_args=args)
-
-
-def add(llm: LLM, count: int, params: SamplingParams) -> None:
-    for index in range(count):
-        llm.llm_engine.add_request(f"r{index}", [index + 1], params)
-
-
-def begin(llm: LLM, count: int, params: SamplingParams) -> None:
-    """Add requests and wait until each has tokens: a signal may overtake one that was just sent."""
-    add(llm, count, params)
-    seen: set[str] = set()
-    while len(seen) < count:
-        seen.update(output.request_id for output in llm.llm_engine.step())
-
-
-def finals(llm: LLM) -> list[str]:
-    """Step to the end; return the finish reasons."""
-    reasons = []
-    while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
-            reasons += [each.finish_reason for each in output.outputs if output.finished]
-    return reasons
 
 
 def test_engine_killed_under_32_requests_is_told_at_once(opened, endless):
@@ -117,7 +79,7 @@ def test_frontend_killed_ends_the_engine(endless, tmp_path):
         import json
         from support.process.harness import process_config, pid_of
         from hardpoint import LLM
-        from test_deaths import SLOW, add, long
+        from support.process.slow_requests import SLOW, add, long
         llm = LLM(config=process_config({str(endless)!r}, SLOW))
         add(llm, 8, long())
         llm.llm_engine.step()
@@ -153,7 +115,7 @@ LEAVING = """
         from pathlib import Path
         from support.process.harness import hangs, in_step, process_config, pid_of
         from hardpoint import LLM
-        from test_deaths import SLOW, add, long
+        from support.process.slow_requests import SLOW, add, long
         llm = LLM(config=process_config({model!r}, SLOW))
         add(llm, 1, {params})
         print(json.dumps([pid_of(llm), os.listdir(tempfile.tempdir)]), flush=True)

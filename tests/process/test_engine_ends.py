@@ -27,6 +27,8 @@ from support.waiting import HeldSteps
 from hardpoint.core.wire import ENGINE_CORE_DEAD
 from hardpoint.plugins import SamplingParams
 
+pytestmark = pytest.mark.fresh_process
+
 LABELLED = r"\[EngineCore 0, pid {pid}\] (.*)"
 
 

@@ -12,6 +12,8 @@ from support.process.harness import open_engine
 
 from hardpoint import SamplingParams
 
+pytestmark = pytest.mark.fresh_process
+
 VARIABLE = "HARDPOINT_TEST_WORD"
 CONFIG = {
     "plugins": {"enable": ["support.plugins.reporting:Tells"]},

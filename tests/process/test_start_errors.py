@@ -24,7 +24,9 @@ from hardpoint import LLM, AsyncLLM, ConfigError, SamplingParams, plugins
 from hardpoint.plugins.errors import EngineDeadError, PluginLoadError
 from hardpoint.testing import scripted_config
 
-HERE = "test_start_errors"
+pytestmark = pytest.mark.fresh_process
+
+HERE = __name__
 
 
 class Refuses(Dense):

@@ -13,7 +13,7 @@ import psutil
 from hardpoint import EngineDeadError
 from hardpoint.core.client.process_client import ProcessClient
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def wait_until(

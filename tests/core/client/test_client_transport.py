@@ -11,8 +11,8 @@ import time
 
 import pytest
 import zmq
+from support.core.serial_engine import GREEDY, config, slowed, still_serves
 from support.waiting import PATIENCE_S, HeldSteps, until, wait_until
-from test_process_client import GREEDY, config, slowed, still_serves
 
 from hardpoint import (
     LLM,

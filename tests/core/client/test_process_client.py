@@ -9,6 +9,7 @@ import time
 
 import msgspec
 import pytest
+from support.core.serial_engine import GREEDY, config, slowed, still_serves
 from support.waiting import PATIENCE_S, HeldSteps, wait_until
 
 from hardpoint import (
@@ -25,11 +26,9 @@ from hardpoint import (
 )
 from hardpoint.core.errors import engine_dead, error_of, kind_of
 from hardpoint.core.wire import WireError
-from hardpoint.plugins import EngineCoreRequest, SchedulingPolicy, hookimpl
+from hardpoint.plugins import EngineCoreRequest, SchedulingPolicy
 from hardpoint.plugins.errors import PluginLoadError
-from hardpoint.testing import scripted_config
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 BOTH = pytest.mark.parametrize("in_process", [True, False], ids=["in-process", "own-process"])
 
 
@@ -45,36 +44,8 @@ class Unbuildable(SchedulingPolicy):
         return 0
 
 
-class Grows:
-    """Makes prompts too long, as a hook may that does not look."""
-
-    contract = 1
-
-    @hookimpl
-    def request_received(self, request):
-        if "grow" in request.tags:
-            request.prompt_token_ids = [1] * 600
-
-
 def slow(seconds: float, max_tokens: int = 400) -> SamplingParams:
     return slowed({"slow": {"seconds": seconds}}, max_tokens)
-
-
-def slowed(plugin_args: dict, max_tokens: int = 400) -> SamplingParams:
-    return SamplingParams(
-        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, plugin_args=plugin_args
-    )
-
-
-def config(folder, *, in_process=False, **engine):
-    return scripted_config(
-        folder,
-        {
-            "engine": {"in_process": in_process, **engine},
-            "plugins": {"enable": ["support.plugins.slow:Slow", f"{__name__}:Grows"]},
-            "scheduler": {"max_num_seqs": 1, "max_waiting": 3},
-        },
-    )
 
 
 @pytest.fixture(scope="module")
@@ -92,14 +63,6 @@ def here(scripted):
 @pytest.fixture
 def llm(in_process, own, here):
     return here if in_process else own
-
-
-def text(output) -> str:
-    return output.outputs[0].text
-
-
-def still_serves(llm) -> bool:
-    return text(llm.generate("say abc", GREEDY)[0]) == " abc abc abc"
 
 
 # The same errors in both modes

@@ -25,6 +25,7 @@ from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.plugins import EngineConfig, typed
 from hardpoint.plugins.errors import EngineDeadError
 from hardpoint.testing import scripted_config
+from support.process.fork_server import STARTS
 from support.processes import ROOT
 from support.waiting import PATIENCE_S, alive, wait_until
 
@@ -106,6 +107,7 @@ def told(name: str, seconds: float, limit_s: float) -> None:
 def holdings() -> Counter:
     """What this program holds beside its memory: descriptors, threads, children, files."""
     gc.collect()
+    STARTS.start_server()  # else the first engine process would leave it behind
     held: Counter = Counter()
     held.update(f"descriptor {link.split(':[')[0]}" for link in _open_files())
     held.update(f"thread {thread.name}" for thread in threading.enumerate())

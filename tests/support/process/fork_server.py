@@ -1,0 +1,184 @@
+"""Starts engine processes of tests by forking a process that has imported what they need.
+
+An engine process takes 1.5 to 2 seconds of processor time to import; a fork takes milliseconds.
+The fork becomes a child of the test's process and behaves like a started one: it has the same
+environment, standard descriptors and working directory, and is in a session of its own. Where
+that could not be the same (other environment, other program, other interpreter options), and in
+tests marked `fresh_process`, the engine process is started as always.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+_PR_SET_CHILD_SUBREAPER = 36
+_CHANGING = ("HARDPOINT__", "PYTEST_")
+
+
+class ForkedProcess(subprocess.Popen):
+    """A process that the fork server made, with the interface of one that was started here."""
+
+    def __init__(self, command: list[str], pid: int) -> None:
+        """Take over the child process `pid`."""
+        self.args = command
+        self.pid = pid
+        self.returncode = None
+        self.stdin = self.stdout = self.stderr = None
+        self._child_created = True
+        self._waitpid_lock = threading.Lock()
+
+
+class ForkServer:
+    """The test's side of the fork server."""
+
+    def __init__(self) -> None:
+        """Start the server; it ends with this process."""
+        from hardpoint.core.engine_process import process
+        from hardpoint.core.engine_process.launch import Interpreter
+
+        interpreter = Interpreter.current()
+        self._command = [*interpreter.command, str(Path(process.__file__).with_name("__main__.py"))]
+        self._environment = _fixed(os.environ)
+        self._lock = threading.Lock()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.set_inheritable(False)
+        self._popen = subprocess.Popen(
+            [*interpreter.command, __file__, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            cwd="/",
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+        )
+        theirs.close()
+        self._control.send(json.dumps(interpreter.path).encode())
+
+    def serves(self, command: list[str], options: dict[str, Any]) -> bool:
+        """Whether a fork is the same as what these arguments of `Popen` start."""
+        return (
+            command[:-2] == self._command
+            and set(options) == {"stdin", "cwd", "pass_fds", "start_new_session"}
+            and _fixed(os.environ) == self._environment
+            and self._popen.poll() is None
+        )
+
+    def fork(self, command: list[str], cwd: str, descriptor: int) -> ForkedProcess:
+        """Return a new engine process, which has the launch socket `descriptor`."""
+        request = {
+            "cwd": os.path.abspath(cwd),
+            "environment": dict(os.environ),
+            "argv": command[-3:],
+        }
+        with self._lock:
+            # The fork is orphaned by the server, and so becomes a child of this process.
+            _be_subreaper(True)
+            try:
+                frames = [json.dumps(request).encode()]
+                socket.send_fds(self._control, frames, [descriptor, 1, 2])
+                pid = int(self._control.recv(64))
+                assert self._control.recv(64) == b"orphaned"
+            finally:
+                _be_subreaper(False)
+        return ForkedProcess(command, pid)
+
+
+class EngineStarts:
+    """Decides how the engine processes of tests are started; stands in for `subprocess.Popen`.
+
+    Attributes:
+        forks: whether the current test may have forked ones.
+    """
+
+    def __init__(self) -> None:
+        """Prepare; the server starts with the first engine process."""
+        self.forks = False
+        self._server: ForkServer | None = None
+        self._lock = threading.Lock()
+
+    def install(self) -> None:
+        """Take the place of `Popen` for the module that starts engine processes."""
+        from hardpoint.core.engine_process import process
+
+        module = types.ModuleType("subprocess")
+        vars(module).update(vars(subprocess))
+        module.Popen = self
+        process.subprocess = module
+
+    def start_server(self) -> None:
+        """Start the server, unless it runs."""
+        with self._lock:
+            self._server = self._server or ForkServer()
+
+    def __call__(self, command: list[str], **options: Any) -> subprocess.Popen:
+        if self.forks:
+            self.start_server()
+            if self._server.serves(command, options):
+                return self._server.fork(command, options["cwd"], *options["pass_fds"])
+        return subprocess.Popen(command, **options)
+
+
+STARTS = EngineStarts()
+
+
+def _fixed(environment: dict[str, str]) -> dict[str, str]:
+    """Return what a process may have read while it imported."""
+    return {name: value for name, value in environment.items() if not name.startswith(_CHANGING)}
+
+
+def _be_subreaper(on: bool) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def _serve(control: socket.socket) -> None:
+    """Fork for each request; return in the forks alone."""
+    sys.path[:] = json.loads(control.recv(1 << 20))
+    importlib.import_module("hardpoint.core.engine_process.child")
+    importlib.import_module("hardpoint.core.engine_process.run")
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 3)
+        if not data:
+            os._exit(0)
+        assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not fork"
+        between = os.fork()
+        if between == 0:
+            if pid := os.fork():
+                control.send(str(pid).encode())
+                os._exit(0)
+            control.close()
+            _become(json.loads(data), *descriptors)
+            return
+        for descriptor in descriptors:
+            os.close(descriptor)
+        os.waitpid(between, 0)
+        control.send(b"orphaned")
+
+
+def _become(request: dict[str, Any], launch: int, out: int, err: int) -> None:
+    """Be as a process that was started with the command of the request."""
+    os.setsid()
+    for descriptor, standard in ((out, 1), (err, 2)):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.argv[:] = [request["argv"][0], "--launch-fd", str(launch)]
+    importlib.invalidate_caches()
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))
+    from hardpoint.core.engine_process.__main__ import main
+
+    main()

@@ -1,0 +1,46 @@
+"""Requests that last until something happens to them, with the plugin `slow`."""
+
+from __future__ import annotations
+
+from hardpoint import LLM, SamplingParams
+from support.waiting import HeldSteps
+
+SLOW = {"plugins": {"enable": ["support.plugins.slow:Slow"]}}
+
+
+def long() -> SamplingParams:
+    """Parameters of a request that goes on, slowly enough to leave the processor to others."""
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=30_000,
+        ignore_eos=True,
+        plugin_args={"slow": {"seconds": 0.002}},
+    )
+
+
+def until_let_go(held: HeldSteps) -> SamplingParams:
+    """Parameters of a request of 200 tokens, which take 20 s, and hardly any once let go."""
+    args = held.slow(0.1)
+    return SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, plugin_args=args)
+
+
+def add(llm: LLM, count: int, params: SamplingParams) -> None:
+    for index in range(count):
+        llm.llm_engine.add_request(f"r{index}", [index + 1], params)
+
+
+def begin(llm: LLM, count: int, params: SamplingParams) -> None:
+    """Add requests and wait until each has tokens: a signal may overtake one that was just sent."""
+    add(llm, count, params)
+    seen: set[str] = set()
+    while len(seen) < count:
+        seen.update(output.request_id for output in llm.llm_engine.step())
+
+
+def finals(llm: LLM) -> list[str]:
+    """Step to the end; return the finish reasons."""
+    reasons = []
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            reasons += [each.finish_reason for each in output.outputs if output.finished]
+    return reasons

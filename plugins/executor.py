@@ -83,7 +83,7 @@ class Worker(Protocol):
         """Begin to record what runs.
 
         Raises:
-            HardpointError: no folder is configured, or a profile is being made.
+            HardpointError: no folder is configured, or a profile is being recorded.
         """
 
     def stop_profile(self) -> str:

@@ -1,1 +1,1 @@
-"""The engine core: one step, its control calls, and how it is built."""
+"""The engine core: its steps, its control calls, and how it is built."""

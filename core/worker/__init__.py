@@ -1,1 +1,1 @@
-"""On the device: the persistent batch, the model runner and the worker around them."""
+"""The worker of a device: the persistent batch, the model runner and sampling."""

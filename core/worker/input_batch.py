@@ -1,4 +1,4 @@
-"""The persistent batch: what a worker remembers of its requests, as arrays by row."""
+"""The persistent batch: the worker's state of its requests, as arrays by row."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hardpoint.plugins import Added, AttentionStep, BatchUpdate, LogitsRequest, 
 
 
 class BatchUpdateBuilder:
-    """Gathers removals, then additions and moves, and issues them as one update.
+    """Collects removals, then additions and moves, into one update.
 
-    Removals come first: once the removed rows have been read, registering another one in the same
-    step is an error, because rows may have been given away already.
+    Removals come first: once the removed rows have been read, another removal in the same step is
+    an error, because the free rows may have been assigned already.
     """
 
     def __init__(self) -> None:
-        """Start with nothing."""
+        """Start without changes."""
         self._removed: list[int] = []
         self._added: list[Added] = []
         self._moved: list[Moved] = []
@@ -31,7 +31,7 @@ class BatchUpdateBuilder:
 
     @property
     def changed(self) -> bool:
-        """Whether anything happened since the last update, taken rows included."""
+        """Whether there was any change since the last update, rows removed and reused included."""
         return self._changed
 
     @property
@@ -41,7 +41,7 @@ class BatchUpdateBuilder:
         return tuple(self._removed)
 
     def remove(self, row: int) -> None:
-        """Register a row as left.
+        """Register the removal of a row.
 
         Raises:
             RuntimeError: free rows were read already in this step.
@@ -60,12 +60,12 @@ class BatchUpdateBuilder:
         return self._removed[-1] if self._removed else None
 
     def pop_removed(self) -> int | None:
-        """Take the lowest free row, or None."""
+        """Remove and return the lowest free row, or None."""
         self._lock()
         return self._removed.pop() if self._removed else None
 
     def add(self, added: Added) -> None:
-        """Register a request that took a row."""
+        """Register a request that was added."""
         self._added.append(added)
         self._changed = True
 
@@ -75,7 +75,7 @@ class BatchUpdateBuilder:
         self._changed = True
 
     def get_and_reset(self, batch_size: int) -> BatchUpdate | None:
-        """Return what changed, or None, and start the next step."""
+        """Return the update, None if nothing changed, and start the next step."""
         self._sort()
         update = None
         if self._removed or self._added or self._moved:
@@ -86,7 +86,7 @@ class BatchUpdateBuilder:
         return update
 
     def reset(self) -> bool:
-        """Forget everything; return whether anything had changed."""
+        """Discard all changes; return whether there were any."""
         changed = self._changed
         self._removed, self._added, self._moved = [], [], []
         self._sorted, self._locked, self._changed = True, False, False
@@ -99,7 +99,7 @@ class BatchUpdateBuilder:
 
     def _sort(self) -> None:
         if not self._sorted:
-            self._removed.sort(reverse=True)  # so that taking the lowest is cheap
+            self._removed.sort(reverse=True)  # so that popping the lowest is cheap
             self._sorted = True
 
 
@@ -108,13 +108,13 @@ IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True, eq=False)
 class StepInput:
-    """One step's tokens, flat, with sequences of a single token first.
+    """The tokens of one step, flattened; sequences with a single token come first.
 
     Attributes:
         requests: in the order of the step's sequences.
         token_ids: int64 [tokens].
         positions: int64 [tokens].
-        attention: where they stand.
+        attention: the layout of the sequences for the attention backend.
         starts: int [seqs]; tokens of each sequence that were computed before.
         samples: bool [seqs]; whether the step reaches the sequence's last known token.
     """
@@ -128,10 +128,10 @@ class StepInput:
 
 
 class InputBatch:
-    """Rows by request. Between `settle` and the next removal, rows 0 to n-1 are in use."""
+    """The persistent batch. Between `settle` and the next removal, rows 0 to n-1 are in use."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
-        """Reserve the arrays; memory is touched as rows fill."""
+        """Allocate the arrays; their memory is touched as rows fill."""
         self._block_size = block_size
         self._token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
         self._blocks = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
@@ -154,7 +154,7 @@ class InputBatch:
         block_ids: Sequence[int],
         num_computed_tokens: int,
     ) -> None:
-        """Give a request the lowest free row. `output_token_ids` is the request's live list."""
+        """Add a request in the lowest free row. `output_token_ids` is the request's live list."""
         row = self._updates.pop_removed()
         if row is None:
             row = len(self._requests)
@@ -181,14 +181,14 @@ class InputBatch:
             self._num_blocks[row] += len(block_ids)
 
     def remove(self, request_id: str) -> None:
-        """Forget a request, if it is here."""
+        """Remove a request, if it is in the batch."""
         row = self._row_of.pop(request_id, None)
         if row is not None:
             self._requests[row] = None
             self._updates.remove(row)
 
     def settle(self) -> BatchUpdate | None:
-        """Fill rows that are still free by the last ones; return what changed since last time."""
+        """Move the last rows into free ones; return the update since the last call."""
         self._trim()
         while (hole := self._updates.peek_removed()) is not None:
             last = len(self._requests) - 1
@@ -216,20 +216,20 @@ class InputBatch:
         return Added(row, params, request.prompt_token_ids, self._outputs[row])
 
     def _trim(self) -> None:
-        """Drop free rows at the end."""
+        """Remove free rows at the end."""
         while self._requests and self._requests[-1] is None:
             self._requests.pop()
             self._outputs.pop()
 
     def append(self, request_id: str, token: int) -> None:
-        """Add a sampled token to a request."""
+        """Append a sampled token to a request."""
         row = self._row_of[request_id]
         self._token_ids[row, self._num_tokens[row]] = token
         self._num_tokens[row] += 1
         self._outputs[row].append(token)
 
     def prepare(self, scheduled: dict[str, int], device: torch.device) -> StepInput:
-        """Lay out the step's tokens and count them as computed."""
+        """Return the step's input, and count its tokens as computed."""
         rows = np.fromiter((self._row_of[r] for r in scheduled), np.int64, len(scheduled))
         counts = np.fromiter(scheduled.values(), np.int64, len(scheduled))
         order = np.argsort(counts > 1, kind="stable")

@@ -1,4 +1,4 @@
-"""The model runner: carries out a plan on the persistent batch."""
+"""The model runner: executes a plan on the persistent batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PROMPT_ROWS = 256  # rows of logits held at once for prompt log-probabilities
 
 
 class ModelRunner:
-    """Runs the model over a plan's tokens, then samples where a sequence's end was reached."""
+    """Runs the model over a plan's tokens, and samples for sequences whose end it reached."""
 
     def __init__(
         self,
@@ -51,19 +51,19 @@ class ModelRunner:
         self._specs = model.kv_specs()
         self._caches: list[Any] = []
         self._pending: tuple[StepInput, torch.Tensor] | None = None
-        self._broken: dict[str, RequestFault] = {}  # could not start; still to be told
+        self._broken: dict[str, RequestFault] = {}  # could not start; not reported yet
 
     def allocate(self, num_blocks: int, batch: InputBatch) -> None:
-        """Allocate the KV cache of every layer, and take the batch that its blocks are for."""
+        """Allocate the KV cache of every layer, and use `batch`, whose block tables refer to it."""
         self.restore_cache(num_blocks)
         self._allocated = batch
 
     def release_cache(self) -> None:
-        """Give the KV cache back. Nothing can be run until `restore_cache`."""
+        """Release the KV cache. No step can run until `restore_cache`."""
         self._caches = []
 
     def restore_cache(self, num_blocks: int) -> None:
-        """Allocate the KV cache of every layer; it holds nothing."""
+        """Allocate the KV cache of every layer, without content."""
         self._caches = [self._attention.allocate(spec, num_blocks) for spec in self._specs]
 
     @property
@@ -96,19 +96,19 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample(self) -> ModelRunnerOutput:
-        """Sample from what `execute` computed."""
+        """Sample from the hidden states that `execute` computed."""
         assert self._pending is not None, "sample() without an execute() that returned None"
         (step, hidden), self._pending = self._pending, None
         output = ModelRunnerOutput(prompt_logprobs=self._prompt_logprobs(step, hidden))
         output.faults, self._broken = self._broken, {}
-        places = [
-            place
-            for place, request in enumerate(step.requests)
-            if step.samples[place] and request.request_id not in output.faults
+        indices = [
+            index
+            for index, request in enumerate(step.requests)
+            if step.samples[index] and request.request_id not in output.faults
         ]
-        if places:
-            last = torch.from_numpy(step.attention.query_starts[1:][places] - 1).to(self._device)
-            self._choose(hidden[last], [step.requests[place] for place in places], output)
+        if indices:
+            last = torch.from_numpy(step.attention.query_starts[1:][indices] - 1).to(self._device)
+            self._choose(hidden[last], [step.requests[index] for index in indices], output)
         return output
 
     def plugin_meters(self) -> dict[str, PluginMeter]:
@@ -118,25 +118,25 @@ class ModelRunner:
     def _choose(
         self, hidden: torch.Tensor, requests: list[LogitsRequest], output: ModelRunnerOutput
     ) -> None:
-        """Sample a token per request and carry batch and states over it."""
+        """Sample a token per request, and append it to the batch and the processors' states."""
         sampled = self._sampling.run(
             self._logits(hidden), requests, lambda: self._logits(hidden).clone()
         )
         output.faults |= sampled.faults
-        sound = [i for i, request in enumerate(requests) if request.request_id not in output.faults]
-        chosen = [sampled.tokens[place] for place in sound]
-        for place, token in zip(sound, chosen, strict=True):
-            request_id = requests[place].request_id
+        rows = [i for i, request in enumerate(requests) if request.request_id not in output.faults]
+        tokens = [sampled.tokens[row] for row in rows]
+        for row, token in zip(rows, tokens, strict=True):
+            request_id = requests[row].request_id
             self._batch.append(request_id, token)
             output.sampled_token_ids[request_id] = [token]
-            if place in sampled.logprobs:
-                output.logprobs[request_id] = [sampled.logprobs[place]]
+            if row in sampled.logprobs:
+                output.logprobs[request_id] = [sampled.logprobs[row]]
         output.faults |= self._sampling.pipeline.advance(
-            [requests[place] for place in sound], chosen, sampled.device_ids[sound]
+            [requests[row] for row in rows], tokens, sampled.device_ids[rows]
         )
 
     def _apply(self, plan: SchedulerOutput) -> None:
-        """Bring the batch up to date with the plan."""
+        """Apply the plan's additions and removals to the batch."""
         for request_id in plan.finished_request_ids | plan.preempted_request_ids:
             self._batch.remove(request_id)
         for request_id, (block_ids,) in plan.cached_requests.new_block_ids.items():
@@ -155,21 +155,19 @@ class ModelRunner:
             stop_token_ids=source.stop_token_ids,
             child_index=source.child_index,
         )
-        fault = self._take_arguments(request, source)
+        fault = self._convert_arguments(request, source)
         (block_ids,) = new.block_ids
         self._batch.add(request, outputs, block_ids, new.num_computed_tokens)
         fault = fault or self._sampling.pipeline.start(request)
         if fault is not None:
-            request.arguments = {}  # nothing runs for it until it is told and removed
+            request.arguments = {}  # no processor runs for it until it is reported and removed
             self._broken[request.request_id] = fault
 
-    def _take_arguments(
+    def _convert_arguments(
         self, request: LogitsRequest, source: EngineCoreRequest
     ) -> RequestFault | None:
-        """Convert a request's arguments; return who refuses them.
-
-        The frontend has looked at them, but a plugin's own checks may end otherwise here.
-        """
+        """Convert a request's plugin arguments; return the fault if a plugin rejects them."""
+        # The frontend has checked them, but a plugin's own check may fail in this process only.
         arguments: dict[str, Any] = {}
         for name, plain in source.plugin_args.items():
             if name not in self._argument_types:
@@ -191,7 +189,7 @@ class ModelRunner:
     def _prompt_logprobs(
         self, step: StepInput, hidden: torch.Tensor
     ) -> dict[str, list[TokenLogprobs | None]]:
-        """Return the log-probabilities of prompt tokens that this step's positions predict."""
+        """Return the log-probabilities of the prompt tokens that this step predicts."""
         result: dict[str, list[TokenLogprobs | None]] = {}
         for index, request in enumerate(step.requests):
             count = request.params.prompt_logprobs

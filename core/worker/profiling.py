@@ -1,4 +1,4 @@
-"""Profiles of what a worker does."""
+"""Profiles of a worker, made by torch's profiler."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ from hardpoint.plugins import ConfigError, HardpointError
 
 
 class Profiling:
-    """Makes profiles with torch's profiler, one at a time, each in a file of its own.
+    """Records profiles, one at a time, each into a file of its own.
 
     The files are Chrome traces, for Perfetto or chrome://tracing.
     """
 
     def __init__(self, folder: str | None, device: torch.device) -> None:
-        """`folder` is made when a profile is started; without one, none can be."""
+        """`folder` is created when a profile starts; without a folder, no profile can start."""
         self._folder = folder
         self._device = device
         self._profiler: torch.profiler.profile | None = None
 
     def start(self) -> None:
-        """Begin to record what this thread does, and the device.
+        """Start to record the activity of this thread and of the device.
 
         Raises:
             ConfigError: no folder is configured.
-            HardpointError: a profile is being made.
+            HardpointError: a profile is being recorded.
         """
         if self._folder is None:
             raise ConfigError(
                 "engine.profile_dir: expected a folder to write profiles to, got nothing"
             )
         if self._profiler is not None:
-            raise HardpointError("a profile is being made; stop it before you start another one")
+            raise HardpointError(
+                "a profile is being recorded; stop it before you start another one"
+            )
         Path(self._folder).mkdir(parents=True, exist_ok=True)
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._device.type == "cuda":
@@ -48,18 +50,18 @@ class Profiling:
         """Stop, and return the file that the profile was written to.
 
         Raises:
-            HardpointError: none is being made.
+            HardpointError: no profile is being recorded.
         """
         profiler, self._profiler = self._profiler, None
         if profiler is None or self._folder is None:
-            raise HardpointError("no profile is being made")
+            raise HardpointError("no profile is being recorded")
         profiler.stop()
         path = Path(self._folder) / f"hardpoint-{os.getpid()}-{time.time_ns()}.json"
         profiler.export_chrome_trace(str(path))
         return str(path)
 
     def close(self) -> None:
-        """Throw away the profile that is being made, if one is."""
+        """Discard the profile that is being recorded, if any."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.stop()

@@ -44,7 +44,7 @@ _NO_ADAPTERS = "workers of this version hold none"
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker is made from.
+    """The configuration and plugins of a worker.
 
     Attributes:
         dtype: resolved; never "auto".
@@ -63,10 +63,10 @@ class WorkerSpec:
 
 
 class LocalWorker:
-    """Holds one device's share of the model."""
+    """The worker of this process: a model and its KV cache on one device."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        """Build nothing yet; `load_model` does."""
+        """Store the spec; `load_model` builds the model."""
         self._spec: WorkerSpec | None = spec
         self._runner: ModelRunner | None = None
         self._components: list[Component] = []
@@ -92,7 +92,9 @@ class LocalWorker:
             device=spec.device,
             max_model_len=spec.max_model_len,
         )
-        stage = self._sampling(spec)  # before the weights: a plugin that cannot start is told soon
+        stage = self._sampling(
+            spec
+        )  # before the weights, so that a plugin that cannot start fails early
         shapes = model.weight_shapes()
         with torch.inference_mode():
             model.load_weights(_checked(spec.loader.weights(shapes), shapes, spec))
@@ -109,11 +111,11 @@ class LocalWorker:
         return _measured(model, spec, per_block)
 
     def set_max_model_len(self, max_model_len: int) -> None:
-        """Take it that the KV cache holds no longer requests."""
+        """Set the length of the longest request that the KV cache has room for."""
         self._max_model_len = max_model_len
 
     def initialize_cache(self, num_blocks: int) -> None:
-        """Allocate the KV cache, and the batch that goes with it."""
+        """Allocate the KV cache and the persistent batch."""
         assert self._spec is not None
         config = self._spec.config
         batch = InputBatch(
@@ -132,11 +134,11 @@ class LocalWorker:
             raise _unsupported(plan)
         batch_is_gone = self._runner is None or not self._runner.has_batch
         if batch_is_gone and not plan.total_num_scheduled_tokens:
-            return ModelRunnerOutput()  # asleep; a request ended, of which nothing is left here
+            return ModelRunnerOutput()  # asleep: the requests of the plan have no state here
         return self.runner.execute(plan)
 
     def sample_tokens(self, plan: SchedulerOutput) -> ModelRunnerOutput:  # noqa: ARG002
-        """Finish a step that waits."""
+        """Sample the tokens of a step whose model has run."""
         return self.runner.sample()
 
     def plugin_meters(self) -> dict[str, PluginMeter]:
@@ -144,10 +146,10 @@ class LocalWorker:
         return self.runner.plugin_meters()
 
     def sleep(self, level: int) -> None:
-        """Give memory back.
+        """Release memory.
 
-        Level 1 gives back the KV cache; weights stay where they are, in CPU memory. Level 2 gives
-        back the model as well, and `wake_up` loads it anew.
+        Level 1 releases the KV cache; the weights stay where they are, in CPU memory. Level 2
+        releases the model as well, and `wake_up` loads it again.
         """
         assert self._spec is not None
         device = self._spec.device.type
@@ -159,10 +161,10 @@ class LocalWorker:
             torch.cuda.empty_cache()
 
     def wake_up(self, tags: Sequence[str]) -> None:
-        """Have memory again: "weights", "kv_cache" or both.
+        """Reallocate memory released by `sleep`: "weights", "kv_cache" or both.
 
         Raises:
-            HardpointError: the KV cache is asked for before weights that were given back.
+            HardpointError: the KV cache is requested before weights that were released.
         """
         if "weights" in tags and self._runner is None:
             self.load_model()
@@ -176,11 +178,11 @@ class LocalWorker:
             self.initialize_cache(self._num_blocks)
 
     def start_profile(self) -> None:
-        """Begin to record what runs."""
+        """Start a profile."""
         self._profiling.start()
 
     def stop_profile(self) -> str:
-        """Return the file that the profile was written to."""
+        """Stop the profile; return the file that it was written to."""
         return self._profiling.stop()
 
     def add_lora(self, lora: LoRARequest) -> bool:
@@ -200,7 +202,7 @@ class LocalWorker:
         raise HardpointError(f"adapter {lora_id} cannot be pinned: {_NO_ADAPTERS}")
 
     def close(self) -> None:
-        """Release model and cache."""
+        """Release the model and the KV cache."""
         self._profiling.close()
         self._release()
         self._spec = None
@@ -208,7 +210,7 @@ class LocalWorker:
     def _release(self) -> None:
         components, self._components = self._components, []
         self._runner = None
-        with contextlib.ExitStack() as stack:  # each is closed, whatever another one raises
+        with contextlib.ExitStack() as stack:  # closes each component, even if another one raises
             for component in components:
                 stack.callback(component.close)
 
@@ -290,15 +292,15 @@ def _checked(
     shapes: dict[str, tuple[int, ...]],
     spec: WorkerSpec,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass on the weights that the model wants, each once and of the right shape."""
+    """Yield the weights that the model needs, each once, after a check of its shape."""
     missing = dict(shapes)
     for name, tensor in weights:
-        if (wanted := missing.pop(name, None)) is None:
+        if (expected := missing.pop(name, None)) is None:
             continue
-        if tuple(tensor.shape) != tuple(wanted):
+        if tuple(tensor.shape) != tuple(expected):
             raise ModelError(
                 f"model: weight {name!r} of {spec.config.model!r} has shape "
-                f"{tuple(tensor.shape)}, {spec.model_config.architecture} wants {tuple(wanted)}"
+                f"{tuple(tensor.shape)}, {spec.model_config.architecture} needs {tuple(expected)}"
             )
         spec.progress("Loading weights", len(shapes) - len(missing), len(shapes))
         yield name, tensor
@@ -308,10 +310,10 @@ def _checked(
 
 
 def _measured(model: Model, spec: WorkerSpec, bytes_per_block: int) -> WorkerInfo:
-    """Return what memory there is for the KV cache.
+    """Return the memory that is available for the KV cache.
 
-    A GPU's memory is measured with a trial step of the largest size, so that nearly all of the rest
-    can be had. A CPU's memory is everybody's: the cache takes a smaller share of it instead.
+    On a GPU, a trial step of the largest size is measured, so that the cache can have nearly all of
+    the rest. A CPU's memory is shared with other programs, so the cache gets a smaller share of it.
     """
     if spec.device.type != "cuda":
         return WorkerInfo(bytes_per_block, int(psutil.virtual_memory().available))

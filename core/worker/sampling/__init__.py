@@ -1,1 +1,1 @@
-"""From logits to tokens: the pipeline of logits processors, log-probabilities, the sampler."""
+"""Sampling: the pipeline of logits processors, the sampler and log-probabilities."""

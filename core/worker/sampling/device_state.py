@@ -1,4 +1,4 @@
-"""Per-request state on the device: declared by processors, kept and moved by the framework."""
+"""Per-request state of logits processors on the device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hardpoint.plugins.logits import LogitsPlugin
 
 
 class DeviceState:
-    """The tensors of one processor, a row per row of the batch, and scratch rows for drafts."""
+    """The tensors that one processor declares: rows of the batch, then scratch rows for drafts."""
 
     def __init__(self, processor: LogitsPlugin, rows: int, device: torch.device) -> None:
-        """Allocate `rows` rows of what the processor declares."""
+        """Allocate `rows` rows of the tensors that the processor declares."""
         self._processor = processor
         self._rows = rows
         self._device = device
@@ -23,11 +23,11 @@ class DeviceState:
         self._tensors = {name: self._empty(spec, rows) for name, spec in self._specs.items()}
 
     def __bool__(self) -> bool:
-        """Whether the processor declares any."""
+        """Return whether the processor declares any tensor."""
         return bool(self._tensors)
 
     def move(self, update: BatchUpdate) -> None:
-        """Follow the moves of an update."""
+        """Apply the moves of a batch update."""
         for move in update.moved:
             for tensor in self._tensors.values():
                 source, destination = tensor[move.source], tensor[move.destination]
@@ -39,7 +39,7 @@ class DeviceState:
                     destination.copy_(source)
 
     def start(self, request: LogitsRequest) -> None:
-        """Let the processor fill a request's row afresh."""
+        """Reset a request's row, and let the processor fill it."""
         rows = {name: tensor[request.row] for name, tensor in self._tensors.items()}
         for name, row in rows.items():
             row.fill_(self._specs[name].fill)
@@ -54,7 +54,7 @@ class DeviceState:
         requests: Sequence[LogitsRequest],
         call: Callable[[Mapping[str, torch.Tensor]], None],
     ) -> None:
-        """Let `call` change the requests' rows in place, and write them back."""
+        """Pass copies of the requests' rows to `call`, which changes them, and write them back."""
         index = self._index(requests)
         part = {name: tensor.index_select(0, index) for name, tensor in self._tensors.items()}
         call(part)
@@ -62,7 +62,7 @@ class DeviceState:
             tensor.index_copy_(0, index, part[name])
 
     def copy_to_scratch(self, pairs: Sequence[tuple[LogitsRequest, LogitsRequest]]) -> None:
-        """Copy each first request's row to the second's, which lies beyond the batch."""
+        """Copy each pair's first row to its second, which lies beyond the batch."""
         needed = 1 + max(target.row for _, target in pairs)
         source = self._index([source for source, _ in pairs])
         target = self._index([target for _, target in pairs])

@@ -1,4 +1,4 @@
-"""Draft tokens: more rows for a request, and which of them its own choices confirm."""
+"""Draft tokens: further rows for a request, and verification of the drafts by its own tokens."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def with_drafts(
     pipeline: LogitsPipeline,
     scratch_row: int,
 ) -> list[LogitsRequest]:
-    """Return one row per position to choose at: each request, then a view per draft.
+    """Return one row per position to sample: each request, then a view per draft.
 
     Args:
         requests: those that are sampled.
         drafts: the tokens drafted for each; may be empty.
-        pipeline: forks the states.
+        pipeline: forks the processors' states.
         scratch_row: first row beyond the batch, for the views' device state.
 
     Raises:
-        PluginContractError: a processor that is on does not support drafts.
+        PluginContractError: an enabled processor does not support drafts.
     """
     pipeline.check_drafts()
     rows: list[LogitsRequest] = []
@@ -43,22 +43,22 @@ def with_drafts(
 
 
 def accepted(chosen: Sequence[int], drafts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the tokens that each request gets: confirmed drafts, then one of its own.
+    """Return the tokens of each request: the accepted drafts, then one sampled token.
 
-    A choice depends on nothing but logits, seed and position, so a draft is confirmed when it is
-    the very token that would have been chosen without it.
+    A sampled token depends on logits, seed and position only, so a draft is accepted if it equals
+    the token that is sampled at its position.
 
     Args:
-        chosen: one per row of `with_drafts`.
-        drafts: as given there.
+        chosen: the sampled tokens, one per row of `with_drafts`.
+        drafts: the same as for `with_drafts`.
     """
     result: list[list[int]] = []
     first = 0
     for tokens in drafts:
-        own = list(chosen[first : first + len(tokens) + 1])
+        sampled = list(chosen[first : first + len(tokens) + 1])
         first += len(tokens) + 1
-        confirmed = 0
-        while confirmed < len(tokens) and own[confirmed] == tokens[confirmed]:
-            confirmed += 1
-        result.append(own[: confirmed + 1])
+        num_accepted = 0
+        while num_accepted < len(tokens) and sampled[num_accepted] == tokens[num_accepted]:
+            num_accepted += 1
+        result.append(sampled[: num_accepted + 1])
     return result

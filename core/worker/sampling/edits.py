@@ -1,4 +1,4 @@
-"""Sparse edits: checked once, turned into tensors once, applied in place."""
+"""Sparse edits of logits: checked and turned into tensors once, then applied in place."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ def compile_edits(edits: Edits, batch_rows: Sequence[int], logits: torch.Tensor)
         raise ValueError(f"edits name rows outside 0..{len(batch_rows) - 1}")
     if min(edits.token) < 0 or max(edits.token) >= vocab:
         raise ValueError(f"edits name tokens outside 0..{vocab - 1}")
-    # Counted through all rows: one index is half as much work as a pair.
-    places = [batch_rows[r] * vocab + t for r, t in zip(edits.row, edits.token, strict=True)]
+    # Flat indices: one index tensor is half as much work as a pair.
+    indices = [batch_rows[r] * vocab + t for r, t in zip(edits.row, edits.token, strict=True)]
     if edits.op is Op.KEEP_ONLY:
-        return _keep_only(places, {batch_rows[r] for r in edits.row}, logits)
+        return _keep_only(indices, {batch_rows[r] for r in edits.row}, logits)
     if edits.op is Op.SET:
-        return _set(dict(zip(places, edits.value, strict=True)), logits)
-    return _add(places, edits.value, logits)
+        return _set(dict(zip(indices, edits.value, strict=True)), logits)
+    return _add(indices, edits.value, logits)
 
 
-def _set(by_place: dict[int, float], logits: torch.Tensor) -> CompiledEdits:
-    place = torch.tensor(list(by_place), device=logits.device)
-    value = torch.tensor(list(by_place.values()), dtype=torch.float32, device=logits.device)
+def _set(values: dict[int, float], logits: torch.Tensor) -> CompiledEdits:
+    index = torch.tensor(list(values), device=logits.device)
+    value = torch.tensor(list(values.values()), dtype=torch.float32, device=logits.device)
 
     def put(logits: torch.Tensor) -> None:
-        logits.put_(place, value)
+        logits.put_(index, value)
 
     return put
 
 
-def _add(places: list[int], values: Sequence[float], logits: torch.Tensor) -> CompiledEdits:
-    place = torch.tensor(places, device=logits.device)
+def _add(indices: list[int], values: Sequence[float], logits: torch.Tensor) -> CompiledEdits:
+    index = torch.tensor(indices, device=logits.device)
     value = torch.tensor(list(values), dtype=torch.float32, device=logits.device)
-    if len(set(places)) < len(places):  # put_ leaves the order of such sums open
-        row, token = place // logits.shape[1], place % logits.shape[1]
+    if len(set(indices)) < len(indices):  # put_ sums duplicates in no defined order
+        row, token = index // logits.shape[1], index % logits.shape[1]
 
         def add_in_order(logits: torch.Tensor) -> None:
             logits.index_put_((row, token), value, accumulate=True)
@@ -65,23 +65,23 @@ def _add(places: list[int], values: Sequence[float], logits: torch.Tensor) -> Co
         return add_in_order
 
     def add(logits: torch.Tensor) -> None:
-        logits.put_(place, value, accumulate=True)
+        logits.put_(index, value, accumulate=True)
 
     return add
 
 
-def _keep_only(places: list[int], rows: set[int], logits: torch.Tensor) -> CompiledEdits:
-    place = torch.tensor(places, device=logits.device)
-    index = torch.tensor(sorted(rows), device=logits.device)
-    every = len(rows) == len(logits)
+def _keep_only(indices: list[int], rows: set[int], logits: torch.Tensor) -> CompiledEdits:
+    index = torch.tensor(indices, device=logits.device)
+    row_index = torch.tensor(sorted(rows), device=logits.device)
+    are_all_rows = len(rows) == len(logits)
 
     def keep(logits: torch.Tensor) -> None:
-        kept = logits.take(place)
-        if every:
+        kept = logits.take(index)
+        if are_all_rows:
             logits.fill_(-torch.inf)
         else:
-            logits.index_fill_(0, index, -torch.inf)
-        logits.put_(place, kept)
+            logits.index_fill_(0, row_index, -torch.inf)
+        logits.put_(index, kept)
 
     return keep
 

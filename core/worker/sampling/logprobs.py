@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen and likeliest tokens."""
+"""Log-probabilities of the chosen and the most likely tokens."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hardpoint.plugins.requests import TokenLogprobs
 def gather_logprobs(
     logits: torch.Tensor, chosen: torch.Tensor, counts: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Return each row's log-probabilities: the chosen token, then the `counts[row]` likeliest.
+    """Return each row's log-probabilities: the chosen token, then the `counts[row]` most likely.
 
     Args:
-        logits: float32 [rows, vocab], as the model gave them.
+        logits: float32 [rows, vocab].
         chosen: int64 [rows].
-        counts: likeliest tokens wanted per row; -1 is the whole vocabulary.
+        counts: per row, the number of most likely tokens; -1 is the whole vocabulary.
     """
     logprobs = logits.log_softmax(-1)
     picked = logprobs.gather(1, chosen.unsqueeze(1))

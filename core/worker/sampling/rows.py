@@ -1,4 +1,4 @@
-"""The rows of a step as a logits processor sees them."""
+"""The rows of a step as a logits processor receives them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ProcessorRows:
         device: torch.device,
         device_state: DeviceState,
     ) -> None:
-        """`name` is the processor's."""
+        """`name` is the processor's; `version` is new for every change of the rows."""
         self.requests = requests
         self.version = version
         self._name = name
@@ -50,8 +50,8 @@ class ProcessorRows:
         """Return the argument `name` of every row as [rows, 1] on the device."""
         if name not in self._tensors:
             values = [getattr(arguments, name) for arguments in self._arguments]
-            whole = all(isinstance(value, int) for value in values)
-            dtype = torch.int64 if whole else torch.float32
+            is_integral = all(isinstance(value, int) for value in values)
+            dtype = torch.int64 if is_integral else torch.float32
             column = torch.tensor(values, dtype=dtype).unsqueeze(1)
             self._tensors[name] = column.to(self._device, non_blocking=True)
         return self._tensors[name]

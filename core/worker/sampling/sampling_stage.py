@@ -152,7 +152,7 @@ class SamplingStage:
                 if fault is None and is_checked:
                     fault = RequestFault(
                         f"sampler {self.sampler.name!r} chose a token that the logits do not "
-                        f"allow, or the plugins spoil them together, though none does alone"
+                        f"allow, or the plugins corrupt them together, though none does alone"
                     )
                 if fault is not None:
                     isolation.faults[request.request_id] = fault

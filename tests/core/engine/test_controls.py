@@ -196,7 +196,7 @@ class TestTheRest:
         tokens(llm)
         (path,) = llm.stop_profile()
         assert Path(path).stat().st_size > 1000
-        with pytest.raises(HardpointError, match="no profile is being made"):
+        with pytest.raises(HardpointError, match="no profile is being recorded"):
             llm.stop_profile()
 
 

@@ -133,7 +133,7 @@ class TestRefusals:
         core = engine.parts.client._core
         with pytest.raises(ConfigError, match="^engine.profile_dir: expected a folder to write"):
             core.start_profile()
-        with pytest.raises(HardpointError, match="no profile is being made"):
+        with pytest.raises(HardpointError, match="no profile is being recorded"):
             core.stop_profile()
         engine.close()
 
@@ -143,7 +143,7 @@ def test_a_profile_shows_what_ran(scripted, tmp_path):
     engine = scripted_engine(scripted, {"engine": {"profile_dir": str(folder)}})
     core = engine.parts.client._core
     core.start_profile()
-    with pytest.raises(HardpointError, match="a profile is being made"):
+    with pytest.raises(HardpointError, match="a profile is being recorded"):
         core.start_profile()
     run(engine, JOBS)
     (path,) = core.stop_profile()

@@ -1,4 +1,4 @@
-"""What every component of every kind shares: a contract version, options and a context."""
+"""Base of all components: contract version, options and context."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import typed
 __all__ = ["Component", "Context", "Progress"]
 
 Progress = Callable[[str, int, int], None]
-"""Called with (what, done, total) during long work; `done == total` ends it."""
+"""Progress callback `(what, done, total)` of long work; `done == total` ends it."""
 
 
 ComponentT_co = TypeVar("ComponentT_co", bound="Component", covariant=True)
@@ -20,13 +20,13 @@ ComponentT_co = TypeVar("ComponentT_co", bound="Component", covariant=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Context(Generic[ComponentT_co]):
-    """What a component is built with. Each kind adds fields; none is ever removed.
+    """Constructor argument of a component. Each kind adds fields; none is ever removed.
 
-    The type parameter is the interface whose components are built with it.
+    The type parameter is the interface of the components that take it.
 
     Attributes:
-        name: the name under which the configuration enabled the component.
-        options: the component's own `Options`, already checked.
+        name: under which the configuration enables the component.
+        options: the component's own `Options`, checked.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Component(ABC):
     """Base of every interface in the contract.
 
     A component states `contract = 1` in its own class body: the version of its kind's contract
-    that it was written for. A subclass does not inherit the statement.
+    that it implements. Subclasses do not inherit it.
     """
 
     contract: ClassVar[int]
@@ -46,10 +46,10 @@ class Component(ABC):
         """No options; override with a subclass of `hardpoint.plugins.Options`."""
 
     def __init__(self, context: Context[Component]) -> None:
-        """Keep the context; `self.name` and `self.options` are short for its fields."""
+        """Store the context; `self.name` and `self.options` are its fields."""
         self.context = context
         self.name = context.name
         self.options = context.options
 
     def close(self) -> None:  # noqa: B027 - optional on purpose
-        """Release what the component holds; called once, when its process closes."""
+        """Release resources; called once, when the process closes."""

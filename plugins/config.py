@@ -1,4 +1,4 @@
-"""The configuration tree and where each of its values came from."""
+"""The configuration tree and the source of each of its values."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ Reference = Annotated[
         description="An entry-point name, or an FQCN `package.module:Class`.",
     ),
 ]
-Name = Annotated[str, Meta(min_length=1, description="The name of a component that is on.")]
+Name = Annotated[str, Meta(min_length=1, description="The name of an enabled component.")]
 Count = Annotated[int, Meta(ge=1)]
 
 
 class PluginUse(Strict):
-    """A component to enable, with the name that it shall have.
+    """A component to enable, and its name.
 
     Attributes:
         use: entry-point name or FQCN.
-        name: its name here; by default the entry point's, or the class's in snake_case.
+        name: under which it is enabled; by default the entry point's, or the class's in snake_case.
     """
 
     use: Reference
@@ -51,18 +51,18 @@ class PluginUse(Strict):
 
 
 class PluginsConfig(Strict):
-    """Which components are on beside the built-in defaults.
+    """Which components are enabled in addition to the built-in defaults.
 
     Attributes:
-        enable: components to switch on.
-        disable: names of built-in defaults to switch off.
-        replace: a name that is on to the component that takes its place.
-        on_error: by plugin name, what a fault of it ends: "request", the requests that use it,
-            "step", nothing but its say in that decision, or "engine". A plugin has the scope of
-            its kind, or "engine".
-        quarantine_after: so many distinct requests that a third-party plugin ended, and requests
-            that use it are refused; 0 never does.
-        foreign_groups: entry-point groups of other engines to look into for logits processors,
+        enable: components to enable.
+        disable: names of built-in defaults to disable.
+        replace: the component that replaces an enabled one, by the name of the latter.
+        on_error: what a fault of a plugin ends, by its name: "request", the requests that use it,
+            "step", only its decision in that step, or "engine". A plugin has the scope of its
+            kind, or "engine".
+        quarantine_after: number of distinct requests that a third-party plugin may end before
+            requests that use it are refused; 0 is no limit.
+        foreign_groups: entry-point groups of other engines to search for logits processors,
             "vllm.logits_processors" for example.
     """
 
@@ -78,12 +78,12 @@ class SchedulerConfig(Strict):
     """The scheduler, its policy and its limits.
 
     Attributes:
-        max_num_seqs: most requests that run at once.
-        max_num_batched_tokens: most tokens of one step.
-        chunked_prefill: compute a prompt over several steps where the budget asks for it.
-        long_prefill_token_threshold: most tokens of one prompt in a step; 0 is no limit.
-        max_waiting: most requests that wait; further ones are refused as "overloaded". None is
-            no limit.
+        max_num_seqs: maximum number of running requests.
+        max_num_batched_tokens: maximum number of tokens in a step.
+        chunked_prefill: compute a prompt over several steps where the budget requires it.
+        long_prefill_token_threshold: maximum tokens of one prompt in a step; 0 is no limit.
+        max_waiting: maximum number of waiting requests; further ones are refused as "overloaded".
+            None is no limit.
     """
 
     use: Reference = "default"
@@ -99,17 +99,17 @@ class KVCacheConfig(Strict):
     """The paged KV cache.
 
     Attributes:
-        block_size: tokens of a block; a power of two.
-        num_blocks: size of the cache in blocks; None is what `memory_bytes` says.
+        block_size: tokens per block; a power of two.
+        num_blocks: size of the cache in blocks; None derives it from `memory_bytes`.
         memory_bytes: size of the cache in bytes; None is what `max_num_seqs` requests of full
             length need, at most `memory_fraction`.
-        memory_fraction: most of the available memory that the cache may take, where neither of
-            the above is given; None is 0.4 on a CPU and 0.9 on a GPU.
-        prefix_caching: keep what was computed, for requests that begin alike.
-        hash_algorithm: what cached blocks are found by.
-        eviction: what chooses the cached content that goes when a block is needed.
-        watermark: share of the blocks that must stay free when a request is admitted beside
-            others, so that running ones can grow.
+        memory_fraction: maximum share of the available memory for the cache, if neither of the
+            above is set; None is 0.4 on a CPU and 0.9 on a GPU.
+        prefix_caching: reuse the blocks of common prefixes.
+        hash_algorithm: of the prefix hashes of blocks.
+        eviction: eviction policy, which chooses the cached content to discard for new blocks.
+        watermark: share of the blocks that stays free when a request is admitted while others
+            run, so that those can grow.
     """
 
     block_size: Count = 16
@@ -123,22 +123,22 @@ class KVCacheConfig(Strict):
 
 
 class KVEventsConfig(Strict):
-    """Who is told what the KV cache holds.
+    """Publication of KV cache events.
 
     Attributes:
-        publishers: components that take the events; none by default.
+        publishers: components that publish the events; none by default.
     """
 
     publishers: list[Reference] = []
 
 
 class StatsConfig(Strict):
-    """Who is told how the engine does. What nobody asks for is not gathered.
+    """Statistics. None are collected unless a sink or `request_metrics` needs them.
 
     Attributes:
-        sinks: components that take the figures; none by default.
-        request_metrics: whether outputs carry `metrics` when they finish.
-        interval_seconds: how often sinks are asked to show what they gathered.
+        sinks: components that receive the statistics; none by default.
+        request_metrics: whether the last output of a request carries `metrics`.
+        interval_seconds: time between two reports of the sinks.
     """
 
     sinks: list[Reference] = []
@@ -147,7 +147,7 @@ class StatsConfig(Strict):
 
     @property
     def on(self) -> bool:
-        """Whether anybody asks for figures."""
+        """Whether statistics are needed."""
         return bool(self.sinks) or self.request_metrics
 
 
@@ -155,20 +155,20 @@ class EngineProcessConfig(Strict):
     """Where the engine runs, and how it starts and ends.
 
     Attributes:
-        in_process: in the caller's process; else in one of its own.
-        start_timeout_seconds: how long loading may take there.
-        call_timeout_seconds: how long the engine may take to answer a question about itself.
-        drain_seconds: how long requests may go on after SIGTERM; 0 aborts them at once.
-        watchdog_seconds: a step that takes longer has the stacks of all threads written to
-            stderr; 0 watches nothing.
+        in_process: run in the caller's process instead of one of its own.
+        start_timeout_seconds: maximum time to start an engine process and load the model.
+        call_timeout_seconds: maximum time for a utility call to the engine.
+        drain_seconds: time for requests to finish after SIGTERM; 0 aborts them at once.
+        watchdog_seconds: duration of a step after which the stacks of all threads are written to
+            stderr; 0 is never.
         watchdog_exits: whether such a step also ends the engine.
-        log_steps: log a line for each step: who computed how much, and how long it took.
-        profile_dir: the folder that profiles are written to; None is that none can be made.
-        random_request_ids: requests go by ids of their own inside, so that several live ones may
-            have one id; else by the caller's, and a second live one is refused.
-        stream_interval: most outputs of a streamed request wait for so many new tokens; its first
-            and last do not.
-        max_restarts_per_minute: where `AsyncLLM` shall restart a dead engine, how often.
+        log_steps: log each step's requests, token counts and duration.
+        profile_dir: folder for profiles; None disables profiling.
+        random_request_ids: give requests random internal ids, so that several live ones may have
+            the same id; otherwise a second live request with an id is refused.
+        stream_interval: new tokens per output of a streamed request; its first and last output
+            do not wait.
+        max_restarts_per_minute: limit for `AsyncLLM`, if it restarts a dead engine.
     """
 
     in_process: bool = True
@@ -185,17 +185,17 @@ class EngineProcessConfig(Strict):
 
 
 class ExecutorConfig(Strict):
-    """What runs the workers."""
+    """The executor, which runs the workers."""
 
     use: Reference = "uniproc"
 
 
 class SamplerConfig(Strict):
-    """What chooses tokens from processed logits.
+    """The sampler, which chooses tokens from processed logits.
 
     Attributes:
-        logprobs: log-probabilities are of the logits as the model gave them ("raw"), or as the
-            sampler saw them ("processed").
+        logprobs: compute log-probabilities from the model's logits ("raw") or from those that the
+            sampler gets ("processed").
     """
 
     use: Reference = "default"
@@ -203,16 +203,16 @@ class SamplerConfig(Strict):
 
 
 class AttentionConfig(Strict):
-    """What attends over the KV cache."""
+    """The attention backend."""
 
     use: Reference = "torch"
 
 
 class ReasoningConfig(Strict):
-    """How the model thinks aloud.
+    """Reasoning in the model's output.
 
     Attributes:
-        parser: name of a reasoning parser; None is a model that does not.
+        parser: name of a reasoning parser; None is a model without reasoning.
     """
 
     parser: Name | None = None
@@ -222,7 +222,7 @@ class TokenizerConfig(Strict):
     """The tokenizer.
 
     Attributes:
-        path: its directory or file, where that is not the model's.
+        path: its directory or file; by default the model's.
     """
 
     use: Reference = "transformers"
@@ -233,24 +233,24 @@ class LoadConfig(Strict):
     """How weights are read.
 
     Attributes:
-        use: name of a loader; "auto" asks each loader whether it knows the files.
+        use: name of a loader; "auto" selects the first that recognises the files.
     """
 
     use: Name = "auto"
 
 
 class EngineConfig(Strict):
-    """Everything that an engine is told.
+    """The whole configuration of an engine.
 
     Attributes:
         model: an alias ("smollm2"), a directory, a .gguf file or a Hugging Face id.
-        dtype: of weights, hidden states and KV cache; "auto" is the checkpoint's own, or
-            bfloat16 where that is unknown.
-        device: "auto" is cuda where there is one, else cpu.
-        max_model_len: longest prompt plus output; None is what the model was made for, "auto" is
-            what fits into the KV cache, at most what the model was made for.
-        seed: of everything that a request does not seed itself; None draws one.
-        plugin: options of one plugin, by its name.
+        dtype: of weights, hidden states and KV cache; "auto" is the checkpoint's, or bfloat16 if
+            that is unknown.
+        device: "auto" is cuda if available, else cpu.
+        max_model_len: maximum length of prompt plus output; None is the model's own limit, "auto"
+            what fits into the KV cache, up to the model's limit.
+        seed: for requests without a seed of their own; None draws one.
+        plugin: options of plugins, by their names.
     """
 
     model: Annotated[str, Meta(min_length=1)] = "smollm2"
@@ -274,14 +274,14 @@ class EngineConfig(Strict):
 
 
 class ConfigSources:
-    """Where each configuration value came from."""
+    """The source of each configuration value."""
 
     def __init__(self, by_path: Mapping[str, str] | None = None) -> None:
-        """`by_path` maps a dotted path to words such as `file hardpoint.toml`."""
+        """`by_path` maps a dotted path to a source such as `file hardpoint.toml`."""
         self.by_path = dict(by_path or {})
 
     def of(self, path: str) -> str:
-        """Return the origin of a path, of its nearest parent that has one, or "default"."""
+        """Return the source of a path, of its nearest parent that has one, or "default"."""
         while path:
             if path in self.by_path:
                 return self.by_path[path]
@@ -290,5 +290,5 @@ class ConfigSources:
         return "default"
 
     def locate(self, message: str) -> str:
-        """Append the origin of the path that a message starts with."""
+        """Append the source of the path that a message starts with."""
         return f"{message} (from {self.of(message.split(': ', 1)[0])})"

@@ -1,4 +1,4 @@
-"""What types and docstrings say, as data and in words: for help, schemas and the reference."""
+"""Types and docstrings as data and text, for help, schemas and the reference."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def first_paragraph(thing: Any) -> str:
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
-    """Return what the `Attributes:` sections of a class and its bases say, by name.
+    """Return the entries of the `Attributes:` sections of a class and its bases, by name.
 
     An entry `before, after: text` counts for both names.
     """
@@ -133,13 +133,13 @@ def named_child(info: types.Type | None, step: str) -> tuple[str, types.Type | N
 
 
 def type_text(info: types.Type) -> str:
-    """Return a type in words, such as `a whole number >= 1, or none`."""
+    """Return a type as text, such as `a whole number >= 1, or none`."""
     if isinstance(info, types.Metadata):
         return type_text(info.type)
     if isinstance(info, types.UnionType):
         return _union_text(info)
-    words = _WORDS.get(type(info))
-    return words(info) if words else type(info).__name__.removesuffix("Type").lower()
+    text = _TYPE_TEXTS.get(type(info))
+    return text(info) if text else type(info).__name__.removesuffix("Type").lower()
 
 
 def _field(info: types.StructType, step: str, index: int | None) -> tuple[str, types.Type | None]:
@@ -184,19 +184,19 @@ def _default(field: types.Field) -> Any:
 
 def _union_text(info: types.UnionType) -> str:
     optional = any(isinstance(option, types.NoneType) for option in info.types)
-    words = [type_text(o) for o in info.types if not isinstance(o, types.NoneType)]
-    return " or ".join(words) + (", or none" if optional else "")
+    texts = [type_text(o) for o in info.types if not isinstance(o, types.NoneType)]
+    return " or ".join(texts) + (", or none" if optional else "")
 
 
 def _number(noun: str) -> Callable[[Any], str]:
-    def words(info: Any) -> str:
+    def text(info: Any) -> str:
         if info.ge is not None and info.le is not None:
             return f"{noun} from {info.ge} to {info.le}"
         limits = ((">=", info.ge), (">", info.gt), ("<=", info.le), ("<", info.lt))
         parts = [f"{sign} {limit}" for sign, limit in limits if limit is not None]
         return " ".join([noun, " and ".join(parts)]) if parts else noun
 
-    return words
+    return text
 
 
 def _list_text(info: Any) -> str:
@@ -215,7 +215,7 @@ def _struct_text(info: Any) -> str:
     return f"a table of {names}" if names else "an empty table"
 
 
-_WORDS: Mapping[type, Callable[[Any], str]] = {
+_TYPE_TEXTS: Mapping[type, Callable[[Any], str]] = {
     types.AnyType: lambda _: "anything",
     types.BoolType: lambda _: "true or false",
     types.NoneType: lambda _: "none",

@@ -2,21 +2,21 @@
 
 HardpointError
 ├── ConfigError             a value of the configuration is wrong
-├── PluginError             a plugin is at fault
+├── PluginError             a plugin is wrong or failed
 │   ├── PluginNotFoundError     no component has that name, or the FQCN does not resolve
 │   ├── PluginLoadError         it exists but cannot be imported or built
 │   ├── PluginContractError     it loads but does not keep its kind's contract
 │   ├── PluginConflictError     two components claim one name, or their order cannot be met
 │   └── PluginFaultError        it failed while running
-│       └── EngineFaultError        and so ended the engine; an EngineDeadError too
+│       └── EngineFaultError        its failure ended the engine; also an EngineDeadError
 ├── ModelError              a model cannot be found, read or supported
 ├── RequestError            a request is wrong; nothing else is disturbed
-│   └── OverloadedError         it is right, but too many wait already; try again later
+│   └── OverloadedError         too many requests wait; try again later
 ├── EngineClosedError       the engine was closed before the call
-├── EnginePausedError       the call would wait for ever, for the engine is paused
-├── EngineTimeoutError      the engine did not answer a question in time; it may be busy
+├── EnginePausedError       the call would wait for ever, since the engine is paused
+├── EngineTimeoutError      the engine did not answer a utility call in time; it may be busy
 └── EngineDeadError         the engine has ended; requests in flight may be sent again
-    └── EngineFaultError        a plugin's fault ended it; a PluginFaultError too
+    └── EngineFaultError        a plugin's failure ended it; also a PluginFaultError
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ConfigError(HardpointError, ValueError):
 
 
 class PluginError(HardpointError):
-    """A plugin is at fault; the message names it, its distribution and who asked for it."""
+    """A plugin is wrong or failed; the message names it, its distribution and its origin."""
 
 
 class PluginNotFoundError(PluginError):
@@ -82,7 +82,7 @@ class RequestError(HardpointError, ValueError):
 
 
 class OverloadedError(RequestError):
-    """The request is right, but too many wait already; try again later."""
+    """The request is valid, but too many wait already; try again later."""
 
 
 class EngineClosedError(HardpointError):
@@ -90,11 +90,11 @@ class EngineClosedError(HardpointError):
 
 
 class EnginePausedError(HardpointError):
-    """The call would wait for ever, for nobody but its caller could resume the engine."""
+    """The call would wait for ever: only its own caller could resume the engine."""
 
 
 class EngineTimeoutError(HardpointError, TimeoutError):
-    """The engine did not answer a question in time; it may be busy, or hang."""
+    """The engine did not answer a utility call in time; it may be busy, or hang."""
 
 
 class EngineDeadError(HardpointError):
@@ -102,4 +102,4 @@ class EngineDeadError(HardpointError):
 
 
 class EngineFaultError(EngineDeadError, PluginFaultError):
-    """A plugin failed in a way that ended the engine; the cause is what it failed with."""
+    """A plugin's failure ended the engine; the plugin's exception is the cause."""

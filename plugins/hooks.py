@@ -34,7 +34,7 @@ class HookSpecs:
         """[frontend] The engine is ready.
 
         `info` holds model, dtype, max_model_len, num_blocks and load_seconds. An error here
-        closes the engine and is raised to whoever opened it.
+        closes the engine and is raised to its caller.
         """
 
     @hookspec
@@ -45,21 +45,21 @@ class HookSpecs:
     def step_planned(self, record: StepRecord) -> None:
         """[engine] A step was planned and is about to run.
 
-        Runs in every step, before the model: be quick. An error here ends nothing; it is counted
-        in `LLM.health()`. Without an implementation no record is made.
+        Runs in every step, before the model, and should be fast. An error here ends nothing; it is
+        counted in `LLM.health()`. Without an implementation no record is made.
         """
 
     @hookspec
     def request_received(self, request: EngineCoreRequest) -> None:
         """[frontend] A request was checked and is about to enter the engine.
 
-        Called for each of the `n` completions. May change its fields: they are checked again, and
-        what no engine could take refuses the request, naming the plugin and the field.
-        `external_req_id` (the user's id), `request_id` (one of the engine's own), `child_index`
-        and `client_index` stay as they are. `plugin_args` holds the arguments of each logits
-        processor, resolved; those of parameters that change in `params` are resolved anew.
-        Raising a ValueError refuses the request with that message; any other error refuses it
-        too and names the plugin.
+        Called for each of the `n` completions. May change the fields: they are checked again, and
+        an invalid value refuses the request, naming the plugin and the field.
+        `external_req_id` (the user's id), `request_id` (the internal one), `child_index` and
+        `client_index` must not change. `plugin_args` holds the resolved arguments of each logits
+        processor; those of parameters that change in `params` are resolved again.
+        Raising a ValueError refuses the request with that message; any other error also refuses
+        it, and names the plugin.
         """
 
     @hookspec

@@ -37,7 +37,7 @@ class Number(Enum):
 
 
 class Process(Enum):
-    """Where a component lives."""
+    """A process in which a component runs."""
 
     FRONTEND = "frontend"
     ENGINE = "engine"
@@ -50,7 +50,7 @@ class FaultScope(Enum):
     REQUEST = "request"
     """The requests that use it."""
     STEP = "step"
-    """Nothing: the built-in default decides this step, or that one call is left out."""
+    """Nothing: the built-in default decides this step, or the one call is skipped."""
     ENGINE = "engine"
     """The engine."""
 
@@ -65,7 +65,7 @@ class Kind:
         forms: the interface's own abstract forms, if an author derives from one of several.
         contract: current version; the engine accepts it and the one before.
         chosen_by: the configuration path that names the component, or the list of them for
-            Number.MANY; None where `plugins.enable` does.
+            Number.MANY; None if `plugins.enable` names it.
     """
 
     name: str
@@ -124,7 +124,7 @@ KINDS: dict[str, Kind] = {
             processes=(Process.ENGINE,),
             fault_scope=FaultScope.ENGINE,
             chosen_by="scheduler.use",
-            summary="Hand out each step's token budget.",
+            summary="Assign each step's token budget to requests.",
         ),
         Kind(
             name="scheduling_policies",
@@ -142,7 +142,7 @@ KINDS: dict[str, Kind] = {
             processes=(Process.ENGINE,),
             fault_scope=FaultScope.STEP,
             chosen_by="kv_cache.eviction",
-            summary="Choose the cached content that goes when a block is needed.",
+            summary="Choose the cached content to discard when a block is needed.",
         ),
         Kind(
             name="kv_event_publishers",
@@ -151,7 +151,7 @@ KINDS: dict[str, Kind] = {
             processes=(Process.ENGINE,),
             fault_scope=FaultScope.STEP,
             chosen_by="kv_events.publishers",
-            summary="Tell others what the KV cache holds.",
+            summary="Publish the events of the KV cache.",
         ),
         Kind(
             name="executors",
@@ -185,7 +185,7 @@ KINDS: dict[str, Kind] = {
             processes=(Process.WORKER,),
             fault_scope=FaultScope.ENGINE,
             chosen_by="attention.use",
-            summary="Keep keys and values in blocks and attend over them.",
+            summary="Store keys and values in blocks and compute attention over them.",
         ),
         Kind(
             name="tokenizers",
@@ -202,7 +202,7 @@ KINDS: dict[str, Kind] = {
             number=Number.BY_NAME,
             processes=(Process.FRONTEND,),
             fault_scope=FaultScope.REQUEST,
-            summary="Tell a model's reasoning from its answer.",
+            summary="Separate a model's reasoning from its answer.",
         ),
         Kind(
             name="stat_sinks",
@@ -211,7 +211,7 @@ KINDS: dict[str, Kind] = {
             processes=(Process.FRONTEND,),
             fault_scope=FaultScope.STEP,
             chosen_by="stats.sinks",
-            summary="Are told how the engine does.",
+            summary="Receive the engine's statistics.",
         ),
         Kind(
             name="hooks",

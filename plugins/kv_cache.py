@@ -1,4 +1,4 @@
-"""The KV cache as schedulers see it, what evicts its blocks, and what is told of it."""
+"""The KV cache: its manager, eviction policies and events."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 BlockIds = Sequence[Sequence[int]]
-"""Block ids of a request, one sequence per group; empty where there are none at all."""
+"""Block ids of a request, one sequence per group; empty if the request has none."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class KVCacheGroup:
     """Attention layers that share a block table.
 
     Attributes:
-        window: their tokens see so many tokens, themselves included; None is all before them.
+        window: sliding attention window in tokens, the token itself included; None is unlimited.
         layers: indices of the layers.
     """
 
@@ -49,11 +49,11 @@ class KVCacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """The leading part of a request that the cache has. Not held until `admit`.
+    """The cached prefix of a request. Its blocks are not referenced until `admit`.
 
     Attributes:
-        num_tokens: a multiple of the block size, and less than the request has.
-        block_ids: per group; the null block stands where a window sees nothing.
+        num_tokens: a multiple of the block size, less than the request's length.
+        block_ids: per group; the null block where a window has passed.
     """
 
     num_tokens: int = 0
@@ -61,11 +61,11 @@ class CachedPrefix:
 
 
 class KVCacheManager(Protocol):
-    """Hands out cache blocks. A block is free, or held by one or more requests.
+    """Allocates cache blocks. A block is free, or referenced by one or more requests.
 
-    Every group has its own table of blocks of the same size, all from one pool. A block whose
-    tokens are all computed can be found by other requests, also after nobody holds it, until
-    its place is needed.
+    Every group has its own block table; all blocks have one size and come from one pool. A block
+    whose tokens are all computed can be found by other requests until it is evicted, also while no
+    request references it.
     """
 
     block_size: int
@@ -73,23 +73,23 @@ class KVCacheManager(Protocol):
 
     @property
     def groups(self) -> Sequence[KVCacheGroup]:
-        """The layers, by what they see."""
+        """The groups of layers."""
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds, cached content included."""
+        """Blocks that no request references, those with cached content included."""
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """Return the most blocks that a request of so many tokens ever holds, all groups."""
+        """Return the maximum number of blocks of a request of this length, all groups together."""
 
     @property
     def num_usable_blocks(self) -> int:
-        """Blocks that requests can hold."""
+        """Blocks that requests can use."""
 
     def lookup(self, request: Request) -> CachedPrefix:
-        """Return what the cache has of a request, leaving at least one token to compute.
+        """Return the cached prefix of a request, leaving at least one token to compute.
 
-        Requests that want log-probabilities of their prompt find nothing.
+        It is empty for requests that ask for prompt log-probabilities.
         """
 
     def admit(
@@ -103,21 +103,21 @@ class KVCacheManager(Protocol):
         num_reserved_blocks: int = 0,
         delay_caching: bool = False,
     ) -> bool:
-        """Give a request that holds nothing its first blocks: `prefix`, then new ones.
+        """Allocate the first blocks of a request: those of `prefix`, then new ones.
 
-        The statistics count the lookup that it came of, if there were enough.
+        If there are enough, the lookup is counted in the statistics.
 
         Args:
-            request: `num_computed_tokens` is not read.
-            prefix: of `lookup`, with nothing done to the cache since; or an empty one.
+            request: its `num_computed_tokens` is not read.
+            prefix: result of `lookup`, with no call in between; or an empty one.
             num_new_tokens: to be computed in this step.
-            num_external_tokens: after `prefix`, to be loaded from elsewhere.
-            num_lookahead_tokens: blocks for so many more tokens.
-            num_reserved_blocks: must stay free afterwards.
-            delay_caching: nobody may find the new blocks before `cache_arrived`.
+            num_external_tokens: after `prefix`, to be loaded by a KV connector.
+            num_lookahead_tokens: additional tokens to allocate blocks for.
+            num_reserved_blocks: to remain free afterwards.
+            delay_caching: the new blocks cannot be found before `cache_arrived`.
 
         Returns:
-            Whether there were enough; if not, nothing changed.
+            Whether there were enough blocks; if not, nothing changed.
         """
 
     def extend(
@@ -126,46 +126,45 @@ class KVCacheManager(Protocol):
         """Extend a request's blocks to hold `num_new_tokens` more than are computed.
 
         Returns:
-            The new blocks per group, `()` if it needs none, or None if there are not enough;
-            then nothing changed.
+            The new blocks per group, `()` if it needs none; None, with nothing changed, if there
+            are not enough.
         """
 
     def cache_arrived(self, request: Request, num_tokens: int) -> None:
-        """Note that the first `num_tokens` of a request admitted with `delay_caching` are there."""
+        """Make the first `num_tokens` of a request admitted with `delay_caching` findable."""
 
     def rewind(self, request: Request, num_tokens: int) -> None:
-        """Note that what a request holds from position `num_tokens` on is not what it should be.
+        """Invalidate a request's content from position `num_tokens` on.
 
-        Its blocks stay with it and will be written again; nobody finds them before.
+        The request keeps its blocks, which are written again; they cannot be found before.
 
         Raises:
-            ValueError: a window has passed blocks that it would need again; free it instead.
+            ValueError: a window has passed blocks that would be needed again; free it instead.
         """
 
     def discard(self, block_ids: Iterable[int]) -> None:
-        """Note that the content of these blocks is wrong: nobody finds them any more."""
+        """Invalidate the content of blocks, so that they cannot be found."""
 
     def free(self, request: Request) -> None:
-        """Give back all of a request's blocks, the last one first."""
+        """Release all blocks of a request, the last one first."""
 
     def block_ids(self, request: Request) -> BlockIds:
         """Return a request's blocks in order, one list per group."""
 
     def reset(self) -> None:
-        """Forget cached content. Requests keep their blocks, but store nothing until readmitted."""
+        """Drop cached content. Requests keep their blocks, but cache nothing until readmitted."""
 
     def take_events(self) -> list[KVEvent]:
-        """Return what happened since the last call; empty unless events are on."""
+        """Return the events since the last call; empty unless events are enabled."""
 
     def stats(self) -> PrefixCacheStats:
         """Return totals since the start."""
 
 
 class CachedBlock(msgspec.Struct, frozen=True, gc=False):
-    """A block whose content is cached, as an eviction policy sees it.
+    """A block with cached content, as eviction policies see it.
 
     Attributes:
-        block_id: its number.
         depth: its position in the sequence, in blocks from the start.
     """
 
@@ -174,39 +173,40 @@ class CachedBlock(msgspec.Struct, frozen=True, gc=False):
 
 
 class EvictionContext(Context["EvictionPolicy"]):
-    """What an eviction policy is built with."""
+    """Context of an eviction policy."""
 
 
 class EvictionPolicy(Component):
-    """Chooses which cached content goes when a block is needed and no empty one is left.
+    """Chooses the cached content to discard when no empty block is left.
 
-    It sees candidates only: cached blocks that nobody holds. Where a method raises, or names a
-    block that is no candidate, the least recently released one goes, and `LLM.health()` counts it.
+    It sees the candidates: cached blocks that no request references. If a method raises, or returns
+    a block that is no candidate, the least recently released one is evicted and `LLM.health()`
+    counts the fault.
     """
 
     context: EvictionContext
 
     @abstractmethod
     def released(self, blocks: Sequence[CachedBlock]) -> None:
-        """Take new candidates, in the order in which they should go, other things being equal."""
+        """Add candidates, in the order in which to evict them, other things being equal."""
 
     @abstractmethod
     def taken(self, block_ids: Sequence[int]) -> None:
-        """Forget candidates: a request found their content, or it was thrown away."""
+        """Remove candidates: a request references them, or their content was dropped."""
 
     @abstractmethod
     def evict(self, count: int) -> Sequence[int]:
-        """Choose `count` different candidates and forget them; there are at least so many."""
+        """Remove and return `count` different candidates; there are at least as many."""
 
 
 class BlockStored(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """Consecutive blocks can be found from now on.
+    """Consecutive blocks were cached.
 
     Attributes:
-        block_hashes: of each block; chained, so one hash stands for all tokens up to its end.
-        parent_hash: of the block before them; None at the beginning.
+        block_hashes: of each block; chained, so a hash identifies all tokens up to its end.
+        parent_hash: of the block before them; None for the first block.
         token_ids: of all these blocks.
-        block_size: tokens of a block.
+        block_size: tokens per block.
         lora: name of the adapter.
         group: index of the group.
     """
@@ -220,14 +220,14 @@ class BlockStored(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """Blocks can be found no more."""
+    """Cached blocks were dropped."""
 
     block_hashes: list[bytes]
     group: int = 0
 
 
 class AllBlocksCleared(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """No block can be found any more."""
+    """All cached blocks were dropped."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -248,7 +248,7 @@ class KVEventBatch(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class PublisherContext(Context["KVEventPublisher"]):
-    """What a KV event publisher is built with.
+    """Context of a KV event publisher.
 
     Attributes:
         data_parallel_rank: of the engine.
@@ -258,10 +258,10 @@ class PublisherContext(Context["KVEventPublisher"]):
 
 
 class KVEventPublisher(Component):
-    """Tells others what the KV cache holds, a router for example. May not block."""
+    """Publishes KV cache events, to a router for example. Must not block."""
 
     context: PublisherContext
 
     @abstractmethod
     def publish(self, batch: KVEventBatch) -> None:
-        """Take the events of a step; never empty."""
+        """Publish the events of a step; there is at least one."""

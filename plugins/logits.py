@@ -1,4 +1,4 @@
-"""Logits processors: change what the model says before a token is chosen."""
+"""Logits processors: change the logits before a token is chosen."""
 
 from __future__ import annotations
 
@@ -48,20 +48,19 @@ class Move(Enum):
     """What a move does."""
 
     UNIDIRECTIONAL = "unidirectional"
-    """The source's state goes to the destination; the source is empty afterwards."""
+    """The source's state moves to the destination; the source is empty afterwards."""
     SWAP = "swap"
-    """Source and destination change places; one of them may be empty."""
+    """Source and destination are swapped; one of them may be empty."""
 
 
 @dataclass(frozen=True, eq=False)
 class Added:
-    """A request that took a row. Whatever stood there before is gone.
+    """A request that was added to the batch; a previous request of the row is gone.
 
     Attributes:
-        row: its row.
-        params: what it asked for; `plugin_args` holds the checked arguments by plugin name.
-        prompt_token_ids: None for a prompt that came as embeddings.
-        output_token_ids: grows as tokens are chosen; read it, never keep a copy.
+        params: sampling parameters; `plugin_args` holds the checked arguments by plugin name.
+        prompt_token_ids: None for a prompt of embeddings.
+        output_token_ids: live list that grows with each token; do not copy it.
     """
 
     row: int
@@ -72,7 +71,7 @@ class Added:
 
 @dataclass(frozen=True)
 class Moved:
-    """A request that changed its row."""
+    """A request that was moved to another row."""
 
     source: int
     destination: int
@@ -81,11 +80,11 @@ class Moved:
 
 @dataclass(frozen=True)
 class BatchUpdate:
-    """What changed since the last step. Apply `removed`, then `added`, then `moved`, in order.
+    """Changes of the batch since the last step: apply `removed`, then `added`, then `moved`.
 
     Attributes:
         batch_size: rows after the update; rows 0 to batch_size - 1 are in use.
-        removed: rows that were left and not taken again, highest first.
+        removed: rows that became empty, highest first.
     """
 
     batch_size: int
@@ -95,14 +94,13 @@ class BatchUpdate:
 
 
 class RowMap(Generic[T]):
-    """State by row, kept true through batch updates.
+    """State by row of a batch processor, updated with the batch.
 
-    For batch-level processors: give it a function that makes the state of an added request, or
-    returns None for one that needs none.
+    A function makes the state of an added request, or returns None if it needs none.
     """
 
     def __init__(self, start: Callable[[Added], T | None]) -> None:
-        """`start` is called once per added request."""
+        """Create an empty map; `start` is called once per added request."""
         self._start = start
         self._states: dict[int, T] = {}
 
@@ -111,7 +109,7 @@ class RowMap(Generic[T]):
         return len(self._states)
 
     def __contains__(self, row: int) -> bool:
-        """Whether a row has state."""
+        """Return whether a row has state."""
         return row in self._states
 
     def __getitem__(self, row: int) -> T:
@@ -123,7 +121,7 @@ class RowMap(Generic[T]):
         return iter(sorted(self._states))
 
     def apply(self, update: BatchUpdate | None) -> bool:
-        """Carry the states over an update; return whether anything changed."""
+        """Apply a batch update to the states; return whether any changed."""
         if update is None:
             return False
         changed = False
@@ -139,7 +137,7 @@ class RowMap(Generic[T]):
         return changed
 
     def _move(self, move: Moved) -> bool:
-        # Both are taken out before either is put back, so that chained moves never overwrite.
+        # Both are removed before either is stored, so that chained moves do not overwrite.
         source = self._states.pop(move.source, None)
         destination = self._states.pop(move.destination, None)
         if source is not None:
@@ -157,20 +155,20 @@ class Phase(IntEnum):
     BIAS = 1
     """Add to logits."""
     PENALTY = 2
-    """Punish or reward tokens by what came before."""
+    """Penalise or reward tokens by their occurrence in prompt and output."""
     TEMPERATURE = 3
     """Rescale. Greedy requests skip this phase."""
     TRUNCATE = 4
     """Drop unlikely tokens (top_k, then top_p, then min_p)."""
     FORCE = 5
-    """Leave exactly what must come next."""
+    """Allow only the token that must come next."""
 
 
 class Reads(Enum):
-    """What a processor looks at beside arguments and its own state."""
+    """Inputs of a processor in addition to arguments and its own state."""
 
     LOGITS = "logits"
-    """Nothing else; it never makes the host wait for the device."""
+    """None; the host never waits for the device."""
     DEVICE_IDS = "device_ids"
     """The newest tokens, on the device, in `advance_rows`."""
     HOST_IDS = "host_ids"
@@ -179,12 +177,12 @@ class Reads(Enum):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """State on the device that the framework keeps and moves: one row per request.
+    """Device state that the framework stores and moves, one row per request.
 
     Attributes:
         shape: of one row.
-        dtype: a torch dtype's name, "int32" for example.
-        fill: what a fresh row holds before `start_row`.
+        dtype: name of a torch dtype, "int32" for example.
+        fill: value of a new row before `start_row`.
     """
 
     shape: tuple[int, ...]
@@ -194,12 +192,12 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsContext(Context["LogitsPlugin"]):
-    """What a logits processor is built with, in each worker.
+    """Context of a logits processor, in each worker.
 
     Attributes:
-        device: where logits live.
+        device: of the logits.
         vocab_size: width of a row.
-        max_num_seqs: most rows that one step can have.
+        max_num_seqs: maximum number of rows in a step.
     """
 
     device: torch.device
@@ -209,12 +207,12 @@ class LogitsContext(Context["LogitsPlugin"]):
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareContext:
-    """What `prepare` may look at, in the frontend.
+    """The request and frontend components that `prepare` may use.
 
     Attributes:
-        params: the whole request's parameters, checked.
+        params: checked parameters of the request.
         stop_token_ids: every token id that ends the request.
-        reasoning: the configured reasoning parser, if there is one.
+        reasoning: the configured reasoning parser, if any.
     """
 
     options: Any
@@ -228,17 +226,17 @@ class PrepareContext:
 
 @dataclass(slots=True, eq=False)
 class LogitsRequest:
-    """One request as logits processors see it.
+    """One request, as logits processors see it.
 
     Attributes:
-        output_token_ids: grows as tokens are chosen; read it, never keep a copy.
+        output_token_ids: live list that grows with each token; do not copy it.
         stop_token_ids: every token id that ends the request.
-        arguments: by plugin name; present for the plugins that the request uses.
-        state: by plugin name, what `start` returned.
-        child_index: which of the prompt's `n` completions.
-        row: its row in the running batch, at this step.
-        draft_of: for a row that stands for a draft token, the request that it drafts for; its
-            `output_token_ids` then hold the drafts before it.
+        arguments: by plugin name, for the plugins that the request uses.
+        state: results of `start`, by plugin name.
+        child_index: index among the prompt's `n` completions.
+        row: its row in the batch, in this step.
+        draft_of: the request whose draft token the row verifies; its `output_token_ids` then
+            end with the drafts before it. None for other rows.
     """
 
     request_id: str
@@ -258,8 +256,8 @@ class Rows(Protocol):
 
     Attributes:
         requests: one per row.
-        version: changes whenever the rows or their order change; for caches. While it stays the
-            same, all rows get equally many tokens.
+        version: changes with the rows or their order; a key for caches. While it is the same, all
+            rows get the same number of tokens.
     """
 
     requests: Sequence[LogitsRequest]
@@ -327,17 +325,17 @@ class LogitsPlugin(Component):
             token ids, say).
 
         Raises:
-            ValueError: to refuse the request; the message reaches the user, behind the path of the
-                arguments. A RequestError reaches the user as it is.
+            ValueError: refuses the request; the user gets the message after the path of the
+                arguments. A RequestError is passed on unchanged.
         """
         return arguments
 
     @classmethod
     def uses(cls, params: SamplingParams) -> bool:  # noqa: ARG003
-        """Whether a request uses the processor without giving arguments for it.
+        """Return whether a request without arguments for the processor uses it.
 
-        By default those requests do if it takes no arguments. If they do, every field of
-        `Arguments` must have a default.
+        By default it does if the processor takes no arguments. If so, every field of `Arguments`
+        must have a default.
         """
         return cls.Arguments is LogitsPlugin.Arguments
 
@@ -349,18 +347,18 @@ class LogitsPlugin(Component):
         return None
 
     def advance(self, state: Any, token: int) -> Any:  # noqa: ARG002
-        """Return the state after one more accepted output token; may change it in place.
+        """Return the state after one more accepted output token; may modify it in place.
 
         Called once per accepted token, before the next `apply` or `edits`.
         """
         return state
 
     def fork(self, state: Any) -> Any:
-        """Return a copy that `advance` may carry over draft tokens without touching `state`."""
+        """Return a copy of `state` to advance over draft tokens."""
         return copy.deepcopy(state)
 
     def device_state(self) -> Mapping[str, TensorSpec]:
-        """Return the tensors that the framework keeps for each request, by name."""
+        """Return the specs of the device tensors of each request, by name."""
         return {}
 
     def start_row(self, request: LogitsRequest, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -374,10 +372,10 @@ class LogitsPlugin(Component):
     def advance_rows(
         self, rows: Rows, tokens: torch.Tensor, tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        """Carry device state over one more token per row, in place.
+        """Advance device state in place by one token per row.
 
         Args:
-            rows: those that got a token and use this processor.
+            rows: of the requests that got a token and use this processor.
             tokens: int64 [rows], on the device.
             tensors: by name, [rows, *shape]; changes are written back.
         """
@@ -393,7 +391,7 @@ class LogitsProcessor(LogitsPlugin):
         Args:
             logits: float32 [rows, vocab]; only rows that use this processor. May be edited in
                 place.
-            rows: who the rows belong to.
+            rows: the requests of the rows.
 
         Returns:
             float32 [rows, vocab]: `logits` itself or a new tensor.
@@ -401,14 +399,14 @@ class LogitsProcessor(LogitsPlugin):
 
 
 class Op(Enum):
-    """What an edit does to its logit."""
+    """Effect of an edit on its logit."""
 
     ADD = "add"
     """Add the value. A token at -inf stays there."""
     SET = "set"
     """Replace by the value."""
     KEEP_ONLY = "keep_only"
-    """Set every other token of the row to -inf; values are not used. A kept token keeps its logit,
+    """Set all other tokens of the row to -inf; values are unused. A kept token keeps its logit,
     also -inf."""
 
 
@@ -433,36 +431,36 @@ class SparseLogitsProcessor(LogitsPlugin):
 
     @abstractmethod
     def edits(self, rows: Rows) -> Edits | None:
-        """Return this step's edits; None is none.
+        """Return this step's edits; None is no edit.
 
-        Returning the very object of the last step, while `rows.version` is the same, costs no
-        check and no copy.
+        The same object as in the last step, with the same `rows.version`, is neither checked nor
+        copied again.
         """
 
 
 class BatchLogitsProcessor(LogitsPlugin):
-    """The batch form: every row of the running batch, and books of who stands where.
+    """The batch form: all rows of the batch, with updates of which request is in which row.
 
-    For classes that were written so, and for work that crosses rows. Most authors want one of the
-    other forms: here a mistake in the books gives one request another's treatment.
+    For classes of other engines, and for work across rows. Most authors should use one of the other
+    forms: here a wrong row map applies one request's settings to another.
 
     Attributes:
-        supports_drafts: whether `apply` is right when rows repeat for draft tokens; without it,
-            speculation is refused by name.
+        supports_drafts: whether `apply` handles rows that repeat for draft tokens; without it,
+            speculation is refused, naming the processor.
     """
 
     supports_drafts: ClassVar[bool] = False
 
     @classmethod
     def uses(cls, params: SamplingParams) -> bool:  # noqa: ARG003
-        """Whether a request uses this processor unasked; by default every request does."""
+        """Return whether a request without arguments uses it; by default every request does."""
         return True
 
     @abstractmethod
     def update_state(self, update: BatchUpdate | None) -> None:
-        """Take a step's changes of the batch, before the model runs; None is no change.
+        """Apply the batch's changes of a step, before the model runs; None is no change.
 
-        Called every step, also without a change: output lists grow all the same.
+        Called in every step, since output lists also grow without a change.
         """
 
     @abstractmethod

@@ -12,17 +12,17 @@ __all__ = ["NO_DISTRIBUTION", "UNVERSIONED", "Manifest", "PluginEntry", "Source"
 
 
 NO_DISTRIBUTION, UNVERSIONED = "no distribution", "unversioned"
-"""What stands for both where a class is named that no installed distribution offers."""
+"""Distribution and version of a class that no installed distribution offers."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Who a component is and who asked for it, for messages.
+    """Identity of a component and what enabled it, for messages.
 
     Attributes:
-        name: as it is enabled.
+        name: under which it is enabled.
         value: `package.module:Qual.Name`, or a module.
-        origin: who named it, "default" for built-in defaults.
+        origin: the configuration value that names it, "default" for built-in defaults.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Source:
 
     @property
     def package(self) -> str:
-        """Its distribution and version; the module, where no distribution offers it."""
+        """Distribution and version; the module if no distribution offers it."""
         if self.distribution == NO_DISTRIBUTION:
             return f"module {self.value.partition(':')[0]}"
         return f"{self.distribution} {self.version}"
@@ -41,8 +41,8 @@ class Source:
     def __str__(self) -> str:
         known = self.distribution != NO_DISTRIBUTION
         place = f"{self.package}, {self.value}" if known else self.value
-        who = f"plugin {self.name!r} ({place})"
-        return f"{who}, asked for by {self.origin}" if self.origin != "default" else who
+        plugin = f"plugin {self.name!r} ({place})"
+        return f"{plugin}, asked for by {self.origin}" if self.origin != "default" else plugin
 
 
 class PluginEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +50,8 @@ class PluginEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         value: `package.module:Qual.Name`, or a module.
-        options: as plain data; checked by the component's own type.
-        origin: who enabled it; not part of the hash.
+        options: plain data; checked by the component's own type.
+        origin: what enabled it; not part of the hash.
         place: position in the resolved order of its kind, from 0.
     """
 
@@ -66,7 +66,7 @@ class PluginEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def source(self) -> Source:
-        """Who it is, for messages."""
+        """Its identity, for messages."""
         return Source(self.name, self.value, self.distribution, self.version, self.origin)
 
 
@@ -75,7 +75,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         hardpoint: version of the engine.
-        generation: rises with every live change.
+        generation: incremented by every live change.
     """
 
     hardpoint: str
@@ -84,7 +84,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def hash(self) -> str:
-        """Return a digest that is equal where names, versions, classes, options and order are."""
+        """Return a digest of names, versions, classes, options and order."""
         content = [
             (e.kind, e.name, e.value, e.distribution, e.version, e.options, e.place)
             for e in sorted(self.entries, key=lambda e: (e.kind, e.place, e.name))

@@ -1,4 +1,4 @@
-"""Models, weight loaders and attention backends: what computes hidden states."""
+"""Models, weight loaders and attention backends."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Where a model is.
+    """Location of a model.
 
     Attributes:
-        name: what the user called it.
+        name: as configured.
         path: a directory, or a single file.
     """
 
@@ -44,13 +44,13 @@ class ModelFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What is known of a model before its weights are read.
+    """Configuration of a model, known before its weights are read.
 
     Attributes:
         architecture: for example "LlamaForCausalLM"; the name of a `models` plugin.
-        hf: the fields of a Hugging Face `config.json`, whatever file they came from.
+        hf: fields of a Hugging Face `config.json`, possibly translated from another format.
         vocab_size: width of a row of logits.
-        max_position_embeddings: longest context that the model was made for.
+        max_position_embeddings: maximum context length that the model was trained for.
         eos_token_ids: end-of-sequence tokens that the model's files name.
         dtype: of the weights on disk, "bfloat16" for example; None if mixed or unknown.
         default_sampling: fields of SamplingParams that the model's files recommend, checked.
@@ -67,7 +67,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderContext(Context["WeightLoader"]):
-    """What a loader is built with."""
+    """Context of a weight loader."""
 
     files: ModelFiles
 
@@ -80,7 +80,7 @@ class WeightLoader(Component):
     @classmethod
     @abstractmethod
     def recognises(cls, files: ModelFiles) -> bool:
-        """Whether the files are of this format. Cheap: looks at names, reads no weights."""
+        """Return whether the files have this format. Must be fast and read no weights."""
 
     @abstractmethod
     def config(self) -> ModelConfig:
@@ -95,8 +95,8 @@ class WeightLoader(Component):
         """Yield every weight once, as (name, CPU tensor).
 
         Args:
-            shapes: what the model wants, by Hugging Face name. A loader that reads files may
-                yield others too; the framework checks the outcome.
+            shapes: of the weights that the model needs, by Hugging Face name. A loader that reads
+                files may also yield others; the framework checks names and shapes.
         """
 
 
@@ -109,7 +109,7 @@ class KVSpec:
         num_kv_heads: key and value heads; divides `num_heads`.
         head_size: elements of a head.
         scale: multiplies the scores.
-        window: each token sees so many tokens, itself included; None is all before it.
+        window: sliding window in tokens, the token itself included; None is unlimited.
     """
 
     num_heads: int
@@ -121,15 +121,15 @@ class KVSpec:
 
 @dataclass(frozen=True, eq=False)
 class AttentionStep:
-    """Where the tokens of one step stand. Sequences with a single query come first.
+    """Positions of the tokens of one step. Sequences with a single query come first.
 
     Attributes:
         query_starts: int [seqs + 1]; tokens of sequence i are query_starts[i]:query_starts[i+1].
-        seq_lens: int [seqs]; length of each sequence once the step's tokens are in.
+        seq_lens: int [seqs]; length of each sequence, the step's tokens included.
         num_single: number of sequences with exactly one query.
-        block_table: int64 [seqs, most blocks of any]; unused entries are 0.
-        slots: int64 [tokens]; block * block_size + offset, where each token's K and V go.
-        block_size: tokens of a block.
+        block_table: int64 [seqs, maximum blocks of a sequence]; unused entries are 0.
+        slots: int64 [tokens]; cache position of each token's K and V, block * block_size + offset.
+        block_size: tokens per block.
     """
 
     query_starts: np.ndarray[Any, np.dtype[np.int64]]
@@ -142,11 +142,11 @@ class AttentionStep:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionContext(Context["AttentionBackend"]):
-    """What an attention backend is built with.
+    """Context of an attention backend.
 
     Attributes:
         dtype: of keys, values and queries.
-        block_size: tokens of a block.
+        block_size: tokens per block.
     """
 
     device: torch.device
@@ -155,7 +155,7 @@ class AttentionContext(Context["AttentionBackend"]):
 
 
 class AttentionBackend(Component):
-    """Keeps keys and values in blocks and attends over them. One per device."""
+    """Stores keys and values in blocks and computes attention over them. One per device."""
 
     kv_layout: ClassVar[str] = ""
     """Name of the cache's shape and order; caches of other layouts never meet. May be empty."""
@@ -174,7 +174,7 @@ class AttentionBackend(Component):
 
     @abstractmethod
     def plan(self, step: AttentionStep) -> Any:
-        """Prepare once per step what every layer shares (masks, indices)."""
+        """Return what all layers share in a step, masks and indices for example."""
 
     @abstractmethod
     def attend(
@@ -201,7 +201,7 @@ class ForwardBatch:
 
     Attributes:
         token_ids: int64 [tokens].
-        positions: int64 [tokens]; place of each token in its own sequence.
+        positions: int64 [tokens]; position of each token in its own sequence.
         attend: `attend(layer, q, k, v)` with q [tokens, num_heads, head_size], k and v
             [tokens, num_kv_heads, head_size]; returns [tokens, num_heads, head_size].
     """
@@ -215,13 +215,13 @@ class ForwardBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelContext(Context["Model"]):
-    """What a model is built with.
+    """Context of a model.
 
     Attributes:
         config: of the checkpoint.
         dtype: of weights and hidden states.
-        device: where both live.
-        max_model_len: longest sequence that will come.
+        device: of both.
+        max_model_len: maximum length of a sequence.
     """
 
     config: ModelConfig
@@ -237,13 +237,13 @@ class Model(Component):
 
     @abstractmethod
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the checkpoint tensors that the model needs, by Hugging Face name."""
+        """Return the shapes of the needed checkpoint tensors, by Hugging Face name."""
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take every tensor of `weight_shapes` once, in any order, already of the right shape.
+        """Load every tensor of `weight_shapes`, in any order, with its shape already checked.
 
-        They are CPU tensors of any floating dtype; fuse and convert them here, once.
+        They are CPU tensors of any floating dtype; fuse and convert them here.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Reads msgspec's error messages: what is wrong in plain words, and the path to it."""
+"""Parses msgspec's error messages into plain text and the path to the wrong value."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ParsedError(NamedTuple):
     """One message of msgspec.
 
     Attributes:
-        text: what is wrong, in msgspec's words.
+        text: msgspec's description of the error.
         steps: the path to the value: `[2]` is an index, `[...]` some key, others are names.
         in_key: whether a key of the mapping at that path is wrong, and not a value.
     """
@@ -56,7 +56,7 @@ def split_path(path: str) -> list[str]:
 
 
 def plain_text(text: str) -> str:
-    """Return a text with the names of types in plain words, beginning in lower case."""
+    """Return a text with plain names of types, beginning in lower case."""
     text = re.sub(r"`([^`]*)`", _type_text, text)
     return text[:1].lower() + text[1:]
 

@@ -1,4 +1,4 @@
-"""What a request may ask for."""
+"""Parameters of requests."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ NonEmpty = Annotated[str, Meta(min_length=1)]
 
 
 class RequestOutputKind(IntEnum):
-    """How much each output of a request repeats."""
+    """Which part of the output each RequestOutput holds."""
 
     CUMULATIVE = 0
-    """Every output holds everything so far."""
+    """Each holds the whole output so far."""
     DELTA = 1
-    """Every output holds what is new."""
+    """Each holds what is new."""
     FINAL_ONLY = 2
-    """One output, at the end."""
+    """There is one, at the end."""
 
 
 class RepetitionDetection(Strict):
-    """When to end a request because its output goes round in a loop.
+    """When to end a request because its output loops.
 
     The request ends with finish reason "repetition" when its newest tokens are `min_count` copies
     of one pattern of at least `min_pattern` and at most `max_pattern` tokens.
@@ -42,25 +42,25 @@ class RepetitionDetection(Strict):
 
 
 class SamplingParams(Strict, omit_defaults=True):
-    """How the tokens of one request are chosen, and when it stops.
+    """How the tokens of a request are chosen, and when it stops.
 
-    Constructing one checks nothing; the engine checks it whole when the request comes in, and
-    never changes it.
+    The constructor checks nothing; the engine checks all fields when it gets the request, and never
+    changes them.
 
     Attributes:
         n: completions per prompt.
-        temperature: 0 (in fact anything under 1e-5) is greedy; larger is more random.
-        top_p: keep the smallest set of tokens whose probability reaches it; 1 is off.
+        temperature: below 1e-5 is greedy; larger is more random.
+        top_p: keep the smallest set of tokens whose total probability reaches it; 1 is off.
         top_k: keep the k likeliest tokens; 0 or -1 is off.
         min_p: drop tokens less likely than `min_p` times the likeliest; 0 is off.
-        seed: makes the choice repeatable; None draws one per request.
-        max_tokens: at most so many output tokens; None is until the context is full.
-        min_tokens: no stop token before so many output tokens.
+        seed: makes sampling repeatable; None draws one per request.
+        max_tokens: maximum number of output tokens; None is until the context is full.
+        min_tokens: minimum number of output tokens before a stop token.
         stop: strings that end the text; cut off unless `include_stop_str_in_output`.
-        stop_token_ids: tokens that end it, beside the model's own end-of-sequence tokens.
+        stop_token_ids: tokens that end it, in addition to the model's end-of-sequence tokens.
         ignore_eos: do not stop at the model's own end-of-sequence tokens.
-        logprobs: return log-probabilities of so many likeliest tokens and of the chosen one,
-            at each output position; -1 is the whole vocabulary.
+        logprobs: number of likeliest tokens whose log-probabilities are returned at each output
+            position, with that of the chosen token; -1 is the whole vocabulary.
         prompt_logprobs: the same for each prompt position after the first.
         presence_penalty: subtracted once from the logit of every token in the output.
         frequency_penalty: subtracted for every occurrence in the output.
@@ -72,14 +72,14 @@ class SamplingParams(Strict, omit_defaults=True):
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string (or stop token) in the text.
         detokenize: False returns token ids and no text.
-        output_kind: how much each output repeats.
+        output_kind: which part of the output each RequestOutput holds.
         repetition_detection: end the request when its output loops; None never does.
-        thinking_token_budget: most tokens between the reasoning parser's markers; then the end
+        thinking_token_budget: maximum tokens between the reasoning parser's markers; then the end
             marker is forced. None is no limit.
         logits_processors: callables `(output_ids, logits)` or `(prompt_ids, output_ids, logits)`
-            that return the logits [vocab] of this request; only where the engine runs in the
-            caller's process. Elsewhere, enable a factory of such callables as a plugin.
-        plugin_args: plugin name to that plugin's own arguments, a mapping or an instance.
+            that return the logits [vocab] of this request; only if the engine runs in the caller's
+            process. Otherwise enable a factory of such callables as a plugin.
+        plugin_args: arguments of plugins by name, each a mapping or an `Arguments` instance.
     """
 
     n: Annotated[int, Meta(ge=1, le=4096)] = 1
@@ -121,7 +121,7 @@ class SamplingParams(Strict, omit_defaults=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     def checked(self) -> SamplingParams:
-        """Return an equal object whose every field was checked.
+        """Return an equal object with every field checked.
 
         Raises:
             RequestError: naming the field, its value and what would be right.
@@ -149,14 +149,14 @@ class SamplingParams(Strict, omit_defaults=True):
 
 
 class PoolingParams(Strict, omit_defaults=True):
-    """What a request wants of a model that pools: one result for the whole prompt, no tokens.
+    """Parameters of a pooling request, which returns one result for the prompt and no tokens.
 
     Attributes:
-        task: what the result is: a vector for the prompt ("embed") or for each of its tokens
+        task: kind of result: a vector for the prompt ("embed") or for each of its tokens
             ("token_embed"), class probabilities ("classify"), or how well two texts match
             ("score").
-        dimensions: of a vector that may be cut; None is the model's own number.
-        normalize: whether vectors have length 1; None is what the model was made for.
+        dimensions: of a truncated vector; None is the model's own number.
+        normalize: whether vectors are scaled to length 1; None is the model's default.
     """
 
     task: Literal["embed", "token_embed", "classify", "score"]

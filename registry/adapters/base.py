@@ -142,7 +142,7 @@ def parameter_names(call: Callable[..., Any]) -> list[str]:
     try:
         parameters = inspect.signature(call).parameters.values()
     except ValueError:
-        raise TypeError(f"{_name(call)} has no signature that Python can read") from None
+        raise TypeError(f"{_name(call)}, whose signature Python cannot read") from None
     for parameter in parameters:
         wrong = None
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):

@@ -142,7 +142,7 @@ def test_constructor_arguments_come_from_the_options(loaded, refused):
         (lambda *params: None, "<lambda>(*params): 'params' is variadic"),
         (lambda: None, "this is <lambda>()"),
         (lambda *, params: None, "<lambda>(*, params): 'params' is keyword-only"),
-        (max, "this is max has no signature that Python can read"),
+        (max, "this is max, whose signature Python cannot read"),
         (type("Plain", (), {}), "it is no plugin: it derives from no interface"),
         (3, "it is no plugin: it derives from no interface"),
     ],

@@ -1,4 +1,4 @@
-"""Executors: run the workers, in whatever process or machine they are."""
+"""Executors: start and call the workers, in this process or others."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What the engine learns from a worker that has loaded its model.
+    """Memory figures of a worker that has loaded its model.
 
     Attributes:
         bytes_per_block: of the KV cache, all layers together.
-        available_bytes: memory that is left beside the weights and what a step needs, as far as
-            that was measured.
-        cache_share: share of it that the KV cache takes, unless the configuration says.
-        sleep_levels: those of `Worker.sleep` that it can do.
+        available_bytes: memory that weights and the largest step leave free, if measured.
+        cache_share: share of it for the KV cache, unless configured.
+        sleep_levels: levels of `Worker.sleep` that the worker supports.
     """
 
     bytes_per_block: int
@@ -40,10 +39,10 @@ class WorkerInfo:
 
 
 class Worker(Protocol):
-    """One device's share of the model. Made by `ExecutorContext.create_worker`."""
+    """One device's share of the model, made by `ExecutorContext.create_worker`."""
 
     def load_model(self) -> WorkerInfo:
-        """Read the weights."""
+        """Load the weights."""
 
     def initialize_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache."""
@@ -57,27 +56,26 @@ class Worker(Protocol):
         """
 
     def sample_tokens(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Finish a step that waits."""
+        """Sample the tokens of a step whose `execute_model` returned None."""
 
     def set_max_model_len(self, max_model_len: int) -> None:
-        """Take it that the KV cache holds no longer requests; called before `initialize_cache`."""
+        """Set the maximum length of a request; called before `initialize_cache`."""
 
     def plugin_meters(self) -> dict[str, PluginMeter]:
-        """Return what each logits processor cost so far, by name."""
+        """Return the meter of each logits processor, by name."""
 
     def sleep(self, level: int) -> None:
-        """Give memory back. Called between steps; no request is computed from what was there.
+        """Release memory. Called between steps; cached content is not used again.
 
         Args:
-            level: 1 gives back the KV cache and moves the weights to CPU memory, 2 gives back
-                both.
+            level: 1 releases the KV cache and moves the weights to CPU memory, 2 releases both.
 
         Raises:
-            HardpointError: the device cannot do that.
+            HardpointError: the worker does not support the level.
         """
 
     def wake_up(self, tags: Sequence[str]) -> None:
-        """Have memory again: "weights", "kv_cache" or both."""
+        """Reallocate memory released by `sleep`: "weights", "kv_cache" or both."""
 
     def start_profile(self) -> None:
         """Begin to record what runs.
@@ -87,23 +85,23 @@ class Worker(Protocol):
         """
 
     def stop_profile(self) -> str:
-        """Return the file that the profile was written to.
+        """Stop the profile; return the path of its file.
 
         Raises:
-            HardpointError: none is being made.
+            HardpointError: no profile is running.
         """
 
     def add_lora(self, lora: LoRARequest) -> bool:
-        """Load an adapter; return whether it was not there already."""
+        """Load an adapter; return False if it was already loaded."""
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter; return whether it was there."""
+        """Unload an adapter; return whether it was loaded."""
 
     def list_loras(self) -> set[int]:
-        """Return the ids of the adapters that are there."""
+        """Return the ids of the loaded adapters."""
 
     def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter, whatever others come; return whether it is there."""
+        """Keep an adapter loaded when others need memory; return whether it is loaded."""
 
     def close(self) -> None:
         """Release everything."""
@@ -111,33 +109,33 @@ class Worker(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorContext(Context["Executor"]):
-    """What an executor is built with.
+    """Context of an executor.
 
     Attributes:
-        create_worker: builds the worker of a rank.
+        create_worker: makes the worker of a rank.
     """
 
     create_worker: Callable[[int], Worker]
 
 
 class Executor(Component):
-    """Starts workers and hands them each step's plan."""
+    """Starts the workers and sends them the plan of each step."""
 
     context: ExecutorContext
 
     @property
     def max_concurrent_batches(self) -> int:
-        """How many steps may be under way at once; more than 1 is a pipeline.
+        """Maximum number of steps in flight; more than 1 is a pipeline.
 
-        In a pipeline `sample_tokens` is called before the step's `execute_model` is done, and is
-        to begin once that is. Where `execute_model` gives a result of its own, nobody looks at
-        what sampling gave.
+        In a pipeline `sample_tokens` is called before the step's `execute_model` is done, and
+        begins after it. If `execute_model` itself returns a result, that of `sample_tokens` is
+        ignored.
         """
         return 1
 
     @abstractmethod
     def start(self) -> WorkerInfo:
-        """Start the workers and load the model; return the tightest worker's figures."""
+        """Start the workers and load the model; return the info of the worker with least memory."""
 
     @abstractmethod
     def initialize_cache(self, num_blocks: int) -> None:
@@ -147,20 +145,19 @@ class Executor(Component):
     def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
         """Start a step.
 
-        A result of None means that sampling waits for `sample_tokens`; a plan without tokens, from
-        which workers only learn what ended, has its result at once.
+        A result of None means that sampling waits for `sample_tokens`. A plan without tokens, which
+        only names ended requests to the workers, returns its result at once.
         """
 
     @abstractmethod
     def sample_tokens(
         self, plan: SchedulerOutput, bitmask: GrammarBitmask | None = None
     ) -> Future[ModelRunnerOutput]:
-        """Finish a step that waits.
+        """Sample the tokens of a step whose `execute_model` returned None.
 
         Args:
-            plan: the one that `execute_model` got. In a pipeline it may have drafts by now where
-                it had NO_DRAFT.
-            bitmask: which tokens grammars allow; None where no request of the step is in one.
+            plan: of that `execute_model` call. In a pipeline, drafts may have replaced NO_DRAFT.
+            bitmask: tokens that grammars allow; None if no request of the step has a grammar.
         """
 
     @abstractmethod
@@ -172,15 +169,15 @@ class Executor(Component):
         Args:
             method: of `Worker`.
             args: positional.
-            timeout: seconds that all workers together may take; None is no limit. Workers that
-                are called directly are not interrupted.
+            timeout: seconds for all workers together; None is no limit. Workers in this process
+                are not interrupted.
 
         Raises:
-            TimeoutError: they took longer.
+            TimeoutError: the workers did not answer in time.
         """
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Return the drafts that the last step made, once; None if it made none.
+        """Return the drafts of the last step, once; None if it made none.
 
         Called only where speculation is on.
 
@@ -190,7 +187,7 @@ class Executor(Component):
         raise NotImplementedError(f"the executor {self.name!r} makes no drafts")
 
     def on_failure(self, callback: Callable[[BaseException], None]) -> None:
-        """Have `callback` called, in any thread, when workers are lost beside a step.
+        """Register a callback for the loss of workers outside of calls; it may run in any thread.
 
-        The default calls it never: whatever fails, fails in a call.
+        The default never calls it, for executors whose workers fail only in calls.
         """

@@ -115,7 +115,7 @@ def test_child_types():
 def test_every_value_of_the_configuration_is_documented_in_its_schema():
     schema = json_schema(EngineConfig)
     engine = schema["$defs"]["EngineConfig"]
-    assert engine["description"] == "Everything that an engine is told."
+    assert engine["description"] == "The whole configuration of an engine."
     assert engine["properties"]["seed"]["description"].startswith("of everything that a request")
     undocumented = [
         (name, key)

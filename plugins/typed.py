@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 import msgspec
@@ -70,14 +70,15 @@ def convert(
     except TypeError as cause:
         where = _odd_path(value, path) or "value"
         raise error(f"{where}: expected plain data: {cause}") from None
-    if (odd := _first_number(plain, _is_endless)) is not None:
+    unusual = _has_unusual_number(plain)
+    if unusual and (odd := _first_number(plain, _is_endless)) is not None:
         where = join_path(path, *odd.steps)
         raise error(f"{where}: expected a finite number, got {odd.number}")
     try:
         converted = msgspec.convert(plain, type_)
     except msgspec.ValidationError as cause:
         raise error(_explain(str(cause), plain, type_, path)) from None
-    if (odd := _first_number(plain, _is_wide)) is not None:
+    if unusual and (odd := _first_number(plain, _is_wide)) is not None:
         where = join_path(path, *odd.steps)
         raise error(f"{where}: expected a whole number of at most 64 bits, got {odd.number}")
     return converted
@@ -185,6 +186,23 @@ def _is_endless(number: float) -> bool:
 
 def _is_wide(number: float) -> bool:
     return isinstance(number, int) and not -(2**63) <= number < 2**63
+
+
+def _has_unusual_number(value: Any) -> bool:
+    """Return whether plain data has a number beyond 64 bits or none that is finite.
+
+    One call per table and list: almost all data has none, so that no number is looked at closer.
+    """
+    items: Iterable[Any] = value if isinstance(value, list) else (value,)
+    if isinstance(value, dict):
+        items = value.values()
+    for item in items:
+        if isinstance(item, int | float):
+            if not -(2**63) <= item < 2**63:
+                return True
+        elif item and isinstance(item, dict | list) and _has_unusual_number(item):
+            return True
+    return False
 
 
 def _first_number(value: Any, is_odd: Callable[[float], bool]) -> _Odd | None:

@@ -42,6 +42,8 @@ from .validation import PrebuiltRequestValidator, RequestReceivedHook
 
 _log = logging.getLogger("hardpoint")
 
+_ABORTED = str(FinishReason.ABORT)
+
 
 @dataclass(frozen=True)
 class EngineParts:
@@ -325,4 +327,4 @@ class Frontend:
 
 def _aborted(last: RequestOutput) -> bool:
     """Return whether a request was aborted."""
-    return any(output.finish_reason == str(FinishReason.ABORT) for output in last.outputs)
+    return any(output.finish_reason == _ABORTED for output in last.outputs)

@@ -20,7 +20,15 @@ from hardpoint.plugins import (
 )
 
 from .plugin_arguments import PluginArguments
-from .prompts import Prompt, ReadPrompt, check_params_text, check_text, checked_ids, read_prompt
+from .prompts import (
+    Prompt,
+    ReadPrompt,
+    check_params_text,
+    check_text,
+    check_text_fields,
+    checked_ids,
+    read_prompt,
+)
 
 
 class RequestExtras(typed.Strict):
@@ -104,11 +112,11 @@ class InputProcessor:
         """
         params = self.checked(params)
         extras = typed.convert(extras, RequestExtras, path="", error=RequestError)
-        check_text(extras.tags, "tags")
-        check_text(extras.trace_headers, "trace_headers")
+        check_text_fields(extras, ("tags", "trace_headers"))
         given = read_prompt(prompt)
         salt = given.cache_salt if extras.cache_salt is None else extras.cache_salt
-        check_text(salt, "cache_salt")
+        if salt is not None:
+            check_text(salt, "cache_salt")
         times = (extras.arrival_time, given.arrival_time, arrival_time)
         token_ids = self._tokens(given, token_ids)
         params = self._completed(params, len(token_ids))

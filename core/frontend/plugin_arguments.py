@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,21 +136,33 @@ class PluginArguments:
         self, request: EngineCoreRequest, processors: Sequence[_Processor]
     ) -> dict[str, dict[str, Any]]:
         """Return the arguments of those processors that the request uses."""
-        params = request.params
-        changed = {f for f in self._honoured if getattr(params, f) != getattr(_DEFAULTS, f)}
         resolved = {}
-        for processor in processors:
+        for processor in self._used(processors, request.params):
             name = processor.entry.name
-            if (
-                name in params.plugin_args
-                or not changed.isdisjoint(processor.fields)
-                or self._applies_unasked(processor, params)
-            ):
-                arguments = self._given(processor, params)
-                self._health.check(name)
-                prepared = self._prepared(processor, arguments, request)
-                resolved[name] = msgspec.to_builtins(prepared, str_keys=False)
+            arguments = self._given(processor, request.params)
+            self._health.check(name)
+            prepared = self._prepared(processor, arguments, request)
+            resolved[name] = msgspec.to_builtins(prepared, str_keys=False)
         return resolved
+
+    def _used(
+        self, processors: Sequence[_Processor], params: SamplingParams
+    ) -> Iterator[_Processor]:
+        """Yield the processors that a request uses: by arguments, by a field, or unasked."""
+        changed = {f for f in self._honoured if getattr(params, f) != getattr(_DEFAULTS, f)}
+        for processor in processors:
+            used = processor.entry.name in params.plugin_args
+            if not used and changed.isdisjoint(processor.fields):
+                try:
+                    used = processor.cls.uses(params)
+                except Exception as cause:
+                    raise RequestError(
+                        f"{processor.entry.source}: its uses failed: "
+                        f"{type(cause).__name__}: {cause}"
+                    ) from cause
+                if not used:
+                    continue
+            yield processor
 
     def reasoning_ended(self, prompt_token_ids: Sequence[int]) -> bool | None:
         """Return whether a prompt's last marker ends reasoning; None without a reasoning parser.
@@ -186,15 +198,6 @@ class PluginArguments:
         else:
             given, path = {}, f"plugin_args.{name}"
         return _converted(processor, given, path)
-
-    def _applies_unasked(self, processor: _Processor, params: SamplingParams) -> bool:
-        """Return whether a request uses a processor that it has no arguments for."""
-        try:
-            return processor.cls.uses(params)
-        except Exception as cause:
-            raise RequestError(
-                f"{processor.entry.source}: its uses failed: {type(cause).__name__}: {cause}"
-            ) from cause
 
     def _prepared(self, processor: _Processor, arguments: Any, request: EngineCoreRequest) -> Any:
         cls = processor.cls

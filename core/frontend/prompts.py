@@ -142,14 +142,24 @@ def check_text(value: Any, path: str) -> None:
             check_text(item, f"{path}[{index}]")
 
 
+def check_text_fields(struct: Any, fields: Sequence[str]) -> None:
+    """Check the texts of some fields of a structure, as `check_text`.
+
+    Raises:
+        RequestError: naming the field.
+    """
+    for field in fields:
+        if value := getattr(struct, field):
+            check_text(value, field)
+
+
 def check_params_text(params: SamplingParams) -> None:
     """Check the texts of sampling parameters, as `check_text`.
 
     Raises:
         RequestError: naming the field.
     """
-    for field in ("stop", "bad_words", "plugin_args"):
-        check_text(getattr(params, field), field)
+    check_text_fields(params, ("stop", "bad_words", "plugin_args"))
 
 
 def check_request_text(request: EngineCoreRequest) -> None:
@@ -159,8 +169,8 @@ def check_request_text(request: EngineCoreRequest) -> None:
         RequestError: naming the field.
     """
     check_params_text(request.params)
-    for field in ("tags", "cache_salt", "plugin_args", "kv_transfer_params", "trace_headers"):
-        check_text(getattr(request, field), field)
+    fields = ("tags", "cache_salt", "plugin_args", "kv_transfer_params", "trace_headers")
+    check_text_fields(request, fields)
 
 
 def _check_encodable(text: str, path: str) -> None:

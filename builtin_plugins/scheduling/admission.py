@@ -203,7 +203,7 @@ def _reason_to_wait(
     limit, lora, active = tracker.limits.max_loras, request.lora, tracker.active_loras
     if limit and lora is not None and lora.id not in active and len(active) >= limit:
         return wait_reasons.no_lora_slot(lora.name, limit)
-    if ask_policy and tracker.policy_limits_admission:
+    if ask_policy and "admit" in tracker.policy_hooks:
         message = tracker.policy.admit(request, tracker.load(step.now, step.budget))
         if message is not None:
             return wait_reasons.held_back(message)
@@ -307,7 +307,8 @@ def _start(
     request_id = request.request_id
     resumed = request.num_preemptions > 0  # the status does not say so if KV was loaded since
     request.num_computed_tokens = computed
-    tracker.policy.scheduled(request, tokens)
+    if "scheduled" in tracker.policy_hooks:
+        tracker.policy.scheduled(request, tokens)
     tracker.start_running(request, step.now)
     step.admitted[request_id] = request
     step.tokens[request_id] = tokens

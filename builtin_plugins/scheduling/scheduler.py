@@ -113,7 +113,7 @@ class DefaultScheduler(Scheduler):
         poll_blocked(tracker, step)
         if self._pause is not PauseState.PAUSED_ALL:
             schedule_running(tracker, step)
-        if tracker.policy_counts_tokens:
+        if "scheduled" in tracker.policy_hooks:
             for request_id, running in step.running.items():
                 tracker.policy.scheduled(running, step.tokens[request_id])
         admit_waiting(tracker, step, self._pause, self._options)

@@ -41,8 +41,8 @@ class RequestTracker:
         unreported_preempted: ids of preempted requests that no plan has reported.
         unreported_freed_inputs: freed encoder inputs that no plan has reported.
         finished_ids: ids that finished since the last outputs, by client index.
-        policy_counts_tokens: whether the policy implements `scheduled`.
-        policy_limits_admission: whether the policy implements `admit`.
+        policy_hooks: names of the optional methods that the policy implements; others of these are
+            not called.
     """
 
     def __init__(self, context: SchedulerContext) -> None:
@@ -68,18 +68,16 @@ class RequestTracker:
 
     def set_policy(self, policy: SchedulingPolicy) -> None:
         """Use another policy from now on."""
-        # A hook that the policy does not implement is never called.
         self.policy = policy
-        overridden = policy.overridden
-        self.policy_counts_tokens = "scheduled" in overridden
-        self.policy_limits_admission = "admit" in overridden
+        self.policy_hooks = policy.overridden
 
     # Arrival and deadlines
 
     def add(self, request: LiveRequest) -> None:
         """Add a new request to `waiting`, or to `blocked` while its grammar is compiled."""
         grammars = self.context.grammars
-        self.policy.added(request)
+        if "added" in self.policy_hooks:
+            self.policy.added(request)
         if grammars is not None and grammars.uses(request):
             request.status = RequestStatus.WAITING_FOR_GRAMMAR
             self.blocked[request.request_id] = request
@@ -130,7 +128,8 @@ class RequestTracker:
         self.num_preemptions += 1
         self.unreported_preempted.add(request.request_id)
         self.reset_progress(request)
-        self.policy.preempted(request)
+        if "preempted" in self.policy_hooks:
+            self.policy.preempted(request)
         if self.context.log_stats:
             request.record_event(EngineCoreEventType.PREEMPTED, now)
         self.waiting.push(request)
@@ -190,7 +189,8 @@ class RequestTracker:
             self.context.encoder_cache.free(request)
         if self.context.report_finished:
             self.finished_ids.setdefault(request.client_index, set()).add(request_id)
-        self.policy.finished(request)  # may raise; the rest of the state is consistent by then
+        if "finished" in self.policy_hooks:
+            self.policy.finished(request)  # may raise; the rest of the state is consistent by then
         if len(self._deadlines) > 64 + 2 * len(self.requests):
             self._deadlines = [d for d in self._deadlines if d[2] in self.requests]
             heapq.heapify(self._deadlines)

@@ -24,6 +24,7 @@ class WaitingQueue:
     def __init__(self, policy: SchedulingPolicy) -> None:
         """Create an empty queue."""
         self.policy = policy
+        self._has_groups = "group" in policy.overridden
         self._heaps: dict[Hashable, list[_Entry]] = {}
         self._serials: dict[str, int] = {}
         self._groups: dict[str, Hashable] = {}
@@ -47,7 +48,8 @@ class WaitingQueue:
 
     def push(self, request: LiveRequest) -> None:
         """Add a request, under the key and group that the policy gives it now."""
-        key, group = self.policy.key(request), self.policy.group(request)
+        key = self.policy.key(request)
+        group = self.policy.group(request) if self._has_groups else None
         self._num_pushed += 1
         self._serials[request.request_id] = self._num_pushed
         self._groups[request.request_id] = group

@@ -108,7 +108,8 @@ class StepRunner:
                 result = self._executor.sample_tokens(plan, bitmask).result()
             if result is None:
                 raise no_result(plan)
-            self.abort(late_aborts())
+            if aborted := late_aborts():
+                self.abort(aborted)
             outputs = self._scheduler.update(plan, result)
         except BaseException as error:
             self._step_failed(plan, error)
@@ -156,7 +157,8 @@ class StepRunner:
                 self._scheduler.plan_lost(batch.plan)
                 return {}, False
             result = batch.result()
-            self.abort(late_aborts())
+            if aborted := late_aborts():
+                self.abort(aborted)
             outputs = self._scheduler.update(batch.plan, result)
         except BaseException as error:
             self._step_failed(batch.plan if batch else None, error)
@@ -179,7 +181,8 @@ class StepRunner:
     def _execute(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
         if self._parts.step_log is not None:
             self._parts.step_log.begins(plan)
-        self._parts.kv_events.publish(self._parts.kv_cache.take_events())
+        if events := self._parts.kv_cache.take_events():
+            self._parts.kv_events.publish(events)
         return self._executor.execute_model(plan)
 
     def _sample(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
@@ -234,8 +237,7 @@ class StepRunner:
 
     def abort(self, request_ids: Sequence[str] | None) -> None:
         """Abort requests, None is all of them; the next step returns their outputs."""
-        is_empty = request_ids is not None and not request_ids
-        if not is_empty and (outputs := self.abort_requests(request_ids)):
+        if outputs := self.abort_requests(request_ids):
             self._unsent.append(outputs)
 
     def abort_all(self) -> None:

@@ -84,6 +84,8 @@ class BlockManager:
         self._windows = [
             (group, spec.window) for group, spec in enumerate(groups) if spec.window is not None
         ]
+        # Blocks that requests can hold: all but the null block.
+        self.num_usable_blocks = num_blocks - bool(self._windows)
         self._events = EventLog(block_size) if events else None
         self._pool = BlockPool(
             num_blocks,
@@ -107,11 +109,6 @@ class BlockManager:
     def num_free_blocks(self) -> int:
         """Blocks that no request holds, cached ones included."""
         return self._pool.num_free
-
-    @property
-    def num_usable_blocks(self) -> int:
-        """All blocks but the null block."""
-        return self.num_blocks - bool(self._windows)
 
     def blocks_needed(self, num_tokens: int) -> int:
         """Return the most blocks, over all groups, that a request of `num_tokens` tokens holds.

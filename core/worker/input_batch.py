@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,15 @@ import msgspec
 import numpy as np
 import torch
 
-from hardpoint.plugins import Added, AttentionStep, BatchUpdate, LogitsRequest, Move, Moved
+from hardpoint.plugins import (
+    Added,
+    AttentionStep,
+    BatchUpdate,
+    LogitsRequest,
+    Move,
+    Moved,
+    SamplingParams,
+)
 
 
 class BatchUpdateBuilder:
@@ -22,10 +31,9 @@ class BatchUpdateBuilder:
 
     def __init__(self) -> None:
         """Start without changes."""
-        self._removed: list[int] = []
+        self._removed: list[int] = []  # a heap
         self._added: list[Added] = []
         self._moved: list[Moved] = []
-        self._sorted = True
         self._locked = False
         self._changed = False
 
@@ -37,8 +45,8 @@ class BatchUpdateBuilder:
     @property
     def removed(self) -> tuple[int, ...]:
         """The free rows, highest first; reading them ends registration for this step."""
-        self._lock()
-        return tuple(self._removed)
+        self._locked = self._locked or bool(self._removed)
+        return tuple(sorted(self._removed, reverse=True))
 
     def remove(self, row: int) -> None:
         """Register the removal of a row.
@@ -50,19 +58,22 @@ class BatchUpdateBuilder:
             raise RuntimeError(
                 f"row {row} cannot be removed: the free rows of this step were read already"
             )
-        self._removed.append(row)
-        self._sorted = False
+        heapq.heappush(self._removed, row)
         self._changed = True
 
     def peek_removed(self) -> int | None:
         """Return the lowest free row, or None."""
-        self._lock()
-        return self._removed[-1] if self._removed else None
+        if not self._removed:
+            return None
+        self._locked = True
+        return self._removed[0]
 
     def pop_removed(self) -> int | None:
         """Remove and return the lowest free row, or None."""
-        self._lock()
-        return self._removed.pop() if self._removed else None
+        if not self._removed:
+            return None
+        self._locked = True
+        return heapq.heappop(self._removed)
 
     def add(self, added: Added) -> None:
         """Register a request that was added."""
@@ -76,12 +87,10 @@ class BatchUpdateBuilder:
 
     def get_and_reset(self, batch_size: int) -> BatchUpdate | None:
         """Return the update, None if nothing changed, and start the next step."""
-        self._sort()
         update = None
         if self._removed or self._added or self._moved:
-            update = BatchUpdate(
-                batch_size, tuple(self._removed), tuple(self._added), tuple(self._moved)
-            )
+            removed = tuple(sorted(self._removed, reverse=True))
+            update = BatchUpdate(batch_size, removed, tuple(self._added), tuple(self._moved))
         self.reset()
         return update
 
@@ -89,21 +98,14 @@ class BatchUpdateBuilder:
         """Discard all changes; return whether there were any."""
         changed = self._changed
         self._removed, self._added, self._moved = [], [], []
-        self._sorted, self._locked, self._changed = True, False, False
+        self._locked = self._changed = False
         return changed
-
-    def _lock(self) -> None:
-        if self._removed:
-            self._locked = True
-        self._sort()
-
-    def _sort(self) -> None:
-        if not self._sorted:
-            self._removed.sort(reverse=True)  # so that popping the lowest is cheap
-            self._sorted = True
 
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
+
+_FREE_ROW = LogitsRequest("", (), [], SamplingParams(), ())
+"""The request of a row that has none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +140,7 @@ class InputBatch:
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
-        self._requests: list[LogitsRequest | None] = []
+        self._requests: list[LogitsRequest] = []
         self._outputs: list[list[int]] = []
         self._row_of: dict[str, int] = {}
         self._updates = BatchUpdateBuilder()
@@ -158,7 +160,7 @@ class InputBatch:
         row = self._updates.pop_removed()
         if row is None:
             row = len(self._requests)
-            self._requests.append(None)
+            self._requests.append(_FREE_ROW)
             self._outputs.append([])
         self._requests[row] = request
         self._outputs[row] = output_token_ids
@@ -184,7 +186,7 @@ class InputBatch:
         """Remove a request, if it is in the batch."""
         row = self._row_of.pop(request_id, None)
         if row is not None:
-            self._requests[row] = None
+            self._requests[row] = _FREE_ROW
             self._updates.remove(row)
 
     def settle(self) -> BatchUpdate | None:
@@ -200,24 +202,19 @@ class InputBatch:
             self._trim()
         return self._updates.get_and_reset(len(self._requests))
 
-    def _request(self, row: int) -> LogitsRequest:
-        request = self._requests[row]
-        assert request is not None, f"row {row} is free"
-        return request
-
     def full_update(self) -> BatchUpdate:
         """Return the settled batch as an update that adds every request."""
         rows = range(len(self._requests))
         return BatchUpdate(len(rows), added=tuple(self._added(row) for row in rows))
 
     def _added(self, row: int) -> Added:
-        request = self._request(row)
+        request = self._requests[row]
         params = msgspec.structs.replace(request.params, plugin_args=dict(request.arguments))
         return Added(row, params, request.prompt_token_ids, self._outputs[row])
 
     def _trim(self) -> None:
         """Remove free rows at the end."""
-        while self._requests and self._requests[-1] is None:
+        while self._requests and self._requests[-1] is _FREE_ROW:
             self._requests.pop()
             self._outputs.pop()
 
@@ -248,7 +245,7 @@ class InputBatch:
         table = self._blocks[rows, :width].astype(np.int64)
         self._num_computed[rows] = seq_lens
         return StepInput(
-            requests=[self._request(row) for row in rows],
+            requests=[self._requests[row] for row in rows],
             token_ids=torch.from_numpy(token_ids).to(device),
             positions=torch.from_numpy(positions).to(device),
             attention=AttentionStep(
@@ -270,7 +267,7 @@ class InputBatch:
         self._num_tokens[target] = tokens
         self._num_computed[target] = self._num_computed[source]
         self._num_blocks[target] = self._num_blocks[source]
-        request = self._request(source)
-        self._requests[target], self._requests[source] = request, None
+        request = self._requests[source]
+        self._requests[target], self._requests[source] = request, _FREE_ROW
         self._outputs[target] = self._outputs[source]
         self._row_of[request.request_id] = request.row = target

@@ -79,10 +79,11 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run the model; return None if `sample` has to follow."""
-        self._apply(plan)
+        batch = self._batch
+        self._apply(plan, batch)
         if plan.total_num_scheduled_tokens == 0:
             return ModelRunnerOutput()
-        step = self._batch.prepare(plan.num_scheduled_tokens, self._device)
+        step = batch.prepare(plan.num_scheduled_tokens, self._device)
         attention_plan = self._attention.plan(step.attention)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -123,11 +124,12 @@ class ModelRunner:
             self._logits(hidden), requests, lambda: self._logits(hidden).clone()
         )
         output.faults |= sampled.faults
+        batch = self._batch
         rows = [i for i, request in enumerate(requests) if request.request_id not in output.faults]
         tokens = [sampled.tokens[row] for row in rows]
         for row, token in zip(rows, tokens, strict=True):
             request_id = requests[row].request_id
-            self._batch.append(request_id, token)
+            batch.append(request_id, token)
             output.sampled_token_ids[request_id] = [token]
             if row in sampled.logprobs:
                 output.logprobs[request_id] = [sampled.logprobs[row]]
@@ -135,17 +137,17 @@ class ModelRunner:
             [requests[row] for row in rows], tokens, sampled.device_ids[rows]
         )
 
-    def _apply(self, plan: SchedulerOutput) -> None:
+    def _apply(self, plan: SchedulerOutput, batch: InputBatch) -> None:
         """Apply the plan's additions and removals to the batch."""
         for request_id in plan.finished_request_ids | plan.preempted_request_ids:
-            self._batch.remove(request_id)
+            batch.remove(request_id)
         for request_id, (block_ids,) in plan.cached_requests.new_block_ids.items():
-            self._batch.extend_blocks(request_id, block_ids)
+            batch.extend_blocks(request_id, block_ids)
         for new in plan.new_requests:
-            self._add(new)
-        self._sampling.pipeline.update(self._batch.settle(), self._batch.full_update)
+            self._add(new, batch)
+        self._sampling.pipeline.update(batch.settle(), batch.full_update)
 
-    def _add(self, new: NewRequest) -> None:
+    def _add(self, new: NewRequest, batch: InputBatch) -> None:
         source, outputs = new.source, list(new.output_token_ids)
         request = LogitsRequest(
             request_id=source.request_id,
@@ -157,7 +159,7 @@ class ModelRunner:
         )
         fault = self._convert_arguments(request, source)
         (block_ids,) = new.block_ids
-        self._batch.add(request, outputs, block_ids, new.num_computed_tokens)
+        batch.add(request, outputs, block_ids, new.num_computed_tokens)
         fault = fault or self._sampling.pipeline.start(request)
         if fault is not None:
             request.arguments = {}  # no processor runs for it until it is reported and removed

@@ -132,8 +132,7 @@ class LocalWorker:
         """
         if plan.draft_token_ids or plan.encoder_inputs or plan.kv_connector_metadata is not None:
             raise _unsupported(plan)
-        batch_is_gone = self._runner is None or not self._runner.has_batch
-        if batch_is_gone and not plan.total_num_scheduled_tokens:
+        if not plan.total_num_scheduled_tokens and not (self._runner and self._runner.has_batch):
             return ModelRunnerOutput()  # asleep: the requests of the plan have no state here
         return self.runner.execute(plan)
 

@@ -79,6 +79,7 @@ class SamplingStage:
         self._processed_logprobs = processed_logprobs
         # Of the step's rows, derived again when those change.
         self._requests: list[LogitsRequest] = []
+        self._all_greedy = self._any_greedy = False
         self._greedy = torch.empty(0, dtype=torch.bool, device=device)
         self._seeds = torch.empty(0, dtype=torch.int64, device=device)
 
@@ -100,7 +101,8 @@ class SamplingStage:
         raw = logits[with_logprobs] if keep_raw else None  # a copy
         isolation: FaultIsolation | None = None
         try:
-            choice = self._normal_pass(logits, requests)
+            # The normal pass.
+            choice = self._choose(self.pipeline.apply(logits, requests), requests)
         except ProcessorError as error:
             isolation = FaultIsolation(self.pipeline, requests, recompute)
             choice = self._isolate_pass(recompute(), requests, isolation, error)
@@ -117,9 +119,6 @@ class SamplingStage:
             entries = gather_logprobs(source, choice.device_ids[with_logprobs], counts)
             result.logprobs = dict(zip(with_logprobs, entries, strict=True))
         return result
-
-    def _normal_pass(self, logits: torch.Tensor, requests: list[LogitsRequest]) -> _Choice:
-        return self._choose(self.pipeline.apply(logits, requests), requests)
 
     def _isolate_pass(
         self,
@@ -191,11 +190,14 @@ class SamplingStage:
     def _sampling_rows(self, requests: Sequence[LogitsRequest]) -> SamplingRows:
         if requests != self._requests:
             self._requests = list(requests)
-            self._greedy = torch.tensor([r.params.greedy for r in requests], device=self._device)
+            greedy = [r.params.greedy for r in requests]
+            self._all_greedy, self._any_greedy = all(greedy), any(greedy)
+            self._greedy = torch.tensor(greedy, device=self._device)
             self._seeds = torch.tensor([mixed_seed(r) for r in requests], device=self._device)
-        greedy = [r.params.greedy for r in requests]
         positions = torch.tensor([len(r.output_token_ids) for r in requests], device=self._device)
-        return SamplingRows(self._greedy, all(greedy), any(greedy), self._seeds, positions)
+        return SamplingRows(
+            self._greedy, self._all_greedy, self._any_greedy, self._seeds, positions
+        )
 
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the completions of one seed

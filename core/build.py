@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from hardpoint.core.client.base import EngineCoreClient, InprocClient
-from hardpoint.core.client.event_loop import Relay
+from hardpoint.core.client.event_loop import EventLoopBridge
 from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
 from hardpoint.core.engine.build import build_core
 from hardpoint.core.engine.prepare import find_files, prepare_worker
@@ -128,7 +128,7 @@ def build_async_engine(
         ConfigError, PluginError, ModelError, EngineDeadError: as `build_engine`.
     """
     began = time.perf_counter()
-    relay = Relay()
+    relay = EventLoopBridge()
     with _spawned() as spawned:
         prepared = _prepare(config, config_sources or ConfigSources(), progress, time.monotonic)
         parts = _in_own_process(prepared, spawned, relay)
@@ -241,10 +241,10 @@ def _in_own_process(
         return prepared.parts(client, size)
 
 
-def _connect(parts: EngineParts) -> tuple[ProcessClient, Relay]:
+def _connect(parts: EngineParts) -> tuple[ProcessClient, EventLoopBridge]:
     """Start another engine process with the configuration of a dead one."""
     assert isinstance(parts.client, ProcessClient)
-    relay = Relay()
+    relay = EventLoopBridge()
     start = dataclasses.replace(
         parts.client.start, config=parts.config, manifest=parts.plugins.manifest
     )

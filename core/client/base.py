@@ -12,11 +12,9 @@ from hardpoint.core.engine.utility_calls import failure_of, run_utility
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest
 
 
-def give_back() -> None:
-    """Return freed memory to the system, where the C library can be asked to (glibc).
-
-    Without it, a program that has closed its engine keeps the room of weights for good.
-    """
+def trim_memory() -> None:
+    """Return freed memory to the system, where the C library can (glibc)."""
+    # Otherwise a program that has closed its engine would keep the memory of the weights.
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, TypeError, AttributeError):  # another C library
@@ -24,10 +22,10 @@ def give_back() -> None:
 
 
 class EngineCoreClient(Protocol):
-    """What a frontend may ask of an engine core, wherever it runs.
+    """The interface of an engine core to its frontend, in this process or another one.
 
     Attributes:
-        in_process: whether it runs in this process.
+        in_process: whether the core runs in this process.
     """
 
     in_process: bool
@@ -42,8 +40,8 @@ class EngineCoreClient(Protocol):
         """Return the next batch of outputs; may be empty.
 
         Args:
-            wait: whether there is something to wait for.
-            timeout: seconds to wait for an engine process; None is as long as it takes.
+            wait: whether outputs are expected.
+            timeout: seconds to wait for an engine process; None is without limit.
 
         Returns:
             None if nothing came in time.
@@ -57,10 +55,10 @@ class EngineCoreClient(Protocol):
 
         Args:
             method: one of `utility_calls.UTILITIES`.
-            args: what it declares, by position.
+            args: its positional arguments.
 
         Raises:
-            HardpointError: what the utility raised.
+            HardpointError: the error that the utility raised.
         """
 
     def close(self) -> None:
@@ -68,7 +66,7 @@ class EngineCoreClient(Protocol):
 
 
 class InprocClient:
-    """Calls the core directly; `get_output` runs a step."""
+    """Calls a core in this process; `get_output` runs a step."""
 
     in_process = True
 
@@ -95,15 +93,15 @@ class InprocClient:
             result = run_utility(self._core, method, args)
             return result.result(0) if isinstance(result, Future) else result
         except Exception as error:
-            told = failure_of(method, error)
-            raise told from told.__cause__
+            reported = failure_of(method, error)
+            raise reported from reported.__cause__
 
     def close(self) -> None:
-        """Close the core and let go of it."""
+        """Close the core and release it."""
         core = self._core
         del self._core
         try:
             core.close()
         finally:
             del core
-            give_back()
+            trim_memory()

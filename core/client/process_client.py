@@ -27,7 +27,7 @@ from hardpoint.plugins.errors import EngineDeadError, EngineTimeoutError
 from hardpoint.plugins.kinds import KINDS, Process
 from hardpoint.plugins.manifest import Manifest, PluginEntry
 
-from .output_queue import Inbox
+from .output_queue import OutputQueue
 from .sockets import Attempt, EngineSockets
 
 _POLL_INTERVAL_MS = 20
@@ -249,7 +249,7 @@ class ProcessClient:
             EngineDeadError: it ended without a report, or was not ready in time.
         """
         self.start = start
-        self._outputs = Inbox()
+        self._outputs = OutputQueue()
         self._timeout_s = start.config.engine.call_timeout_seconds
         with contextlib.ExitStack() as undo:
             self._sockets = EngineSockets(start.engine_index, manifest_hash=start.manifest.hash)

@@ -1,7 +1,7 @@
-"""What an engine process runs first.
+"""The program of an engine process.
 
 The parent starts this file by its path rather than with `-m`: until the parent's `sys.path` has
-come through the launch socket, the interpreter may find another Hardpoint, or none. So nothing
+arrived over the launch socket, the interpreter may find another Hardpoint, or none. So nothing
 but the standard library is imported before that.
 """
 
@@ -19,31 +19,30 @@ from collections.abc import Callable
 from typing import Any
 
 LENGTH = struct.Struct("!Q")
-"""Every frame on the launch socket is preceded by its length in bytes."""
+"""The header of each frame on the launch socket: its length in bytes."""
 
-LAUNCH_SECONDS = 120.0
-"""How long the parent may take to say what this process is to do."""
+LAUNCH_TIMEOUT_S = 120.0
+"""Within which the parent must send the launch."""
 
-_MOST_CHARACTERS = 16_000
-"""Most of a message or a traceback that is reported, so that it fits the socket's buffer."""
+_MAX_CHARACTERS = 16_000  # of a message or a traceback, so that a report fits the socket's buffer
 
 
 def main(run: Callable[..., None] | None = None) -> None:
-    """Serve as an engine process until it is done.
+    """Run an engine process.
 
-    Whatever ends it before that is told to the parent, which raises it; it is not printed here.
+    An exception is reported to the parent, which raises it; it is not printed here.
 
     Args:
-        run: called with the launch and the watch over the parent; None is the engine.
+        run: called with the launch and the parent watch; None is `run_engine`.
     """
     if sys.argv[1:2] != ["--launch-fd"] or not sys.argv[2:3]:
-        sys.exit("This program is started by Hardpoint, which tells it what to do.")
+        sys.exit("This program is started by Hardpoint itself.")
     channel = socket.socket(fileno=int(sys.argv[2]))
     channel.set_inheritable(False)
     try:
-        deadline = time.monotonic() + LAUNCH_SECONDS
+        deadline = time.monotonic() + LAUNCH_TIMEOUT_S
         parent = _prepare(json.loads(_frame(channel, deadline)))
-        serve, run = _imported(run)  # takes seconds, in which the parent finds out what to launch
+        serve, run = _imported(run)  # takes seconds, in which the parent prepares the launch
         launch = _frame(channel, deadline)
         channel.settimeout(None)
         serve(channel, parent, launch, run, functools.partial(_report, channel))
@@ -57,8 +56,8 @@ def main(run: Callable[..., None] | None = None) -> None:
 def _imported(
     run: Callable[..., None] | None,
 ) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return what serves a launch, and what it calls."""
-    from hardpoint.core.engine_process.child import serve  # noqa: PLC0415 - found by the parent's path
+    """Return `child.serve` and the function that it is to run."""
+    from hardpoint.core.engine_process.child import serve  # noqa: PLC0415 - needs the parent's path
 
     if run is None:
         from hardpoint.core.engine_process.run import run_engine  # noqa: PLC0415
@@ -68,10 +67,10 @@ def _imported(
 
 
 def _prepare(interpreter: dict[str, Any]) -> int:
-    """Become like the parent's interpreter; return the parent's process id."""
+    """Set `sys.path`, `sys.argv` and signals as in the parent; return the parent's process id."""
     sys.path[:] = interpreter["path"]
     sys.argv[:] = interpreter["argv"]
-    # A parent may have blocked or ignored signals; both are inherited, and we rely on these.
+    # Blocked and ignored signals are inherited, and the engine relies on these.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
@@ -91,23 +90,23 @@ def _read(channel: socket.socket, size: int, deadline: float) -> bytes:
             part = channel.recv(min(size - len(data), 1 << 20))
         except TimeoutError:
             raise TimeoutError(
-                f"launch: expected {size} bytes within {LAUNCH_SECONDS:g} s, got {len(data)}"
+                f"launch: expected {size} bytes within {LAUNCH_TIMEOUT_S:g} s, got {len(data)}"
             ) from None
         if not part:
-            sys.exit(1)  # the parent is gone, so nobody is left to be told
+            sys.exit(1)  # the parent has ended
         data += part
     return bytes(data)
 
 
 def _report(channel: socket.socket, error: BaseException) -> None:
-    """Tell the parent what went wrong; print it only if there is no parent."""
-    told = traceback.TracebackException.from_exception(error)
-    text, last = "".join(told.format()), "".join(told.format_exception_only())
+    """Send the parent an exception; print it only if the parent has ended."""
+    formatted = traceback.TracebackException.from_exception(error)
+    text, last = "".join(formatted.format()), "".join(formatted.format_exception_only())
     failure = {
         "types": [f"{t.__module__}:{t.__qualname__}" for t in type(error).__mro__],
-        "message": str(error)[:_MOST_CHARACTERS],
-        "notes": [str(note)[:_MOST_CHARACTERS] for note in getattr(error, "__notes__", [])][:3],
-        "traceback": text.removesuffix(last)[-_MOST_CHARACTERS:],
+        "message": str(error)[:_MAX_CHARACTERS],
+        "notes": [str(note)[:_MAX_CHARACTERS] for note in getattr(error, "__notes__", [])][:3],
+        "traceback": text.removesuffix(last)[-_MAX_CHARACTERS:],
     }
     data = json.dumps(failure).encode()
     try:

@@ -1,4 +1,4 @@
-"""The child's side of a launch, once the parent's modules can be imported."""
+"""The child's side of a launch, after the parent's `sys.path` is set."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ import time
 from collections.abc import Callable
 from types import ModuleType
 
-from hardpoint.core.engine_process.main_module.pickling import loads
+from hardpoint.core.engine_process.main_module.main_pickle import loads
 
 from .launch import Launch, decode_launch
 
-_GLANCE_S = 0.25
+_POLL_INTERVAL_S = 0.25
 _EXIT_CODE = 1
 
 Report = Callable[[BaseException], None]
 
 
 class ParentWatch:
-    """Ends this process when its parent is gone, however the parent ended.
-
-    A thread waits on the launch socket, which the system closes with the parent. Another process
-    that the parent forked may hold it open, so the parent's id is looked at as well.
+    """Ends this process when its parent has ended, in whatever way.
 
     Attributes:
-        report: tells the parent now why this process fails; what it is told first counts.
+        report: sends the parent the error that ends this process; only the first one counts.
     """
+
+    # A thread waits on the launch socket, which the system closes with the parent. A process that
+    # the parent forked may hold it open, so the parent's id is checked as well.
 
     def __init__(
         self, channel: socket.socket, parent: int, report: Report, folder: str = ""
     ) -> None:
-        """Watch for the end of a parent.
+        """Create a watch; `start` starts it.
 
         Args:
             channel: the launch socket.
-            parent: the process that started this one.
-            report: tells the parent of an error.
-            folder: the parent's, to be removed when it is gone; empty is none.
+            parent: process id of the parent.
+            report: sends the parent an error.
+            folder: of the parent's sockets, removed when the parent has ended; empty for none.
         """
         self.report = report
-        self._channel = channel  # never closed: a closed one would look like a lost parent
+        self._channel = channel  # never closed: that would look like the end of the parent
         self._parent = parent
         self._folder = folder
         self._callback: Callable[[], None] | None = None
         self._grace_s = 0.0
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the thread."""
         threading.Thread(target=self._watch, name="hardpoint-parent-watch", daemon=True).start()
 
     def on_gone(self, callback: Callable[[], None], grace_s: float) -> None:
-        """Have `callback` called when the parent is gone, in a thread of its own.
+        """Set the callback for the end of the parent; it runs in a thread of its own.
 
-        The process has `grace_s` seconds from then on; without a callback it ends at once.
+        The process is ended `grace_s` seconds later; without a callback at once.
         """
         self._grace_s = grace_s
         self._callback = callback
@@ -65,25 +65,25 @@ class ParentWatch:
     def _watch(self) -> None:
         poller = select.poll()
         poller.register(self._channel, select.POLLIN)
-        while not poller.poll(_GLANCE_S * 1000) and os.getppid() == self._parent:
+        while not poller.poll(_POLL_INTERVAL_S * 1000) and os.getppid() == self._parent:
             pass
-        if self._folder:  # first of all, for this process may end at any time now
+        if self._folder:  # first, because this process may end at any time now
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._callback is not None:
             threading.Thread(target=self._callback, daemon=True).start()
             time.sleep(self._grace_s)
-        os._exit(_EXIT_CODE)  # nothing that hangs may keep an orphan alive
+        os._exit(_EXIT_CODE)  # even if another thread hangs
 
 
 Run = Callable[[Launch, ParentWatch], None]
-"""What a child does: it returns when it is done."""
+"""The function that a child runs."""
 
 
 def serve(channel: socket.socket, parent: int, data: bytes, run: Run, report: Report) -> None:
-    """Watch the parent, make what its program defines importable, and run.
+    """Watch the parent, rebuild the objects of its `__main__`, and run.
 
     Raises:
-        PluginLoadError: what the program defines cannot be rebuilt here.
+        PluginLoadError: the objects cannot be rebuilt here.
     """
     launch = decode_launch(data)
     watch = ParentWatch(channel, parent, report, launch.folder)
@@ -93,11 +93,9 @@ def serve(channel: socket.socket, parent: int, data: bytes, run: Run, report: Re
 
 
 def _become_main(main_objects: bytes) -> None:
-    """Put a module that holds the program's objects in the place of `__main__`.
-
-    It has no file, so that a process spawned from here does not run one again.
-    """
-    module = ModuleType("__main__", "What the program that started this engine defines.")
+    """Replace `__main__` by a module that holds objects of the parent's `__main__`."""
+    # It has no file: a process that is spawned from here would run that file again.
+    module = ModuleType("__main__", "Objects of the program that started this engine.")
     sys.modules["__hardpoint_main__"] = sys.modules["__main__"]
     sys.modules["__main__"] = module
     if main_objects:

@@ -1,6 +1,6 @@
-"""What an engine process is told when it starts, and how it gets there.
+"""The launch message of an engine process, and the Python interpreter to start.
 
-Everything goes over an anonymous socket that only the child inherits; nothing of it is in the
+The message goes over an anonymous socket that only the child inherits; nothing of it is in the
 command line, in the environment or on disk.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.core.engine_process.main_module.pickling import dumps
+from hardpoint.core.engine_process.main_module.main_pickle import dumps
 from hardpoint.plugins import HardpointError
 from hardpoint.plugins.manifest import Manifest
 
@@ -22,18 +22,18 @@ LAUNCH_PROTOCOL = 1
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine needs.
+    """The launch message: everything that an engine process needs.
 
     Attributes:
-        address: the EngineAddresses that the engine connects to, as JSON.
+        address: the EngineAddresses to connect to, as JSON.
         manifest: the plugins, the same in every process.
         config: an EngineConfig as plain data.
         config_sources: by dotted path, where configuration values came from.
-        main_objects: what the parent's `__main__` defines, from `main_objects`.
+        main_objects: objects of the parent's `__main__`, from `main_objects`.
         log_level: of the logger "hardpoint".
-        engine_index: which engine of its parent it is, from 0.
-        folder: the parent's own, of the sockets; the engine removes it if the parent is gone, which
-            then cannot. Empty is none.
+        engine_index: the number of the engine, from 0.
+        folder: of the parent's sockets; the engine removes it if the parent has ended without
+            doing so. Empty for none.
         protocol: version of this message.
     """
 
@@ -48,22 +48,22 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     protocol: int = LAUNCH_PROTOCOL
 
     def encode(self) -> bytes:
-        """Return the message for `decode_launch`."""
+        """Return the encoded message, for `decode_launch`."""
         return msgspec.msgpack.encode(self)
 
 
 class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
-    """How to start a Python like this one. Keep it to start the same one again.
+    """How to start a Python interpreter like this one.
 
-    The environment is inherited. Import hooks and warning filters that the program installed
-    while it ran are not carried.
+    The environment is inherited. Import hooks and warning filters that the program installed at
+    run time are not carried over.
 
     Attributes:
         executable: the program.
         flags: its options, such as `-X dev`.
         path: `sys.path`.
         argv: `sys.argv`.
-        directory: the working directory; None is one that was removed, "/" stands for it.
+        directory: the working directory; None if it was removed, then "/" is used.
     """
 
     executable: str
@@ -74,10 +74,10 @@ class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def current(cls) -> Interpreter:
-        """Return the one that runs this.
+        """Return the interpreter of this process.
 
         Raises:
-            HardpointError: it does not know its own executable.
+            HardpointError: `sys.executable` is empty.
         """
         if not sys.executable:
             raise HardpointError(
@@ -103,18 +103,16 @@ class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
         return [self.executable, *self.flags, "-P"]
 
     def encode(self) -> bytes:
-        """Return what the child reads before it can import anything but the standard library.
-
-        JSON in ASCII: a path need not be valid Unicode.
-        """
+        """Return the message that the child reads while it can import only the standard library."""
+        # JSON in ASCII, because a path need not be valid Unicode.
         return json.dumps({"path": self.path, "argv": self.argv, "pid": os.getpid()}).encode()
 
 
 def decode_launch(data: bytes) -> Launch:
-    """Return a launch from its message.
+    """Return the launch of an encoded message.
 
     Raises:
-        HardpointError: it is none, or one of another version.
+        HardpointError: it is malformed, or of another version of the protocol.
     """
     try:
         protocol = msgspec.msgpack.decode(data, type=_Versioned).protocol
@@ -129,13 +127,13 @@ def decode_launch(data: bytes) -> Launch:
 
 
 def main_objects(references: Iterable[str]) -> bytes:
-    """Return what the references name in this program's `__main__`, as bytes.
+    """Return the pickled objects of this program's `__main__` that the references name.
 
     Args:
         references: FQCNs; those of other modules are skipped.
 
     Raises:
-        PluginLoadError: something cannot travel to another process.
+        PluginLoadError: an object cannot be pickled.
     """
     module = sys.modules["__main__"]
     split = (reference.partition(":") for reference in references)
@@ -148,7 +146,7 @@ class _Versioned(msgspec.Struct):
     protocol: int
 
 
-_LETTERS = {
+_FLAG_LETTERS = {
     "debug": "d",
     "optimize": "O",
     "dont_write_bytecode": "B",
@@ -162,8 +160,8 @@ _LETTERS = {
 
 
 def _flags() -> list[str]:
-    """Return the options that this interpreter was started with."""
-    counts = {letter: int(getattr(sys.flags, flag)) for flag, letter in _LETTERS.items()}
+    """Return the command line options of this interpreter."""
+    counts = {letter: int(getattr(sys.flags, flag)) for flag, letter in _FLAG_LETTERS.items()}
     flags = [f"-{letter * count}" for letter, count in counts.items() if count > 0]
     for name, value in sys._xoptions.items():
         flags += ["-X", name if value is True else f"{name}={value}"]

@@ -1,4 +1,4 @@
-"""The busy loop of an engine process: input, one step, output, until it is told to end."""
+"""The busy loop of an engine process: handle input, run a step, queue outputs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import faulthandler
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,61 +17,63 @@ from hardpoint.core.wire import ShutdownState, UtilityCall
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest, HardpointError
 from hardpoint.plugins.errors import EngineDeadError, PluginFaultError
 
-from .sender import Outbox
+from .sender import ClientSendQueues
 
 _log = logging.getLogger("hardpoint")
 
-_SLACK = 0.1
+_SLACK = 0.1  # of the watchdog's limit
 
 
 class Watchdog:
-    """Has the stacks of all threads written to stderr when a step takes too long.
+    """Writes the stacks of all threads to stderr when a step takes too long.
 
-    It does so from outside of Python, so that it works whatever the step hangs in. Setting its
-    timer costs more than a small step, so the timer is set anew only when a tenth of its time is
-    over: a step is reported after 1 to 1.1 times the limit.
+    A step is reported after 1 to 1.1 times the limit. The timer is faulthandler's, outside of the
+    interpreter, so that it works whatever the step hangs in.
     """
 
-    def __init__(self, seconds: float, *, exits: bool = False) -> None:
-        """Watch nothing yet.
+    # Setting the timer costs more than a small step, so it is set again only once a tenth of its
+    # time has passed.
+
+    def __init__(self, limit_s: float, *, exits: bool = False) -> None:
+        """Create a watchdog that is stopped.
 
         Args:
-            seconds: the limit; 0 watches nothing at all.
+            limit_s: 0 switches it off.
             exits: whether a step that takes longer also ends the process, at once.
         """
-        self._seconds = seconds
+        self._limit_s = limit_s
         self._exits = exits
         self._set_at: float | None = None
 
-    def step_begins(self) -> None:
-        """Give the step that begins its time."""
-        if not self._seconds:
+    def start_step(self) -> None:
+        """Start the time of a step."""
+        if not self._limit_s:
             return
         now = time.monotonic()
-        if self._set_at is None or now - self._set_at > self._seconds * _SLACK:
-            timeout = self._seconds * (1 + _SLACK)
+        if self._set_at is None or now - self._set_at > self._limit_s * _SLACK:
+            timeout = self._limit_s * (1 + _SLACK)
             faulthandler.dump_traceback_later(timeout, exit=self._exits)
             self._set_at = now
 
-    def rest(self) -> None:
-        """Watch nothing until the next step."""
+    def stop(self) -> None:
+        """Stop until the next step."""
         if self._set_at is not None:
             faulthandler.cancel_dump_traceback_later()
             self._set_at = None
 
 
-_IDLE_SECONDS = 0.001  # for other threads, where requests wait for something outside of the loop
-_GLANCE_SECONDS = 0.25  # how often requests that a pause holds are looked at, for their deadlines
+_IDLE_S = 0.001  # left to other threads while requests wait for something outside of the loop
+_PAUSE_POLL_INTERVAL_S = 0.25  # how often the deadlines of paused requests are checked
 
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """How a loop behaves.
+    """Settings of a loop.
 
     Attributes:
-        drain_seconds: how long requests may go on after the first signal; 0 aborts them at once.
-        watchdog_seconds: a step that takes longer has the stacks of all threads written to
-            stderr; 0 watches nothing.
+        drain_seconds: how long requests may run after the first signal; 0 aborts them at once.
+        watchdog_seconds: the stacks of all threads are written to stderr when a step takes longer;
+            0 switches that off.
         watchdog_exits: whether such a step also ends the process.
     """
 
@@ -82,19 +83,19 @@ class LoopOptions:
 
 
 class Wakeup:
-    """A message that says nothing but that there is something to look at."""
+    """Wakes up a loop that waits for input."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why the loop must end: the executor failed, or a thread beside the loop did."""
+    """The error that ends the loop: of the executor, or of an IO thread."""
 
     error: BaseException
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A request that could not be taken before it reached the loop, with an id that is in use."""
+    """A request with the id of a live request, rejected before it reached the loop."""
 
     request_id: str
     client_index: int
@@ -103,7 +104,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request with what was computed of it before it reached the loop.
+    """A request with what the input thread computed for it.
 
     Attributes:
         block_hashes: of its prompt.
@@ -113,36 +114,46 @@ class Prepared:
     block_hashes: list[bytes]
 
 
-Message = Prepared | list[str] | UtilityCall | Refusal | Failure | Wakeup
-"""What the loop gets; a list of strings are ids to abort."""
+@dataclass
+class Abort:
+    """Ids of requests to abort.
+
+    Attributes:
+        is_handled: whether the input queue has delivered it, so that its urgent copy is void.
+    """
+
+    request_ids: list[str]
+    is_handled: bool = False
+
+
+Message = Prepared | Abort | UtilityCall | Refusal | Failure | Wakeup
+"""The input of a loop."""
 
 
 @dataclass(frozen=True)
 class LoopQueues:
-    """What connects a loop with the threads beside it.
-
-    `SimpleQueue.put` may be called from a signal handler, even while the same thread gets.
+    """The queues between a loop and the IO threads.
 
     Attributes:
-        input: in the order in which it came.
-        aborts: ids, each list also in `input`, so that an abort takes effect within the step that
-            runs.
+        input: messages in the order of arrival.
+        urgent_aborts: every `Abort` of `input` as well, so that the step that runs can apply it.
+        output: messages to the clients.
     """
 
+    # SimpleQueue, because a signal handler may call `put` even while its thread is in `get`.
     input: queue.SimpleQueue[Message] = field(default_factory=queue.SimpleQueue)
-    aborts: queue.SimpleQueue[list[str]] = field(default_factory=queue.SimpleQueue)
-    output: Outbox = field(default_factory=Outbox)
-    _order: threading.Lock = field(default_factory=threading.Lock)
+    urgent_aborts: queue.SimpleQueue[Abort] = field(default_factory=queue.SimpleQueue)
+    output: ClientSendQueues = field(default_factory=ClientSendQueues)
 
     def abort(self, request_ids: list[str]) -> None:
-        """End requests. In any thread; both queues have the lists in the same order."""
-        with self._order:
-            self.aborts.put(request_ids)
-            self.input.put(request_ids)
+        """Queue an abort. In any thread."""
+        abort = Abort(request_ids)
+        self.urgent_aborts.put(abort)
+        self.input.put(abort)
 
 
 class EngineLoop:
-    """Moves messages from the input queue into an engine core, and its outputs to their clients."""
+    """Applies the messages of the input queue to an engine core, and queues its outputs."""
 
     def __init__(
         self,
@@ -151,7 +162,7 @@ class EngineLoop:
         options: LoopOptions = LoopOptions(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The caller closes the core."""
+        """Create a loop for a core, which the caller closes."""
         self._core = core
         self._queues = queues
         self._options = options
@@ -160,39 +171,37 @@ class EngineLoop:
         self._state = ShutdownState.RUNNING
         self._drain_until = 0.0
         self._signals = 0
-        self._aborts_taken = 0  # of the fast lane
-        self._aborts_handled = 0  # of the input queue, which has the same ones
         core.enter_loop(self._executor_failed)
 
     def request_shutdown(self) -> None:
-        """Begin to end: drain, then stop. Called twice, stop at once. Safe in a signal handler."""
+        """Drain, then stop; stop at once when called twice. Safe in a signal handler."""
         self._signals += 1
         self.wake_up()
 
     def wake_up(self) -> None:
-        """Have a loop that waits for input look around, in whatever thread."""
+        """Wake up the loop if it waits for input. In any thread."""
         self._queues.input.put(Wakeup())
 
     def run(self) -> None:
-        """Work until shut down.
+        """Run until shut down.
 
         Raises:
-            BaseException: whatever ended the engine before its time.
+            BaseException: the error that ended the engine.
         """
         try:
             while not self._is_over():
-                self._take_input()
+                self._handle_input()
                 if self._core.has_requests():
-                    self._watchdog.step_begins()
+                    self._watchdog.start_step()
                     outputs, executed = self._core.step(self._late_aborts)
                     self._send(outputs)
                     if not (executed or outputs) and self._core.has_requests():
-                        time.sleep(_IDLE_SECONDS)
+                        time.sleep(_IDLE_S)
             for outputs in self._core.flush():
                 self._send(outputs)
-            self._handle_queued()  # whoever came too late is told so
+            self._handle_queued()  # what came too late is rejected
         finally:
-            self._watchdog.rest()
+            self._watchdog.stop()
             self._core.leave_loop("the engine is shutting down")
 
     def _executor_failed(self, error: BaseException) -> None:
@@ -201,7 +210,7 @@ class EngineLoop:
         self._queues.input.put(Failure(failed))
 
     def _is_over(self) -> bool:
-        """Follow the signals; return whether nothing is left to do."""
+        """Advance the shutdown, if one was requested; return whether the loop may end."""
         if self._signals and self._state is ShutdownState.RUNNING:
             self._state = ShutdownState.REQUESTED
             seconds = self._options.drain_seconds
@@ -210,19 +219,19 @@ class EngineLoop:
             _log.info("shutting down: %d requests may go on for %g s", live, seconds)
         if self._state is ShutdownState.RUNNING:
             return False
-        held = not self._core.has_requests()  # if any are left, a pause holds them
-        if held or self._signals > 1 or self._clock() >= self._drain_until:
+        all_paused = not self._core.has_requests()  # if any requests are left
+        if all_paused or self._signals > 1 or self._clock() >= self._drain_until:
             self._state = ShutdownState.SHUTTING_DOWN
             self._send(self._core.abort_requests(None))
         return self._core.num_unfinished_requests() == 0
 
-    def _take_input(self) -> None:
-        """Handle what is queued; without work, wait for something."""
+    def _handle_input(self) -> None:
+        """Handle all queued messages; without work, wait for one."""
         if not self._core.has_requests():
-            self._watchdog.rest()
+            self._watchdog.stop()
             self._core.went_idle()
             if self._state is ShutdownState.RUNNING and not self._core.has_requests():
-                self._park()
+                self._wait_for_input()
         self._handle_queued()
 
     def _handle_queued(self) -> None:
@@ -230,39 +239,37 @@ class EngineLoop:
             while True:
                 self._handle(self._queues.input.get_nowait())
 
-    def _park(self) -> None:
-        """Wait for a message, or until a request that a pause holds may have timed out."""
-        self._late_aborts()  # they are in the input queue as well
-        seconds = _GLANCE_SECONDS if self._core.num_unfinished_requests() else None
+    def _wait_for_input(self) -> None:
+        """Wait for a message, or until a paused request may have timed out."""
+        self._late_aborts()  # drops them; the input queue has them too
+        timeout_s = _PAUSE_POLL_INTERVAL_S if self._core.num_unfinished_requests() else None
         with contextlib.suppress(queue.Empty):
-            self._handle(self._queues.input.get(timeout=seconds))
+            self._handle(self._queues.input.get(timeout=timeout_s))
 
     def _late_aborts(self) -> list[str]:
-        """Return the ids on the fast lane.
-
-        Lists that the input queue gave already are left out: by now, another request may have the
-        id of one that they ended.
-        """
+        """Return the ids of aborts that came since the input was handled; called within a step."""
+        # An abort stays in the input queue as well, because there it comes after the request that
+        # it ends, which may not be in the core yet. One that the input queue has delivered is left
+        # out here: by now, another request may have the id of the one that it ended.
         ids: list[str] = []
         with contextlib.suppress(queue.Empty):
             while True:
-                taken = self._queues.aborts.get_nowait()
-                self._aborts_taken += 1
-                if self._aborts_taken > self._aborts_handled:
-                    ids += taken
+                abort = self._queues.urgent_aborts.get_nowait()
+                if not abort.is_handled:
+                    ids += abort.request_ids
         return ids
 
     def _handle(self, message: Message) -> None:
         match message:
             case Prepared():
                 self._add(message.request, message.block_hashes)
-            case list():
-                self._aborts_handled += 1
-                self._send(self._core.abort_requests(message))
+            case Abort():
+                message.is_handled = True
+                self._send(self._core.abort_requests(message.request_ids))
             case UtilityCall():
                 self._call(message)
             case Refusal():
-                self._refuse(message.request_id, message.client_index, message.error)
+                self._reject(message.request_id, message.client_index, message.error)
             case Failure():
                 raise message.error
             case Wakeup():
@@ -271,17 +278,17 @@ class EngineLoop:
     def _add(self, request: EngineCoreRequest, block_hashes: list[bytes]) -> None:
         if self._state is not ShutdownState.RUNNING:
             shutting_down = EngineDeadError("the engine is shutting down")
-            self._refuse(request.request_id, request.client_index, shutting_down)
+            self._reject(request.request_id, request.client_index, shutting_down)
             return
         try:
             self._core.add_request(request, block_hashes)
-        except PluginFaultError:  # one that is to end the engine
+        except PluginFaultError:  # of a plugin whose faults end the engine
             raise
         except HardpointError as error:
-            self._refuse(request.request_id, request.client_index, error)
+            self._reject(request.request_id, request.client_index, error)
 
-    def _refuse(self, request_id: str, client_index: int, error: HardpointError) -> None:
-        """Tell a client, unless it would take that for the end of its live request of that id."""
+    def _reject(self, request_id: str, client_index: int, error: HardpointError) -> None:
+        # A client would mistake the error for the end of its live request of that id.
         if self._core.client_of(request_id) == client_index:
             _log.warning(
                 "dropped a request of client %d that has the id of its live request %r: %s",

@@ -1,4 +1,4 @@
-"""The parent's side of an engine process: starting it, hearing of its end, ending it."""
+"""The parent's side of an engine process: start it, watch it, end it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .launch import Interpreter, Launch
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """An exception of another process.
+    """The report of an exception that ended another process.
 
     Attributes:
-        types: its class and that class's bases, nearest first, as `module:name`.
+        types: the classes of its MRO, as `module:name`.
         message: its text.
-        notes: what was added to it.
+        notes: those of `add_note`.
         traceback: with causes, without its last lines, which are class and message.
     """
 
@@ -38,7 +38,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, frame: bytes) -> Failure | None:
-        """Return what a frame of the launch socket says, None if it is not complete."""
+        """Return the report in a frame of the launch socket, None if the frame is incomplete."""
         if len(frame) < LENGTH.size:
             return None
         (length,) = LENGTH.unpack_from(frame)
@@ -46,10 +46,9 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.convert(json.loads(body), cls) if len(body) == length else None
 
     def error(self, pid: int) -> HardpointError:
-        """Return it as the same class of Hardpoint's tree; its traceback is a note.
+        """Return an error of the nearest class of Hardpoint's tree, with the traceback as a note.
 
-        Classes that a plugin made are taken as the class of the tree that they derive from, and
-        all others as EngineDeadError.
+        It is an EngineDeadError if no class of the MRO is in the tree.
         """
         known = {f"{errors.__name__}:{name}": getattr(errors, name) for name in errors.__all__}
         own = next((known[name] for name in self.types if name in known), None)
@@ -68,28 +67,26 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 _PROGRAM = Path(__file__).with_name("__main__.py")
 _SEND_TIMEOUT_S = 60.0
-_GRACE_S = 5.0
-_ENDING_S = 5.0
+_GRACE_S = 5.0  # for the child to end itself, before it is killed
+_EXIT_TIMEOUT_S = 5.0  # for the child to exit, after it has closed its end of the launch socket
 
 
 class EngineProcess:
     """A running child process.
 
-    It is in a session of its own: Ctrl-C in the terminal reaches the parent alone, which decides
-    what becomes of the engine. It ends when the parent ends in whatever way, when `close` is
-    called, and when this object is collected.
-
-    A process forked from the parent has a copy of this object that does nothing to the child.
+    It runs in a session of its own, so that Ctrl-C in the terminal reaches the parent alone. It
+    ends when the parent ends in whatever way, when `close` is called, and when this object is
+    collected. The copy of this object in a process that the parent forked does nothing.
     """
 
     def __init__(self, popen: subprocess.Popen[bytes], channel: socket.socket) -> None:
-        """Take over a child and the parent's end of its launch socket; `start` makes both."""
+        """Take over a child and the parent's end of its launch socket, both from `spawn`."""
         self._popen = popen
         self._channel = channel
         self._pidfd = _open_pidfd(popen.pid)
         self._owner = os.getpid()
-        self._heard = bytearray()
-        self._deaf = False
+        self._received = bytearray()
+        self._eof = False
         self._receive_lock = threading.Lock()
         self._release = weakref.finalize(
             self, _release, popen, channel, self._pidfd, self._owner, _GRACE_S
@@ -99,10 +96,10 @@ class EngineProcess:
     def start(
         cls, launch: Launch, interpreter: Interpreter | None = None, *, program: Path = _PROGRAM
     ) -> EngineProcess:
-        """Start a child and give it its launch; return before it is ready.
+        """Start a child and send its launch; return before it is ready.
 
         Args:
-            launch: what the engine needs.
+            launch: the launch message.
             interpreter, program: as for `spawn`.
 
         Raises:
@@ -116,11 +113,11 @@ class EngineProcess:
     def spawn(
         cls, interpreter: Interpreter | None = None, *, program: Path = _PROGRAM
     ) -> EngineProcess:
-        """Start a child, which imports what it will need while it waits for its launch.
+        """Start a child, which imports the engine while it waits for its launch.
 
         Args:
-            interpreter: what to start; None is one like this process's own.
-            program: what the child runs, a file that calls `main` of its `__main__`.
+            interpreter: to start; None is one like this process's own.
+            program: the file that the child runs, which calls `main` of `__main__.py`.
 
         Raises:
             EngineDeadError: it cannot be started.
@@ -132,7 +129,7 @@ class EngineProcess:
             popen = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                cwd=interpreter.directory or "/",  # MKL, for one, does not load from nowhere
+                cwd=interpreter.directory or "/",  # MKL does not load without a directory
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
@@ -142,16 +139,16 @@ class EngineProcess:
         finally:
             theirs.close()
         process = cls(popen, ours)
-        process._tell(interpreter.encode())
+        process._send(interpreter.encode())
         return process
 
     def launch(self, launch: Launch) -> None:
-        """Tell the child what it is to do; it is closed if it does not listen.
+        """Send the launch; close the child if it does not read it.
 
         Raises:
             EngineDeadError: it does not take its launch.
         """
-        self._tell(launch.encode())
+        self._send(launch.encode())
 
     @property
     def pid(self) -> int:
@@ -160,48 +157,47 @@ class EngineProcess:
 
     @property
     def sentinels(self) -> list[int]:
-        """Descriptors to poll; one becomes readable when `failure` has something to tell."""
+        """Descriptors to poll; one becomes readable when `failure` may return an error."""
         return [self._channel.fileno(), *([] if self._pidfd is None else [self._pidfd])]
 
     @property
     def returncode(self) -> int | None:
         """The exit code, minus the number of a signal, or None while it runs."""
-        # Not `poll`, which says None while another thread is about to find out.
+        # Not `Popen.poll`, which returns None while another thread is in `Popen.wait`.
         return self.wait(0)
 
     @property
     def description(self) -> str:
-        """The state in words, such as `the engine process (pid 7) exited with code 3`."""
+        """The state as text, such as `the engine process (pid 7) exited with code 3`."""
         return f"the engine process (pid {self.pid}) {_ending(self.returncode)}"
 
     @property
     def reported(self) -> bool:
-        """Whether it was heard from the child itself that it fails."""
-        return Failure.of(bytes(self._heard)) is not None
+        """Whether the child itself has reported its failure, as far as `failure` has read."""
+        return Failure.of(bytes(self._received)) is not None
 
     def failure(self) -> HardpointError | None:
-        """Return why the child serves no more, or None if it is well, as far as is known.
+        """Return the error that the child reported, else its exit status; None while it serves.
 
-        It is what was raised in the child if it could say so, with the child's traceback as a
-        note; else how it ended. Safe in any thread.
+        A reported error has the child's traceback as a note. Safe in any thread.
         """
         with self._receive_lock:
             return self._failure()
 
     def _failure(self) -> HardpointError | None:
-        if (failure := self._heard_failure()) is not None:
+        if (failure := self._reported_failure()) is not None:
             return failure
-        # One that has closed its end is about to be gone.
-        if self.wait(_ENDING_S if self._deaf else 0) is not None:
-            return self._heard_failure() or EngineDeadError(self.description)
-        if self._deaf:
+        # A child that has closed its end of the socket is about to exit.
+        if self.wait(_EXIT_TIMEOUT_S if self._eof else 0) is not None:
+            return self._reported_failure() or EngineDeadError(self.description)
+        if self._eof:
             return EngineDeadError(
                 f"the engine process (pid {self.pid}) does not serve any more, and does not end"
             )
         return None
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Wait for the end; return the exit code, or None if it did not come in time."""
+        """Wait for the exit; return the exit code, or None after the timeout."""
         if self._pidfd is None or self._popen.returncode is not None:
             try:
                 return self._popen.wait(timeout_s)
@@ -221,12 +217,12 @@ class EngineProcess:
         self._popen.kill()
 
     def close(self, grace_s: float = _GRACE_S) -> None:
-        """Let go of the child, which then ends itself; kill it after `grace_s` seconds."""
+        """Close the launch socket, which ends the child; kill it after `grace_s` seconds."""
         if self._release.detach():
             _release(self._popen, self._channel, self._pidfd, self._owner, grace_s)
 
-    def _tell(self, frame: bytes) -> None:
-        """Send a frame; a child that ended meanwhile is found by `failure`."""
+    def _send(self, frame: bytes) -> None:
+        """Send a frame; if the child has ended, `failure` will return that."""
         self._channel.settimeout(_SEND_TIMEOUT_S)
         try:
             self._channel.sendall(LENGTH.pack(len(frame)) + frame)
@@ -240,23 +236,23 @@ class EngineProcess:
             pass
         self._channel.setblocking(False)
 
-    def _heard_failure(self) -> HardpointError | None:
-        """Return what the child has said was raised in it."""
-        self._listen()
-        failure = Failure.of(bytes(self._heard))
+    def _reported_failure(self) -> HardpointError | None:
+        """Return the error that the child has reported."""
+        self._receive()
+        failure = Failure.of(bytes(self._received))
         return None if failure is None else failure.error(self.pid)
 
-    def _listen(self) -> None:
-        """Take in what the child has said."""
-        while not self._deaf:
+    def _receive(self) -> None:
+        """Read what the child has sent, without waiting."""
+        while not self._eof:
             try:
                 part = self._channel.recv(1 << 16)
             except BlockingIOError:
                 return
             except OSError:
                 part = b""
-            self._heard += part
-            self._deaf = not part
+            self._received += part
+            self._eof = not part
 
 
 def _release(
@@ -266,11 +262,11 @@ def _release(
     owner: int,
     grace_s: float,
 ) -> None:
-    """End a child and give back what it took."""
+    """End a child and close its descriptors."""
     if os.getpid() != owner:
-        popen.returncode = 0  # it is not ours to wait for
+        popen.returncode = 0  # a fork cannot wait for it
     else:
-        # Closing alone would not do: a forked process may hold the socket open.
+        # Closing is not enough: a forked process may hold the socket open.
         try:
             channel.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -286,7 +282,7 @@ def _release(
 
 
 def _open_pidfd(pid: int) -> int | None:
-    """Return a descriptor of a process, or None where the system has none."""
+    """Return a pidfd, None where the system has none."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -294,7 +290,7 @@ def _open_pidfd(pid: int) -> int | None:
 
 
 def _above_standard(end: socket.socket) -> socket.socket:
-    """Return a socket whose descriptor is none of 0, 1 and 2, which a program may have closed."""
+    """Return a socket with a descriptor above 2; a program may have closed 0, 1 or 2."""
     if end.fileno() > 2:
         return end
     higher = _above_standard(end.dup())

@@ -1,4 +1,4 @@
-"""What clients send to an engine process, and what becomes of what is none of it."""
+"""Decoding of the messages that clients send to an engine process."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from hardpoint.core.errors import rejection_output
 from hardpoint.core.wire import Decoder, RequestType, TensorProvider, UtilityCall, WireError
 from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError
 
-from .loop import LoopQueues, Message, Prepared, Refusal
+from .loop import LoopQueues, Prepared, Refusal
 
 _log = logging.getLogger("hardpoint")
 
 Check = Callable[[EngineCoreRequest], None]
-"""Raises HardpointError where a request is wrong."""
+"""Raises HardpointError for an invalid request."""
 
 HashPrompt = Callable[[EngineCoreRequest], list[bytes]]
 """Returns the block hashes of a request's prompt."""
 
-_SHORTEST_ID = 1
-_LONGEST_ID = 1000
+_MIN_ID_LENGTH, _MAX_ID_LENGTH = 1, 1000
 
 
 class MessageReader:
-    """Turns frames into messages for the loop.
+    """Decodes frames into messages for the loop.
 
-    What is no message is answered if it can be read whose it is; else it is dropped, and logged.
+    An invalid message gets an error as its answer if its id can be decoded; else it is dropped,
+    and logged.
     """
 
     def __init__(
@@ -41,30 +41,31 @@ class MessageReader:
         provider: TensorProvider | None = None,
         hash_prompt: HashPrompt = lambda _request: [],
     ) -> None:
-        """Prepare.
+        """Create a reader.
 
         Args:
             queues: of the loop.
-            check: looks at each request before the loop gets it.
+            check: called with each request before the loop gets it.
             provider: finds tensors that travel out of band.
-            hash_prompt: is called for each request here, so that the loop need not do it.
+            hash_prompt: called with each request, in this thread rather than in the loop's.
         """
         self._queues = queues
         self._hash_prompt = hash_prompt
         self._check = check
-        self._live: defaultdict[int, set[str]] = defaultdict(set)  # by client
+        # By client, the ids of requests whose last output was not sent yet.
+        self._live: defaultdict[int, set[str]] = defaultdict(set)
         self._requests: Decoder[EngineCoreRequest] = Decoder(EngineCoreRequest, provider=provider)
         self._ids: Decoder[list[str]] = Decoder(list[str])
         self._calls: Decoder[UtilityCall] = Decoder(UtilityCall, provider=provider)
 
-    def take(self, client: int, frames: Sequence[Any]) -> None:
+    def receive(self, client: int, frames: Sequence[Any]) -> None:
         """Decode one message of a client and queue it."""
         kind: RequestType | None = None
         try:
             kind = RequestType.from_wire(frames[0])
             message = self._decoded(kind, client, frames[1:])
-        except Exception as error:  # whatever it is, those who sent other messages are served
-            self._refuse(kind, client, frames[1:], _told(kind, error))
+        except Exception as error:  # of any kind: other messages must still be served
+            self._reject(kind, client, frames[1:], _reported(kind, error))
             return
         if isinstance(message, list):
             self._queues.abort(message)
@@ -73,11 +74,13 @@ class MessageReader:
             self._live[client].add(message.request.request_id)
         self._queues.input.put(message)
 
-    def told_of_end(self, client: int, request_id: str) -> None:
-        """Take it that a client was sent a request's last output. Safe in another thread."""
+    def request_ended(self, client: int, request_id: str) -> None:
+        """Note that a request's last output was sent to its client. Safe in another thread."""
         self._live[client].discard(request_id)
 
-    def _decoded(self, kind: RequestType, client: int, frames: Sequence[Any]) -> Message:
+    def _decoded(
+        self, kind: RequestType, client: int, frames: Sequence[Any]
+    ) -> Prepared | list[str] | UtilityCall:
         match kind:
             case RequestType.ADD:
                 request = self._requests.decode(frames)
@@ -92,20 +95,18 @@ class MessageReader:
                 return call
         raise WireError(f"request type: {kind.name} is for data-parallel engines, this is none")
 
-    def _refuse(
+    def _reject(
         self,
         kind: RequestType | None,
         client: int,
         frames: Sequence[Any],
         error: HardpointError,
     ) -> None:
-        """Answer at once, whatever the loop does meanwhile.
-
-        Where the id is that of a request whose end the client does not know yet, the loop decides:
-        the client would take the answer for that end.
-        """
-        start = _beginning(frames[0]) if frames else []
+        """Answer an invalid message with an error, without waiting for the loop."""
+        start = _first_fields(frames[0]) if frames else []
         if kind is RequestType.ADD and start and _is_id(start[0]):
+            # The client would mistake an error for the end of its live request of that id, so
+            # there the loop decides.
             if start[0] in self._live[client]:
                 self._queues.input.put(Refusal(start[0], client, error))
             else:
@@ -118,57 +119,67 @@ class MessageReader:
             _log.warning("dropped a message of client %d: %s", client, error)
 
 
-def _told(kind: RequestType | None, error: Exception) -> HardpointError:
-    """Return what the sender is told of an error; one that nobody meant to raise is logged too."""
+def _reported(kind: RequestType | None, error: Exception) -> HardpointError:
+    """Return the error that the sender gets; log one that is not of Hardpoint's tree."""
     if isinstance(error, HardpointError):
         return error
     if isinstance(error, MemoryError):
-        return WireError("it does not fit memory")
+        return WireError("it does not fit into memory")
     what = "a message" if kind is None else f"a message of type {kind.name}"
     _log.error("looking at %s failed", what, exc_info=error)
     return HardpointError(f"looking at {what} failed: {type(error).__name__}: {error}")
 
 
 def _check_client(named: int, client: int) -> None:
-    """Refuse a message whose answers would go to somebody else."""
+    """Reject a message whose answers would go to another client."""
     if named != client:
         raise RequestError(f"client_index: expected {client}, the client that sent it, got {named}")
 
 
 def _is_id(value: Any) -> bool:
-    return isinstance(value, str) and _SHORTEST_ID <= len(value) <= _LONGEST_ID
+    return isinstance(value, str) and _MIN_ID_LENGTH <= len(value) <= _MAX_ID_LENGTH
 
 
-class _Opening(msgspec.Struct, array_like=True):
-    """The first fields of a request or of a call, whatever they are and whatever follows."""
+class _FirstFields(msgspec.Struct, array_like=True):
+    """The first fields of a request or of a call, of any type; further fields are ignored."""
 
     first: Any = None
     second: Any = None
     third: Any = None
 
 
-def _beginning(frame: Any) -> list[Any]:
-    """Return the first fields of a message that cannot be decoded as what it should be."""
+def _first_fields(frame: Any) -> list[Any]:
+    """Return the first fields of a message that cannot be decoded as a whole; may be empty."""
     try:
-        opening = msgspec.msgpack.decode(frame, type=_Opening)
-    except Exception:  # it is damaged, or ends too early
-        return _first_string(bytes(memoryview(frame)[: _LONGEST_ID + 8]))
-    return [opening.first, opening.second, opening.third]
+        fields = msgspec.msgpack.decode(frame, type=_FirstFields)
+    except Exception:  # the frame is damaged or truncated
+        request_id = _leading_string(bytes(memoryview(frame)[: _MAX_ID_LENGTH + 8]))
+        return [] if request_id is None else [request_id]
+    return [fields.first, fields.second, fields.third]
 
 
-def _first_string(data: bytes) -> list[Any]:
-    """Return the string that a msgpack array begins with, if it does, whatever follows."""
-    at = 3 if data[:1] == b"\xdc" else 1  # the array's header
-    head = data[at : at + 1]
-    if b"\xa0" <= head <= b"\xbf":
-        size, at = head[0] - 0xA0, at + 1
-    elif head in (b"\xd9", b"\xda"):
-        width = 1 if head == b"\xd9" else 2
-        size, at = int.from_bytes(data[at + 1 : at + 1 + width], "big"), at + 1 + width
+_ARRAY_16 = 0xDC  # a header of 3 bytes; a shorter array (0x90 to 0x9F) has one of 1 byte
+_FIXSTR, _STR_8, _STR_16 = range(0xA0, 0xC0), 0xD9, 0xDA
+
+
+def _leading_string(data: bytes) -> str | None:
+    """Return the string that a msgpack array begins with, None if it begins with no string."""
+    # By hand, because msgspec decodes no part of a message that is damaged further on. A client
+    # waits for the answer to its request, so an id that can still be read is worth it.
+    start = 3 if data[:1] == bytes([_ARRAY_16]) else 1
+    if len(data) <= start:
+        return None
+    head = data[start]
+    if head in _FIXSTR:  # the length is in the low 5 bits
+        size, start = head - _FIXSTR.start, start + 1
+    elif head in (_STR_8, _STR_16):  # the length follows in 1 or 2 bytes, big-endian
+        width = 1 if head == _STR_8 else 2
+        size = int.from_bytes(data[start + 1 : start + 1 + width], "big")
+        start += 1 + width
     else:
-        return []
+        return None
+    text = data[start : start + size]
     try:
-        text = data[at : at + size].decode()
+        return text.decode() if len(text) == size else None
     except UnicodeDecodeError:
-        return []
-    return [text] if len(data) >= at + size else []
+        return None

@@ -1,4 +1,4 @@
-"""What an engine process does: build the engine core, serve it, and end."""
+"""The engine process: build the engine core, serve its clients, shut down."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hardpoint.registry.plugin_set import PluginSet
 from .child import ParentWatch
 from .launch import Launch
 from .loop import EngineLoop, LoopOptions, LoopQueues
-from .sender import Outbox
+from .sender import ClientSendQueues
 from .transport import EngineIO
 
 _log = logging.getLogger("hardpoint")
@@ -40,41 +40,41 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def handle_signals(loop: EngineLoop) -> None:
-    """Have the loop end in order at the first signal, soon at the second; a third one kills.
+    """Drain the loop at the first signal, stop it at the second; a third one kills the process.
 
-    Only in the main thread, whose loop it is. Python runs handlers there between two instructions.
-    A signal that comes just before the thread waits for input, or in another thread, does not end
-    that waiting: so a thread beside it is told of each signal by Python's own C code, and wakes
-    the loop.
+    Call in the main thread, which runs the loop.
     """
-    seen = 0
+    # Python runs handlers in the main thread between two instructions. A signal that comes just
+    # before that thread waits for input, or in another thread, does not end the waiting. So
+    # Python's own C code writes a byte for each signal, and a second thread wakes up the loop.
+    count = 0
 
     def handle(_number: int, _frame: FrameType | None) -> None:
-        nonlocal seen
-        seen += 1
-        if seen > 1:
+        nonlocal count
+        count += 1
+        if count > 1:
             restore_signals()
         loop.request_shutdown()
 
-    told, tell = socket.socketpair()
-    tell.setblocking(False)
+    receiver, wakeup = socket.socketpair()
+    wakeup.setblocking(False)
     threading.Thread(
-        target=_wake, args=(loop, told, tell), name="EngineSignals", daemon=True
+        target=_wake_up, args=(loop, receiver, wakeup), name="EngineSignals", daemon=True
     ).start()
-    signal.set_wakeup_fd(tell.fileno(), warn_on_full_buffer=False)
+    signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
     for number in _SIGNALS:
         signal.signal(number, handle)
 
 
 def restore_signals() -> None:
-    """Have each signal end the process at once."""
+    """Restore the default handlers: a signal ends the process at once."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _wake(loop: EngineLoop, told: socket.socket, _tell: socket.socket) -> None:
-    """Wake the loop after each signal; holds both sockets, for the system knows but a number."""
-    while told.recv(64):
+def _wake_up(loop: EngineLoop, receiver: socket.socket, _wakeup: socket.socket) -> None:
+    """Wake up the loop after each signal; keeps both sockets open."""
+    while receiver.recv(64):
         loop.wake_up()
 
 
@@ -82,18 +82,18 @@ _COMM = Path("/proc/self/comm")
 
 
 def engine_name(index: int) -> str:
-    """Return the name of an engine: the first one of a program is just called EngineCore."""
+    """Return the process name of an engine: EngineCore for the first one of a program."""
     return f"EngineCore_DP{index}" if index else "EngineCore"
 
 
 def name_process(name: str) -> None:
-    """Have process lists show a name, cut to 15 characters; only on Linux."""
+    """Set the name in process lists, cut to 15 characters; only on Linux."""
     with contextlib.suppress(OSError):  # other systems have no such file
         _COMM.write_text(name)
 
 
 def log_as(index: int, level: str) -> None:
-    """Write the log to stderr, every line with the engine's index and process id before it.
+    """Write the log to stderr; each line begins with the engine's index and process id.
 
     Args:
         index: of the engine.
@@ -114,11 +114,11 @@ class _Labelled(logging.Formatter):
         return "\n".join(self._label + line for line in super().format(record).split("\n"))
 
 
-_ABANDONED_SECONDS = 4.0  # to end in order, after the parent has gone
+_ORPHAN_GRACE_S = 4.0  # to shut down in order, after the parent has ended
 
 
 def run_engine(launch: Launch, watch: ParentWatch) -> None:
-    """Serve until told to end, by a signal or by the parent's death.
+    """Serve until a signal, or the end of the parent.
 
     Raises:
         HardpointError: the engine cannot be built; the parent raises it too.
@@ -129,7 +129,7 @@ def run_engine(launch: Launch, watch: ParentWatch) -> None:
     config_sources = ConfigSources(launch.config_sources)
     plugins = PluginSet(launch.manifest)
     check_versions(plugins)
-    with contextlib.ExitStack() as closing:  # each is closed, whatever another one raises
+    with contextlib.ExitStack() as closing:  # all are closed, even if one raises
         spec = prepare_worker(config, plugins, config_sources, lambda _what, _done, _total: None)
         closing.callback(spec.loader.close)
         built = build_core(spec, plugins.hooks(), config_sources, time.monotonic)
@@ -144,9 +144,9 @@ def _serve(
     built: BuiltCore,
     closing: contextlib.ExitStack,
 ) -> None:
-    """Be there for clients. What is opened is closed with `closing`, clients are told then."""
+    """Serve clients until the loop ends; then send them the rest, and shut down."""
     addresses = msgspec.json.decode(launch.address, type=EngineAddresses)
-    queues = LoopQueues(output=Outbox(len(addresses.outputs)))
+    queues = LoopQueues(output=ClientSendQueues(len(addresses.outputs)))
     settings = spec.config.engine
     loop = EngineLoop(
         built.core,
@@ -155,19 +155,19 @@ def _serve(
     )
     closing.callback(restore_signals)
     handle_signals(loop)
-    gone = threading.Event()
+    is_orphan = threading.Event()
 
-    def abandon() -> None:
-        gone.set()
+    def stop() -> None:
+        is_orphan.set()
         loop.request_shutdown()
-        loop.request_shutdown()  # at once: nobody is left to drain for
+        loop.request_shutdown()  # twice: there is no client left to drain for
 
-    watch.on_gone(abandon, grace_s=_ABANDONED_SECONDS)
+    watch.on_gone(stop, grace_s=_ORPHAN_GRACE_S)
     identity = launch.engine_index.to_bytes(2, "little")
     check = RequestCheck(spec.model_config.vocab_size, launch.engine_index)
     io = EngineIO(identity, addresses, queues, check, hash_prompt=built.core.hash_prompt)
     gc.collect()
-    gc.freeze()  # what lives as long as the engine need not be looked at again
+    gc.freeze()  # these objects live as long as the engine
     io.start(_ready(spec, built))
     try:
         loop.run()
@@ -175,10 +175,10 @@ def _serve(
         _log.critical("the engine failed", exc_info=error)
         named = attribute_error(error, spec.plugins) if isinstance(error, Exception) else error
         watch.report(named)  # before anything that may hang
-        _end(io, failed=True, heard=not gone.is_set())
+        _end(io, failed=True, has_clients=not is_orphan.is_set())
         sys.exit(1)
-    _log.info("the engine exits, as it was told to")
-    _end(io, failed=False, heard=not gone.is_set())
+    _log.info("the engine exits, as requested")
+    _end(io, failed=False, has_clients=not is_orphan.is_set())
 
 
 def _ready(spec: WorkerSpec, built: BuiltCore) -> EngineCoreReadyResponse:
@@ -189,14 +189,14 @@ def _ready(spec: WorkerSpec, built: BuiltCore) -> EngineCoreReadyResponse:
     )
 
 
-def _end(io: EngineIO, *, failed: bool, heard: bool) -> None:
-    """Tell clients what is left to tell; from now on, a signal ends what hangs here."""
-    restore_signals()
-    io.close(failed=failed, heard=heard)
+def _end(io: EngineIO, *, failed: bool, has_clients: bool) -> None:
+    """Send clients the rest, and stop the IO threads."""
+    restore_signals()  # so that a signal ends the process if this hangs
+    io.close(failed=failed, has_clients=has_clients)
 
 
 def check_versions(plugins: PluginSet) -> None:
-    """Refuse plugins that are other versions here than in the process that resolved them.
+    """Reject plugins whose versions differ between this process and the one that resolved them.
 
     Raises:
         PluginLoadError: naming the plugin, both versions and this process.

@@ -1,4 +1,4 @@
-"""What an engine process has to say to its clients, until it is sent."""
+"""Per-client queues of unsent messages, and their encoding."""
 
 from __future__ import annotations
 
@@ -12,173 +12,183 @@ import msgspec
 
 from hardpoint.core.errors import rejection_output
 from hardpoint.core.wire import Buffer, Encoder, TensorConsumer, UtilityOutput
-from hardpoint.core.wire.merge_outputs import MergedOutputs
+from hardpoint.core.wire.output_coalescer import OutputCoalescer
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, HardpointError
 
 _log = logging.getLogger("hardpoint")
 
-_LOOK_AGAIN_S = 0.01  # how often it is asked whether a client that was behind can take more
-_MOST_HELD = 8192
+_RETRY_INTERVAL_S = 0.01  # how often a client that accepted no message is tried again
+_MAX_UNSENT = 8192
 
 Message = EngineCoreOutputs | UtilityOutput
 
 
-class Outbox:
-    """Holds messages by client. Putting one in never waits, and does not fill memory.
+class ClientSendQueues:
+    """Queues of unsent messages, one per client. `put` never waits.
 
-    What a client has not taken is merged: one entry per request, however many steps it came from.
-    So what is held is at most the outputs of the requests that the client sent, and its answers;
-    once they are many, `is_full` says that no more of its messages should be read.
+    Unsent outputs are merged: one entry per request, however many steps it came from. So a queue
+    is bounded by the requests that its client sent, and its utility results; `is_full` says that
+    they are many, and no more of the client's messages should be read.
     """
 
     def __init__(self, num_clients: int = 1) -> None:
-        """Start empty."""
-        self._held = [_Held() for _ in range(num_clients)]
+        """Create empty queues."""
+        self._queues = [_ClientQueue() for _ in range(num_clients)]
         self._changed = threading.Condition()
-        self._ends_at: float | None = None
+        self._deadline: float | None = None
 
     def put(self, client: int, message: Message) -> None:
-        """Add a message; one for a client that there is not is dropped, and logged."""
-        if not 0 <= client < len(self._held):
-            _log.warning("dropped a message for client %d: there are %d", client, len(self._held))
+        """Add a message; one for a client that does not exist is dropped, and logged."""
+        if not 0 <= client < len(self._queues):
+            _log.warning("dropped a message for client %d: there are %d", client, len(self._queues))
             return
         with self._changed:
-            self._held[client].put(message)
+            self._queues[client].put(message)
             self._changed.notify()
 
     def is_full(self, client: int) -> bool:
-        """Whether a client is so far behind that it should send nothing more."""
-        return len(self._held[client]) > _MOST_HELD
+        """Return whether a client has left too much unread to be allowed more messages."""
+        return len(self._queues[client]) > _MAX_UNSENT
 
-    def take(self, can_take: Callable[[int], bool]) -> tuple[int, Message] | None:
-        """Wait for a message to a client that can take one.
+    def pop(self, can_send: Callable[[int], bool]) -> tuple[int, Message] | None:
+        """Wait for a message to a client that accepts one now.
+
+        Args:
+            can_send: returns whether a client does.
 
         Returns:
-            The client and the message; None when everything is taken after `end`, or its time is
-            over.
+            The client and the message; after `end`, None once the queues are empty or the time
+            is over.
         """
         with self._changed:
             while True:
-                waiting = [client for client, held in enumerate(self._held) if len(held)]
+                waiting = [client for client, queue in enumerate(self._queues) if len(queue)]
                 for client in waiting:
-                    if can_take(client):
-                        return client, self._held[client].take()
-                ends_at = self._ends_at
-                if ends_at is not None and (not waiting or time.monotonic() >= ends_at):
+                    if can_send(client):
+                        return client, self._queues[client].pop()
+                deadline = self._deadline
+                if deadline is not None and (not waiting or time.monotonic() >= deadline):
                     return None
-                self._changed.wait(_LOOK_AGAIN_S if waiting else None)
+                self._changed.wait(_RETRY_INTERVAL_S if waiting else None)
 
-    def end(self, seconds: float) -> None:
-        """Let `take` return None once everything is taken, or after so many seconds."""
+    def end(self, timeout_s: float) -> None:
+        """Let `pop` return None once the queues are empty, or after the timeout."""
         with self._changed:
-            self._ends_at = time.monotonic() + seconds
+            self._deadline = time.monotonic() + timeout_s
             self._changed.notify()
 
 
-class _Held:
-    """What waits for one client, in order; outputs stand where the first of them came."""
+class _ClientQueue:
+    """Unsent messages of one client in order; merged outputs keep the place of the first of them.
+
+    So a result that a client gets is never earlier than the outputs that came before it.
+    """
 
     def __init__(self) -> None:
-        self._answers: deque[UtilityOutput] = deque()
-        self._before = 0  # answers that came before the outputs
-        self._outputs = MergedOutputs()
+        self._outputs = OutputCoalescer()
+        # `_outputs` is in here, once, while it holds a batch: at the place of that batch.
+        self._messages: deque[UtilityOutput | OutputCoalescer] = deque()
 
     def __len__(self) -> int:
-        return len(self._answers) + len(self._outputs)
+        """Return the number of utility results and outputs. In any thread."""
+        return len(self._messages) + max(len(self._outputs) - 1, 0)
 
     def put(self, message: Message) -> None:
-        if isinstance(message, EngineCoreOutputs):
-            self._outputs.put(message)
-        else:
-            self._answers.append(message)
-            self._before += not self._outputs
+        if isinstance(message, UtilityOutput):
+            self._messages.append(message)
+            return
+        if not self._outputs:
+            self._messages.append(self._outputs)
+        self._outputs.put(message)
 
-    def take(self) -> Message:
-        outputs = None if self._before else self._outputs.take()
-        if outputs is None:
-            self._before -= 1
-            return self._answers.popleft()
-        self._before = len(self._answers)
+    def pop(self) -> Message:
+        message = self._messages.popleft()
+        if isinstance(message, UtilityOutput):
+            return message
+        outputs = message.pop()
+        assert outputs is not None  # the coalescer is queued only while it holds a batch
         return outputs
 
 
-class OutputFrames:
-    """Encodes what an engine sends. One thread at a time."""
+class OutputEncoder:
+    """Encodes the messages that an engine sends. One thread at a time."""
 
     def __init__(
         self, abort: Callable[[list[str]], None], consumer: TensorConsumer | None = None
     ) -> None:
-        """Prepare.
+        """Create an encoder.
 
         Args:
-            abort: ends requests whose outputs cannot be sent, by id.
+            abort: called with the ids of requests whose outputs cannot be encoded.
             consumer: is offered large tensors; if it fails, they travel in frames.
         """
         self._abort = abort
         self._encoder = Encoder(consumer=consumer)
-        self._plain = Encoder()
-        self._lost: set[str] = set()  # told that they ended; the engine has yet to hear of it
+        self._plain_encoder = Encoder()
+        # Requests whose client got an error instead of an output, until the engine has ended them.
+        self._failed_ids: set[str] = set()
 
     def encode_into(self, message: Message, buffer: bytearray) -> list[Buffer]:
-        """Return the frames of a message, or of what stands in for it; the first is `buffer`.
+        """Return the frames of a message, or of its replacement; the first is `buffer`.
 
-        A result that cannot travel becomes a failed call. An output that cannot becomes an error
-        of its request, which ends; the others of the message stay as they are.
+        A utility result that cannot be encoded becomes a failed call. An output that cannot
+        becomes an error of its request, which ends; the others of the message stay as they are.
 
         Raises:
-            WireError: neither an output nor a result is the reason.
+            WireError: the cause is neither an output nor a result.
         """
-        if self._lost:
-            message = self._without_lost(message)
+        if self._failed_ids:
+            message = self._without_failed(message)
         try:
             return self._encoder.encode_into(message, buffer)
-        except Exception as error:  # a plugin made what is in it: it may be anything
+        except Exception as error:  # plugins made its contents, so this may be any exception
             _log.warning("a message cannot be sent as it is: %s", error)
-            return self._plain.encode_into(self._sendable(message), buffer)
+            return self._plain_encoder.encode_into(self._replacement(message), buffer)
 
-    def _sendable(self, message: Message) -> Message:
+    def _replacement(self, message: Message) -> Message:
+        """Return the message with errors in place of the parts that cannot be encoded."""
         if isinstance(message, UtilityOutput):
-            error = self._error_of(message)
-            return message if error is None else _failed(message, error)
-        outputs, lost = [], []
+            error = self._encoding_error(message)
+            return message if error is None else _failed_call(message, error)
+        outputs, failed = [], []
         for output in message.outputs:
-            if (words := self._what_is_wrong(output)) is None:
+            if (reason := self._invalid_field(output)) is None:
                 outputs.append(output)
                 continue
-            outputs += rejection_output(output.request_id, HardpointError(words)).outputs
+            outputs += rejection_output(output.request_id, HardpointError(reason)).outputs
             if not output.finished:
-                lost.append(output.request_id)
-        if lost:
-            self._lost.update(lost)
-            self._abort(lost)
+                failed.append(output.request_id)
+        if failed:
+            self._failed_ids.update(failed)
+            self._abort(failed)
         return msgspec.structs.replace(message, outputs=outputs)
 
-    def _without_lost(self, message: Message) -> Message:
-        """Leave out what requests give after their error, up to their end."""
+    def _without_failed(self, message: Message) -> Message:
+        """Return the message without later outputs of failed requests, up to their last."""
         if isinstance(message, UtilityOutput):
             return message
         outputs = []
-        for output in message.outputs:  # behind the end, the id may be that of another request
-            if output.request_id not in self._lost:
+        for output in message.outputs:  # after the last output, another request may have the id
+            if output.request_id not in self._failed_ids:
                 outputs.append(output)
             elif output.finished:
-                self._lost.discard(output.request_id)
+                self._failed_ids.discard(output.request_id)
         return msgspec.structs.replace(message, outputs=outputs)
 
-    def _what_is_wrong(self, output: EngineCoreOutput) -> str | None:
-        """Return why an output cannot be sent, with the name of its field; None if it can."""
+    def _invalid_field(self, output: EngineCoreOutput) -> str | None:
+        """Return the reason why an output cannot be encoded, with the name of its field."""
         for name in output.__struct_fields__:
-            if (error := self._error_of(getattr(output, name))) is not None:
+            if (error := self._encoding_error(getattr(output, name))) is not None:
                 return f"the output's {name} cannot be sent: {error}"
         return None
 
-    def _error_of(self, value: object) -> Exception | None:
+    def _encoding_error(self, value: object) -> Exception | None:
         try:
-            self._plain.encode(value)
+            self._plain_encoder.encode(value)
         except Exception as error:
             return error
         return None
 
 
-def _failed(message: UtilityOutput, error: Exception) -> UtilityOutput:
+def _failed_call(message: UtilityOutput, error: Exception) -> UtilityOutput:
     return UtilityOutput.failed(message.call_id, f"the result: {error}")

@@ -1,4 +1,4 @@
-"""The threads beside the busy loop of an engine process: messages in, messages out."""
+"""The IO threads of an engine process and its ZMQ sockets."""
 
 from __future__ import annotations
 
@@ -24,57 +24,57 @@ from hardpoint.plugins import EngineCoreOutputs
 
 from .loop import Failure, LoopQueues
 from .receiver import Check, HashPrompt, MessageReader
-from .sender import OutputFrames
+from .sender import OutputEncoder
 
 _log = logging.getLogger("hardpoint")
 
-_CUT, _JOINED = zmq.Event.DISCONNECTED, zmq.Event.HANDSHAKE_SUCCEEDED
+_DISCONNECTED, _CONNECTED = zmq.Event.DISCONNECTED, zmq.Event.HANDSHAKE_SUCCEEDED
 
 
-class InputLine:
-    """A DEALER that takes no frame of more than `MOST_BYTES`.
-
-    ZMQ cuts a connection over which a larger one is announced, before it has memory for it, and
-    leaves it cut. For one thread.
+class DealerConnection:
+    """A DEALER socket that accepts no frame of more than `MOST_BYTES`. For one thread.
 
     Attributes:
-        socket: to be read; `renew` may put another one in its place.
-        events: to be polled beside it; readable when `renew` has something to look at.
+        socket: to be read; `reconnect` may replace it.
+        events: the monitor socket, to be polled as well; readable when `reconnect` is to be called.
     """
+
+    # ZMQ cuts a connection as soon as a larger frame is announced, before it allocates memory for
+    # it, and never restores it.
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], identity: bytes, address: str, client: int
     ) -> None:
-        """Connect to a client, which may not be there yet."""
+        """Connect to a client, which may not have started yet."""
         self._context, self._identity, self._address = context, identity, address
         self._client = client
-        self._was_cut = False
+        self._was_disconnected = False
         self._connect()
 
-    def renew(self) -> Iterator[list[zmq.Frame]]:
-        """Look at what became of the connection; if it was cut, connect again.
+    def reconnect(self) -> Iterator[list[zmq.Frame]]:
+        """Read the monitor's events; connect again if the connection was cut.
 
         Yields:
-            What came before the cut and was not read yet.
+            The messages that came before the cut and were not read yet.
         """
         while self.events.poll(0):
             event = recv_monitor_message(self.events)["event"]
-            if event == _CUT:
+            if event == _DISCONNECTED:
                 yield from self._unread()
                 self.close()
-                self._was_cut = True
+                self._was_disconnected = True
                 self._connect()
-            elif event == _JOINED and self._was_cut:  # where the client is gone, nobody joins
-                self._was_cut = False
+            elif event == _CONNECTED and self._was_disconnected:  # never, if the client is gone
+                self._was_disconnected = False
                 _log.warning(
                     "the connection to client %d was cut, as for a frame of more than %d bytes; "
-                    "it is there again, what was sent meanwhile is lost",
+                    "it is restored, what was sent in between is lost",
                     self._client,
                     MOST_BYTES,
                 )
 
     def close(self) -> None:
-        """Close the socket; what was not sent is lost."""
+        """Close the socket; unsent messages are lost."""
         self.socket.disable_monitor()
         self.events.close(0)
         self.socket.close(0)
@@ -83,7 +83,7 @@ class InputLine:
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.IDENTITY, self._identity)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
-        self.events: zmq.Socket[bytes] = self.socket.get_monitor_socket(_CUT | _JOINED)
+        self.events: zmq.Socket[bytes] = self.socket.get_monitor_socket(_DISCONNECTED | _CONNECTED)
         self.socket.connect(self._address)
 
     def _unread(self) -> Iterator[list[zmq.Frame]]:
@@ -91,16 +91,16 @@ class InputLine:
             yield self.socket.recv_multipart(copy=False)
 
 
-_LINGER_MS = 4000  # how long clients may take at the end to read what they have not read
-_MOST_UNREAD = 64  # messages that ZMQ keeps for a client; what comes after them is merged
-_LOOK_AGAIN_MS = 20  # how often it is asked whether a client that was behind has caught up
-_STOP = "inproc://stop"
+_LINGER_MS = 4000  # how long clients may take at the end to read the rest
+_SEND_HWM = 64  # messages that ZMQ buffers for a client; later ones are merged
+_RETRY_INTERVAL_MS = 20  # how often it is checked whether a full queue has room again
+_STOP_ADDRESS = "inproc://stop"
 
 
 class EngineIO:
-    """Sockets of one engine, and the thread that reads and the one that writes.
+    """The sockets of one engine, its input thread and its output thread.
 
-    The engine connects: clients were there first and own the addresses.
+    Each client binds its addresses before the engine connects to them.
     """
 
     def __init__(
@@ -114,54 +114,54 @@ class EngineIO:
         provider: TensorProvider | None = None,
         hash_prompt: HashPrompt = lambda _request: [],
     ) -> None:
-        """Connect nothing yet; `start` does.
+        """Create the threads; `start` starts them, and they connect.
 
         Args:
-            identity: what clients address the engine by: its index, 2 bytes, little-endian.
+            identity: the ZMQ identity of the engine: its index, 2 bytes, little-endian.
             addresses: one input and one output per client.
             queues: to and from the loop.
-            check: looks at requests before the loop gets them, in the thread that reads; raises
-                HardpointError where one is wrong.
-            consumer: is offered large tensors of outputs, in the thread that writes.
+            check: called with each request in the input thread, before the loop gets it; raises
+                HardpointError for an invalid one.
+            consumer: is offered large tensors of outputs, in the output thread.
             provider: finds those of requests that the clients' consumer took.
-            hash_prompt: is called for each request, in the thread that reads.
+            hash_prompt: called with each request, in the input thread.
         """
         self._identity = identity
         self._index = int.from_bytes(identity, "little")
         self._addresses = addresses
         self._queues = queues
         self._messages = MessageReader(queues, check, provider, hash_prompt)
-        self._outputs = OutputFrames(queues.abort, consumer)
+        self._encoder = OutputEncoder(queues.abort, consumer)
         self._linger_ms, self._failed = _LINGER_MS, False
         self._context = zmq.Context(io_threads=1)
         self._stop = self._context.socket(zmq.PAIR)
-        self._stop.bind(_STOP)
+        self._stop.bind(_STOP_ADDRESS)
         self._reader = threading.Thread(target=self._read, name="EngineInput", daemon=True)
         self._writer = threading.Thread(target=self._write, name="EngineOutput", daemon=True)
 
     def start(self, ready: EngineCoreReadyResponse) -> None:
-        """Connect, and say `ready` on every input socket, for clients cannot address it before."""
-        self._ready = ready
+        """Start the threads; the first message on every input socket is `ready`."""
+        self._ready = ready  # a ROUTER cannot address the engine before it has sent a message
         self._reader.start()
         self._writer.start()
 
-    def close(self, *, failed: bool, heard: bool = True) -> None:
-        """Send what is left, with the dead marker behind it if the engine failed; stop both.
+    def close(self, *, failed: bool, has_clients: bool = True) -> None:
+        """Send the remaining messages, and the dead marker after a failure; stop both threads.
 
         Args:
-            failed: whether the engine ends before its time.
-            heard: whether anybody is left to be told.
+            failed: whether the engine failed.
+            has_clients: whether any client is left to read the messages.
         """
         self._failed = failed
-        self._linger_ms = _LINGER_MS if heard else 0
-        seconds = self._linger_ms / 1000
-        self._queues.output.end(seconds)
-        self._writer.join(seconds + 1)
+        self._linger_ms = _LINGER_MS if has_clients else 0
+        timeout_s = self._linger_ms / 1000
+        self._queues.output.end(timeout_s)
+        self._writer.join(timeout_s + 1)
         if self._writer.is_alive():
-            _log.critical("the thread that sends outputs did not end")
-        with contextlib.suppress(zmq.Again):  # it has ended already
+            _log.critical("the output thread did not end")
+        with contextlib.suppress(zmq.Again):  # the input thread has ended
             self._stop.send(b"", zmq.NOBLOCK)
-        self._reader.join(seconds + 1)
+        self._reader.join(timeout_s + 1)
         self._stop.close(0)
         self._context.destroy(linger=0 if self._writer.is_alive() else self._linger_ms)
 
@@ -170,38 +170,40 @@ class EngineIO:
             try:
                 stop = self._context.socket(zmq.PAIR)
                 undo.callback(stop.close, 0)
-                stop.connect(_STOP)
-                lines = []
+                stop.connect(_STOP_ADDRESS)
+                connections = []
                 for client, address in enumerate(self._addresses.inputs):
-                    line = InputLine(self._context, self._identity, address, client)
-                    undo.callback(line.close)
-                    line.socket.send_multipart(Encoder().encode(self._ready))
-                    lines.append(line)
-                self._read_until_stopped(stop, lines)
+                    connection = DealerConnection(self._context, self._identity, address, client)
+                    undo.callback(connection.close)
+                    connection.socket.send_multipart(Encoder().encode(self._ready))
+                    connections.append(connection)
+                self._read_until_stopped(stop, connections)
             except BaseException as error:
                 self._queues.input.put(Failure(error))
 
-    def _read_until_stopped(self, stop: zmq.Socket[bytes], lines: Sequence[InputLine]) -> None:
+    def _read_until_stopped(
+        self, stop: zmq.Socket[bytes], connections: Sequence[DealerConnection]
+    ) -> None:
         while True:
-            poller, behind = zmq.Poller(), False
+            poller, any_full = zmq.Poller(), False
             poller.register(stop, zmq.POLLIN)
-            for client, line in enumerate(lines):
-                full = self._queues.output.is_full(client)
-                poller.register(line.socket, 0 if full else zmq.POLLIN)
-                poller.register(line.events, zmq.POLLIN)
-                behind |= full
-            ready = dict(poller.poll(_LOOK_AGAIN_MS if behind else None))
+            for client, connection in enumerate(connections):
+                is_full = self._queues.output.is_full(client)
+                poller.register(connection.socket, 0 if is_full else zmq.POLLIN)
+                poller.register(connection.events, zmq.POLLIN)
+                any_full |= is_full
+            ready = dict(poller.poll(_RETRY_INTERVAL_MS if any_full else None))
             if stop in ready:
                 return
-            for client, line in enumerate(lines):
-                if line.socket in ready:
-                    self._take(client, line.socket.recv_multipart(copy=False))
-                if line.events in ready:
-                    for frames in line.renew():
-                        self._take(client, frames)
+            for client, connection in enumerate(connections):
+                if connection.socket in ready:
+                    self._receive(client, connection.socket.recv_multipart(copy=False))
+                if connection.events in ready:
+                    for frames in connection.reconnect():
+                        self._receive(client, frames)
 
-    def _take(self, client: int, frames: Sequence[zmq.Frame]) -> None:
-        self._messages.take(client, [frame.buffer for frame in frames])
+    def _receive(self, client: int, frames: Sequence[zmq.Frame]) -> None:
+        self._messages.receive(client, [frame.buffer for frame in frames])
 
     def _write(self) -> None:
         sockets: list[zmq.Socket[bytes]] = []
@@ -210,7 +212,7 @@ class EngineIO:
                 socket = self._context.socket(zmq.PUSH)
                 sockets.append(socket)
                 socket.setsockopt(zmq.LINGER, _LINGER_MS)
-                socket.setsockopt(zmq.SNDHWM, _MOST_UNREAD)
+                socket.setsockopt(zmq.SNDHWM, _SEND_HWM)
                 socket.connect(address)
             self._send_all(sockets)
             if self._failed:
@@ -225,25 +227,25 @@ class EngineIO:
     def _send_all(self, sockets: Sequence[zmq.Socket[bytes]]) -> None:
         tracker = SendTracker()
 
-        def can_take(client: int) -> bool:
+        def can_send(client: int) -> bool:
             return bool(int(sockets[client].getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
 
-        while (item := self._queues.output.take(can_take)) is not None:
+        while (item := self._queues.output.pop(can_send)) is not None:
             client, message = item
             if isinstance(message, EngineCoreOutputs):
                 message.engine_index = self._index
             buffer = tracker.buffer()
-            frames = self._outputs.encode_into(message, buffer)
+            frames = self._encoder.encode_into(message, buffer)
             if isinstance(message, EngineCoreOutputs):
                 for output in message.outputs:
                     if output.finish_reason is not None:
-                        self._messages.told_of_end(client, output.request_id)
+                        self._messages.request_ended(client, output.request_id)
             sockets[client].send_multipart(tracker.frames(frames, buffer), copy=False)
 
 
 def _send_marker(socket: zmq.Socket[bytes]) -> None:
-    """Send the dead marker; a client that reads nothing finds out in other ways."""
+    """Send the dead marker, unless the client reads nothing; it watches the process as well."""
     try:
         socket.send(ENGINE_CORE_DEAD, zmq.NOBLOCK)
     except zmq.Again:
-        _log.warning("a client reads nothing, so that it cannot be told that the engine failed")
+        _log.warning("a client reads nothing, so the dead marker cannot be sent to it")

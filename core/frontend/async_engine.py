@@ -12,7 +12,7 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import Any
 
-from hardpoint.core.client.event_loop import Item, Relay, Turns
+from hardpoint.core.client.event_loop import EventLoopBridge, Item, SendQueue
 from hardpoint.core.client.process_client import ProcessClient
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.errors import attribute_error, engine_dead, error_of
@@ -45,7 +45,7 @@ class AsyncEngine:
     are in `engine_state`.
     """
 
-    def __init__(self, parts: EngineParts, bridge: Relay, restarter: Restarter) -> None:
+    def __init__(self, parts: EngineParts, bridge: EventLoopBridge, restarter: Restarter) -> None:
         """Own the parts; `close` closes them.
 
         Args:
@@ -60,7 +60,7 @@ class AsyncEngine:
         self._tokenizer = AsyncTokenizer(self._frontend.input)
         self._lifecycle = EngineLifecycle()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._send_queue = Turns()
+        self._send_queue = SendQueue()
         self._request_ids = itertools.count()
         self._policy_lock = asyncio.Lock()
         self._restart_task: asyncio.Task[None] | None = None
@@ -100,7 +100,7 @@ class AsyncEngine:
         """End requests, by the user's or internal ids; they yield their outputs so far, and end."""
         await self._ready()
         self._send_aborts(self._frontend.abort([ids] if isinstance(ids, str) else ids))
-        self._send_queue.look()
+        self._send_queue.wake_ended()
 
     async def _submit(
         self,
@@ -149,7 +149,7 @@ class AsyncEngine:
         """
         try:
             for request in submission.children:
-                await self._send_queue.sent(
+                await self._send_queue.send(
                     self._client.offer_request(request),
                     functools.partial(self._has_ended, request.request_id),
                 )

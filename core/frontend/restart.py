@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from hardpoint.core.client.event_loop import Relay
+from hardpoint.core.client.event_loop import EventLoopBridge
 from hardpoint.core.client.process_client import ProcessClient
 from hardpoint.plugins.errors import EngineClosedError, EngineDeadError
 
@@ -18,7 +18,7 @@ from .frontend import EngineParts
 _log = logging.getLogger("hardpoint")
 _WINDOW_S = 60.0
 
-Connect = Callable[[EngineParts], tuple[ProcessClient, Relay]]
+Connect = Callable[[EngineParts], tuple[ProcessClient, EventLoopBridge]]
 """Starts an engine process for the parts of a dead one; blocks until it is ready."""
 
 
@@ -75,7 +75,7 @@ class Restarter:
             error.args = (f"{error}; not restarted: {limit} (engine.max_restarts_per_minute)",)
             _log.error("%s", error)
 
-    async def restart(self, parts: EngineParts) -> tuple[ProcessClient, Relay]:
+    async def restart(self, parts: EngineParts) -> tuple[ProcessClient, EventLoopBridge]:
         """Start an engine; retry one that dies while it starts, as often as is allowed.
 
         Raises:
@@ -99,7 +99,7 @@ class Restarter:
         with self._lock:
             self._closed = True
 
-    def _start(self, parts: EngineParts) -> tuple[ProcessClient, Relay]:
+    def _start(self, parts: EngineParts) -> tuple[ProcessClient, EventLoopBridge]:
         started = self._connect(parts)
         with self._lock:
             closed = self._closed

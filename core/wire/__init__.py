@@ -1,4 +1,4 @@
-"""What processes say to each other: the messages, their encoding, and sending without copies."""
+"""Messages between processes: their types, their encoding, and sending without copies."""
 
 from .codec import MOST_BYTES, Decoder, Encoder
 from .errors import WireError

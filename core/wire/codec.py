@@ -1,6 +1,6 @@
 """Encoding and decoding of messages: msgpack, with large tensors as frames of their own.
 
-Nothing is ever pickled. Types that msgpack and the extensions do not know are refused, by name.
+Nothing is ever pickled. Types that neither msgpack nor the extensions support are rejected by name.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ INLINE_BELOW = 256
 """Bytes; a smaller tensor travels inside the main frame."""
 
 MOST_BYTES = 4 << 30
-"""Of one frame: room for the embeddings of a million tokens of 2,048 numbers of two bytes, while a
-mistaken or hostile message cannot take all memory. Neither sent nor received beyond."""
+"""The largest frame that is sent or received: room for the embeddings of a million tokens of 2,048
+numbers of two bytes, while a mistaken or hostile message cannot take all memory."""
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _ARRAYS = (np.ndarray, np.memmap)
@@ -48,7 +48,7 @@ _payload = msgpack.Encoder().encode
 
 
 class Encoder:
-    """Turns messages into frames. One thread at a time.
+    """Encodes messages as frames. One thread at a time.
 
     Large tensors and arrays are not copied: their frames are views of their memory, which must
     not change until the message is sent. Gradients do not travel.
@@ -61,12 +61,12 @@ class Encoder:
         most_bytes: int = MOST_BYTES,
         consumer: TensorConsumer | None = None,
     ) -> None:
-        """Prepare.
+        """Create an encoder.
 
         Args:
-            inline_below: tensors and arrays of fewer bytes travel inside the main frame.
-            most_bytes: a message with a larger frame is refused.
-            consumer: is offered every tensor that would not.
+            inline_below: tensors and arrays of fewer bytes are part of the main frame.
+            most_bytes: a message with a larger frame is rejected.
+            consumer: is offered every other tensor.
         """
         self._inline_below = inline_below
         self._most_bytes = most_bytes
@@ -111,7 +111,7 @@ class Encoder:
         return frames
 
     def _extension(self, value: Any) -> Any:
-        """Return something that msgpack knows for a value that it does not."""
+        """Return a value that msgpack supports in place of one that it does not."""
         if type(value) in _TENSORS:
             return msgpack.Ext(TENSOR, self._tensor(value))
         if type(value) in _ARRAYS:
@@ -165,11 +165,11 @@ class Encoder:
 
 
 class Decoder(Generic[T]):
-    """Turns frames into messages of one type. One thread at a time.
+    """Decodes frames into messages of one type. One thread at a time.
 
-    Whatever arrives, the result is a message or a WireError. Small tensors are copies. Large
-    ones share the memory of their frame and keep it alive; treat them as read-only and clone
-    what you want to write to (arrays enforce it, torch cannot).
+    The result is a message or a WireError, for any input. Small tensors are copies. Large ones
+    share the memory of their frame and keep it alive; treat them as read-only and clone them
+    before writing (arrays enforce it, torch cannot).
     """
 
     def __init__(
@@ -179,11 +179,11 @@ class Decoder(Generic[T]):
         provider: TensorProvider | None = None,
         share_frames: bool = True,
     ) -> None:
-        """Prepare.
+        """Create a decoder.
 
         Args:
             type_: of the messages; by default any plain data.
-            provider: finds the tensors that a consumer took on the other side.
+            provider: finds the tensors that the sender's consumer took.
             share_frames: False copies large tensors too.
         """
         self._type = type_
@@ -257,29 +257,29 @@ class Decoder(Generic[T]):
         return tensor
 
     def _extension_path(self, main: Buffer) -> str:
-        """Return where the extension that was refused stands, by decoding once more."""
-        guilty, seen = object(), 0
+        """Return the path of the rejected extension, by decoding the message again."""
+        rejected, seen = object(), 0
 
         def mark(_code: int, _payload: memoryview) -> Any:
             nonlocal seen
             seen += 1
-            return guilty if seen == self._extensions else seen
+            return rejected if seen == self._extensions else seen
 
         try:
             plain = msgpack.Decoder(ext_hook=mark).decode(main)
-            steps = _steps_to(plain, guilty) or []
-        except MALFORMED:  # it is wrong further on as well, or deep
+            steps = _steps_to(plain, rejected) or []
+        except MALFORMED:  # a later part is malformed as well, or nested too deeply
             steps = []
         return field_path(self._type, steps)
 
 
 def _as_declared(_type: Any, value: Any) -> Any:
-    """Pass on what an extension gave; msgspec checks that it is of the type."""
+    """Return the value of an extension as it is; msgspec checks its type."""
     return value
 
 
 def _steps_to(value: Any, wanted: object) -> list[str] | None:
-    """Return the steps to an object in plain data; None if it is not there."""
+    """Return the steps to an object in plain data, None if it is not part of it."""
     if value is wanted:
         return []
     items: Any = ()
@@ -298,6 +298,6 @@ def _consumer_failed(cause: Exception) -> WireError:
 
 
 def _unsendable(cause: Exception, message: Any) -> WireError:
-    """Return what to raise for a message that cannot be encoded."""
+    """Return the error for a message that cannot be encoded."""
     why = "nested too deeply" if isinstance(cause, RecursionError) else str(cause)
     return WireError(f"{type(message).__name__}: {why}")

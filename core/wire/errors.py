@@ -1,4 +1,4 @@
-"""The one error of the wire, and where in a message it is."""
+"""The error of the wire, and the texts of decoding errors."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from hardpoint.plugins.msgspec_errors import parse_error, plain_text
 
 
 class WireError(HardpointError, ValueError):
-    """A message cannot be sent, or what arrived is none; the text says where in it and why."""
+    """A message cannot be encoded or decoded; the text names the field and the reason."""
 
 
 MALFORMED = (
     msgspec.MsgspecError,
-    ValueError,  # text that is no UTF-8, a time out of range
-    TypeError,  # a table whose key cannot be one
+    ValueError,  # a string that is not UTF-8, a time out of range
+    TypeError,  # a map whose key is not hashable
     ArithmeticError,
     RecursionError,
 )
-"""What decoding raises at a message that is not as it should be."""
+"""The exceptions that decoding raises for a malformed message."""
 
-_LONGEST = 500
+_MAX_LENGTH = 500
 _PHRASES = {
     "MessagePack data is malformed": "the frame is damaged",
     "Input data was truncated": "the frame is truncated",
@@ -37,13 +37,13 @@ _PHRASES = {
 
 
 def explain(cause: Exception, type_: Any, name: str | None = None) -> str:
-    """Return what is wrong with a message of a type, beginning with the path of the field.
+    """Return the text of a decoding error, beginning with the path of the field.
 
     For instance `EngineCoreRequest.params.top_p: expected a number, got a string`.
 
     Args:
         cause: one of MALFORMED.
-        name: how the message is called, if not by its type.
+        name: of the message, if not that of its type.
     """
     name = name or type_name(type_)
     if isinstance(cause, RecursionError):
@@ -58,17 +58,17 @@ def explain(cause: Exception, type_: Any, name: str | None = None) -> str:
 
 
 def short(text: str) -> str:
-    """Return the beginning of a text that a stranger may have made long."""
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    """Return the beginning of a text that may contain a long value of the message."""
+    return text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}..."
 
 
 def field_path(type_: Any, steps: list[str], name: str | None = None) -> str:
-    """Return the path to a value in words: fields by name, though they travel by position.
+    """Return the path to a value, with the names of fields that are encoded by position.
 
     Args:
         type_: of the message.
-        steps: from the message down: `[2]` is a place, `[...]` any place, others are keys.
-        name: how the message is called, if not by its type.
+        steps: from the message down: `[2]` is an index, `[...]` any index, others are keys.
+        name: of the message, if not that of its type.
     """
     info: types.Type | None = _type_info(type_) if steps else None
     path = name or type_name(type_)
@@ -79,7 +79,7 @@ def field_path(type_: Any, steps: list[str], name: str | None = None) -> str:
 
 
 def type_name(type_: Any) -> str:
-    """Return how messages of a type are called."""
+    """Return the name of a message type."""
     if type_ is Any:
         return "message"
     if isinstance(type_, UnionType):
@@ -89,5 +89,6 @@ def type_name(type_: Any) -> str:
 
 @cache
 def _type_info(type_: Any) -> types.Type:
-    """Return what msgspec knows of a type; a flood of bad messages shall not pay it each time."""
+    """Return msgspec's description of a type."""
+    # Cached, so that a flood of malformed messages stays cheap.
     return types.type_info(type_)

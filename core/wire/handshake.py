@@ -1,7 +1,7 @@
-"""The words by which an engine process and its frontend find together.
+"""The handshake messages between an engine process and its frontend.
 
-An engine that its frontend starts gets by its launch what Hello and metadata would say, and says
-one word, EngineCoreReadyResponse. The other three are for engines on other hosts.
+An engine that its frontend starts has the contents of Hello and HandshakeMetadata from its launch,
+and sends EngineCoreReadyResponse alone. The other three are for engines on other hosts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .errors import MALFORMED, WireError, explain
 from .tensors import Buffer
 
 PROTOCOL_VERSION = 1
-"""Rises with every change of the order, number or meaning of fields that travel."""
+"""Raised with every change of the order, number or meaning of message fields."""
 
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -27,7 +27,7 @@ Positive = Annotated[int, Meta(ge=1)]
 class EngineAddresses(
     msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, kw_only=True, gc=False
 ):
-    """Where an engine connects to; one input and one output address per client."""
+    """The addresses that an engine connects to: one input and one output per client."""
 
     inputs: list[str]
     outputs: list[str]
@@ -36,12 +36,12 @@ class EngineAddresses(
     frontend_stats_publish: str | None = None
 
 
-# In the handshake the version is always written, and always second: a default that is left out
-# would be read as that of the reader, and so fit whatever the writer speaks.
+# The version is always encoded, and always second: a default that is left out would be decoded as
+# the reader's version, and so match any writer.
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True, kw_only=True, gc=False, tag="HELLO"):
-    """The first word of an engine process, to its frontend.
+    """The first message of an engine process to its frontend.
 
     Attributes:
         local: the engine runs on the host of its frontend.
@@ -57,7 +57,7 @@ class HandshakeMetadata(msgspec.Struct, array_like=True, frozen=True, kw_only=Tr
     """The answer to a Hello.
 
     Attributes:
-        manifest_hash: of the frontend's plugin set; an engine that has another one refuses.
+        manifest_hash: of the frontend's plugin set; an engine with another one does not start.
         parallel_config: settings that replace the engine's own, by name.
     """
 
@@ -68,7 +68,7 @@ class HandshakeMetadata(msgspec.Struct, array_like=True, frozen=True, kw_only=Tr
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True, kw_only=True, gc=False, tag="READY"):
-    """The last word of the handshake: the engine is initialised.
+    """The last message of the handshake: the engine is initialised.
 
     Attributes:
         local: the engine runs on the host of its frontend.
@@ -106,7 +106,7 @@ class EngineCoreReadyResponse(
 
 
 class _Opening(msgspec.Struct, array_like=True):
-    """How every handshake message of every version begins."""
+    """The first fields of the handshake messages of all versions."""
 
     status: str
     protocol: int

@@ -1,4 +1,4 @@
-"""What crosses the border between processes beside requests and their outputs.
+"""The messages between processes other than requests and their outputs.
 
 Structs travel as arrays, so the order of their fields is part of the protocol: change one, and
 raise PROTOCOL_VERSION in handshake.py.
@@ -47,15 +47,15 @@ class RequestType(bytes, Enum):
 
     @classmethod
     def from_wire(cls, frame: Buffer) -> RequestType:
-        """Return the type that a frame says.
+        """Return the type that a frame encodes.
 
         Raises:
-            WireError: it is unknown, or one that only the engine itself may use.
+            WireError: it is unknown, or internal to the engine process.
         """
         found = _FROM_WIRE.get(bytes(frame[:2]))
         if found is None:
             known = ", ".join(f"{kind.hex()} ({kind.name})" for kind in _FROM_WIRE.values())
-            raise WireError(f"request type: expected one of {known}, got {_shown(frame)}")
+            raise WireError(f"request type: expected one of {known}, got {_hex(frame)}")
         return found
 
 
@@ -67,18 +67,18 @@ _FROM_WIRE = {
 
 
 class PauseMode(StrEnum):
-    """What happens to requests when the engine is paused."""
+    """The treatment of running requests when the engine is paused."""
 
     ABORT = "abort"
     """They end."""
     WAIT = "wait"
     """They finish first; new ones wait."""
     KEEP = "keep"
-    """They stand still until the engine is resumed."""
+    """They keep their state, without steps, until the engine is resumed."""
 
 
 class ShutdownState(IntEnum):
-    """How far an engine's end has come."""
+    """The states of an engine's shutdown."""
 
     RUNNING = 0
     REQUESTED = 1
@@ -86,7 +86,7 @@ class ShutdownState(IntEnum):
 
 
 class EngineNotification(StrEnum):
-    """What an engine tells client 0 without being asked, while the number of ranks changes."""
+    """Messages of an engine to client 0 while the number of ranks changes, without a call."""
 
     NEW_CORE_ENGINES_INIT_READY = "NEW_CORE_ENGINES_INIT_READY"
     NEW_CORE_ENGINES_WEIGHTS_INIT_READY = "NEW_CORE_ENGINES_WEIGHTS_INIT_READY"
@@ -110,7 +110,7 @@ class UtilityCall(msgspec.Struct, array_like=True, omit_defaults=True, frozen=Tr
 
 
 class UtilityResult(msgspec.Struct, array_like=True, frozen=True):
-    """What a call returned; None is a result as well.
+    """The return value of a call; may be None.
 
     Attributes:
         value: plain data; the client converts it to what the method declares.
@@ -120,7 +120,7 @@ class UtilityResult(msgspec.Struct, array_like=True, frozen=True):
 
 
 class UtilityOutput(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, tag=True):
-    """The answer to a call: either a failure in words, or a result.
+    """The answer to a call: either an error message, or a result.
 
     Attributes:
         kind: with a failure, the name of the error's class in Hardpoint's tree.
@@ -151,11 +151,11 @@ class UtilityOutput(msgspec.Struct, array_like=True, omit_defaults=True, frozen=
 
 
 class StartWave(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Data-parallel engines that are idle shall step.
+    """Makes idle data-parallel engines step.
 
     Attributes:
         wave: its number.
-        engine_index: the engine that knows already.
+        engine_index: the engine that has started the wave.
     """
 
     wave: Count
@@ -171,7 +171,7 @@ class ReconfigureRequest(
         data_parallel_rank: the engine's new rank, KEEP_RANK or SHUTDOWN_RANK.
         data_parallel_rank_local: the same on its host.
         data_parallel_master_port_list: further ports for groups that are made later.
-        coord_store_port: of the store through which ranks find each other.
+        coord_store_port: of the store in which ranks look up each other.
     """
 
     data_parallel_size: Positive
@@ -183,7 +183,7 @@ class ReconfigureRequest(
     coord_store_port: Port = 0
 
 
-def _shown(frame: Buffer) -> str:
+def _hex(frame: Buffer) -> str:
     """Return a frame in hexadecimal, short."""
     data = bytes(frame[:8])
     return (data.hex() or "nothing") + ("..." if len(frame) > len(data) else "")

@@ -1,4 +1,4 @@
-"""Outputs that nobody has taken yet, as one batch: one entry per request, however many steps."""
+"""Unread engine outputs as one batch: one entry per request, however many steps it came from."""
 
 from __future__ import annotations
 
@@ -11,55 +11,59 @@ from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs
 T = TypeVar("T")
 
 
-class MergedOutputs:
-    """Holds batches until they are taken. One thread at a time.
+class OutputCoalescer:
+    """Buffer of at most one batch, into which later batches are merged. Not thread-safe.
 
-    A batch that is alone is given as it came; merging begins with the second one.
+    The buffer of every queue of engine outputs: `ClientSendQueues` in the engine process,
+    `OutputQueue` and `EventLoopBridge` in the client, each with its own lock.
     """
 
+    # A batch that is read before the next one comes is returned as it came; copies are made, and
+    # `_indexes` filled, from the second batch on. So a reader that keeps up pays nothing.
+
     def __init__(self) -> None:
-        """Start empty."""
+        """Create an empty buffer."""
         self._batch: EngineCoreOutputs | None = None
-        self._places: dict[str, int] | None = None  # of requests in the batch, once it is merged
+        self._indexes: dict[str, int] | None = None  # request id -> place in the merged batch
 
     def __len__(self) -> int:
-        """Return the number of entries; a batch without any counts as one."""
-        batch = self._batch  # another thread may take it meanwhile
+        """Return the number of entries; a batch without any counts as one. In any thread."""
+        batch = self._batch  # another thread may pop it at any time
         return 0 if batch is None else max(len(batch.outputs), 1)
 
     def put(self, batch: EngineCoreOutputs) -> None:
-        """Add what came later than all that is held."""
+        """Add a batch that is later than all before it."""
         self._batch = batch if self._batch is None else self._merged(self._batch, batch)
 
-    def take(self) -> EngineCoreOutputs | None:
-        """Return what is held, None if nothing is."""
+    def pop(self) -> EngineCoreOutputs | None:
+        """Remove and return the batch, None if there is none."""
         batch = self._batch
-        self._batch = self._places = None
+        self._batch = self._indexes = None
         return batch
 
     def _merged(self, held: EngineCoreOutputs, later: EngineCoreOutputs) -> EngineCoreOutputs:
-        if self._places is None:
-            held = msgspec.structs.replace(held, outputs=[_own(each) for each in held.outputs])
-            self._places = {output.request_id: i for i, output in enumerate(held.outputs)}
+        if self._indexes is None:
+            held = msgspec.structs.replace(held, outputs=[_copy(output) for output in held.outputs])
+            self._indexes = {output.request_id: i for i, output in enumerate(held.outputs)}
         for output in later.outputs:
-            place = self._places.get(output.request_id)
-            if place is not None and not held.outputs[place].finished:
-                absorb(held.outputs[place], output)
-            else:  # new to the client, or another request that got the id of an ended one
-                self._places[output.request_id] = len(held.outputs)
-                held.outputs.append(_own(output))
+            index = self._indexes.get(output.request_id)
+            if index is not None and not held.outputs[index].finished:
+                merge_into(held.outputs[index], output)
+            else:  # a new request, or another one with the id of a request that has finished
+                self._indexes[output.request_id] = len(held.outputs)
+                held.outputs.append(_copy(output))
         return msgspec.structs.replace(
             later,
             outputs=held.outputs,
-            finished_requests=_either(held.finished_requests, later.finished_requests),
+            finished_requests=_union(held.finished_requests, later.finished_requests),
             scheduler_stats=_latest(held.scheduler_stats, later.scheduler_stats),
             wave_complete=_latest(held.wave_complete, later.wave_complete),
             start_wave=_latest(held.start_wave, later.start_wave),
         )
 
 
-def _own(output: EngineCoreOutput) -> EngineCoreOutput:
-    """Return a copy that can be added to."""
+def _copy(output: EngineCoreOutput) -> EngineCoreOutput:
+    """Return a copy with lists of its own."""
     return msgspec.structs.replace(
         output,
         new_token_ids=list(output.new_token_ids),
@@ -68,8 +72,8 @@ def _own(output: EngineCoreOutput) -> EngineCoreOutput:
     )
 
 
-def absorb(held: EngineCoreOutput, later: EngineCoreOutput) -> None:
-    """Have one output, whose lists are its own, say what a later one of its request says too."""
+def merge_into(held: EngineCoreOutput, later: EngineCoreOutput) -> None:
+    """Add a later output of the same request to `held`, whose lists are changed in place."""
     held.new_token_ids += later.new_token_ids
     held.logprobs = _extended(held.logprobs, later.logprobs)
     held.prompt_logprobs = _extended(held.prompt_logprobs, later.prompt_logprobs)
@@ -80,12 +84,12 @@ def absorb(held: EngineCoreOutput, later: EngineCoreOutput) -> None:
         held.error, held.error_kind = later.error, later.error_kind
         held.faulty_plugin = later.faulty_plugin
     held.num_nans_in_logits += later.num_nans_in_logits
-    for name in _TOLD_ONCE:
+    for name in _SET_ONCE:
         if (value := getattr(later, name)) is not None:
             setattr(held, name, value)
 
 
-_TOLD_ONCE = (
+_SET_ONCE = (
     "num_cached_tokens",
     "prefill_stats",
     "kv_transfer_params",
@@ -102,7 +106,7 @@ def _extended(held: list[T] | None, later: list[T] | None) -> list[T] | None:
     return held
 
 
-def _either(first: set[str] | None, later: set[str] | None) -> set[str] | None:
+def _union(first: set[str] | None, later: set[str] | None) -> set[str] | None:
     return None if first is None and later is None else (first or set()) | (later or set())
 
 

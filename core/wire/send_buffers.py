@@ -1,4 +1,4 @@
-"""Sending buffers without a copy, and using them again only when ZMQ has let go of them."""
+"""Reuse of send buffers that ZMQ does not copy, once it has sent them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import zmq
 
 COPY_BELOW = 1 << 18
-"""Bytes; up to about twice as many, a copy takes less time than being told of the end."""
+"""Bytes; up to about twice as many, a copy costs less than a completion notice."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A message that ZMQ is not done with.
+    """A message that ZMQ has not finished sending.
 
     Attributes:
         trackers: of those of its frames that were not copied.
-        buffer: to use again afterwards.
+        buffer: to be reused afterwards.
     """
 
     trackers: Sequence[zmq.MessageTracker]
@@ -30,7 +30,7 @@ class _Sent:
 
 
 class SendTracker:
-    """Lends bytearrays for `Encoder.encode_into`, and takes them back once they are sent.
+    """Provides bytearrays for `Encoder.encode_into`, and reuses them once they are sent.
 
     One thread at a time::
 
@@ -38,7 +38,7 @@ class SendTracker:
         frames = encoder.encode_into(outputs, buffer)
         socket.send_multipart(tracker.frames(frames, buffer), copy=False)
 
-    It works with synchronous and asynchronous sockets, and if sending fails.
+    Works with synchronous and asynchronous sockets, also if sending fails.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class SendTracker:
         max_buffer: int = 1 << 20,
         copy_below: int = COPY_BELOW,
     ) -> None:
-        """Start with no buffers.
+        """Create a tracker without buffers.
 
         Args:
             max_free: buffers to keep for later.
@@ -63,16 +63,16 @@ class SendTracker:
 
     @property
     def num_free(self) -> int:
-        """Buffers that wait to be used again."""
+        """The number of buffers that can be reused."""
         return len(self._free)
 
     @property
     def num_pending(self) -> int:
-        """Messages that ZMQ was not done with when `collect` last looked."""
+        """The number of messages that were not sent at the last `collect`."""
         return len(self._sent)
 
     def buffer(self) -> bytearray:
-        """Return a buffer that nobody uses."""
+        """Return a free buffer."""
         if self._sent:
             self.collect()
         return self._free.pop() if self._free else bytearray()
@@ -80,15 +80,15 @@ class SendTracker:
     def frames(self, buffers: Sequence[Any], reuse: bytearray | None = None) -> list[zmq.Frame]:
         """Return frames to send with `copy=False`, in place of the buffers that they hold.
 
-        Keep no frame after sending it: it holds its buffer. What the buffers are views of stays
-        alive until ZMQ is done.
+        Keep no frame after sending it: it holds its buffer. The memory that the buffers view is
+        kept alive until ZMQ has sent them.
 
         Args:
             buffers: bytes-like; not to be changed until sent.
             reuse: one of them that came from `buffer`.
         """
         frames = [zmq.Frame(data, track=True, copy_threshold=self._copy_below) for data in buffers]
-        # Every frame is asked, for a small last one is copied and so done at once.
+        # All frames are checked: the last one may be small, then it is copied and done at once.
         trackers = [frame.tracker for frame in frames if not frame.tracker.done]
         if trackers:
             self._sent.append(_Sent(trackers, reuse))
@@ -97,7 +97,7 @@ class SendTracker:
         return frames
 
     def collect(self) -> None:
-        """Take back the buffers of all messages that are sent, whatever their order."""
+        """Collect the buffers of all messages that have been sent, in any order."""
         waiting = []
         for sent in self._sent:
             if sent.done:

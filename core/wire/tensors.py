@@ -1,7 +1,7 @@
 """Tensors, arrays and slices as msgpack extensions.
 
 The payload of a tensor or array is itself msgpack: `[dtype, shape, data]`, where data is the bytes,
-or the number of the frame that holds them, or what an out-of-band consumer said about them.
+or the number of the frame that holds them, or the metadata of an out-of-band consumer.
 Frame 0 is the message itself. The payload of a slice is `[start, stop, step]`.
 """
 
@@ -19,7 +19,7 @@ from msgspec import Meta, msgpack
 from .errors import MALFORMED, WireError, explain
 
 Buffer = bytes | bytearray | memoryview
-"""What holds the bytes of a frame; a zmq.Frame does as well."""
+"""The bytes of a frame."""
 
 TENSOR, ARRAY, SLICE = 1, 2, 3
 """The msgpack extension codes."""
@@ -43,17 +43,17 @@ _ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
 
 
 class TensorConsumer(Protocol):
-    """Takes tensors that are to travel by another way than the message."""
+    """Transfers tensors out of band."""
 
     def new_message(self) -> None:
-        """A new message begins; tensors offered from now on belong to it."""
+        """Begin a message; tensors that are offered from now on belong to it."""
 
     def offer(self, tensor: torch.Tensor) -> dict[str, Any] | None:
-        """Return plain data by which the provider finds the tensor; None leaves it alone."""
+        """Return metadata by which the provider finds the tensor; None to leave it in the message."""
 
 
 class TensorProvider(Protocol):
-    """Finds the tensors that a consumer took on the other side."""
+    """Finds the tensors that the sender's consumer took."""
 
     def fetch(
         self, dtype: torch.dtype, shape: Sequence[int], metadata: Mapping[str, Any]
@@ -62,7 +62,7 @@ class TensorProvider(Protocol):
 
 
 class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
-    """What the main frame says about a tensor or array.
+    """The header of a tensor or array, in the main frame.
 
     Attributes:
         dtype: torch's name without `torch.`, or numpy's `dtype.str`.
@@ -81,7 +81,7 @@ _write = msgpack.Encoder().encode
 
 
 def read_header(payload: Buffer) -> Header:
-    """Return what a payload says.
+    """Return the header of a payload.
 
     Raises:
         WireError: it is malformed.
@@ -108,7 +108,7 @@ def slice_payload(value: slice) -> bytes:
     """Return the payload of a slice.
 
     Raises:
-        WireError: it is not made of whole numbers.
+        WireError: its members are not integers.
     """
     parts = (value.start, value.stop, value.step)
     if not all(part is None or type(part) is int for part in parts):
@@ -156,7 +156,7 @@ def tensor_from(header: Header, data: Buffer, *, copy: bool) -> torch.Tensor:
 
     Args:
         copy: the tensor gets memory of its own; else it shares that of `data`, which is then
-            not to be written. What lies in memory askew is copied all the same.
+            not to be written. Misaligned data is copied in any case.
 
     Raises:
         WireError: the header does not fit the bytes.
@@ -199,7 +199,7 @@ def array_from(header: Header, data: Buffer, *, copy: bool) -> np.ndarray[Any, A
 
 
 def _check_size(header: Header, itemsize: int, got: int) -> None:
-    """Refuse a shape that does not fit the bytes, or that no tensor can have."""
+    """Reject a shape that does not fit the bytes, or is larger than any memory."""
     if math.prod(filter(None, header.shape)) * itemsize > _MAX_BYTES:
         raise WireError(f"shape: expected one that memory can hold, got {header.shape}")
     expected = math.prod(header.shape) * itemsize
@@ -215,26 +215,25 @@ def _check_bools(largest: int) -> None:
 
 
 class _Memory:
-    """Read-only memory as an array may see it that is to be called writable.
+    """Presents read-only memory as writable to numpy."""
 
-    torch has no read-only tensors, and warns once and process-wide when it is given such memory.
-    """
+    # torch has no read-only tensors, and warns once per process when it gets such memory.
 
     __slots__ = ("__array_interface__", "_owner")
 
-    def __init__(self, seen: np.ndarray[Any, Any]) -> None:
-        self._owner = seen  # holds the frame as long as somebody holds the array
-        address = seen.__array_interface__["data"][0]
+    def __init__(self, memory: np.ndarray[Any, Any]) -> None:
+        self._owner = memory  # keeps the frame alive as long as the array
+        address = memory.__array_interface__["data"][0]
         self.__array_interface__ = {
             "version": 3,
             "typestr": "|u1",
-            "shape": seen.shape,
+            "shape": memory.shape,
             "data": (address, False),
         }
 
 
 def _writable(data: Buffer) -> Any:
-    """Return a frame's memory as torch takes it without a warning."""
+    """Return a frame's memory so that torch accepts it without a warning."""
     if not memoryview(data).readonly:
         return data
     return np.asarray(_Memory(np.frombuffer(data, dtype=np.uint8)))

@@ -280,7 +280,7 @@ class TestPace:
         run(main)
 
     def test_a_large_batch_lets_others_have_the_loop(self, run, monkeypatch):
-        monkeypatch.setattr(relay, "_CHUNK", 4)
+        monkeypatch.setattr(relay, "_CHUNK_SIZE", 4)
 
         async def main(llm):
             engine, sizes, turns = llm._engine, [], []

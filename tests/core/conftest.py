@@ -59,7 +59,7 @@ def serve(tmp_path):
 
     yield start
     for served in opened:
-        served.close(heard=False)
+        served.close(has_clients=False)
         for client in served.clients:
             client.close()
 

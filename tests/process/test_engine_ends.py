@@ -93,7 +93,7 @@ def test_a_clean_end(engine, tmp_path):
     assert client.process.wait(PATIENCE_S) == 0
     words = lines_of(client)
     assert words[0].startswith("WARNING: dropped a message of client 0: request type")
-    assert words[-1] == "INFO: the engine exits, as it was told to"
+    assert words[-1] == "INFO: the engine exits, as requested"
     assert len([line for line in words if "the engine exits" in line]) == 1
     assert not [line for line in words if "CRITICAL" in line]
     assert left_in(client) == []

@@ -1,4 +1,4 @@
-"""The culprit: which part of an object is the one that cannot travel."""
+"""Search for the part of an object that cannot be pickled."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _SKIPPED = {"__dict__", "__weakref__", "__module__", "__doc__", "_abc_impl", "__
 _DESCRIPTORS = (GetSetDescriptorType, MemberDescriptorType)
 
 
-def find_culprit(obj: Any, travels: Callable[[Any], bool]) -> tuple[str, Any]:
-    """Return where the innermost part that does not travel is held, and the part.
+def find_unpicklable(obj: Any, is_picklable: Callable[[Any], bool]) -> tuple[str, Any]:
+    """Return the place of the innermost part that cannot be pickled, and the part.
 
     Args:
-        obj: something for which `travels` is false.
-        travels: whether a part, taken alone, can be sent.
+        obj: an object that cannot be pickled.
+        is_picklable: returns whether a part can be pickled alone.
     """
     where, seen = getattr(obj, "__qualname__", "") or "it", {id(obj)}
     while True:
         for place, part in _parts(where, obj):
-            if id(part) not in seen and not travels(part):
+            if id(part) not in seen and not is_picklable(part):
                 where, obj = place, part
                 seen.add(id(part))
                 break
@@ -32,7 +32,7 @@ def find_culprit(obj: Any, travels: Callable[[Any], bool]) -> tuple[str, Any]:
 
 
 def _parts(where: str, obj: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what an object holds, with words for the place."""
+    """Yield the parts of an object, each after a description of its place."""
     if isinstance(obj, FunctionType):
         yield from _used_by(where, obj)
     elif isinstance(obj, type):
@@ -59,7 +59,7 @@ def _fields(where: str, struct: Any) -> Iterator[tuple[str, Any]]:
     """Yield the types and defaults of a struct's fields."""
     try:
         fields = msgspec.structs.fields(struct)
-    except NameError:  # a type that does not exist: the struct itself is at fault
+    except NameError:  # a type that does not exist: the struct itself is the cause
         return
     for field in fields:
         for what in ("type", "default", "default_factory"):
@@ -74,7 +74,7 @@ def _attributes(where: str, attributes: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _used_by(where: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the defaults, closed-over and global variables that a function uses."""
+    """Yield the defaults, closure cells and globals that a function uses."""
     for part in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield f"a default of {where}", part
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -88,6 +88,6 @@ def _used_by(where: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names that a function's code, and that of functions in it, looks up."""
+    """Return the names that a function's code looks up, with those of nested functions."""
     inner = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
     return set(code.co_names).union(*inner)

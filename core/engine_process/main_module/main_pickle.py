@@ -1,9 +1,9 @@
-"""By value: how what a user's script defines reaches the engine process.
+"""Pickling by value of objects that a user's script defines in `__main__`.
 
-What lives in `__main__` cannot be imported in another process, so it travels as code and data.
-cloudpickle does that for functions and plain classes; here are the things that it loses or
-refuses: msgspec Structs (their fields vanish), `Meta`, `NewType`, and annotations written as text.
-Everything in an importable module goes by reference, as pickle does it.
+Another process cannot import them, so they are pickled as code and data. cloudpickle does that for
+functions and plain classes; this module adds what cloudpickle loses or rejects: msgspec Structs
+(their fields vanish), `Meta`, `NewType`, and annotations written as text. Objects of importable
+modules are pickled by reference, as usual.
 """
 
 from __future__ import annotations
@@ -21,24 +21,31 @@ import msgspec
 
 from hardpoint.plugins.errors import PluginLoadError
 
-from .diagnose import find_culprit
-from .structs import MSGSPEC_CACHE, StructParts, build_struct, fill_struct, make_meta, make_new_type
+from .find_unpicklable import find_unpicklable
+from .struct_pickle import (
+    MSGSPEC_CACHE,
+    StructParts,
+    build_struct,
+    fill_struct,
+    make_meta,
+    make_new_type,
+)
 
 _META_FIELDS = [name for name in dir(msgspec.Meta) if not name.startswith("_")]
 
 
 def dumps(obj: Any) -> bytes:
-    """Return an object as bytes; what it refers to in `__main__` travels along.
+    """Return the pickle of an object and of everything in `__main__` that it refers to.
 
-    Identity is kept within one call: a class that is reached twice arrives as one class.
+    A class that is reached twice is one class in the other process.
 
     Raises:
-        PluginLoadError: something in it cannot travel; the message names it and where it is held.
+        PluginLoadError: a part cannot be pickled; the message names the part and its holder.
     """
     try:
         return _pickled(obj)
     except Exception as cause:
-        where, part = find_culprit(obj, _travels)
+        where, part = find_unpicklable(obj, _is_picklable)
         name = _name(obj)
         raise PluginLoadError(
             f"{name}: it cannot be sent to the engine process: {where} is {_describe(part)}: "
@@ -48,10 +55,10 @@ def dumps(obj: Any) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """Return what `dumps` was given.
+    """Return the object that `dumps` pickled.
 
     Raises:
-        PluginLoadError: it refers to something that this process does not have.
+        PluginLoadError: it refers to something that does not exist in this process.
     """
     try:
         return pickle.loads(data)
@@ -63,10 +70,10 @@ def loads(data: bytes) -> Any:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle is not annotated
-    """cloudpickle, and what it lacks."""
+    """cloudpickle with support for msgspec, `NewType` and textual annotations."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how to rebuild an object, or NotImplemented for the usual way."""
+        """Return the reduce value of an object, or NotImplemented for the default."""
         if isinstance(obj, msgspec.StructMeta):
             return NotImplemented if _importable(obj) else _reduce_struct(obj)
         if isinstance(obj, msgspec.Meta):
@@ -88,7 +95,7 @@ def _pickled(obj: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _travels(obj: Any) -> bool:
+def _is_picklable(obj: Any) -> bool:
     try:
         _pickled(obj)
     except Exception:
@@ -97,23 +104,21 @@ def _travels(obj: Any) -> bool:
 
 
 def _reduce_struct(cls: msgspec.StructMeta) -> tuple[Any, ...]:
-    """Say how to make the struct: first its layout, then what may refer back to it."""
+    """Return the reduce value of a struct: its layout first, then its content."""
     parts = StructParts.of(typing.cast("type[msgspec.Struct]", cls))
     return build_struct, parts.layout, parts.content, None, None, fill_struct
 
 
 def _adjusted(cls: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Correct how cloudpickle would send a class.
-
-    What msgspec cached in it stays here. Annotations that were written as text go as what they
-    mean: the names in them are the script's, and the engine's `__main__` does not have them.
-    """
+    """Return cloudpickle's reduce value, without msgspec's cache, with resolved annotations."""
+    # Annotations written as text are replaced by their values: the names in them are the
+    # script's, and the engine's `__main__` does not have them.
     make, arguments, (attributes, slots), _, _, fill = reduced
     attributes = {k: v for k, v in attributes.items() if k != MSGSPEC_CACHE}
     try:
         hints = typing.get_type_hints(cls, include_extras=True)
         own = {name: hints[name] for name in inspect.get_annotations(cls)}
-    except NameError:  # names for type checkers alone: nobody can have meant to use them
+    except NameError:  # names for type checkers only, which no code can use
         own = {}
     return make, arguments, (fill, (attributes, slots), own), None, None, _fill_class
 
@@ -127,7 +132,7 @@ def _fill_class(cls: type, state: tuple[Callable[..., Any], Any, dict[str, Any]]
 
 
 def _importable(obj: Any) -> bool:
-    """Whether another process can import an object by its module and name."""
+    """Return whether another process can import an object by its module and name."""
     found: Any = sys.modules.get(obj.__module__) if obj.__module__ != "__main__" else None
     for step in obj.__qualname__.split("."):
         found = getattr(found, step, None)
@@ -154,7 +159,7 @@ def _describe(part: Any) -> str:
 
 
 def _reason(part: Any, cause: Exception) -> str:
-    """Return why the part itself does not travel: the first failure may be a wrapper's."""
+    """Return why the part itself cannot be pickled: `cause` may be an error of its holder."""
     try:
         _pickled(part)
     except Exception as own:

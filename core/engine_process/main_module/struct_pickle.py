@@ -1,4 +1,4 @@
-"""Taking a msgspec Struct class apart and putting it together in another process."""
+"""Pickle support for msgspec Struct classes: their parts, and a class made from the parts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 MSGSPEC_CACHE = "__msgspec_cache__"
-"""Where msgspec keeps what it found out about a class that it converted to."""
+"""The class attribute in which msgspec caches the decoded layout of a class."""
 
 _PLAIN_FACTORIES = (list, dict, set, bytearray)
-_CONFIG = (
+_OPTIONS = (
     "frozen",
     "eq",
     "order",
@@ -29,7 +29,7 @@ _CONFIG = (
     "tag",
     "tag_field",
 )
-_NAMED = {"__module__", "__doc__", "__orig_bases__"}
+_SET_BY_STATEMENT = {"__module__", "__doc__", "__orig_bases__"}
 _MADE_BY_MSGSPEC = {
     MSGSPEC_CACHE,
     "__abstractmethods__",
@@ -47,11 +47,11 @@ _MADE_BY_MSGSPEC = {
 
 @dataclass(frozen=True)
 class StructParts:
-    """What a Struct class is made of.
+    """The parts of a Struct class, in two steps because a class may refer to itself.
 
     Attributes:
-        layout: what the class statement needs; arguments of `build_struct`.
-        content: what may refer to the class itself, such as types of fields and methods; the
+        layout: the parts that the class statement needs; arguments of `build_struct`.
+        content: the parts that may refer to the class, such as types of fields and methods; the
             second argument of `fill_struct`.
     """
 
@@ -60,70 +60,75 @@ class StructParts:
 
     @classmethod
     def of(cls, struct: type[msgspec.Struct]) -> StructParts:
-        """Take a class apart.
+        """Return the parts of a class.
 
         Raises:
-            NameError: an annotation of a field names what does not exist.
+            NameError: an annotation of a field names something that does not exist.
         """
         own = inspect.get_annotations(struct)
-        fields = {f.name: f for f in msgspec.structs.fields(struct) if f.name in own}
-        specs, types = {}, {}
-        late: list[tuple[_Late, Any]] = []
-        for name in (n for n in own if n in fields):
-            field = fields[name]
-            types[name] = field.type
+        by_name = {field.name: field for field in msgspec.structs.fields(struct)}
+        fields = [by_name[name] for name in own if name in by_name]
+        namespace = {k: v for k, v in vars(struct).items() if k in _SET_BY_STATEMENT}
+        namespace["__qualname__"] = struct.__qualname__
+        skipped = {*_SET_BY_STATEMENT, *_MADE_BY_MSGSPEC, *(field.name for field in fields)}
+        attributes = {k: v for k, v in vars(struct).items() if k not in skipped}
+        # The class statement gets a stand-in for each callable that may refer to the class; the
+        # pickle holds the stand-in in both steps, as one object, so that the second one fills it.
+        stand_ins: list[tuple[_Deferred, Callable[..., Any]]] = []
+
+        def deferred(target: Callable[..., Any]) -> _Deferred:
+            stand_ins.append((_Deferred(), target))
+            return stand_ins[-1][0]
+
+        arguments = {}
+        for field in fields:
             factory = field.default_factory
-            if isinstance(factory, _Late):
+            if isinstance(factory, _Deferred):  # of a class that was itself built from parts
                 factory = factory.target
             if factory is not msgspec.NODEFAULT and factory not in _PLAIN_FACTORIES:
-                late.append((_Late(), factory))
-                factory = late[-1][0]
-            specs[name] = {
+                factory = deferred(factory)
+            arguments[field.name] = {
                 "name": field.encode_name,
                 "default": field.default,
                 "default_factory": factory,
             }
-        named = {name: value for name, value in vars(struct).items() if name in _NAMED}
-        named["__qualname__"] = struct.__qualname__
-        rest = {
-            name: value
-            for name, value in vars(struct).items()
-            if name not in _NAMED and name not in _MADE_BY_MSGSPEC and name not in fields
-        }
-        if "__post_init__" in rest:
-            late.append((_Late(), rest["__post_init__"]))
-            named["__post_init__"] = late[-1][0]
-        head = (type(struct), struct.__name__, struct.__bases__)
-        return cls((head, named, specs, _config_of(struct, specs)), (types, late, rest))
+        if "__post_init__" in attributes:
+            namespace["__post_init__"] = deferred(attributes["__post_init__"])
+        statement = (type(struct), struct.__name__, struct.__bases__)
+        types = {field.name: field.type for field in fields}
+        return cls(
+            (statement, namespace, arguments, _options_of(struct, arguments)),
+            (types, stand_ins, attributes),
+        )
 
 
 def build_struct(
-    head: tuple[type, str, tuple[type, ...]],
-    named: dict[str, Any],
-    specs: dict[str, dict[str, Any]],
-    config: dict[str, Any],
+    statement: tuple[type, str, tuple[type, ...]],
+    namespace: dict[str, Any],
+    arguments: dict[str, dict[str, Any]],
+    options: dict[str, Any],
 ) -> type[msgspec.Struct]:
-    """Make a class whose fields have their names, order and defaults, but no types yet.
+    """Return a class whose fields have names, order and defaults, but no types yet.
 
     Args:
-        head: metaclass, name and bases.
-        named: what the class statement sets beside the fields.
-        specs: by field the arguments of `msgspec.field`.
-        config: options of the class statement.
+        statement: metaclass, name and bases.
+        namespace: attributes other than the fields.
+        arguments: those of `msgspec.field`, by field.
+        options: of the class statement.
     """
-    metaclass, name, bases = head
-    fields = {field: msgspec.field(**spec) for field, spec in specs.items()}
-    namespace = {**named, "__annotations__": dict.fromkeys(specs, Any), **fields}
-    return typing.cast("type[msgspec.Struct]", metaclass(name, bases, namespace, **config))
+    metaclass, name, bases = statement
+    fields = {field: msgspec.field(**given) for field, given in arguments.items()}
+    body = {**namespace, "__annotations__": dict.fromkeys(arguments, Any), **fields}
+    return typing.cast("type[msgspec.Struct]", metaclass(name, bases, body, **options))
 
 
 def fill_struct(struct: type[msgspec.Struct], content: tuple[Any, ...]) -> type[msgspec.Struct]:
-    """Give a class from `build_struct` its types, attributes and what it calls."""
-    types, late, rest = content
+    """Give a class from `build_struct` its types, its attributes and the targets of stand-ins."""
+    types, stand_ins, attributes = content
     struct.__annotations__ = types  # msgspec reads them when it first converts
-    for stand_in, target in late:
+    for stand_in, target in stand_ins:
         stand_in.target = target
-    for name, value in rest.items():
+    for name, value in attributes.items():
         setattr(struct, name, value)
     return struct
 
@@ -140,11 +145,10 @@ def make_new_type(name: str, module: str, supertype: Any) -> Any:
     return made
 
 
-class _Late:
-    """A callable whose target comes later, because it may refer to the class that needs it.
+class _Deferred:
+    """A callable whose target is set later."""
 
-    msgspec looks for default factories and `__post_init__` when a class is made, and never again.
-    """
+    # msgspec looks for default factories and `__post_init__` when a class is made, and never again.
 
     target: Callable[..., Any]
 
@@ -153,11 +157,11 @@ class _Late:
         return self.target(*args)
 
 
-def _config_of(struct: type[msgspec.Struct], specs: dict[str, Any]) -> dict[str, Any]:
+def _options_of(struct: type[msgspec.Struct], arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the options of the class statement."""
-    config = {name: getattr(struct.__struct_config__, name) for name in _CONFIG}
-    if config["tag"] is None:
-        config["tag"] = False
+    options = {name: getattr(struct.__struct_config__, name) for name in _OPTIONS}
+    if options["tag"] is None:
+        options["tag"] = False
     positional = struct.__match_args__
-    config["kw_only"] = bool(specs) and not any(name in positional for name in specs)
-    return config
+    options["kw_only"] = bool(arguments) and not any(name in positional for name in arguments)
+    return options

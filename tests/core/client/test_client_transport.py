@@ -244,7 +244,7 @@ def shared(roomy):
     }
     with asyncio.Runner() as runner:
         llm = AsyncLLM(config=scripted_config(roomy, settings))
-        llm._engine._send_queue._seconds = (
+        llm._engine._send_queue._timeout_s = (
             60.0  # who waits for an engine that stands still, waits on
         )
         runner.run(collect(llm, "say abc"))
@@ -305,7 +305,7 @@ def test_a_request_that_cannot_be_sent_is_told_so(serve, monkeypatch):
         async with stopped(llm):
             tasks = await until_it_takes_no_more(llm)
             tasks[-1].cancel()  # the one that waits
-            monkeypatch.setattr(llm._engine._send_queue, "_seconds", 0.2)
+            monkeypatch.setattr(llm._engine._send_queue, "_timeout_s", 0.2)
             began = time.monotonic()
             attempts = (collect(llm, [1] * 8000), collect(llm, "x", LONG))
             for attempt in [asyncio.create_task(each) for each in attempts]:

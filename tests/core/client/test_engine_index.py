@@ -32,7 +32,7 @@ def test_outputs_say_which_engine_they_come_from():
             message = came.get(timeout=PATIENCE_S)
         finally:
             sockets.close()
-            io.close(failed=False, heard=False)
+            io.close(failed=False, has_clients=False)
     assert isinstance(message, EngineCoreOutputs)
     assert message.engine_index == INDEX
 

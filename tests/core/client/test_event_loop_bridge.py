@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from hardpoint.core.client import event_loop as module
-from hardpoint.core.client.event_loop import Relay
+from hardpoint.core.client.event_loop import EventLoopBridge
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from hardpoint.plugins.errors import EngineDeadError
 
@@ -53,8 +53,8 @@ def in_thread(call) -> None:
     thread.join(10)
 
 
-def connected() -> tuple[Relay, Taker]:
-    relay, taker = Relay(), Taker()
+def connected() -> tuple[EventLoopBridge, Taker]:
+    relay, taker = EventLoopBridge(), Taker()
     relay.connect(asyncio.get_running_loop(), taker.take)
     return relay, taker
 
@@ -88,7 +88,7 @@ def test_a_busy_loop_finds_one_entry_per_request():
 
 
 def test_chunks_leave_the_loop_to_others(monkeypatch):
-    monkeypatch.setattr(module, "_CHUNK", 4)
+    monkeypatch.setattr(module, "_CHUNK_SIZE", 4)
 
     async def main():
         relay, taker = connected()
@@ -111,7 +111,7 @@ def test_chunks_leave_the_loop_to_others(monkeypatch):
 
 
 def test_what_comes_between_chunks_comes_after_them(monkeypatch):
-    monkeypatch.setattr(module, "_CHUNK", 1)
+    monkeypatch.setattr(module, "_CHUNK_SIZE", 1)
 
     async def main():
         relay, taker = connected()
@@ -129,7 +129,7 @@ def test_what_comes_between_chunks_comes_after_them(monkeypatch):
 
 
 def test_what_came_before_the_loop_waits_for_it():
-    relay, taker = Relay(), Taker()
+    relay, taker = EventLoopBridge(), Taker()
     assert relay.failure is None
     for token in range(3):
         relay(batch(token, "a"))
@@ -148,7 +148,7 @@ def test_what_came_before_the_loop_waits_for_it():
 
 
 def test_an_error_of_the_taker_does_not_lose_the_rest(monkeypatch):
-    monkeypatch.setattr(module, "_CHUNK", 1)
+    monkeypatch.setattr(module, "_CHUNK_SIZE", 1)
 
     class Breaks(Taker):
         def take(self, item) -> None:
@@ -157,7 +157,7 @@ def test_an_error_of_the_taker_does_not_lose_the_rest(monkeypatch):
                 raise ValueError("broken")
 
     async def main():
-        relay, taker, failures = Relay(), Breaks(), []
+        relay, taker, failures = EventLoopBridge(), Breaks(), []
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: failures.append(str(context["exception"])))
         relay.connect(loop, taker.take)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from hardpoint.core.client.output_queue import Inbox
+from hardpoint.core.client.output_queue import OutputQueue
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs
 from hardpoint.plugins.errors import EngineDeadError
 
@@ -19,7 +19,7 @@ def batch(*tokens: int) -> EngineCoreOutputs:
 
 
 def test_who_keeps_up_gets_the_very_batches():
-    inbox = Inbox()
+    inbox = OutputQueue()
     for number in (1, 2):
         sent = batch(number)
         inbox.put(sent)
@@ -27,7 +27,7 @@ def test_who_keeps_up_gets_the_very_batches():
 
 
 def test_what_waits_is_merged():
-    inbox = Inbox()
+    inbox = OutputQueue()
     for number in range(1000):
         inbox.put(batch(number))
     assert len(inbox) == 1
@@ -36,14 +36,14 @@ def test_what_waits_is_merged():
 
 
 def test_a_batch_without_outputs_is_one_too():
-    inbox = Inbox()
+    inbox = OutputQueue()
     inbox.put(batch())
     assert len(inbox) == 1
     assert inbox.get(None).outputs == []
 
 
 def test_the_end_comes_after_the_outputs_and_stays():
-    inbox = Inbox()
+    inbox = OutputQueue()
     inbox.put(batch(1))
     inbox.put(END)
     assert inbox.get(0).outputs[0].new_token_ids == [1]
@@ -51,7 +51,7 @@ def test_the_end_comes_after_the_outputs_and_stays():
 
 
 def test_waiting_no_longer_than_asked():
-    inbox = Inbox()
+    inbox = OutputQueue()
     began = time.monotonic()
     assert inbox.get(0) is None
     assert time.monotonic() - began < 5
@@ -61,6 +61,6 @@ def test_waiting_no_longer_than_asked():
 
 def test_what_comes_wakes_who_waits():
     for item in (batch(1), END):
-        inbox = Inbox()
+        inbox = OutputQueue()
         threading.Timer(0.05, inbox.put, (item,)).start()
         assert inbox.get(20) is item

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hardpoint.core.client.event_loop import Turns
+from hardpoint.core.client.event_loop import SendQueue
 from hardpoint.plugins.errors import EngineDeadError, EngineTimeoutError
 
 
@@ -25,8 +25,8 @@ class Engine:
         return True
 
 
-def sending(turns: Turns, engine: Engine, number: int, ended=lambda: False) -> asyncio.Task:
-    return asyncio.create_task(turns.sent(lambda: engine.send(number), ended))
+def sending(queue: SendQueue, engine: Engine, number: int, ended=lambda: False) -> asyncio.Task:
+    return asyncio.create_task(queue.send(lambda: engine.send(number), ended))
 
 
 async def settle() -> None:
@@ -36,55 +36,55 @@ async def settle() -> None:
 
 def test_who_finds_room_does_not_wait():
     async def main():
-        engine, turns = Engine(1), Turns()
-        await turns.sent(lambda: engine.send(1), lambda: False)
-        assert (engine.got, turns.num_waiting) == ([1], 0)
+        engine, queue = Engine(1), SendQueue()
+        await queue.send(lambda: engine.send(1), lambda: False)
+        assert (engine.got, queue.num_waiting) == ([1], 0)
 
     asyncio.run(main())
 
 
 def test_who_came_first_is_sent_first():
     async def main():
-        engine, turns = Engine(), Turns()
-        tasks = [sending(turns, engine, number) for number in range(50)]
+        engine, queue = Engine(), SendQueue()
+        tasks = [sending(queue, engine, number) for number in range(50)]
         await settle()
-        assert turns.num_waiting == 50
+        assert queue.num_waiting == 50
         engine.room = 20
         while len(engine.got) < 20:
             await asyncio.sleep(0.01)
         engine.room = 100
-        tasks.append(sending(turns, engine, 50))
+        tasks.append(sending(queue, engine, 50))
         await asyncio.gather(*tasks)
         assert engine.got == list(range(51))
-        assert turns.num_waiting == 0
+        assert queue.num_waiting == 0
 
     asyncio.run(main())
 
 
 def test_all_are_told_when_their_time_is_over():
     async def main():
-        engine, turns = Engine(), Turns(0.1)
+        engine, queue = Engine(), SendQueue(0.1)
         began = time.monotonic()
-        tasks = [sending(turns, engine, number) for number in range(100)]
+        tasks = [sending(queue, engine, number) for number in range(100)]
         for error in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(error, EngineTimeoutError)
         assert 0.1 <= time.monotonic() - began < 5  # not one after another
-        assert turns.num_waiting == 0
+        assert queue.num_waiting == 0
 
     asyncio.run(main())
 
 
 def test_an_error_is_for_who_met_it():
     async def main():
-        engine, turns = Engine(), Turns()
+        engine, queue = Engine(), SendQueue()
 
         def dead() -> bool:
             if engine.room:
                 raise EngineDeadError("gone")
             return False
 
-        first = asyncio.create_task(turns.sent(dead, lambda: False))
-        second = sending(turns, engine, 2)
+        first = asyncio.create_task(queue.send(dead, lambda: False))
+        second = sending(queue, engine, 2)
         await settle()
         engine.room = 1
         with pytest.raises(EngineDeadError, match="^gone$"):
@@ -98,12 +98,12 @@ def test_an_error_is_for_who_met_it():
 @pytest.mark.parametrize("cancelled", [0, 2])
 def test_who_is_cancelled_holds_up_nobody(cancelled):
     async def main():
-        engine, turns = Engine(), Turns()
-        tasks = [sending(turns, engine, number) for number in range(4)]
+        engine, queue = Engine(), SendQueue()
+        tasks = [sending(queue, engine, number) for number in range(4)]
         await settle()
         tasks.pop(cancelled).cancel()
         await settle()
-        assert turns.num_waiting == 3
+        assert queue.num_waiting == 3
         engine.room = 10
         await asyncio.gather(*tasks)
         assert engine.got == [number for number in range(4) if number != cancelled]
@@ -113,14 +113,14 @@ def test_who_is_cancelled_holds_up_nobody(cancelled):
 
 def test_who_has_nothing_left_to_send_goes():
     async def main():
-        engine, turns, ended = Engine(), Turns(), set()
-        tasks = [sending(turns, engine, n, lambda n=n: n in ended) for n in range(4)]
+        engine, queue, ended = Engine(), SendQueue(), set()
+        tasks = [sending(queue, engine, n, lambda n=n: n in ended) for n in range(4)]
         await settle()
         ended.add(2)
-        turns.look()
+        queue.wake_ended()
         await asyncio.wait_for(tasks[2], 5)
-        assert turns.num_waiting == 3
-        await asyncio.wait_for(turns.sent(lambda: engine.send(9), lambda: True), 5)
+        assert queue.num_waiting == 3
+        await asyncio.wait_for(queue.send(lambda: engine.send(9), lambda: True), 5)
         ended.update(range(4))
         await asyncio.wait_for(asyncio.gather(*tasks), 5)
         assert engine.got == []

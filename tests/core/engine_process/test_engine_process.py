@@ -186,7 +186,7 @@ def test_what_it_says_as_it_ends_is_heard(child, monkeypatch):
 
 
 def test_one_that_lets_go_and_does_not_end(child, tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_process, "_ENDING_S", 0.1)
+    monkeypatch.setattr(engine_process, "_EXIT_TIMEOUT_S", 0.1)
     source = """
         import socket
         say(1)

@@ -143,7 +143,7 @@ def test_program_says_what_it_is_for():
     program = ROOT / "core" / "engine_process" / "__main__.py"
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr == "This program is started by Hardpoint, which tells it what to do.\n"
+    assert done.stderr == "This program is started by Hardpoint itself.\n"
 
 
 # Failures
@@ -229,7 +229,7 @@ def test_main_object_that_cannot_be_rebuilt(child):
     module.Missing = type("Missing", (), {"__module__": "here_alone"})
     sys.modules["here_alone"] = module
     try:
-        from hardpoint.core.engine_process.main_module.pickling import dumps
+        from hardpoint.core.engine_process.main_module.main_pickle import dumps
 
         data = dumps({"Dry": module.Missing})
     finally:

@@ -11,13 +11,13 @@ import pytest
 from support.core.launch_harness import LIMIT_S
 
 from hardpoint.core.engine_process import process as engine_process
-from hardpoint.core.engine_process.__main__ import LAUNCH_SECONDS, LENGTH
+from hardpoint.core.engine_process.__main__ import LAUNCH_TIMEOUT_S, LENGTH
 from hardpoint.core.engine_process.launch import Interpreter
 from hardpoint.core.engine_process.process import Failure
 
 PROGRAM = """
 from hardpoint.core.engine_process import __main__ as entry
-entry.LAUNCH_SECONDS = 0.5
+entry.LAUNCH_TIMEOUT_S = 0.5
 entry.main(lambda launch, watch: None)
 """
 FIRST = Interpreter.current().encode()
@@ -63,7 +63,7 @@ def test_the_child_ends_by_itself(sent, words):
 
 
 def test_the_limit_is_longer_than_a_parent_takes():
-    assert LAUNCH_SECONDS > engine_process._SEND_TIMEOUT_S
+    assert LAUNCH_TIMEOUT_S > engine_process._SEND_TIMEOUT_S
 
 
 def test_time_is_not_given_anew_with_every_byte():

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from msgspec import Meta
 
 from hardpoint import plugins
-from hardpoint.core.engine_process.main_module.pickling import dumps, loads
-from hardpoint.core.engine_process.main_module.structs import StructParts
+from hardpoint.core.engine_process.main_module.main_pickle import dumps, loads
+from hardpoint.core.engine_process.main_module.struct_pickle import StructParts
 from hardpoint.plugins.errors import PluginLoadError
 from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.manifest import Source
@@ -150,7 +150,7 @@ def answers(arguments):
     return found
 
 if __name__ == "__main__":
-    from hardpoint.core.engine_process.main_module.pickling import dumps
+    from hardpoint.core.engine_process.main_module.main_pickle import dumps
     found = answers(Dry.Arguments)  # msgspec now has its caches in these classes
     objects = {"Dry": Dry, "Same": Dry, "Arguments": Dry.Arguments, "Range": Range, "Node": Node,
                "answers": answers, "json": json, "encode": msgspec.json.encode}

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from support.core.engine_harness import request
 
 from hardpoint.core.engine.request_check import RequestCheck
-from hardpoint.core.engine_process.loop import LoopQueues, Prepared, Refusal
+from hardpoint.core.engine_process.loop import Abort, LoopQueues, Prepared, Refusal
 from hardpoint.core.engine_process.receiver import MessageReader
-from hardpoint.core.engine_process.sender import Outbox
+from hardpoint.core.engine_process.sender import ClientSendQueues
 from hardpoint.core.wire import Encoder, RequestType, UtilityCall
 from hardpoint.plugins import EngineCoreRequest, OverloadedError, SamplingParams
 from hardpoint.plugins.params import PoolingParams
@@ -27,12 +27,12 @@ class Desk:
     """A reader with what came of its messages."""
 
     def __init__(self, clients=2, check=lambda _request: None):
-        self.queues = LoopQueues(output=Outbox(clients))
+        self.queues = LoopQueues(output=ClientSendQueues(clients))
         self.reader = MessageReader(self.queues, check)
 
     def take(self, kind, message, client=0):
         frames = message if isinstance(message, list) else Encoder().encode(message)
-        self.reader.take(client, [bytes(kind), *frames])
+        self.reader.receive(client, [bytes(kind), *frames])
         return self
 
     @property
@@ -49,7 +49,7 @@ class Desk:
     def answers(self):
         self.queues.output.end(0)
         messages = []
-        while (item := self.queues.output.take(lambda _: True)) is not None:
+        while (item := self.queues.output.pop(lambda _: True)) is not None:
             messages.append(item)
         return messages
 
@@ -69,12 +69,17 @@ class TestMessages:
         desk.take(ADD, request("a"))
         desk.take(ABORT, [msgspec.msgpack.encode(["a", "b"])])
         desk.take(UTILITY, UtilityCall(0, 4, "pause", ["keep"]))
-        assert desk.queued == [request("a"), ["a", "b"], UtilityCall(0, 4, "pause", ["keep"])]
+        assert desk.queued == [
+            request("a"),
+            Abort(["a", "b"]),
+            UtilityCall(0, 4, "pause", ["keep"]),
+        ]
 
     def test_aborts_are_on_both_lanes(self):
         desk = Desk().take(ABORT, [msgspec.msgpack.encode(["a"])])
-        assert desk.queues.aborts.get_nowait() == ["a"]
-        assert desk.queued == [["a"]]
+        abort = desk.queues.urgent_aborts.get_nowait()
+        assert abort.request_ids == ["a"]
+        assert desk.queued == [abort]
 
     def test_requests_are_looked_at_before_the_loop_gets_them(self):
         def check(request):
@@ -98,7 +103,7 @@ class TestMessages:
         assert (refusal.request_id, refusal.client_index) == ("a", 0)
         assert "got 100" in str(refusal.error)
         assert [client for client, _ in desk.refused] == [1]
-        desk.reader.told_of_end(0, "a")
+        desk.reader.request_ended(0, "a")
         desk.take(ADD, request("a", prompt=[100]))
         assert [client for client, _ in desk.refused] == [0]
 
@@ -182,7 +187,7 @@ class TestWhatIsNone:
     def test_an_abort_that_is_none_is_dropped(self, caplog):
         desk = Desk().take(ABORT, packed("a", 1))
         assert desk.queued == []
-        assert desk.queues.aborts.empty()
+        assert desk.queues.urgent_aborts.empty()
         assert "dropped" in caplog.text
 
     def test_answers_cannot_be_sent_to_another_client(self):
@@ -254,7 +259,7 @@ def test_whatever_comes_is_a_message_an_answer_or_a_line_in_the_log(frames, edit
     handler.emit = lines.append
     logger.addHandler(handler)
     try:
-        desk.reader.take(0, frames)
+        desk.reader.receive(0, frames)
     finally:
         logger.removeHandler(handler)
     queued = desk.queued

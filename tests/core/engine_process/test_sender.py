@@ -9,9 +9,9 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardpoint.core.engine_process.sender import Outbox
+from hardpoint.core.engine_process.sender import ClientSendQueues
 from hardpoint.core.wire import UtilityOutput
-from hardpoint.core.wire.merge_outputs import _TOLD_ONCE, absorb
+from hardpoint.core.wire.output_coalescer import _SET_ONCE, merge_into
 from hardpoint.plugins import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -34,21 +34,21 @@ def taken(outbox, client=0):
     """Everything that waits for a client."""
     outbox.end(0)
     messages = []
-    while (item := outbox.take(lambda number: number == client)) is not None:
+    while (item := outbox.pop(lambda number: number == client)) is not None:
         messages.append(item[1])
     return messages
 
 
 class TestOrder:
     def test_a_client_that_keeps_up_gets_the_very_messages(self):
-        outbox, first = Outbox(), batch(output("a", [1]))
+        outbox, first = ClientSendQueues(), batch(output("a", [1]))
         outbox.put(0, first)
-        client, message = outbox.take(lambda _: True)
+        client, message = outbox.pop(lambda _: True)
         assert client == 0
         assert message is first
 
     def test_outputs_come_before_answers_that_came_after_them(self):
-        outbox = Outbox()
+        outbox = ClientSendQueues()
         outbox.put(0, batch(output("a", finish_reason=FinishReason.ABORT)))
         outbox.put(0, UtilityOutput.succeeded(1, None))
         outbox.put(0, UtilityOutput.succeeded(2, None))
@@ -57,19 +57,19 @@ class TestOrder:
         assert [answer.call_id for answer in answers] == [1, 2]
 
     def test_nothing_is_held_up_by_outputs_that_keep_coming(self):
-        outbox = Outbox()
+        outbox = ClientSendQueues()
         order = []
         outbox.put(0, batch(output("a", [0])))
         for number in range(4):
             outbox.put(0, UtilityOutput.succeeded(number, None))
-            order.append(type(outbox.take(lambda _: True)[1]))
+            order.append(type(outbox.pop(lambda _: True)[1]))
             outbox.put(0, batch(output("a", [number + 1])))
         assert order == [EngineCoreOutputs, UtilityOutput, EngineCoreOutputs, UtilityOutput]
         kinds = [getattr(message, "call_id", "outputs") for message in taken(outbox)]
         assert kinds == [2, "outputs", 3]
 
     def test_clients_have_nothing_to_do_with_each_other(self):
-        outbox = Outbox(2)
+        outbox = ClientSendQueues(2)
         for token in range(3):
             outbox.put(0, batch(output("a", [token])))
             outbox.put(1, batch(output("a", [token + 10])))
@@ -77,7 +77,7 @@ class TestOrder:
         assert taken(outbox, 0)[0].outputs[0].new_token_ids == [0, 1, 2]
 
     def test_a_client_that_there_is_not_gets_nothing(self, caplog):
-        outbox = Outbox(2)
+        outbox = ClientSendQueues(2)
         outbox.put(2, batch(output("a", [1])))
         outbox.put(-1, batch(output("a", [1])))
         assert taken(outbox) == []
@@ -86,7 +86,7 @@ class TestOrder:
 
 class TestMerging:
     def test_one_entry_per_request(self):
-        outbox = Outbox()
+        outbox = ClientSendQueues()
         for token in range(1000):
             outbox.put(0, batch(output("a", [token]), output("b", [token])))
         (merged,) = taken(outbox)
@@ -94,14 +94,14 @@ class TestMerging:
         assert merged.outputs[0].new_token_ids == list(range(1000))
 
     def test_the_batch_of_the_engine_is_not_changed(self):
-        outbox, first = Outbox(), batch(output("a", [1]))
+        outbox, first = ClientSendQueues(), batch(output("a", [1]))
         outbox.put(0, first)
         outbox.put(0, batch(output("a", [2]), output("b", [3])))
         taken(outbox)
         assert first.outputs == [output("a", [1])]
 
     def test_a_request_that_got_the_id_of_an_ended_one_is_another_one(self):
-        outbox = Outbox()
+        outbox = ClientSendQueues()
         outbox.put(0, batch(output("a", [1], finish_reason=FinishReason.STOP)))
         outbox.put(0, batch(output("a", [2])))
         outbox.put(0, batch(output("a", [3], finish_reason=FinishReason.LENGTH)))
@@ -123,7 +123,7 @@ class TestMerging:
             finish_reason=FinishReason.STOP, stop_reason=2, num_nans_in_logits=2,
             kv_transfer_params={"from": "there"},
         )  # fmt: skip
-        absorb(first, later)
+        merge_into(first, later)
         assert first == output(
             "a", [1, 2], logprobs=[row] * 3, prompt_logprobs=[None, row, row], events=events,
             num_cached_tokens=16, finish_reason=FinishReason.STOP, stop_reason=2,
@@ -132,11 +132,11 @@ class TestMerging:
 
     def test_what_neither_said_is_not_said(self):
         held = output("a", [1])
-        absorb(held, output("a", [2]))
+        merge_into(held, output("a", [2]))
         assert held == output("a", [1, 2])
 
     def test_batches_are_merged_too(self):
-        outbox = Outbox()
+        outbox = ClientSendQueues()
         outbox.put(0, batch(timestamp=1.0, finished_requests={"x"}, wave_complete=4))
         outbox.put(0, batch(timestamp=2.0, finished_requests={"y"}))
         (merged,) = taken(outbox)
@@ -147,22 +147,22 @@ class TestMerging:
 
 class TestBounds:
     def test_what_is_held_grows_with_requests_and_not_with_steps(self):
-        outbox = Outbox()
+        outbox = ClientSendQueues()
         for token in range(20_000):
             outbox.put(0, batch(output("a", [token])))
         assert not outbox.is_full(0)
 
     def test_many_requests_that_a_client_does_not_read_are_many(self):
-        outbox = Outbox(2)
+        outbox = ClientSendQueues(2)
         for number in range(9000):
             outbox.put(0, batch(output(f"r{number}", [1], finish_reason=FinishReason.LENGTH)))
         assert outbox.is_full(0)
         assert not outbox.is_full(1)
-        outbox.take(lambda _: True)
+        outbox.pop(lambda _: True)
         assert not outbox.is_full(0)
 
     def test_so_are_answers(self):
-        outbox = Outbox()
+        outbox = ClientSendQueues()
         for number in range(9000):
             outbox.put(0, UtilityOutput.succeeded(number, None))
         assert outbox.is_full(0)
@@ -170,8 +170,8 @@ class TestBounds:
 
 class TestWaiting:
     def test_a_message_wakes_who_waits(self):
-        outbox, got = Outbox(), []
-        thread = threading.Thread(target=lambda: got.append(outbox.take(lambda _: True)))
+        outbox, got = ClientSendQueues(), []
+        thread = threading.Thread(target=lambda: got.append(outbox.pop(lambda _: True)))
         thread.start()
         time.sleep(0.05)
         assert got == []
@@ -180,31 +180,31 @@ class TestWaiting:
         assert got == [(0, UtilityOutput.succeeded(1, None))]
 
     def test_a_client_that_can_take_nothing_holds_up_nobody(self):
-        outbox = Outbox(2)
+        outbox = ClientSendQueues(2)
         outbox.put(0, batch(output("a", [1])))
         outbox.put(1, batch(output("b", [2])))
-        assert outbox.take(lambda client: client == 1)[0] == 1
+        assert outbox.pop(lambda client: client == 1)[0] == 1
 
     def test_once_it_can_it_is_asked_again(self):
-        outbox = Outbox()
+        outbox = ClientSendQueues()
         outbox.put(0, batch(output("a", [1])))
         ready = threading.Event()
         threading.Timer(0.05, ready.set).start()
-        assert outbox.take(lambda _: ready.is_set())[0] == 0
+        assert outbox.pop(lambda _: ready.is_set())[0] == 0
 
     def test_the_end_waits_until_everything_is_taken(self):
-        outbox = Outbox()
+        outbox = ClientSendQueues()
         outbox.put(0, batch(output("a", [1])))
         outbox.end(60)
-        assert outbox.take(lambda _: True) is not None
-        assert outbox.take(lambda _: True) is None
+        assert outbox.pop(lambda _: True) is not None
+        assert outbox.pop(lambda _: True) is None
 
     def test_but_not_for_ever(self):
-        outbox = Outbox()
+        outbox = ClientSendQueues()
         outbox.put(0, batch(output("a", [1])))
         began = time.monotonic()
         outbox.end(0.1)
-        assert outbox.take(lambda _: False) is None
+        assert outbox.pop(lambda _: False) is None
         assert 0.1 <= time.monotonic() - began < 10
 
 
@@ -224,11 +224,11 @@ class TestWaiting:
     st.sets(st.integers(0, 29)),
 )
 def test_a_client_gets_the_same_tokens_whenever_it_reads(actions, ends):
-    outbox, sent, got = Outbox(), {}, {}
+    outbox, sent, got = ClientSendQueues(), {}, {}
 
     def read():
-        while len(outbox._held[0]):
-            _, message = outbox.take(lambda _: True)
+        while len(outbox._queues[0]):
+            _, message = outbox.pop(lambda _: True)
             for each in message.outputs:
                 got.setdefault(each.request_id, []).append((each.new_token_ids, each.finished))
 
@@ -259,5 +259,5 @@ def lives(said):
 def test_no_field_of_an_output_is_forgotten():
     looked_at = {"request_id", "finish_reason", "stop_reason", "error", "error_kind"}
     looked_at |= {"faulty_plugin", "new_token_ids", "logprobs", "prompt_logprobs", "events"}
-    looked_at |= {"num_nans_in_logits", *_TOLD_ONCE}
+    looked_at |= {"num_nans_in_logits", *_SET_ONCE}
     assert {field.name for field in msgspec.structs.fields(EngineCoreOutput)} == looked_at

@@ -102,7 +102,7 @@ LARGE = "x" * 100_000  # a few of them are more than a connection holds that nob
 
 class TestAClientThatDoesNotRead:
     def test_it_holds_up_nobody_and_loses_nothing(self, serve, monkeypatch):
-        monkeypatch.setattr(engine_io, "_MOST_UNREAD", 2)
+        monkeypatch.setattr(engine_io, "_SEND_HWM", 2)
         executor = ScriptedExecutor()
         step = MidStep(executor)
         served = serve(executor, clients=2, receive_at_most=1)
@@ -124,8 +124,8 @@ class TestAClientThatDoesNotRead:
         assert deaf.messages - 50 < LONG / 2  # most of it was merged
 
     def test_its_messages_are_not_read_either_while_it_is_far_behind(self, serve, monkeypatch):
-        monkeypatch.setattr(engine_io, "_MOST_UNREAD", 2)
-        monkeypatch.setattr("hardpoint.core.engine_process.sender._MOST_HELD", 20)
+        monkeypatch.setattr(engine_io, "_SEND_HWM", 2)
+        monkeypatch.setattr("hardpoint.core.engine_process.sender._MAX_UNSENT", 20)
         served = serve(clients=2, receive_at_most=1)
         deaf, well = served.clients
         served.rig.core.plugin_meters = lambda: LARGE
@@ -176,7 +176,7 @@ class TestTheEnd:
     def test_a_client_that_reads_nothing_holds_up_the_end_for_a_while_only(
         self, serve, monkeypatch
     ):
-        monkeypatch.setattr(engine_io, "_MOST_UNREAD", 1)
+        monkeypatch.setattr(engine_io, "_SEND_HWM", 1)
         monkeypatch.setattr(engine_io, "_LINGER_MS", 300)
         served = serve(receive_at_most=1)
         held = served.rig.queues.output
@@ -191,7 +191,7 @@ class TestTheEnd:
         for number in range(200):
             served.rig.queues.output.put(0, UtilityOutput.succeeded(number, LARGE))
         began = time.monotonic()
-        served.close(heard=False)
+        served.close(has_clients=False)
         assert time.monotonic() - began < 10
 
     def test_a_sender_that_hangs_is_waited_for_5_s_and_no_longer(self, serve, monkeypatch, caplog):
@@ -209,7 +209,7 @@ class TestTheEnd:
         monkeypatch.setattr(served.io._writer, "join", lambda s: (joined.append(s), join(0.01)))
         closing = threading.Thread(target=served.close)
         closing.start()
-        wanted = "the thread that sends outputs did not end"
+        wanted = "the output thread did not end"
         wait_until(lambda: wanted in caplog.text)
         go_on.set()
         closing.join(PATIENCE_S)
@@ -224,5 +224,5 @@ class TestTheEnd:
         io.start(READY)
         with rig:
             rig.join()
-        io.close(failed=True, heard=False)
+        io.close(failed=True, has_clients=False)
         assert isinstance(rig.error, zmq.ZMQError)

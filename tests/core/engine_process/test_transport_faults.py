@@ -13,7 +13,7 @@ from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.engine.request_check import RequestCheck
-from hardpoint.core.engine_process.sender import OutputFrames
+from hardpoint.core.engine_process.sender import OutputEncoder
 from hardpoint.core.engine_process.transport import EngineIO
 from hardpoint.core.wire import Decoder, RequestType
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -103,7 +103,7 @@ class TestRefusals:
         assert client.ends == {"key": "error", "memory": "error", "good": "length"}
         words = "looking at a message of type ADD failed: KeyError: 'no such table'"
         assert client.errors["key"] == words
-        assert client.errors["memory"] == "it does not fit memory"
+        assert client.errors["memory"] == "it does not fit into memory"
         (record,) = [each for each in caplog.records if each.levelno == logging.ERROR]
         assert record.exc_info[0] is KeyError
 
@@ -166,7 +166,7 @@ class TestOutputs:
         assert served.rig.core.num_unfinished_requests() == 0
 
     def test_behind_its_end_in_one_message_the_id_is_that_of_another_request(self):
-        frames = OutputFrames(lambda _ids: None, None)
+        frames = OutputEncoder(lambda _ids: None, None)
         bad = EngineCoreOutput(request_id="a", new_token_ids=[1], pooling_output=object())
         frames.encode_into(EngineCoreOutputs(outputs=[bad]), bytearray())
         end = EngineCoreOutput(request_id="a", finish_reason=FinishReason.ABORT)
@@ -248,7 +248,7 @@ class Linked:
         self.rig.loop.request_shutdown()
         self.rig.loop.request_shutdown()
         self.rig._thread.join(PATIENCE_S)
-        self.io.close(failed=False, heard=False)
+        self.io.close(failed=False, has_clients=False)
         self.sockets.close()
 
 

@@ -14,7 +14,7 @@ from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.kv_events import KVEventFanout
 from hardpoint.core.engine.step import EngineCoreParts
 from hardpoint.core.engine_process.loop import EngineLoop, LoopOptions, LoopQueues, Prepared
-from hardpoint.core.engine_process.sender import Outbox
+from hardpoint.core.engine_process.sender import ClientSendQueues
 from hardpoint.core.faults import StepFaults
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.plugins import (
@@ -285,7 +285,7 @@ class LoopRig(Rig):
 
     def __init__(self, executor=None, *, options=None, clients=1, **settings):
         super().__init__(executor, **settings)
-        self.queues = LoopQueues(output=Outbox(clients))
+        self.queues = LoopQueues(output=ClientSendQueues(clients))
         self.loop = EngineLoop(self.core, self.queues, options or LoopOptions())
         self.error = None
         self.answers = {}
@@ -328,7 +328,7 @@ class LoopRig(Rig):
     def collect(self):
         """Take what the loop has put out."""
         self.queues.output.end(0)
-        while (item := self.queues.output.take(lambda _client: True)) is not None:
+        while (item := self.queues.output.pop(lambda _client: True)) is not None:
             client, message = item
             self.messages.append(item)
             if hasattr(message, "outputs"):

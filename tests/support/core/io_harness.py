@@ -112,11 +112,11 @@ class Served:
             assert client.wait_until_ready() == READY
         self.closed = False
 
-    def close(self, *, failed=False, heard=True):
+    def close(self, *, failed=False, has_clients=True):
         if self.closed:
             return
         self.closed = True
         self.rig.loop.request_shutdown()
         self.rig.loop.request_shutdown()
         self.rig._thread.join(PATIENCE_S)
-        self.io.close(failed=failed, heard=heard)
+        self.io.close(failed=failed, has_clients=has_clients)

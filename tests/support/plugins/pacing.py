@@ -76,7 +76,7 @@ class Unhurried(LogitsProcessor):
 
     def __init__(self, context):
         super().__init__(context)
-        run._ABANDONED_SECONDS = 60.0
+        run._ORPHAN_GRACE_S = 60.0
 
     def apply(self, logits, rows):
         return logits

@@ -49,7 +49,7 @@ class TensorConsumer(Protocol):
         """Begin a message; tensors that are offered from now on belong to it."""
 
     def offer(self, tensor: torch.Tensor) -> dict[str, Any] | None:
-        """Return metadata by which the provider finds the tensor; None to leave it in the message."""
+        """Return metadata by which the provider finds the tensor; None to decline it."""
 
 
 class TensorProvider(Protocol):

@@ -174,14 +174,14 @@ def test_what_it_says_as_it_ends_is_heard(child, monkeypatch):
     """Nothing was to be heard when it was last listened to, then it spoke and ended."""
     process = child("raise ValueError('no disk')")
     process.wait(LIMIT_S)
-    listen, skipped = process._listen, []
+    listen, skipped = process._receive, []
 
     def late():
         if skipped:
             listen()
         skipped.append(True)
 
-    monkeypatch.setattr(process, "_listen", late)
+    monkeypatch.setattr(process, "_receive", late)
     assert "ValueError: no disk" in str(process.failure())
 
 

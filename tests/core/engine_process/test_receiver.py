@@ -264,4 +264,4 @@ def test_whatever_comes_is_a_message_an_answer_or_a_line_in_the_log(frames, edit
         logger.removeHandler(handler)
     queued = desk.queued
     assert len(queued) + len(desk.answers) + len(lines) == 1
-    assert all(isinstance(m, EngineCoreRequest | list | UtilityCall | Refusal) for m in queued)
+    assert all(isinstance(m, EngineCoreRequest | Abort | UtilityCall | Refusal) for m in queued)

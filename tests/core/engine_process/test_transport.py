@@ -135,7 +135,7 @@ class TestAClientThatDoesNotRead:
         for number in range(40, 200):
             deaf.send(RequestType.UTILITY, UtilityCall(0, number, "is_paused"))
         time.sleep(0.1)
-        assert len(served.rig.queues.output._held[0]) < 60
+        assert len(served.rig.queues.output._queues[0]) < 60
         well.send(RequestType.UTILITY, UtilityCall(1, 5, "is_paused"))
         well.until(lambda: well.answers)
         deaf.until(lambda: len(deaf.answers) == 200)
@@ -202,7 +202,7 @@ class TestTheEnd:
             assert go_on.wait(PATIENCE_S)
             return [buffer]
 
-        monkeypatch.setattr(served.io._outputs, "encode_into", hang)
+        monkeypatch.setattr(served.io._encoder, "encode_into", hang)
         served.rig.queues.output.put(0, UtilityOutput.succeeded(1, None))
         assert hangs.wait(PATIENCE_S)
         joined, join = [], served.io._writer.join

@@ -182,7 +182,9 @@ class TestOutputs:
         client.send(ADD, request("a", max_tokens=30))
         client.until(lambda: client.ends)
         wait_until(
-            lambda: not (served.rig.core.num_unfinished_requests() or served.io._encoder._failed_ids)
+            lambda: (
+                not (served.rig.core.num_unfinished_requests() or served.io._encoder._failed_ids)
+            )
         )
         served.rig.core.step = spoiled._step
         client.ends.clear()

@@ -81,7 +81,7 @@ def watched(policy: SchedulingPolicy) -> tuple[SchedulingPolicy, Ledger]:
     It overrides what `policy` overrides and nothing else, so that a scheduler which leaves out
     calls that nobody waits for goes the same way.
     """
-    own = policy.overridden.intersection((*_ASKED, *_TOLD))
+    own = policy.overridden | {"key"}
     ledger = Ledger(own)
     methods: dict[str, Any] = {"contract": 1, "state_format": policy.state_format}
     methods["__init__"] = lambda _self, _context: None

@@ -1,4 +1,4 @@
-"""The record of a step's decisions, and the reasons why requests wait."""
+"""What a step decided, and why a request waits."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ __all__ = ["StepRecord", "WaitReason", "WaitingFor"]
 
 
 class WaitingFor(Enum):
-    """What a request waits for."""
+    """What a request lacks."""
 
     BEHIND = "behind"
-    """Requests before it in the queue."""
+    """Others stand before it in the queue."""
     BUDGET = "budget"
-    """Token budget: the step has no tokens left."""
+    """The step has no tokens left for it."""
     SLOT = "slot"
-    """A slot: the maximum number of requests runs."""
+    """As many requests run as may."""
     BLOCKS = "blocks"
-    """Free KV blocks."""
+    """There are not enough free KV blocks."""
     POLICY = "policy"
-    """The scheduling policy, which holds it back."""
+    """The scheduling policy holds it back."""
     REMOTE_KV = "remote_kv"
-    """Keys and values that a KV connector is loading."""
+    """Its keys and values are on their way."""
     GRAMMAR = "grammar"
-    """The compilation of its grammar."""
+    """Its grammar is being compiled."""
     LORA_SLOT = "lora_slot"
-    """An adapter slot: the maximum number of adapters is active."""
+    """As many adapters are active as may."""
     ENCODER = "encoder"
-    """Room in the step's encoder budget or in the encoder cache."""
+    """The step's encoder budget or the encoder cache is full."""
     RESULTS = "results"
-    """Results of earlier steps: it runs, and all its known tokens are scheduled."""
+    """It runs, and everything it can compute is in steps whose results are not in."""
     NEXT_STEP = "next_step"
-    """The next step: it arrived, or was preempted, after the last step was planned."""
+    """It came, or lost its blocks, after the last step was planned."""
     PAUSED = "paused"
-    """The end of a pause."""
+    """The engine is paused."""
 
 
 class WaitReason(msgspec.Struct, frozen=True):
     """Why a request got no tokens in a step.
 
     Attributes:
-        message: the reason as text, with the numbers.
-        needed: amount that the request needs: tokens, blocks, slots.
-        available: amount that is available.
-        ahead: number of requests before it in the queue; None if that is not the reason.
+        message: the same in words, with the numbers.
+        needed: how much of it the request needs: tokens, blocks, slots.
+        available: how much there is.
+        ahead: how many requests stand before it in the queue; None where that is not the reason.
     """
 
     waiting_for: WaitingFor
@@ -57,22 +57,22 @@ class WaitReason(msgspec.Struct, frozen=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The decisions of one step.
+    """What one step decided.
 
     Attributes:
         step: serial number of the plan.
-        timestamp: seconds on the engine's clock, at the start of the step.
+        timestamp: seconds on the engine's clock, at the step's beginning.
         scheduled: tokens by request id.
         new: ids of requests that were admitted for the first time.
-        resumed: ids of requests that were admitted again after a preemption.
-        preempted: ids of requests that were preempted, with the reason.
-        finished: ids that the plan reports to workers as finished.
+        resumed: ids of requests that came back after a preemption.
+        preempted: ids of requests that lost their blocks, with the reason in words.
+        finished: ids that the plan tells workers to forget.
         timed_out: ids whose deadline passed.
-        waiting: requests that the step considered and gave no tokens, with their reasons. Other
-            waiting requests are behind one of them.
-        num_running, num_waiting: after planning.
-        num_free_blocks: KV blocks that no request references, after planning.
-        token_budget: tokens that the step could assign.
+        waiting: requests that the step looked at and left, with their reasons. Whoever is not
+            in it and waits is behind one of them.
+        num_running, num_waiting: after the step was planned.
+        num_free_blocks: KV blocks that nobody holds, after the step was planned.
+        token_budget: tokens that the step could have given away.
     """
 
     step: int

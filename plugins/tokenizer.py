@@ -15,10 +15,10 @@ __all__ = ["DecodeStream", "Tokenizer", "TokenizerContext"]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerContext(Context["Tokenizer"]):
-    """Context of a tokenizer.
+    """What a tokenizer is built with.
 
     Attributes:
-        files: location of the tokenizer's files; usually the model's.
+        files: where the tokenizer's own files are; usually the model's.
     """
 
     files: ModelFiles
@@ -28,11 +28,11 @@ class DecodeStream(Protocol):
     """Decodes one token at a time."""
 
     def step(self, token_id: int) -> str | None:
-        """Add a token; return the text that is final now, or None."""
+        """Take one token; return the text that became certain, or None."""
 
 
 class Tokenizer(Component):
-    """Converts text to token ids and back, and applies the chat template, in the frontend."""
+    """Text to token ids and back, and the chat template. Lives in the frontend."""
 
     context: TokenizerContext
 
@@ -48,18 +48,18 @@ class Tokenizer(Component):
     @property
     @abstractmethod
     def eos_token_ids(self) -> Sequence[int]:
-        """End-of-sequence tokens of the tokenizer; may be empty."""
+        """The end-of-sequence tokens that the tokenizer itself names; may be empty."""
 
     @abstractmethod
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`.
 
-        May be called concurrently with the other methods, from another thread.
+        May be called in another thread than the other methods, while one of them runs.
         """
 
     @abstractmethod
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`; incomplete characters become U+FFFD."""
+        """Return the text of `token_ids`; bytes that are no text yet become U+FFFD."""
 
     @abstractmethod
     def decode_stream(
@@ -78,5 +78,5 @@ class Tokenizer(Component):
         """Return the prompt text for a conversation.
 
         Raises:
-            RequestError: the model has no chat template, or the template refuses the messages.
+            RequestError: if the model has no chat template or the template refuses the messages.
         """

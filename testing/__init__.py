@@ -1,10 +1,10 @@
 """Tools for tests of plugins and of the engine: the scripted model, and the conformance suites.
 
-The scripted model needs nothing beside the engine. The suites need pytest and hypothesis
-(`pip install hardpoint[testing]`) and are switched on where they are wanted, by a line in
-`conftest.py`: `pytest_plugins = ["hardpoint.testing"]`.
+The scripted model needs the engine only. The suites need pytest and hypothesis
+(`pip install hardpoint[testing]`) and are enabled by a line in `conftest.py`:
+`pytest_plugins = ["hardpoint.testing"]`.
 
-PYTEST_DONT_REWRITE: there is no `assert` here that pytest would have to explain.
+PYTEST_DONT_REWRITE: no `assert` of this module has to be explained by pytest.
 """
 
 import importlib
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from hardpoint.testing.scheduling.eviction_suite import EvictionPolicySuite
     from hardpoint.testing.scheduling.policy_suite import SchedulingPolicySuite
     from hardpoint.testing.scheduling.scheduler_suite import SchedulerSuite
-    from hardpoint.testing.scheduling.simulator import SchedulerRig
+    from hardpoint.testing.scheduling.simulator import SchedulerSimulator
 
 __all__ = [
     "EOS",
     "EvictionPolicySuite",
     "HistoryAttention",
     "LogitsProcessorSuite",
-    "SchedulerRig",
+    "SchedulerSimulator",
     "SchedulerSuite",
     "SchedulingPolicySuite",
     "ScriptedClock",
@@ -51,14 +51,14 @@ __all__ = [
 _LAZY = {
     "EvictionPolicySuite": "scheduling.eviction_suite",
     "LogitsProcessorSuite": "logits.suite",
-    "SchedulerRig": "scheduling.simulator",
+    "SchedulerSimulator": "scheduling.simulator",
     "SchedulerSuite": "scheduling.scheduler_suite",
     "SchedulingPolicySuite": "scheduling.policy_suite",
 }
 
 
 def __getattr__(name: str) -> Any:
-    # Who only wants the scripted model needs neither pytest nor hypothesis.
+    # Imported on first use, because the scripted model needs neither pytest nor hypothesis.
     if name in _LAZY:
         return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The pytest hooks that `pytest_plugins = ["hardpoint.testing"]` adds, and the searches' seeds."""
+"""The pytest hooks of `pytest_plugins = ["hardpoint.testing"]`, and the seeds of searches."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ import random
 from typing import Any
 
 SEED_VARIABLE = "HARDPOINT_SEED"
-"""Environment variable that makes the searches of an earlier run again."""
+"""Environment variable that repeats the searches of an earlier run."""
 
 
-def seed_now() -> int:
-    """Return the seed that the environment asks for, or a new one.
+def search_seed() -> int:
+    """Return the seed that the environment sets, or a random one.
 
     Raises:
-        ValueError: the environment asks for something that is no whole number.
+        ValueError: the environment sets a value that is not a whole number.
     """
-    wanted = os.environ.get(SEED_VARIABLE)
-    if wanted is None:
+    value = os.environ.get(SEED_VARIABLE)
+    if value is None:
         return random.SystemRandom().randrange(2**32)
     try:
-        return int(wanted)
+        return int(value)
     except ValueError:
-        raise ValueError(f"{SEED_VARIABLE}: expected a whole number, got {wanted!r}") from None
+        raise ValueError(f"{SEED_VARIABLE}: expected a whole number, got {value!r}") from None
 
 
 def replay_line(number: int) -> str:
-    """Return the command that makes the current test's search again."""
+    """Return the command that repeats the current test's search."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
     return f"{SEED_VARIABLE}={number} pytest {test!r}"
 
 
 def pytest_report_header() -> str:
-    """Say which seed the conformance suites search with."""
+    """Return a report line with the seed of the searches."""
     number = os.environ.get(SEED_VARIABLE)
-    return f"hardpoint conformance suites: {SEED_VARIABLE} {number or 'not set, drawn afresh'}"
+    return f"hardpoint conformance suites: {SEED_VARIABLE} {number or 'not set, random'}"
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Repeat at the end how each broken rule is seen again."""
+    """Print the replay command of every broken rule."""
     lines = [
         line.strip()
         for report in terminalreporter.stats.get("failed", ())
@@ -46,6 +46,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         if line.strip().startswith(f"replay: {SEED_VARIABLE}=")
     ]
     if lines:
-        terminalreporter.section("hardpoint conformance: see it again")
+        terminalreporter.section("hardpoint conformance: replay")
         for line in lines:
             terminalreporter.line(line.removeprefix("replay: "))

@@ -1,8 +1,8 @@
 """The scripted model: logits are a pure function of the token history.
 
-Everything around it is real: blocks, batches, scheduling, sampling, detokenising. Because its
-arithmetic is exact, a request must give the same tokens, bit for bit, alone and in any company;
-a token read from a wrong block changes everything after it.
+The engine around it is real: blocks, batches, scheduling, sampling, detokenization. Its arithmetic
+is exact, so a request must give the same tokens, bit for bit, alone and in any batch; a token read
+from a wrong block changes every token after it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _BASE = 1_000_003
 
 
 def history_hash(tokens: Iterable[int]) -> int:
-    """Return a number below 2**31 that stands for a token history, order included."""
+    """Return a hash below 2**31 of a token history."""
     value = 0
     for token in tokens:
         value = (value * _BASE + token + 1) % _MODULUS
@@ -46,7 +46,7 @@ def history_hash(tokens: Iterable[int]) -> int:
 
 
 class HistoryAttention(AttentionBackend):
-    """Keeps token ids as keys; "attends" by hashing every token up to the query's own."""
+    """Stores token ids as keys; "attends" by hashing every token up to the query's own."""
 
     contract = 1
     kv_layout = "scripted[blocks, block_size]"
@@ -61,7 +61,7 @@ class HistoryAttention(AttentionBackend):
         return torch.zeros(num_blocks, self.context.block_size, dtype=torch.int64)
 
     def plan(self, step: AttentionStep) -> AttentionStep:
-        """Return the step itself."""
+        """Return the step."""
         return step
 
     def attend(
@@ -99,7 +99,7 @@ class ScriptedModel(Model):
     contract = 1
 
     def __init__(self, context: ModelContext) -> None:
-        """Read the script."""
+        """Read the scripted replies from the model's configuration."""
         super().__init__(context)
         hf = context.config.hf
         self._seed = int(hf.get("seed", 0))
@@ -113,7 +113,7 @@ class ScriptedModel(Model):
         return {}
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take nothing."""
+        """Check that there are no weights."""
         for name, _ in weights:
             raise ValueError(f"the scripted model has no weight {name!r}")
 
@@ -127,7 +127,7 @@ class ScriptedModel(Model):
         return batch.attend(0, ids, ids, ids).view(-1, 1)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return float32 [rows, vocab] in [0, 8), or 100 for the token that the script names."""
+        """Return float32 [rows, vocab] in [0, 8), or 100 for the scripted token."""
         state = hidden.long() + self._seed * 7_919
         mixed = (state * 48_271 + torch.arange(_VOCAB) * 69_621) % _MODULUS
         mixed = (mixed * 16_807 + 11) % _MODULUS
@@ -140,7 +140,7 @@ class ScriptedModel(Model):
 
 @dataclass
 class ScriptedClock:
-    """A clock that moves when it is told to, and by `tick` seconds at every reading."""
+    """A clock that tests advance; every reading advances it by `tick` seconds too."""
 
     now: float = 0.0
     tick: float = 0.0
@@ -151,7 +151,7 @@ class ScriptedClock:
         return self.now
 
     def advance(self, seconds: float) -> None:
-        """Move on."""
+        """Advance the clock."""
         self.now += seconds
 
 
@@ -165,9 +165,9 @@ def write_scripted_model(
     """Write a checkpoint folder of the scripted model, byte-level tokenizer included.
 
     Args:
-        folder: made if it is not there.
+        folder: created if it does not exist.
         replies: prompt text to the text that follows it.
-        seed: chooses the pseudo-random function.
+        seed: selects the pseudo-random function.
         max_position_embeddings: the longest context.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -196,7 +196,7 @@ def scripted_config(folder: Path, extra: Mapping[str, Any] | None = None) -> dic
 
     Args:
         folder: the checkpoint.
-        extra: further configuration, laid over it table by table.
+        extra: further configuration, which overrides it table by table.
     """
     config: dict[str, Any] = {
         "model": str(folder),
@@ -210,9 +210,9 @@ def scripted_config(folder: Path, extra: Mapping[str, Any] | None = None) -> dic
     for key, value in (extra or {}).items():
         if key == "plugins":
             value = {**value, "enable": config["plugins"]["enable"] + value.get("enable", [])}
-        there = config.get(key)
-        if isinstance(there, dict) and isinstance(value, Mapping):
-            value = {**there, **value}
+        current = config.get(key)
+        if isinstance(current, dict) and isinstance(value, Mapping):
+            value = {**current, **value}
         config[key] = value
     return config
 

@@ -1,4 +1,4 @@
-"""Comparing and weighing whatever objects a plugin keeps."""
+"""Snapshots and sizes of arbitrary objects, to compare the state that plugins keep."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, 
 def snapshot(value: Any) -> Any:
     """Return a plain value that is equal for equal contents, and shares nothing with `value`.
 
-    Tensors and arrays count by type, shape and bytes; objects by their attributes; what has none
-    by its pickle, or else by its identity.
+    Tensors and arrays compare by type, shape and bytes; objects by their attributes, else by their
+    pickle, else by their identity.
     """
     return _snapshot(value, set())
 
 
-def weigh(value: Any) -> int:
-    """Return how much is reachable from a value: elements of containers, tensors and arrays."""
+def count_elements(value: Any) -> int:
+    """Return the number of elements of all reachable containers, tensors and arrays."""
     seen: set[int] = set()
     pending = [value]
-    weight = 0
+    count = 0
     while pending:
         item = pending.pop()
         if isinstance(item, (*_PLAIN, *_CODE)) or id(item) in seen:
             continue
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
-            weight += item.numel()
+            count += item.numel()
         elif isinstance(item, np.ndarray):
-            weight += item.size
+            count += item.size
         else:
             parts = list(_parts(item))
-            weight += len(parts)
+            count += len(parts)
             pending += parts
-    return weight
+    return count
 
 
-def _snapshot(value: Any, above: set[int]) -> Any:
+def _snapshot(value: Any, parents: set[int]) -> Any:
     if isinstance(value, (*_PLAIN, *_CODE)):
         return (type(value).__name__, repr(value))
     if isinstance(value, torch.Tensor):
@@ -54,18 +54,18 @@ def _snapshot(value: Any, above: set[int]) -> Any:
         return ("tensor", str(value.dtype), tuple(value.shape), plain.numpy().tobytes())
     if isinstance(value, np.ndarray):
         return ("array", str(value.dtype), value.shape, value.tobytes())
-    if id(value) in above:
-        return ("again",)
-    above = above | {id(value)}
+    if id(value) in parents:
+        return ("cycle",)
+    parents = parents | {id(value)}
     name = type(value).__qualname__
     if isinstance(value, set | frozenset):
-        return (name, sorted(repr(_snapshot(item, above)) for item in value))
+        return (name, sorted(repr(_snapshot(item, parents)) for item in value))
     if isinstance(value, Mapping):
-        pairs = [(_snapshot(k, above), _snapshot(v, above)) for k, v in value.items()]
+        pairs = [(_snapshot(k, parents), _snapshot(v, parents)) for k, v in value.items()]
         return (name, sorted(pairs, key=repr) if isinstance(value, dict) else pairs)
     parts = list(_parts(value))
     if parts or isinstance(value, list | tuple | deque):
-        return (name, [_snapshot(part, above) for part in parts])
+        return (name, [_snapshot(part, parents) for part in parts])
     try:
         return (name, pickle.dumps(value))
     except Exception:
@@ -73,7 +73,7 @@ def _snapshot(value: Any, above: set[int]) -> Any:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """Return what an object holds."""
+    """Return the contents of an object: items, fields, slots and attributes."""
     if isinstance(value, Mapping):
         return [part for pair in value.items() for part in pair]
     if isinstance(value, list | tuple | set | frozenset | deque):

@@ -1,61 +1,94 @@
-"""What all conformance suites share: no test may be replaced, and failures look alike."""
+"""The base of all conformance suites: searches for violations, and failure reports."""
 
 from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 
-from .pytest_hooks import replay_line, seed_now
+from .pytest_hooks import replay_line, search_seed
 
+_MAX_REPR_LENGTH = 600
 _SHRINKING_SECONDS = 2.0
 
 
+class Violation(Exception):  # noqa: N818 - it is a finding
+    """A rule that a component broke."""
+
+    def __init__(self, observed: str, fix: str, rule: str | None = None) -> None:
+        """Create a violation.
+
+        Args:
+            observed: what the component did.
+            fix: what its author should do.
+            rule: the broken rule; None for the one that the test is about.
+        """
+        super().__init__(observed)
+        self.observed = observed
+        self.fix = fix
+        self.rule = rule
+
+
+class ReplayableCase:
+    """A drawn case that prints itself as code instead of a value."""
+
+    def code(self) -> str:
+        """Return Python code that plays the case again."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Found:
-    """A broken rule.
+class FailingCase:
+    """A violation and the case in which it was found.
 
     Attributes:
-        drawn: the case, as small as it was found.
-        seed: makes the same search again.
+        drawn: the smallest failing case found.
+        seed: repeats the search.
     """
 
     violation: Violation
     drawn: dict[str, Any]
     seed: int
 
+    def report(self) -> str:
+        """Return the lines of a failure message that show the case and how to replay it."""
+        return f"\n  case:\n{_describe(self.drawn)}\n  replay: {replay_line(self.seed)}"
 
-class _SmallEnough(BaseException):
+
+class _ShrinkingTimeoutError(BaseException):
     """Ends hypothesis' search at once, as an interrupt from the keyboard does."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """How to search.
+    """A search for a violation over drawn cases.
 
     Attributes:
-        examples: cases to try.
+        examples: number of cases to try.
         seed: of the search; None draws one.
     """
 
     examples: int
     seed: int | None = None
 
-    def run(self, check: Callable[..., None], **strategies: st.SearchStrategy[Any]) -> Found | None:
+    def run(
+        self, check: Callable[..., None], **strategies: st.SearchStrategy[Any]
+    ) -> FailingCase | None:
         """Call `check` with drawn values until one raises a Violation.
 
         Raises:
-            Unsatisfiable: nothing could be drawn that suits.
+            Unsatisfiable: the strategies reject every value that they draw.
         """
-        number = seed_now() if self.seed is None else self.seed
-        found: Found | None = None  # the last one
+        number = search_seed() if self.seed is None else self.seed
+        found: FailingCase | None = None  # the newest one
         deadline = 0.0
 
         @seed(number)
@@ -71,57 +104,91 @@ class Search:
         def search(**drawn: Any) -> None:
             nonlocal deadline, found
             if found is not None and time.monotonic() > deadline:
-                raise _SmallEnough
+                raise _ShrinkingTimeoutError
             try:
                 check(**drawn)
             except Violation as violation:
                 deadline = deadline or time.monotonic() + _SHRINKING_SECONDS
-                found = Found(violation, drawn, number)
+                found = FailingCase(violation, drawn, number)
                 raise
 
         try:
             search()
         except Violation as violation:
-            if found is None:  # it was met while a case was made
-                return Found(violation, {}, number)
-        except (Flaky, _SmallEnough):
-            pass  # the last one that was found is the smallest
+            if found is None:  # raised while a case was drawn
+                return FailingCase(violation, {}, number)
+        except (Flaky, _ShrinkingTimeoutError):
+            pass  # the newest case is the smallest
         return found
 
 
-def describe(drawn: dict[str, Any]) -> str:
-    """Return a case, one drawn value per line."""
-    return "\n".join(f"    {name} = {short(value)}" for name, value in drawn.items())
+class ConformanceSuite:
+    """Base class of the conformance suites.
+
+    Attributes:
+        options: what an operator would write under `[plugin.<name>]`.
+        name: the name under which the plugin is enabled; the class name in snake_case if None.
+        examples: scales the number of cases tried per rule; 10 for a thorough run.
+        replay_seed: repeats the searches of an earlier run; None draws new cases. The environment
+            variable HARDPOINT_SEED does the same from outside.
+    """
+
+    options: ClassVar[Mapping[str, Any]] = {}
+    name: ClassVar[str | None] = None
+    examples: ClassVar[float] = 1.0
+    replay_seed: ClassVar[int | None] = None
+
+    def _component(self) -> type[Any]:
+        """Return the class under test."""
+        raise NotImplementedError
+
+    def _exception_guard(self) -> AbstractContextManager[None]:
+        """Return the context in which `_run_checks` runs each check."""
+        return nullcontext()
+
+    def _run_checks(self, rule: str, *checks: Callable[[], None]) -> None:
+        """Run checks that need no drawn cases; fail the test at the first violation."""
+        for check in checks:
+            try:
+                with self._exception_guard():
+                    check()
+            except Violation as violation:
+                self._fail(rule, violation)
+
+    def _search(
+        self,
+        rule: str,
+        examples: int,
+        check: Callable[..., None],
+        **strategies: st.SearchStrategy[Any],
+    ) -> None:
+        """Run a check on drawn cases; fail the test with the smallest failing case."""
+        search = Search(max(1, round(examples * self.examples)), self.replay_seed)
+        found = search.run(check, **strategies)
+        if found is not None:
+            self._fail(rule, found.violation, found.report())
+
+    def _fail(self, rule: str, violation: Violation, case: str = "") -> NoReturn:
+        """Fail the running test: name the class, the rule, the observation and the fix."""
+        component = self._component()
+        pytest.fail(
+            f"{component.__module__}.{component.__qualname__} breaks a rule.\n"
+            f"  rule: {violation.rule or rule}\n  observed: {violation.observed}\n"
+            f"  fix: {violation.fix}{case}",
+            pytrace=False,
+        )
 
 
-_LONGEST = 600
-
-
-class Violation(Exception):  # noqa: N818 - it is a finding
-    """A rule that a component broke."""
-
-    def __init__(self, saw: str, do: str) -> None:
-        """Keep what was seen, and what its author should do."""
-        super().__init__(saw)
-        self.saw = saw
-        self.do = do
-
-
-def short(value: Any) -> str:
-    """Return `repr`, cut where it gets too long to read."""
-    text = repr(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
-
-
-def refuse_replaced_tests(derived: type, suite: type) -> None:
-    """Refuse a class that replaces a test of its suite: a suite that was bent proves nothing.
+def reject_replaced_tests(derived: type, suite: type) -> None:
+    """Check that a class overrides no test of its suite, except with a marked reason.
 
     Raises:
-        Violation: it does, without a reason.
+        Violation: it does.
     """
     for name, test in inspect.getmembers(suite, inspect.isfunction):
-        own = getattr(derived, name)
-        if name.startswith("test_") and own is not test and not _expected_to_fail(own):
+        override = getattr(derived, name)
+        replaced = override is not test and not _is_expected_to_fail(override)
+        if name.startswith("test_") and replaced:
             raise Violation(
                 f"{derived.__name__} replaces {name}",
                 "give the additional test another name; to leave a rule out, override its "
@@ -129,24 +196,32 @@ def refuse_replaced_tests(derived: type, suite: type) -> None:
             )
 
 
-def fail(component: type, rule: str, violation: Violation, case: str = "") -> NoReturn:
-    """Fail the test that runs: say which class breaks which rule, and what to do about it.
-
-    Args:
-        case: further lines, from `replayed`.
-    """
-    pytest.fail(
-        f"{component.__module__}.{component.__qualname__} breaks a rule.\n"
-        f"  rule: {rule}\n  saw: {violation.saw}\n  do: {violation.do}{case}",
-        pytrace=False,
-    )
+def short_repr(value: Any) -> str:
+    """Return `repr(value)`, truncated to a readable length."""
+    text = repr(value)
+    if len(text) <= _MAX_REPR_LENGTH:
+        return text
+    return f"{text[:_MAX_REPR_LENGTH]}... ({len(text)} characters)"
 
 
-def replayed(found: Found, told: str) -> str:
-    """Return the lines that show a case, told in words, and how to see it again."""
-    return f"\n  case:\n{told}\n  replay: {replay_line(found.seed)}"
+def best_cpu_time(rounds: int, work: Callable[[], None]) -> float:
+    """Return the minimum CPU time of `work()` over `rounds` calls, in seconds."""
+    best = float("inf")
+    for _ in range(rounds):
+        started = time.process_time()
+        work()
+        best = min(best, time.process_time() - started)
+    return best
 
 
-def _expected_to_fail(test: Any) -> bool:
+def _describe(drawn: Mapping[str, Any]) -> str:
+    """Return a drawn case: as code if it has some, else one value per line."""
+    for value in drawn.values():
+        if isinstance(value, ReplayableCase):
+            return "\n".join(f"    {line}" for line in value.code().splitlines())
+    return "\n".join(f"    {name} = {short_repr(value)}" for name, value in drawn.items())
+
+
+def _is_expected_to_fail(test: Any) -> bool:
     marks = getattr(test, "pytestmark", [])
     return any(mark.name in ("xfail", "skip") and mark.kwargs.get("reason") for mark in marks)

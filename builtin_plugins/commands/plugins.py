@@ -1,4 +1,4 @@
-"""`hardpoint plugins`: the installed and enabled plugins, and the reasons."""
+"""`hardpoint plugins`: what is installed, what is on, and why."""
 
 from __future__ import annotations
 

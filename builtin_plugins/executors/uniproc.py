@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 
 class UniprocExecutor(Executor):
-    """Calls one worker directly; all futures are done when returned."""
+    """One worker, called directly; every future is done when it is returned."""
 
     contract = 1
 
     def __init__(self, context: ExecutorContext) -> None:
-        """Create the worker; `start` loads the model."""
+        """Make the worker; its model is loaded by `start`."""
         super().__init__(context)
         self._worker = context.create_worker(0)
 
@@ -43,7 +43,7 @@ class UniprocExecutor(Executor):
     def sample_tokens(
         self, plan: SchedulerOutput, bitmask: GrammarBitmask | None = None
     ) -> Future[ModelRunnerOutput]:
-        """Sample from the model's logits.
+        """Sample from what the model computed.
 
         Raises:
             NotImplementedError: grammars constrain a request.
@@ -61,7 +61,7 @@ class UniprocExecutor(Executor):
         args: Sequence[Any] = (),
         timeout: float | None = None,  # noqa: ARG002
     ) -> list[Any]:
-        """Call a method of the worker; the timeout is ignored."""
+        """Call a method of the worker, however long it takes."""
         return [getattr(self._worker, method)(*args)]
 
     def close(self) -> None:

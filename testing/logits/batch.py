@@ -1,4 +1,4 @@
-"""A batch on a desk: requests in rows, the engine's own pipeline over them, logits to feed it."""
+"""A batch of requests under test in the engine's logits pipeline, and the logits to run on."""
 
 from __future__ import annotations
 
@@ -7,58 +7,59 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from hardpoint.core.worker.sampling.fault_isolation import FaultIsolation
-from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
-from hardpoint.core.worker.sampling.processor_runner import ProcessorError, ProcessorRunner
 from hardpoint.plugins import Added, BatchUpdate, LogitsRequest, Move, Moved
+from hardpoint.testing.engine_access import ProcessorFailedError, ProcessorPipeline
 from hardpoint.testing.suite import Violation
 
 from .subject import Case, Subject
 
-KINDS = ("plain", "ties", "masked")
-"""Kinds of logits that a model and the masks before a processor may make."""
+LOGITS_KINDS = ("plain", "ties", "masked")
+"""Kinds of logits that a model, and the masks before a processor, may produce."""
 
-_SOUND_ADVICE = (
-    "return float32 logits of the shape and on the device that were given (or Edits or None), "
-    "and raise for no arguments that Arguments and prepare accept"
+_RESULT_ADVICE = (
+    "return float32 logits of the given shape and device (or Edits or None), and raise for no "
+    "arguments that Arguments and prepare accept"
 )
 
 
-class Desk:
-    """Requests that stand in rows 0, 1, ... as the engine would have put them there."""
+class BatchFixture:
+    """Requests in rows 0, 1, ... of a batch, with a processor to run on them."""
 
     def __init__(
-        self, subject: Subject, cases: Sequence[Case], *, stage: ProcessorRunner | None = None
+        self,
+        subject: Subject,
+        cases: Sequence[Case],
+        *,
+        pipeline: ProcessorPipeline | None = None,
     ) -> None:
-        """Start every case; `stage` is a fresh one if none is given.
+        """Start every case, in a new pipeline unless one is given.
 
         Raises:
             Violation: the processor raised.
         """
         self.subject = subject
-        self.stage = subject.build() if stage is None else stage
-        self.pipeline = LogitsPipeline([self.stage], self.stage.device)
+        self.pipeline = subject.build() if pipeline is None else pipeline
         self.outputs = [list(case.outputs) for case in cases]
         self.requests = [
             case.request(subject, f"r{row}", self.outputs[row], row)
             for row, case in enumerate(cases)
         ]
         for request in self.requests:
-            started(self.pipeline, request)
-        self.take_rows()
+            start_request(self.pipeline, request)
+        self.add_rows()
 
-    def take_rows(self) -> None:
-        """Tell the processor that each request took its row."""
+    def add_rows(self) -> None:
+        """Pass an update that adds every request to the processor."""
         added = tuple(_added(request) for request in self.requests)
         self.update(BatchUpdate(len(added), added=added))
 
     def update(self, update: BatchUpdate | None) -> None:
-        """Tell the processor of a step's changes."""
+        """Pass a step's changes of the batch to the processor."""
         self.pipeline.update(update)
-        check_books(self.stage)
+        check_update_state(self.pipeline)
 
     def swap(self, first: int, second: int) -> None:
-        """Let the requests of two rows change places."""
+        """Exchange the requests of two rows."""
         for request in self.requests:
             if request.row in (first, second):
                 request.row = second if request.row == first else first
@@ -68,86 +69,82 @@ class Desk:
     def process(
         self, logits: torch.Tensor, requests: Sequence[LogitsRequest] | None = None
     ) -> torch.Tensor:
-        """Return what the pipeline makes of logits [requests, vocab], which stay as they are."""
+        """Return the pipeline's result for logits [requests, vocab], which stay unchanged."""
         chosen = self.requests if requests is None else list(requests)
-        return run_pipeline(self.pipeline, self.stage, logits.clone(), chosen)
+        return apply_processor(self.pipeline, logits.clone(), chosen)
 
-    def process_apart(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the same made row by row, as after a fault in the step."""
-        isolation = FaultIsolation(self.pipeline, self.requests, logits.clone)
-        isolation.isolate(self.stage.name)
-        result = isolation.run(logits.clone())
-        for fault in isolation.faults.values():
-            raise Violation(f"on a row alone, {fault.message}", _SOUND_ADVICE)
+    def process_row_by_row(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the result of the processor run on each row apart, as after a fault."""
+        result, faults = self.pipeline.apply_row_by_row(logits, self.requests)
+        for fault in faults.values():
+            raise Violation(f"on a single row, {fault.message}", _RESULT_ADVICE)
         return result
 
     def advance(self, tokens: Sequence[int], requests: Sequence[LogitsRequest] = ()) -> None:
-        """Take a step in which each request gets one more token."""
+        """Run a step in which each request gets one more token."""
         chosen = list(requests) or self.requests
         self.process(torch.zeros(len(chosen), self.subject.vocab_size), chosen)
         for request, token in zip(chosen, tokens, strict=True):
             self.outputs[self.requests.index(request)].append(token)
-        advanced(self.pipeline, chosen, tokens)
+        advance_requests(self.pipeline, chosen, tokens)
         self.update(None)
 
 
-def alone(
+def run_alone(
     subject: Subject, case: Case, outputs: Sequence[int], logits: torch.Tensor
 ) -> torch.Tensor:
-    """Return what a fresh processor makes of one request's row, from its whole history.
+    """Return a new processor's result for one request, started on its whole history.
 
     Args:
         subject: the processor.
         case: the request.
-        outputs: all that it has.
+        outputs: all of its output tokens.
         logits: [vocab].
     """
     whole = Case(case.arguments, case.params, case.prompt, tuple(outputs), case.stop_token_ids)
-    return Desk(subject, [whole]).process(logits.unsqueeze(0))[0]
+    return BatchFixture(subject, [whole]).process(logits.unsqueeze(0))[0]
 
 
-def started(pipeline: LogitsPipeline, request: LogitsRequest) -> None:
-    """Start a request; raise a Violation if its start fails."""
+def start_request(pipeline: ProcessorPipeline, request: LogitsRequest) -> None:
+    """Start a request; raise a Violation if that fails."""
     if (fault := pipeline.start(request)) is not None:
         raise Violation(
             f"start or start_row failed: {fault.message}",
-            "start and start_row must take every request that prepare let pass, with any outputs",
+            "start and start_row must accept every request that prepare accepts, with any outputs",
         )
 
 
-def advanced(
-    pipeline: LogitsPipeline, requests: Sequence[LogitsRequest], tokens: Sequence[int]
+def advance_requests(
+    pipeline: ProcessorPipeline, requests: Sequence[LogitsRequest], tokens: Sequence[int]
 ) -> None:
-    """Carry states over one more token; raise a Violation if that fails."""
-    for fault in pipeline.advance(requests, tokens, torch.tensor(list(tokens))).values():
+    """Advance the requests' states by one token each; raise a Violation if that fails."""
+    for fault in pipeline.advance(requests, tokens).values():
         raise Violation(
             f"advance or advance_rows failed: {fault.message}",
-            "advance and advance_rows must take every token of the vocabulary",
+            "advance and advance_rows must accept every token of the vocabulary",
         )
 
 
-def check_books(stage: ProcessorRunner) -> None:
-    """Raise a Violation if a batch-level processor could not follow an update."""
-    if stage.broken is not None:
+def check_update_state(pipeline: ProcessorPipeline) -> None:
+    """Raise a Violation if a batch-level processor failed to follow an update."""
+    if (error := pipeline.update_error) is not None:
         raise Violation(
-            f"update_state raised {type(stage.broken).__name__}: {stage.broken}",
-            "update_state must follow every update, also None and requests of no interest",
-        ) from stage.broken
+            f"update_state raised {type(error).__name__}: {error}",
+            "update_state must accept every update, including None and requests that do not use "
+            "the processor",
+        ) from error
 
 
-def run_pipeline(
-    pipeline: LogitsPipeline,
-    stage: ProcessorRunner,
-    logits: torch.Tensor,
-    requests: list[LogitsRequest],
+def apply_processor(
+    pipeline: ProcessorPipeline, logits: torch.Tensor, requests: list[LogitsRequest]
 ) -> torch.Tensor:
-    """Run the pipeline in place; raise a Violation if the processor fails."""
+    """Run the processor in place; raise a Violation if it fails."""
     try:
         return pipeline.apply(logits, requests)
-    except ProcessorError as error:
-        cause = error.cause
+    except ProcessorFailedError as error:
+        cause = error.__cause__
         raise Violation(
-            f"{stage.method_name} failed: {type(cause).__name__}: {cause}", _SOUND_ADVICE
+            f"{pipeline.method_name} failed: {type(cause).__name__}: {cause}", _RESULT_ADVICE
         ) from cause
 
 
@@ -156,8 +153,8 @@ def make_logits(seed: int, rows: int, vocab: int, kind: str = "plain") -> torch.
 
     Args:
         seed: equal seeds give equal logits.
-        rows: how many.
-        vocab: width.
+        rows: number of rows.
+        vocab: width of a row.
         kind: "plain"; "ties" (few values); "masked" (a third at -inf); "flat" (all equal);
             "huge" (up to 1e30); "survivor" (one token per row not at -inf).
     """
@@ -179,22 +176,22 @@ def make_logits(seed: int, rows: int, vocab: int, kind: str = "plain") -> torch.
     return logits
 
 
-def difference(got: torch.Tensor, wanted: torch.Tensor) -> str | None:
-    """Say how two rows [vocab] differ; None if they are equal bit for bit."""
-    if torch.equal(got.view(torch.int32), wanted.view(torch.int32)):
+def difference(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """Return a message on how two rows [vocab] differ; None if they are equal bit for bit."""
+    if torch.equal(actual.view(torch.int32), expected.view(torch.int32)):
         return None
-    places = (got.view(torch.int32) != wanted.view(torch.int32)).nonzero().view(-1)
-    token = int(places[0])
-    text = (
-        f"{len(places)} of {len(got)} logits differ, the first at token {token}: "
-        f"{float(got[token]):.9g} instead of {float(wanted[token]):.9g}"
+    indices = (actual.view(torch.int32) != expected.view(torch.int32)).nonzero().view(-1)
+    token = int(indices[0])
+    message = (
+        f"{len(indices)} of {len(actual)} logits differ, the first at token {token}: "
+        f"{float(actual[token]):.9g} instead of {float(expected[token]):.9g}"
     )
-    if torch.allclose(got, wanted, rtol=1e-4, atol=1e-4):
-        text += (
+    if torch.allclose(actual, expected, rtol=1e-4, atol=1e-4):
+        message += (
             ". The difference is mere rounding: an operation here rounds differently for other "
             "numbers of rows, as matrix products and sums along a row may; softmax and amax do not"
         )
-    return text
+    return message
 
 
 def _added(request: LogitsRequest) -> Added:

@@ -1,4 +1,4 @@
-"""Long random histories of a running batch, each row compared with its request run alone."""
+"""Random histories of a running batch, in which each row must equal its request run alone."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from dataclasses import dataclass, replace
 import torch
 from hypothesis import strategies as st
 
-from hardpoint.core.worker.input_batch import InputBatch
-from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
 from hardpoint.plugins import LogitsRequest
-from hardpoint.testing.suite import Violation, short
+from hardpoint.testing.engine_access import create_batch
+from hardpoint.testing.suite import Violation, short_repr
 
 from .batch import (
-    KINDS,
-    advanced,
-    alone,
-    check_books,
+    LOGITS_KINDS,
+    advance_requests,
+    apply_processor,
+    check_update_state,
     difference,
     make_logits,
-    run_pipeline,
-    started,
+    run_alone,
+    start_request,
 )
 from .subject import MAX_ROWS, Case, Subject
 
@@ -31,32 +30,32 @@ _MAX_LENGTH = 64
 
 @dataclass(frozen=True)
 class Step:
-    """What happens in one step.
+    """The events of one step.
 
     Attributes:
-        events: (what, number): "add" the case of that number, "resume" that waiting request,
-            "finish" or "preempt" that running one; numbers count modulo what is there.
-        pausing: bit i set: the i-th running request gets no token in this step.
-        reverse: the step's rows come in the opposite order.
+        events: (name, number) pairs: "add" a case, "resume" a waiting request, "finish" or
+            "preempt" a running one; numbers index the cases or requests, modulo their count.
+        skipped_rows: bit i set: the i-th running request gets no token in this step.
+        reverse: True to sample the rows in reverse order.
     """
 
     events: tuple[tuple[str, int], ...]
-    pausing: int
+    skipped_rows: int
     reverse: bool
 
 
 def steps() -> st.SearchStrategy[list[Step]]:
     """Return a strategy for histories."""
-    what = st.sampled_from(["add", "add", "finish", "preempt", "resume"])
-    events = st.lists(st.tuples(what, st.integers(0, MAX_ROWS - 1)), max_size=4).map(tuple)
-    pausing = st.just(0) | st.integers(0, 2**MAX_ROWS - 1)
-    step = st.builds(Step, events, pausing, st.booleans())
+    name = st.sampled_from(["add", "add", "finish", "preempt", "resume"])
+    events = st.lists(st.tuples(name, st.integers(0, MAX_ROWS - 1)), max_size=4).map(tuple)
+    skipped_rows = st.just(0) | st.integers(0, 2**MAX_ROWS - 1)
+    step = st.builds(Step, events, skipped_rows, st.booleans())
     return st.lists(step, min_size=_MIN_STEPS, max_size=_MAX_STEPS)
 
 
 @dataclass(eq=False)
-class _Life:
-    """A request and all that it has said."""
+class _HistoryRequest:
+    """A request with its output tokens; `request` is None while it is not in the batch."""
 
     number: int
     case: Case
@@ -64,95 +63,100 @@ class _Life:
     request: LogitsRequest | None = None
 
 
-class Floor:
-    """A worker's batch without a model: rows, moves and the pipeline are the engine's own."""
+class SimulatedBatch:
+    """A worker's batch without a model: rows, moves and pipeline are the engine's own."""
 
     def __init__(self, subject: Subject) -> None:
-        """Start with nobody."""
+        """Create an empty batch."""
         self.subject = subject
-        self.stage = subject.build()
-        self.pipeline = LogitsPipeline([self.stage], self.stage.device)
-        self.batch = InputBatch(MAX_ROWS, _MAX_LENGTH, block_size=16)
-        self.running: list[_Life] = []
-        self.waiting: list[_Life] = []
+        self.pipeline = subject.build()
+        self.running: list[_HistoryRequest] = []
+        self.waiting: list[_HistoryRequest] = []
+        self._batch = create_batch(MAX_ROWS, _MAX_LENGTH)
         self._count = 0
 
-    def arrange(self, step: Step, cases: Sequence[Case]) -> None:
-        """Let requests come and go; removals come first, as in the engine."""
-        for what, number in step.events:
-            if what in ("finish", "preempt") and self.running:
-                life = self.running.pop(number % len(self.running))
-                self.batch.remove(str(life.number))
-                life.request = None
-                if what == "preempt":
-                    self.waiting.append(life)
-        for what, number in step.events:
-            if len(self.running) == MAX_ROWS:
-                break
-            if what == "resume" and self.waiting:
-                self._seat(self.waiting.pop(number % len(self.waiting)))
-            elif what == "add":
-                self._count += 1
-                case = cases[number % len(cases)]
-                self._seat(_Life(self._count, case, list(case.outputs)))
-        self.pipeline.update(self.batch.settle())
-        check_books(self.stage)
+    def apply_events(self, step: Step, cases: Sequence[Case]) -> None:
+        """Remove and add the requests of a step; removals come first, as in the engine."""
+        self._remove_requests(step)
+        self._add_requests(step, cases)
+        self.pipeline.update(self._batch.settle())
+        check_update_state(self.pipeline)
 
-    def sampled(self, step: Step) -> list[_Life]:
-        """Return who gets a token in a step, in the order of its rows."""
-        chosen = [life for i, life in enumerate(self.running) if not step.pausing >> i & 1]
+    def sampled_requests(self, step: Step) -> list[_HistoryRequest]:
+        """Return the requests that get a token in a step, in the order of its rows."""
+        chosen = [entry for i, entry in enumerate(self.running) if not step.skipped_rows >> i & 1]
         return chosen[::-1] if step.reverse else chosen
 
-    def process(self, lives: Sequence[_Life], logits: torch.Tensor) -> torch.Tensor:
-        """Return what the pipeline makes of the logits [lives, vocab]."""
-        requests = [life.request for life in lives if life.request is not None]
-        return run_pipeline(self.pipeline, self.stage, logits.clone(), requests)
+    def process(self, sampled: Sequence[_HistoryRequest], logits: torch.Tensor) -> torch.Tensor:
+        """Return the pipeline's result for the logits [sampled, vocab]."""
+        requests = [entry.request for entry in sampled if entry.request is not None]
+        return apply_processor(self.pipeline, logits.clone(), requests)
 
-    def advance(self, lives: Sequence[_Life]) -> None:
-        """Give everybody one more token."""
-        tokens = [_token(life, self.subject.vocab_size) for life in lives]
-        for life, token in zip(lives, tokens, strict=True):
-            self.batch.append(str(life.number), token)
-        requests = [life.request for life in lives if life.request is not None]
-        advanced(self.pipeline, requests, tokens)
+    def advance(self, sampled: Sequence[_HistoryRequest]) -> None:
+        """Append one token to each sampled request."""
+        tokens = [_token(entry, self.subject.vocab_size) for entry in sampled]
+        for entry, token in zip(sampled, tokens, strict=True):
+            self._batch.append(str(entry.number), token)
+        requests = [entry.request for entry in sampled if entry.request is not None]
+        advance_requests(self.pipeline, requests, tokens)
 
-    def _seat(self, life: _Life) -> None:
-        """Give a request a row; one that comes back gets a new list and a new request object."""
-        life.outputs = list(life.outputs)
-        life.request = life.case.request(self.subject, str(life.number), life.outputs)
-        self.batch.add(life.request, life.outputs, [], 0)
-        started(self.pipeline, life.request)
-        self.running.append(life)
+    def _remove_requests(self, step: Step) -> None:
+        for name, number in step.events:
+            if name in ("finish", "preempt") and self.running:
+                entry = self.running.pop(number % len(self.running))
+                self._batch.remove(str(entry.number))
+                entry.request = None
+                if name == "preempt":
+                    self.waiting.append(entry)
+
+    def _add_requests(self, step: Step, cases: Sequence[Case]) -> None:
+        for name, number in step.events:
+            if len(self.running) == MAX_ROWS:
+                break
+            if name == "resume" and self.waiting:
+                self._add(self.waiting.pop(number % len(self.waiting)))
+            elif name == "add":
+                self._count += 1
+                case = cases[number % len(cases)]
+                self._add(_HistoryRequest(self._count, case, list(case.outputs)))
+
+    def _add(self, entry: _HistoryRequest) -> None:
+        """Put a request into a row; a resumed one gets a new list and a new request object."""
+        entry.outputs = list(entry.outputs)
+        entry.request = entry.case.request(self.subject, str(entry.number), entry.outputs)
+        self._batch.add(entry.request, entry.outputs, [], 0)
+        start_request(self.pipeline, entry.request)
+        self.running.append(entry)
 
 
 def check_history(subject: Subject, cases: list[Case], history: list[Step]) -> None:
     """Run a history; raise a Violation at the first row that differs from its request alone."""
-    floor = Floor(subject)
+    batch = SimulatedBatch(subject)
     for number, step in enumerate(history):
-        floor.arrange(step, cases)
-        if not (lives := floor.sampled(step)):
+        batch.apply_events(step, cases)
+        if not (sampled := batch.sampled_requests(step)):
             continue
-        logits = torch.cat([_logits(life, subject.vocab_size) for life in lives])
-        result = floor.process(lives, logits)
-        for place, life in enumerate(lives):
-            wanted = alone(subject, life.case, life.outputs, logits[place])
-            if (differs := difference(result[place], wanted)) is not None:
+        logits = torch.cat([_logits(entry, subject.vocab_size) for entry in sampled])
+        result = batch.process(sampled, logits)
+        for row, entry in enumerate(sampled):
+            expected = run_alone(subject, entry.case, entry.outputs, logits[row])
+            if (message := difference(result[row], expected)) is not None:
                 raise Violation(
-                    f"in step {number}, batch of {len(lives)}, {differs}; the row is that of "
-                    f"{short(replace(life.case, outputs=tuple(life.outputs)))}",
+                    f"in step {number}, with {len(sampled)} rows, {message}; the row belongs to "
+                    f"{short_repr(replace(entry.case, outputs=tuple(entry.outputs)))}",
                     "a row's result may depend on nothing but its own request: keep what belongs "
                     "to a request in its state (start, advance, device_state) or follow every "
                     "BatchUpdate, key caches by rows.version, and do not mix rows",
                 )
-        floor.advance(lives)
+        batch.advance(sampled)
 
 
-def _token(life: _Life, vocab_size: int) -> int:
+def _token(entry: _HistoryRequest, vocab_size: int) -> int:
     """Return a request's next token: often one of a few, so that patterns occur."""
-    mixed = (life.number * 1_000_003 + len(life.outputs) * 7_919 + 12_345) * 48_271 % (2**31 - 1)
+    mixed = (entry.number * 1_000_003 + len(entry.outputs) * 7_919 + 12_345) * 48_271 % (2**31 - 1)
     return mixed % min(4, vocab_size) if mixed % 5 else mixed % vocab_size
 
 
-def _logits(life: _Life, vocab_size: int) -> torch.Tensor:
-    seed = life.number * 1_009 + len(life.outputs)
-    return make_logits(seed, 1, vocab_size, KINDS[seed % len(KINDS)])
+def _logits(entry: _HistoryRequest, vocab_size: int) -> torch.Tensor:
+    seed = entry.number * 1_009 + len(entry.outputs)
+    return make_logits(seed, 1, vocab_size, LOGITS_KINDS[seed % len(LOGITS_KINDS)])

@@ -1,7 +1,7 @@
-"""Telling whether code asks the device for values, on a machine that need not have one.
+"""Detect reads of device values by the host, on a machine without a device.
 
-Meta tensors know shape and type and have no values. Code that never needs a value on the host
-runs on them as on any device; code that does fails at that very operation.
+Meta tensors have shape and type but no values. Code that never needs a value on the host runs on
+them as on any device; other code fails at the operation that needs one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 META = torch.device("meta")
 
-_ASKING = {
+_READING_OPERATIONS = {
     "aten._local_scalar_dense": ".item(), float(), int(), bool() or `if`",
     "aten._to_copy": '.cpu(), .to("cpu") or .tolist()',
     "aten.copy_": "copy_ to the host",
@@ -33,44 +33,44 @@ _MIXES_DEVICES = "expected device meta"
 
 
 class HostSyncError(Exception):
-    """A value of the device was asked for; the message names the operation."""
+    """The host read a device value; the message names the operation."""
 
 
-class Unknown(Exception):  # noqa: N818 - it is an answer
-    """It cannot be told: an operation does not run on tensors without values."""
+class UndecidableError(Exception):
+    """Code failed for another reason: an operation does not run on meta tensors."""
 
 
 class no_values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801 - like a function
-    """Inside, meta tensors stand for a device's; asking for their values raises.
+    """Context in which meta tensors stand for a device's, and reading their values raises.
 
     Raises:
-        HostSyncError: code asked for values, or mixed devices.
-        Unknown: something else failed.
+        HostSyncError: code read values, or mixed devices.
+        UndecidableError: any other error.
     """
 
     def __init__(self) -> None:
-        """Start with no operation seen."""
+        """Create the context."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._last = ""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Remember the operation, and run it."""
+        """Record the operation, and run it."""
         self._last = func.overloadpacket._qualified_op_name.replace("::", ".")
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
-        """Say what an error means."""
+        """Translate an error raised in the context."""
         super().__exit__(exc_type, exc, traceback)  # type: ignore[no-untyped-call]
         if exc is None:
             return
         message = str(exc).partition("\n")[0]
-        if any(words in str(exc) for words in _NEEDS_VALUES):
-            how = _ASKING.get(self._last, f"{self._last or 'numpy()'}: {message}")
-            raise HostSyncError(f"it asked for values by {how}") from exc
+        if any(part in str(exc) for part in _NEEDS_VALUES):
+            operation = _READING_OPERATIONS.get(self._last, f"{self._last or 'numpy()'}: {message}")
+            raise HostSyncError(f"it reads values by {operation}") from exc
         if _MIXES_DEVICES in str(exc):
             raise HostSyncError(
                 f"{self._last} mixes a tensor on the host with the device's"
             ) from exc
-        raise Unknown(f"{self._last}: {type(exc).__name__}: {message}") from exc
+        raise UndecidableError(f"{self._last}: {type(exc).__name__}: {message}") from exc

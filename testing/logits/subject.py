@@ -1,4 +1,4 @@
-"""The processor under test: building it as the engine does, and requests that use it."""
+"""The logits processor under test, built as the engine builds it, and requests that use it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from hardpoint.core.worker.sampling.processor_runner import ProcessorRunner
 from hardpoint.plugins import (
     BatchLogitsProcessor,
     HardpointError,
@@ -24,27 +23,27 @@ from hardpoint.plugins import (
     typed,
 )
 from hardpoint.plugins.logits import LogitsPlugin
-from hardpoint.plugins.manifest import Source
-from hardpoint.testing.suite import Violation, short
+from hardpoint.testing.engine_access import ProcessorPipeline
+from hardpoint.testing.suite import Violation, short_repr
 
 MAX_ROWS = 8
-"""Rows of the batches that the kit makes."""
+"""Maximum number of rows in a test batch."""
 
 _CPU = torch.device("cpu")
 _GREEDY, _RANDOM = 0.0, 1.0
 
 
-class Refused(Exception):  # noqa: N818 - it is no error of the processor's
-    """`prepare` refused the arguments of a request, as it may."""
+class RequestRejectedError(Exception):
+    """`prepare` rejected the arguments of a request, which it may."""
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A request to make.
+    """A request to create.
 
     Attributes:
-        arguments: as the processor gets them; None for a request that does not use it.
-        outputs: tokens that it has already when it enters the batch.
+        arguments: prepared arguments; None for a request that does not use the processor.
+        outputs: its output tokens when it enters the batch.
     """
 
     arguments: Any
@@ -55,13 +54,13 @@ class Case:
 
     @property
     def uses(self) -> bool:
-        """Whether it uses the processor."""
+        """Return whether it uses the processor."""
         return self.arguments is not None
 
     def request(
         self, subject: Subject, name: str, outputs: list[int], row: int = 0
     ) -> LogitsRequest:
-        """Return it as the engine's worker makes it; `outputs` is its live list."""
+        """Return it as the worker builds it; `outputs` is its growing list of output tokens."""
         return _Request(
             request_id=name,
             prompt_token_ids=list(self.prompt),
@@ -73,23 +72,23 @@ class Case:
         )
 
     def __repr__(self) -> str:
-        who = short(self.arguments) if self.uses else "does not use the processor"
+        arguments = short_repr(self.arguments) if self.uses else "does not use the processor"
         greedy = ", greedy" if self.params.greedy else ""
-        return f"<{who}{greedy}, prompt {list(self.prompt)}, outputs {list(self.outputs)}>"
+        return f"<{arguments}{greedy}, prompt {list(self.prompt)}, outputs {list(self.outputs)}>"
 
 
 class _Request(LogitsRequest):
-    """A request that can be watched: whether anybody still holds it."""
+    """A request with weak references, to check that no reference to it is left."""
 
     __slots__ = ("__weakref__",)
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A processor class and the surroundings that its author chose; see LogitsSuiteBase.
+    """A processor class with the settings of its LogitsProcessorSuite.
 
     Attributes:
-        refusals: why `prepare` refused requests, in turn.
+        rejections: the messages with which `prepare` rejected requests, in order.
     """
 
     cls: type[LogitsPlugin]
@@ -99,20 +98,15 @@ class Subject:
     stop_token_ids: tuple[int, ...]
     tokenizer: Tokenizer | None = None
     reasoning: ReasoningParser | None = None
-    refusals: list[str] = field(default_factory=list)
+    rejections: list[str] = field(default_factory=list)
 
     @property
-    def batchwise(self) -> bool:
-        """Whether it is of the batch form."""
+    def is_batch_level(self) -> bool:
+        """Return whether it is a BatchLogitsProcessor."""
         return issubclass(self.cls, BatchLogitsProcessor)
 
-    def source(self) -> Source:
-        """Return who it is, for messages."""
-        value = f"{self.cls.__module__}:{self.cls.__qualname__}"
-        return Source(self.name, value, "under test", "0", "default")
-
     def checked_options(self) -> Any:
-        """Return the options as the engine gives them.
+        """Return the options, validated as the engine does.
 
         Raises:
             Violation: they do not fit the class's Options.
@@ -127,8 +121,8 @@ class Subject:
 
     def build(
         self, *, vocab_size: int | None = None, device: torch.device = _CPU
-    ) -> ProcessorRunner:
-        """Return a fresh instance in a stage of its own.
+    ) -> ProcessorPipeline:
+        """Return a new instance in a pipeline of its own.
 
         Raises:
             Violation: its constructor raised.
@@ -141,22 +135,22 @@ class Subject:
             max_num_seqs=MAX_ROWS,
         )
         try:
-            return ProcessorRunner(self.cls(context), self.source(), device, MAX_ROWS)
+            return ProcessorPipeline(self.cls(context), self.name, device, MAX_ROWS)
         except Exception as cause:
             raise Violation(
                 f"the constructor, or device_state(), raised {type(cause).__name__}: {cause}",
-                "a constructor takes one LogitsContext, passes it to super().__init__ and may "
-                "raise for no options that Options accepts",
+                "let the constructor take one LogitsContext, pass it to super().__init__ and "
+                "accept all options that Options accepts",
             ) from cause
 
-    def everybody_uses_it(self, params: SamplingParams) -> bool:
-        """Whether a request that says nothing of the processor uses it all the same."""
+    def used_by_default(self, params: SamplingParams) -> bool:
+        """Return whether a request uses the processor without asking for it."""
         if issubclass(self.cls, BatchLogitsProcessor):
             return self.cls.uses(params)
         return self.cls.Arguments is LogitsPlugin.Arguments
 
-    def checked(self, given: Any) -> Any:
-        """Return arguments as the frontend checks them.
+    def convert_arguments(self, given: Any) -> Any:
+        """Return arguments, validated as the frontend does.
 
         Raises:
             Violation: they do not fit the class's Arguments.
@@ -166,9 +160,9 @@ class Subject:
             return typed.convert(given, self.cls.Arguments, path=path)
         except HardpointError as error:
             raise Violation(
-                f"{short(given)} does not fit {self.cls.__name__}.Arguments: {error}",
-                "let the strategy `arguments` make only what Arguments accepts; a processor that "
-                "every request uses must accept no arguments at all",
+                f"{short_repr(given)} does not fit {self.cls.__name__}.Arguments: {error}",
+                "let the strategy `arguments` draw only what Arguments accepts; a processor that "
+                "every request uses must accept empty arguments",
             ) from None
 
     def case(
@@ -178,27 +172,33 @@ class Subject:
         prompt: Sequence[int] = (1,),
         outputs: Sequence[int] = (),
     ) -> Case:
-        """Return a request with arguments as the frontend makes them; `given` None gives none.
+        """Return a request with prepared arguments; `given` None does not ask for the processor.
 
         Raises:
-            Refused: `prepare` refuses it.
-            Violation: `prepare` raises anything else, or returns something else.
+            RequestRejectedError: `prepare` rejects it.
+            Violation: `prepare` raises another exception, or returns something else.
         """
         params = base
         if given is not None:
-            params = self._asking(given, base)
-        elif self.everybody_uses_it(base):
+            params = self._requesting_params(given, base)
+        elif self.used_by_default(base):
             given = {}
-        arguments = None if given is None else self._prepared(self.checked(given), params, prompt)
+        arguments = (
+            None if given is None else self._prepared(self.convert_arguments(given), params, prompt)
+        )
         return Case(arguments, params, tuple(prompt), tuple(outputs), self.stop_token_ids)
 
-    def _asking(self, given: Any, base: SamplingParams) -> SamplingParams:
-        """Return parameters that ask for the processor in the way that its class wants."""
+    def _requesting_params(self, given: Any, base: SamplingParams) -> SamplingParams:
+        """Return parameters that ask for the processor: by plugin_args or by its own fields."""
         if not self.cls.params_fields:
             plugin_args = {**base.plugin_args, self.name: given}
             return msgspec.structs.replace(base, plugin_args=plugin_args)
-        checked = self.checked(given)
-        fields = {f: getattr(checked, f) for f in self.cls.params_fields if hasattr(checked, f)}
+        convert_arguments = self.convert_arguments(given)
+        fields = {
+            f: getattr(convert_arguments, f)
+            for f in self.cls.params_fields
+            if hasattr(convert_arguments, f)
+        }
         return msgspec.structs.replace(base, **fields)
 
     def _prepared(self, arguments: Any, params: SamplingParams, prompt: Sequence[int]) -> Any:
@@ -213,18 +213,18 @@ class Subject:
         )
         try:
             prepared = self.cls.prepare(arguments, context)
-        except ValueError as refusal:
-            self.refusals.append(str(refusal))
-            raise Refused(str(refusal)) from None
+        except ValueError as error:
+            self.rejections.append(str(error))
+            raise RequestRejectedError(str(error)) from None
         except Exception as cause:
             raise Violation(
-                f"prepare raised {type(cause).__name__}: {cause}, for {short(arguments)}",
-                "prepare refuses a request by a ValueError, whose message reaches the user",
+                f"prepare raised {type(cause).__name__}: {cause}, for {short_repr(arguments)}",
+                "let prepare reject a request by a ValueError, whose message reaches the user",
             ) from cause
         if not isinstance(prepared, self.cls.Arguments):
             raise Violation(
-                f"prepare returned {type(prepared).__name__}, for {short(arguments)}",
-                "return the arguments, or others of the same type",
+                f"prepare returned {type(prepared).__name__}, for {short_repr(arguments)}",
+                "return the arguments, or other ones of the same type",
             )
         return typed.convert(prepared, self.cls.Arguments, path=f"plugin_args.{self.name}")
 
@@ -239,14 +239,14 @@ class Subject:
         """Return a strategy for requests.
 
         Args:
-            arguments: for those that use the processor; None gives no arguments.
-            params: what they ask for beside.
+            arguments: a strategy for arguments; None draws empty ones.
+            params: a strategy for the other parameters.
             users_only: leave out requests that do not use it.
             sampled_only: leave out greedy requests.
         """
         base = st.just(SamplingParams(max_tokens=None)) if params is None else params
         given = st.just({}) if arguments is None else arguments
-        temperature = st.just(_RANDOM) if sampled_only else st.sampled_from([_RANDOM, _GREEDY])
+        temperatures = st.just(_RANDOM) if sampled_only else st.sampled_from([_RANDOM, _GREEDY])
         uses = st.just(True) if users_only else st.sampled_from([True, True, False])
         tokens = st.integers(0, 3) | st.integers(0, self.vocab_size - 1)
         prompts = st.lists(tokens, min_size=1, max_size=8)
@@ -256,17 +256,17 @@ class Subject:
             uses: bool,
             given: Any,
             params: SamplingParams,
-            warmth: float,
+            temperature: float,
             prompt: list[int],
             outputs: list[int],
         ) -> Case:
-            params = msgspec.structs.replace(params, temperature=warmth)
+            params = msgspec.structs.replace(params, temperature=temperature)
             try:
                 case = self.case(given if uses else None, params, prompt, outputs)
-            except Refused:
+            except RequestRejectedError:
                 assume(False)
                 raise
             assume(not (sampled_only and case.params.greedy))
             return case
 
-        return st.builds(make, uses, given, base, temperature, prompts, outputs)
+        return st.builds(make, uses, given, base, temperatures, prompts, outputs)

@@ -1,4 +1,4 @@
-"""What a scheduler may do without: features that it can refuse, and how to find out."""
+"""Optional scheduler features, and which of them a scheduler rejects."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from hardpoint.plugins import HardpointError, PauseState, RepetitionDetection, S
 from hardpoint.plugins.requests import LoRARequest, MultiModalFeature
 from hardpoint.testing.scheduling.fakes.connector import Compile, Transfer
 
-from .simulator import SchedulerRig
+from .simulator import SchedulerSimulator
 
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that a scheduler is asked for by its limits, its context or a request.
+    """An optional feature, requested by limits, context, a request or a call.
 
     Attributes:
-        settings: fields of RigSettings that ask for it.
-        request: fields of a request that ask for it.
-        method: of Scheduler, which it has to override.
-        call: what it must do without a NotImplementedError.
+        settings: fields of SimulatorSettings that request it.
+        request: fields of a request that request it.
+        method: the method of Scheduler that has to be overridden.
+        call: a call that must not raise NotImplementedError.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -47,9 +47,9 @@ FEATURES: dict[str, Feature] = {
     ),
     "loras": Feature({"max_loras": 1}, {"lora": LoRARequest("poet", 1)}),
     "windows": Feature({"windows": (None, 3), "blocks": 33}),
-    "whole": Feature({"chunked_prefill": False, "max_num_batched_tokens": 256}),
+    "unchunked": Feature({"chunked_prefill": False, "max_num_batched_tokens": 256}),
     "threshold": Feature({"long_prefill_token_threshold": 2}),
-    "uncached": Feature({"prefix_caching": False}),
+    "no_prefix_cache": Feature({"prefix_caching": False}),
     "watermark": Feature({"watermark": 0.2}),
     "timeouts": Feature(request={"timeout": 5.5}),
     "salts": Feature(request={"cache_salt": "s"}),
@@ -68,50 +68,52 @@ FEATURES: dict[str, Feature] = {
 
 
 @dataclass(frozen=True)
-class Refusals:
-    """What a scheduler says that it cannot do.
+class UnsupportedFeatures:
+    """The features that a scheduler rejects.
 
     Attributes:
-        single: by feature, its words.
-        pairs: features that it takes one by one and not together.
+        single: by feature, the scheduler's message.
+        pairs: features that it accepts alone, but not together.
     """
 
     single: Mapping[str, str]
     pairs: frozenset[frozenset[str]]
 
-    def of(self, wanted: set[str]) -> str | None:
-        """Return its words if it refuses one of these."""
-        return next((self.single[name] for name in sorted(wanted) if name in self.single), None)
+    def message(self, features: set[str]) -> str | None:
+        """Return the scheduler's message on the first of `features` that it rejects."""
+        return next((self.single[name] for name in sorted(features) if name in self.single), None)
 
-    def without(self, wanted: list[str]) -> set[str]:
-        """Return those of these features that it takes together, the first ones first."""
+    def supported_subset(self, features: list[str]) -> set[str]:
+        """Return the features that it accepts together; earlier ones take precedence."""
         kept: set[str] = set()
-        for name in wanted:
-            alone = name not in self.single
-            if alone and not any(frozenset((name, other)) in self.pairs for other in kept):
+        for name in features:
+            supported = name not in self.single
+            if supported and not any(frozenset((name, other)) in self.pairs for other in kept):
                 kept.add(name)
         return kept
 
 
-def find_refusals(scheduler: type[Scheduler], options: Mapping[str, Any]) -> Refusals:
-    """Ask a scheduler for every feature, alone and with each other one."""
+def find_unsupported(scheduler: type[Scheduler], options: Mapping[str, Any]) -> UnsupportedFeatures:
+    """Request every feature of a scheduler, alone and with every other one."""
     single = {
-        name: words
+        name: message
         for name in FEATURES
-        if (words := _refusal(scheduler, options, name)) is not None
+        if (message := _rejection_message(scheduler, options, name)) is not None
     }
     rest = [name for name in FEATURES if name not in single]
     pairs = {
         frozenset((first, second))
-        for place, first in enumerate(rest)
-        for second in rest[place + 1 :]
-        if _refusal(scheduler, options, first, second) is not None
+        for index, first in enumerate(rest)
+        for second in rest[index + 1 :]
+        if _rejection_message(scheduler, options, first, second) is not None
     }
-    return Refusals(single, frozenset(pairs))
+    return UnsupportedFeatures(single, frozenset(pairs))
 
 
-def _refusal(scheduler: type[Scheduler], options: Mapping[str, Any], *names: str) -> str | None:
-    """Return with which words it refuses these features; None if it takes them."""
+def _rejection_message(
+    scheduler: type[Scheduler], options: Mapping[str, Any], *names: str
+) -> str | None:
+    """Return the scheduler's message if it rejects these features together, else None."""
     settings: dict[str, Any] = {"blocks": 32, "options": options}
     request: dict[str, Any] = {}
     for name in names:
@@ -123,18 +125,18 @@ def _refusal(scheduler: type[Scheduler], options: Mapping[str, Any], *names: str
         ):
             return f"it has no {feature.method}"
     try:
-        rig = SchedulerRig(scheduler, **settings)
-        rig.add("a", [1, 2, 3], **request)
-        return _refused_call(rig.scheduler, names)
-    except HardpointError as refusal:
-        return str(refusal)
+        simulator = SchedulerSimulator(scheduler, **settings)
+        simulator.add("a", [1, 2, 3], **request)
+        return _unimplemented_call(simulator.scheduler, names)
+    except HardpointError as error:
+        return str(error)
 
 
-def _refused_call(scheduler: Scheduler, names: tuple[str, ...]) -> str | None:
+def _unimplemented_call(scheduler: Scheduler, names: tuple[str, ...]) -> str | None:
     calls = [call for name in names if (call := FEATURES[name].call) is not None]
     try:
         for call in calls:
             call(scheduler)
-    except NotImplementedError as refusal:
-        return str(refusal)
+    except NotImplementedError as error:
+        return str(error)
     return None

@@ -1,4 +1,4 @@
-"""The conformance suite for scheduling policies: what the built-ins pass, in your tests."""
+"""The conformance suite for scheduling policies; the built-in ones pass it too."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from hypothesis import strategies as st
 
 from hardpoint.plugins import PolicyContext, SchedulingPolicy
 from hardpoint.plugins.component import Component
-from hardpoint.testing.scheduling.checks.names import POLICY, BrokenRule
-from hardpoint.testing.suite import refuse_replaced_tests
+from hardpoint.testing.engine_access import load_default_scheduler
+from hardpoint.testing.scheduling.checks.names import POLICY_CALLS
+from hardpoint.testing.suite import reject_replaced_tests
 
 from .checks import policy as rules
-from .features import Refusals
+from .features import UnsupportedFeatures
 from .scenarios import Scenario, play, scenarios
-from .settings import builtin_scheduler
 from .suite_base import SchedulingSuiteBase
 
-_ANYTHING = Refusals({}, frozenset())
+_ALL_SUPPORTED = UnsupportedFeatures({}, frozenset())
 
 
 class SchedulingPolicySuite(SchedulingSuiteBase):
-    """Derive a test class from it, and set `policy`, and `options` if it needs some.
+    """Base class of a test class, which sets `policy`, and `options` if it has some.
 
     Attributes:
         policy: the class under test.
         tags: a strategy for the tags of requests.
-        budget_us_per_request: microseconds that the calls for one request may cost, and those
-            for one that runs when a victim is chosen; None does not measure.
+        budget_us_per_request: maximum microseconds of the calls for one request, and of victim()
+            per running request; None does not measure.
     """
 
     kind = "scheduling_policies"
@@ -42,18 +42,18 @@ class SchedulingPolicySuite(SchedulingSuiteBase):
         return self.policy
 
     def test_contract(self) -> None:
-        """It states its contract, and can be built; its options travel."""
-        self._once(
-            "the contract: a loader must be able to check and build it",
-            lambda: refuse_replaced_tests(type(self), SchedulingPolicySuite),
+        """The class states its contract and can be built; its options survive pickling."""
+        self._run_checks(
+            "contract: the loader can check and build the class",
+            lambda: reject_replaced_tests(type(self), SchedulingPolicySuite),
             self._check_contract,
             lambda: self._make().close(),
         )
 
     def test_keys(self) -> None:
-        """Keys order requests, and stay what they are."""
+        """Keys order requests, and do not change."""
         self._search(
-            "keys: they compare, make an order, and are the same when asked again",
+            "keys: they are ordered, and every call returns the same key",
             150,
             lambda requests: rules.check_keys(self._make, requests),
             requests=self._requests(4),
@@ -64,7 +64,7 @@ class SchedulingPolicySuite(SchedulingSuiteBase):
         if "group" not in vars(self.policy) and self.policy.group is SchedulingPolicy.group:
             pytest.skip("group is not overridden: all requests wait in one queue")
         self._search(
-            "groups: they hash and stay what they are, and their keys make an order",
+            "groups: they are hashable and do not change, and their keys are ordered",
             100,
             lambda requests, tokens: rules.check_groups(self._make, requests, tokens),
             requests=self._requests(6),
@@ -72,20 +72,20 @@ class SchedulingPolicySuite(SchedulingSuiteBase):
         )
 
     def test_victim(self) -> None:
-        """The victim is one of those that run."""
+        """The victim is a running request."""
         self._search(
-            "victim: one of those that run, and the same when asked again",
+            "victim: a running request, and every call returns the same one",
             100,
             lambda requests: rules.check_victim(self._make, requests),
             requests=self._requests(6),
         )
 
     def test_admit(self) -> None:
-        """Whoever is held back is told why."""
+        """A request that is not admitted gets a reason."""
         if self.policy.admit is SchedulingPolicy.admit:
-            pytest.skip("admit is not overridden: nobody is held back")
+            pytest.skip("admit is not overridden: every request is admitted")
         self._search(
-            "admit: None, or the reason in words",
+            "admit: None, or the reason as a string",
             100,
             lambda requests, running: rules.check_admit(self._make, requests, running),
             requests=self._requests(6),
@@ -93,61 +93,60 @@ class SchedulingPolicySuite(SchedulingSuiteBase):
         )
 
     def test_reads_only(self) -> None:
-        """It changes no request."""
+        """The policy changes no request."""
         self._search(
-            "reading: a policy writes to no request",
+            "read-only: a policy writes to no request",
             50,
             lambda requests: rules.check_reads_only(self._make, requests),
             requests=self._requests(4),
         )
 
     def test_progress(self) -> None:
-        """Under the default scheduler every request ends, and no decision is a fault."""
-        scheduler = builtin_scheduler()
+        """Under the default scheduler every request finishes, and no decision is a fault."""
+        scheduler = load_default_scheduler()
 
         def check(scenario: Scenario) -> None:
-            rig = play(scheduler, scenario)
-            if rig.policy_faults:
-                raise BrokenRule(
-                    POLICY,
-                    f"the scheduler could not do as it said: {rig.policy_faults[0]}",
-                    "hold nobody back for ever: let one run when nothing does",
+            simulator = play(scheduler, scenario)
+            if simulator.policy_faults:
+                raise POLICY_CALLS.violation(
+                    f"the scheduler reported a policy fault: {simulator.policy_faults[0]}",
+                    "admit at least one request when none is running",
                 )
 
         self._search(
-            "progress: with any requests and any cache, every one of them ends",
+            "progress: with any requests and any cache, every request finishes",
             150,
             check,
             scenario=scenarios(
-                _ANYTHING,
-                sometimes=("whole", "timeouts", "faults"),
+                _ALL_SUPPORTED,
+                sometimes=("unchunked", "timeouts", "faults"),
                 events=("abort", "advance"),
-                policies=(self._maker(),),
+                policies=(self._factory(),),
             ),
         )
 
-    def test_takes_over(self) -> None:
-        """It takes the place of another policy, and of itself, on a running engine."""
-        scheduler = builtin_scheduler()
+    def test_replacement(self) -> None:
+        """The policy replaces another one, and itself, on a running engine."""
+        scheduler = load_default_scheduler()
 
         def check(scenario: Scenario) -> None:
             play(scheduler, scenario)
 
         self._search(
-            "taking over: no request is lost when policies change",
+            "replacement: no request is lost when policies change",
             80,
             check,
             scenario=scenarios(
-                _ANYTHING, events=("swap", "abort"), policies=(self._maker(), "fcfs")
+                _ALL_SUPPORTED, events=("swap", "abort"), policies=(self._factory(), "fcfs")
             ),
         )
 
     def test_state(self) -> None:
-        """Its books are plain data, and another instance goes on with them."""
+        """Exported state is plain data, from which another instance continues."""
         if not self.policy.state_format:
-            pytest.skip("state_format is empty: it hands over no books")
+            pytest.skip("state_format is empty: no state is exported")
         self._search(
-            "books: whoever takes them over orders requests as before",
+            "state: an instance that imports it orders requests as before",
             60,
             lambda requests, tokens: rules.check_state(self._make, requests, tokens),
             requests=self._requests(6),
@@ -155,16 +154,16 @@ class SchedulingPolicySuite(SchedulingSuiteBase):
         )
 
     def test_memory(self) -> None:
-        """Requests that are gone leave nothing behind."""
+        """Finished requests leave nothing behind."""
         self._search(
-            "memory: nothing grows with the number of requests that were served",
+            "memory: nothing grows with the number of finished requests",
             2,
             lambda requests: rules.check_memory(self._make, requests),
             requests=self._requests(6),
         )
 
     def test_speed(self) -> None:
-        """A request costs no more than the budget."""
+        """The calls for a request stay within the budget."""
         budget = self.budget_us_per_request
         if budget is None:
             pytest.skip("budget_us_per_request is None")
@@ -179,15 +178,15 @@ class SchedulingPolicySuite(SchedulingSuiteBase):
         policy: SchedulingPolicy = self._build(PolicyContext)
         return policy
 
-    def _maker(self) -> _Maker:
-        return _Maker(self)
+    def _factory(self) -> _Factory:
+        return _Factory(self)
 
-    def _requests(self, most: int) -> st.SearchStrategy[Any]:
-        return rules.requests(self.tags, most)
+    def _requests(self, max_size: int) -> st.SearchStrategy[Any]:
+        return rules.request_lists(self.tags, max_size)
 
 
-class _Maker:
-    """Makes the policy anew for every case."""
+class _Factory:
+    """Creates a new policy for every case."""
 
     def __init__(self, suite: SchedulingPolicySuite) -> None:
         self._suite = suite

@@ -1,4 +1,4 @@
-"""What happens to a scheduler: drawn by hypothesis, played on a rig, told as code."""
+"""Scenarios of a scheduler: drawn by hypothesis, played on the simulator, printed as code."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from hardpoint.plugins import PauseState, RepetitionDetection, RequestError, Scheduler
 from hardpoint.plugins.requests import LoRARequest, MultiModalFeature
-from hardpoint.testing.scheduling.checks.names import CRASH, REFUSAL
+from hardpoint.testing.scheduling.checks.names import EXCEPTIONS, REJECTION
 from hardpoint.testing.scheduling.fakes.connector import Compile, Transfer
-from hardpoint.testing.suite import Violation
+from hardpoint.testing.suite import ReplayableCase, Violation
 
-from .features import FEATURES, Refusals
-from .simulator import SchedulerRig
+from .features import FEATURES, UnsupportedFeatures
+from .simulator import SchedulerSimulator
 
 EVENTS = (
     "abort",
@@ -32,24 +32,24 @@ EVENTS = (
     "pause_all",
     "resume",
 )
-"""What may happen beside arrivals and steps."""
+"""Events other than arrivals and steps."""
 
 _IDS = "abcdefgh"
-_MOST_REQUESTS = 5
+_MAX_REQUESTS = 5
 _POLICIES = ("fcfs", "priority")
 
 Event = tuple[str, Any]
 
 
 @dataclass(frozen=True)
-class Scenario:
-    """A setting, requests, and what happens.
+class Scenario(ReplayableCase):
+    """The settings, requests and events of a simulation.
 
     Attributes:
-        settings: fields of RigSettings.
-        requests: arguments of `SchedulerRig.add`, without the id.
-        events: (name, argument) pairs; see `play`.
-        lines: what happened when it was played, as Python.
+        settings: fields of SimulatorSettings.
+        requests: arguments of `SchedulerSimulator.add`, without the id.
+        events: (name, argument) pairs; the names are "add", "step" and those of EVENTS.
+        lines: the played calls, as Python.
     """
 
     settings: Mapping[str, Any]
@@ -58,64 +58,64 @@ class Scenario:
     lines: list[str] = field(default_factory=list, compare=False)
 
     def code(self) -> str:
-        """Return what happened as lines of Python that play it again."""
+        """Return Python code that plays the scenario again."""
         return "\n".join(self.lines)
 
     def __repr__(self) -> str:
         return self.code() or f"<{len(self.requests)} requests, {len(self.events)} events>"
 
 
-def play(scheduler: type[Scheduler], scenario: Scenario, **settings: Any) -> SchedulerRig:
-    """Let it all happen, then run until everything has ended; return the rig.
+def play(scheduler: type[Scheduler], scenario: Scenario, **settings: Any) -> SchedulerSimulator:
+    """Play a scenario, then run until every request has finished; return the simulator.
 
-    A pause that lasts to the end of the events is complete, nothing left to do, before it is over.
+    A pause that lasts to the end of the events is resumed once the scheduler is idle.
 
     Args:
-        scheduler: the class.
-        scenario: what happens.
-        **settings: further fields of RigSettings.
+        scheduler: the class under test.
+        scenario: the scenario.
+        **settings: further fields of SimulatorSettings.
 
     Raises:
         Violation: a rule was broken.
     """
     given = {**scenario.settings, **settings}
     lines = scenario.lines
-    lines[:] = [f"rig = SchedulerRig(scheduler, {_arguments(given)})"]
-    coming = list(scenario.requests)
-    with crashes():
-        rig = SchedulerRig(scheduler, **given)
-        for name, argument in (*scenario.events, *[("add", None)] * len(coming)):
-            if name == "add" and coming:
-                _arrive(rig, coming.pop(0), lines)
-            elif name in ("abort", "abort_between") and rig.live:
-                names = sorted(rig.live)
-                _act(rig, name, names[argument % len(names)], lines)
+    lines[:] = [f"simulator = SchedulerSimulator(scheduler, {_arguments(given)})"]
+    arrivals = list(scenario.requests)
+    with exceptions_as_violations():
+        simulator = SchedulerSimulator(scheduler, **given)
+        for name, argument in (*scenario.events, *[("add", None)] * len(arrivals)):
+            if name == "add" and arrivals:
+                _add(simulator, arrivals.pop(0), lines)
+            elif name in ("abort", "abort_between") and simulator.unfinished:
+                names = sorted(simulator.unfinished)
+                _act(simulator, name, names[argument % len(names)], lines)
             elif name == "resume":
-                _resume(rig, lines, complete=argument)
+                _resume(simulator, lines, complete=argument)
             elif name not in ("add", "abort", "abort_between"):
-                _act(rig, name, argument, lines)
-        _resume(rig, lines, complete=True)
-        lines.append("rig.run()")
-        rig.run()
-    return rig
+                _act(simulator, name, argument, lines)
+        _resume(simulator, lines, complete=True)
+        lines.append("simulator.run()")
+        simulator.run()
+    return simulator
 
 
 @contextmanager
-def crashes() -> Iterator[None]:
-    """Turn what nobody expected into the finding that it is.
+def exceptions_as_violations() -> Iterator[None]:
+    """Raise unexpected exceptions as violations.
 
     Raises:
-        Violation: a rule was broken, or something was raised.
+        Violation: a rule was broken, or an exception was raised.
     """
     try:
         yield
     except Violation:
         raise
     except Exception as cause:
-        place = traceback.extract_tb(cause.__traceback__)[-1]
-        raise CRASH.broken(
-            f"{type(cause).__name__}: {cause} (in {place.name}, line {place.lineno} of "
-            f"{place.filename.rpartition('/')[2]})"
+        frame = traceback.extract_tb(cause.__traceback__)[-1]
+        raise EXCEPTIONS.violation(
+            f"{type(cause).__name__}: {cause} (in {frame.name}, line {frame.lineno} of "
+            f"{frame.filename.rpartition('/')[2]})"
         ) from cause
 
 
@@ -123,126 +123,127 @@ def _arguments(given: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in given.items())
 
 
-def _arrive(rig: SchedulerRig, fields: Mapping[str, Any], lines: list[str]) -> None:
-    """Add a request; some take the id of one that has ended."""
-    ident = _IDS[len(rig.lives)]
-    if fields.get("again"):
-        ident = next((name for name in rig.lives if rig.is_free(name)), ident)
-    given = {key: value for key, value in fields.items() if key != "again"}
-    lines.append(f"rig.add({ident!r}, {_arguments(given)})")
+def _add(simulator: SchedulerSimulator, fields: Mapping[str, Any], lines: list[str]) -> None:
+    """Add a request, under the id of a finished one if its fields say so."""
+    ident = _IDS[len(simulator.requests)]
+    if fields.get("reuse_id"):
+        ident = next((name for name in simulator.requests if simulator.can_reuse_id(name)), ident)
+    given = {key: value for key, value in fields.items() if key != "reuse_id"}
+    lines.append(f"simulator.add({ident!r}, {_arguments(given)})")
     try:
-        rig.add(ident, **given)
-    except RequestError as refusal:
-        if given.get("features") and not rig.limits.chunked_prefill:
-            lines.pop()  # a step may have to encode them all, which is more than it can
+        simulator.add(ident, **given)
+    except RequestError as error:
+        if given.get("features") and not simulator.limits.chunked_prefill:
+            lines.pop()  # a step may have to encode all features, beyond the encoder budget
             return
-        raise REFUSAL.broken(f"a request that can run is refused: {refusal}") from refusal
+        raise REJECTION.violation(f"a request that can run is rejected: {error}") from error
 
 
-def _act(rig: SchedulerRig, name: str, argument: Any, lines: list[str]) -> None:
+def _act(simulator: SchedulerSimulator, name: str, argument: Any, lines: list[str]) -> None:
     lines.append(_LINES[name].format(argument))
-    _ACTIONS[name](rig, argument)
+    _ACTIONS[name](simulator, argument)
 
 
-def _resume(rig: SchedulerRig, lines: list[str], *, complete: bool) -> None:
-    """End a pause, if there is one; if `complete`, once nothing is left to do."""
-    if rig.paused is PauseState.UNPAUSED:
+def _resume(simulator: SchedulerSimulator, lines: list[str], *, complete: bool) -> None:
+    """Resume a paused scheduler; if `complete`, once it is idle."""
+    if simulator.paused is PauseState.UNPAUSED:
         return
     if complete:
-        _act(rig, "settle", None, lines)
-    _act(rig, "resume", None, lines)
+        _act(simulator, "run_until_idle", None, lines)
+    _act(simulator, "resume", None, lines)
 
 
-def _abort_between(rig: SchedulerRig, argument: Any) -> None:
-    rig.start()
-    rig.abort(argument)
-    while len(rig.in_flight) > rig.settings.asynchronous:
-        rig.deliver()
+def _abort_between(simulator: SchedulerSimulator, argument: Any) -> None:
+    simulator.start()
+    simulator.abort(argument)
+    while len(simulator.in_flight) > simulator.settings.asynchronous:
+        simulator.deliver()
 
 
-_ACTIONS: dict[str, Callable[[SchedulerRig, Any], Any]] = {
-    "step": lambda rig, _: rig.step(),
-    "abort": lambda rig, name: rig.abort(name),
+_ACTIONS: dict[str, Callable[[SchedulerSimulator, Any], Any]] = {
+    "step": lambda simulator, _: simulator.step(),
+    "abort": lambda simulator, name: simulator.abort(name),
     "abort_between": _abort_between,
-    "advance": lambda rig, seconds: rig.clock.advance(seconds),
-    "lose": lambda rig, _: rig.lose(),
-    "lose_unexecuted": lambda rig, _: rig.lose(executed=False),
-    "reset": lambda rig, _: rig.reset(),
-    "reset_all": lambda rig, _: rig.reset(recompute_running=True),
-    "swap": lambda rig, name: rig.swap(name),
-    "pause_new": lambda rig, _: rig.pause(PauseState.PAUSED_NEW),
-    "pause_all": lambda rig, _: rig.pause(PauseState.PAUSED_ALL),
-    "settle": lambda rig, _: rig.settle(),
-    "resume": lambda rig, _: rig.pause(PauseState.UNPAUSED),
+    "advance": lambda simulator, seconds: simulator.clock.advance(seconds),
+    "lose": lambda simulator, _: simulator.lose(),
+    "lose_unexecuted": lambda simulator, _: simulator.lose(executed=False),
+    "reset": lambda simulator, _: simulator.reset(),
+    "reset_all": lambda simulator, _: simulator.reset(recompute_running=True),
+    "swap": lambda simulator, name: simulator.swap(name),
+    "pause_new": lambda simulator, _: simulator.pause(PauseState.PAUSED_NEW),
+    "pause_all": lambda simulator, _: simulator.pause(PauseState.PAUSED_ALL),
+    "run_until_idle": lambda simulator, _: simulator.run_until_idle(),
+    "resume": lambda simulator, _: simulator.pause(PauseState.UNPAUSED),
 }
 _LINES = {
-    "step": "rig.step()",
-    "abort": "rig.abort({!r})",
-    "abort_between": "rig.start(); rig.abort({!r}); rig.deliver()",
-    "advance": "rig.clock.advance({!r})",
-    "lose": "rig.lose()",
-    "lose_unexecuted": "rig.lose(executed=False)",
-    "reset": "rig.reset()",
-    "reset_all": "rig.reset(recompute_running=True)",
-    "swap": "rig.swap({!r})",
-    "pause_new": "rig.pause(PauseState.PAUSED_NEW)",
-    "pause_all": "rig.pause(PauseState.PAUSED_ALL)",
-    "settle": "rig.settle()",
-    "resume": "rig.pause(PauseState.UNPAUSED)",
+    "step": "simulator.step()",
+    "abort": "simulator.abort({!r})",
+    "abort_between": "simulator.start(); simulator.abort({!r}); simulator.deliver()",
+    "advance": "simulator.clock.advance({!r})",
+    "lose": "simulator.lose()",
+    "lose_unexecuted": "simulator.lose(executed=False)",
+    "reset": "simulator.reset()",
+    "reset_all": "simulator.reset(recompute_running=True)",
+    "swap": "simulator.swap({!r})",
+    "pause_new": "simulator.pause(PauseState.PAUSED_NEW)",
+    "pause_all": "simulator.pause(PauseState.PAUSED_ALL)",
+    "run_until_idle": "simulator.run_until_idle()",
+    "resume": "simulator.pause(PauseState.UNPAUSED)",
 }
 
 
 @st.composite
 def scenarios(
     draw: st.DrawFn,
-    refusals: Refusals,
+    unsupported: UnsupportedFeatures,
     always: tuple[str, ...] = (),
     sometimes: tuple[str, ...] = (),
     events: tuple[str, ...] = (),
     policies: tuple[Any, ...] = _POLICIES,
-    roomy: bool = False,
+    ample_cache: bool = False,
 ) -> Scenario:
     """Draw a scenario.
 
     Args:
-        draw: hypothesis'.
-        refusals: what the scheduler cannot do, which is left out.
-        always, sometimes: features.
-        events: those of EVENTS that may happen.
-        policies: from which one is drawn.
-        roomy: whether there is always room for all.
+        draw: hypothesis' draw function.
+        unsupported: features that the scheduler rejects, which are left out.
+        always, sometimes: names of features.
+        events: names of EVENTS that may occur.
+        policies: the policies to draw from.
+        ample_cache: whether the cache has room for all requests at once.
     """
     drawn = [name for name in sometimes if draw(st.integers(0, 2)) == 0]
-    features = refusals.without([*always, *drawn])
-    settings = draw(_settings(features, roomy))
+    features = unsupported.supported_subset([*always, *drawn])
+    settings = draw(_settings(features, ample_cache))
     settings["policy"] = draw(st.sampled_from(policies))
-    longest = settings["max_model_len"]
-    request = _requests(features, longest)
-    requests = draw(st.lists(request, min_size=1, max_size=_MOST_REQUESTS))
-    happens = [event for event in events if not _needs(event) & set(refusals.single)]
-    if "transfers" in features:  # what becomes of a load whose plan was lost, nobody has said
-        happens = [event for event in happens if not event.startswith("lose")]
-    names = ["step"] * max(2, len(happens)) + ["add", *happens]  # one_of would drop the repeats
+    request = _requests(features, settings["max_model_len"])
+    requests = draw(st.lists(request, min_size=1, max_size=_MAX_REQUESTS))
+    possible = [event for event in events if not _needs(event) & set(unsupported.single)]
+    if "transfers" in features:  # the contract does not define loads of lost plans
+        possible = [event for event in possible if not event.startswith("lose")]
+    names = ["step"] * max(2, len(possible)) + ["add", *possible]  # one_of would drop the repeats
     event = st.sampled_from(names).flatmap(lambda name: _event(name, policies))
-    drawn_events = draw(st.lists(event, max_size=14 if happens else 5))
-    return Scenario(settings, tuple(requests), (*[("add", None)] * draw(_FIRST), *drawn_events))
+    drawn_events = draw(st.lists(event, max_size=14 if possible else 5))
+    return Scenario(
+        settings, tuple(requests), (*[("add", None)] * draw(_NUM_INITIAL), *drawn_events)
+    )
 
 
 @st.composite
-def victims(draw: st.DrawFn) -> Scenario:
-    """Draw long prompts in small chunks, of which more important ones take the blocks.
+def preemption_scenarios(draw: st.DrawFn) -> Scenario:
+    """Draw long prompts in small chunks, each preempted by requests of higher priority.
 
-    Blocks run out while somebody has tokens of the same step already, and must give them back.
+    Blocks run out when a victim has tokens of the same step already, which must be withdrawn.
     """
-    size, longest = draw(st.sampled_from([2, 4])), draw(st.integers(8, 20))
+    size, max_len = draw(st.sampled_from([2, 4])), draw(st.integers(8, 20))
     settings = {
         "block_size": size,
-        "blocks": -(-longest // size) + draw(st.integers(0, 2)),
-        "max_model_len": longest,
+        "blocks": -(-max_len // size) + draw(st.integers(0, 2)),
+        "max_model_len": max_len,
         "long_prefill_token_threshold": draw(st.integers(2, 5)),
         "policy": "priority",
     }
-    long = st.integers(longest // 2, longest - 2)
+    long = st.integers(max_len // 2, max_len - 2)
     requests = [
         {"prompt": [place] * draw(long), "max_tokens": 2, "priority": -place}
         for place in range(draw(st.integers(2, 3)))
@@ -254,10 +255,10 @@ def victims(draw: st.DrawFn) -> Scenario:
 
 
 @st.composite
-def pauses(draw: st.DrawFn, refusals: Refusals) -> Scenario:
-    """Draw a pause that comes while requests load, and during which time passes."""
-    features = refusals.without(["pauses", "transfers", "timeouts"])
-    settings = draw(_settings(features, roomy=False))
+def pause_scenarios(draw: st.DrawFn, unsupported: UnsupportedFeatures) -> Scenario:
+    """Draw a pause that begins while requests load, and during which time passes."""
+    features = unsupported.supported_subset(["pauses", "transfers", "timeouts"])
+    settings = draw(_settings(features, ample_cache=False))
     settings["policy"] = draw(st.sampled_from(_POLICIES))
     request = _requests(features, settings["max_model_len"])
     requests = draw(st.lists(request, min_size=1, max_size=4))
@@ -291,12 +292,12 @@ def _event(name: str, policies: tuple[Any, ...]) -> st.SearchStrategy[Event]:
 
 
 @st.composite
-def _settings(draw: st.DrawFn, features: set[str], roomy: bool) -> dict[str, Any]:
+def _settings(draw: st.DrawFn, features: set[str], ample_cache: bool) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for name in sorted(features):
         settings |= FEATURES[name].settings
     size = draw(st.sampled_from([1, 2, 4]))
-    longest = draw(st.integers(5, 20))
+    max_len = draw(st.integers(5, 20))
     if "windows" in features:
         settings["windows"] = draw(st.sampled_from([(None, 3), (5,), (2, None)]))
     if "drafts" in features:
@@ -305,39 +306,39 @@ def _settings(draw: st.DrawFn, features: set[str], roomy: bool) -> dict[str, Any
         settings["num_lookahead_tokens"] = draw(st.integers(1, 3))
     ahead = settings.get("num_lookahead_tokens", 0) + settings.get("num_draft_tokens", 0)
     windows = settings.get("windows", (None,))
-    fits = -(-(longest + ahead) // size) * len(windows)
+    fits = -(-(max_len + ahead) // size) * len(windows)
     spare = draw(st.sampled_from([0, 0, 1, fits // 2, fits, 2 * fits]))
-    spare = fits * _MOST_REQUESTS if roomy else spare
+    spare = fits * _MAX_REQUESTS if ample_cache else spare
     settings |= {
         "block_size": size,
         "blocks": fits + spare + (windows != (None,)),
-        "max_model_len": longest,
+        "max_model_len": max_len,
         "max_num_seqs": draw(st.sampled_from([1, 2, 3, 4])),
         "max_num_batched_tokens": draw(st.sampled_from([1, 2, 3, 5, 8, 12, 16])),
     }
-    if "whole" in features:
-        settings["max_num_batched_tokens"] = longest + draw(st.integers(0, 6))
+    if "unchunked" in features:
+        settings["max_num_batched_tokens"] = max_len + draw(st.integers(0, 6))
     if "threshold" in features:
         settings["long_prefill_token_threshold"] = draw(st.integers(1, 5))
     if "loras" in features:
         settings["max_loras"] = draw(st.integers(1, 2))
     if "encoder" in features:
         settings["max_encoder_tokens"] = draw(st.integers(3, 5))
-        more = draw(st.sampled_from([0, 2, 4]))
-        settings["encoder_cache_tokens"] = settings["max_encoder_tokens"] + more
+        spare = draw(st.sampled_from([0, 2, 4]))
+        settings["encoder_cache_tokens"] = settings["max_encoder_tokens"] + spare
     return settings
 
 
 @st.composite
-def _requests(draw: st.DrawFn, features: set[str], longest: int) -> dict[str, Any]:
+def _requests(draw: st.DrawFn, features: set[str], max_len: int) -> dict[str, Any]:
     tail = draw(st.lists(st.integers(0, 2), min_size=1, max_size=4))
-    head = draw(st.integers(0, max(longest - 1 - len(tail), 0)))
-    prompt = ([7, 8, 9] * longest)[:head] + tail
+    head = draw(st.integers(0, max(max_len - 1 - len(tail), 0)))
+    prompt = ([7, 8, 9] * max_len)[:head] + tail
     request: dict[str, Any] = {
-        "prompt": prompt[: longest - 1],
+        "prompt": prompt[: max_len - 1],
         "max_tokens": draw(st.integers(1, 8)),
     }
-    for name, values in _ANY.items():
+    for name, values in _OPTIONAL.items():
         if draw(st.booleans()):
             request[name] = draw(values)
     for name in sorted(features & set(_FIELDS)):
@@ -361,24 +362,24 @@ def _features(draw: st.DrawFn, length: int) -> list[MultiModalFeature]:
     return found
 
 
-_FIRST = st.integers(1, 3)
-_ANY: dict[str, st.SearchStrategy[Any]] = {
+_NUM_INITIAL = st.integers(1, 3)
+_OPTIONAL: dict[str, st.SearchStrategy[Any]] = {
     "priority": st.integers(-1, 1),
     "tags": st.sampled_from([{"tenant": "acme"}, {"tenant": "zeta"}]),
-    "again": st.just(True),
+    "reuse_id": st.just(True),
 }
-_TRANSFERS = st.builds(
+_TRANSFER = st.builds(
     Transfer,
     tokens=st.integers(0, 9),
-    steps=st.none() | st.integers(1, 3),
-    asks=st.sampled_from([0, 0, 1, 2]),
-    fails=st.none() | st.integers(0, 2),
-    keeps=st.sampled_from([0, 0, 1, 3]),
+    load_steps=st.none() | st.integers(1, 3),
+    pending_lookups=st.sampled_from([0, 0, 1, 2]),
+    failed_block=st.none() | st.integers(0, 2),
+    save_steps=st.sampled_from([0, 0, 1, 3]),
 )
 _FIELDS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
-    "transfers": st.fixed_dictionaries({"transfer": _TRANSFERS}),
+    "transfers": st.fixed_dictionaries({"transfer": _TRANSFER}),
     "grammars": st.fixed_dictionaries(
-        {"compile": st.builds(Compile, asks=st.integers(0, 3), fails=st.booleans())}
+        {"compile": st.builds(Compile, pending_polls=st.integers(0, 3), fails=st.booleans())}
     ),
     "loras": st.fixed_dictionaries(
         {"lora": st.sampled_from([LoRARequest("poet", 1), LoRARequest("cook", 2)])}

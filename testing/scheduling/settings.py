@@ -1,47 +1,42 @@
-"""How a scheduler is set up for a rig, and finding the built-in plugins that go with it."""
+"""Settings of a scheduler simulation, and the built-in plugins that go with them."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hardpoint.core.kv_cache import BlockManager
 from hardpoint.plugins import (
-    EngineConfig,
     EvictionPolicy,
     PolicyContext,
-    Scheduler,
     SchedulingPolicy,
-    typed,
 )
-from hardpoint.plugins.kv_cache import KVCacheGroup, KVCacheManager
+from hardpoint.plugins.kv_cache import KVCacheManager
 from hardpoint.plugins.scheduler import SchedulerLimits
-from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
+from hardpoint.testing.engine_access import create_kv_cache_manager, load_policy
 from hardpoint.testing.scheduling.checks.names import EVICTION
 
 PolicySource = SchedulingPolicy | type[SchedulingPolicy] | Callable[[], SchedulingPolicy] | str
-"""A policy, its class, what makes one, or the name of an installed one."""
+"""A policy, its class, a factory of one, or the name of an installed one."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RigSettings:
-    """What a SchedulerRig is built with; the limits are those of SchedulerLimits.
+class SimulatorSettings:
+    """Settings of a SchedulerSimulator; the limits are those of SchedulerLimits.
 
     Attributes:
-        blocks: of the KV cache.
-        block_size: tokens of a block.
-        windows: one entry per KV cache group.
-        kv_cache: makes the KV cache manager; None makes the engine's own.
-        max_model_len: None is the longest that the cache has room for.
-        eviction: makes the eviction policy; None is the order of release.
-        policy: one, a class of one, what makes one, or the name of an installed one.
-        asks_policy: whether the scheduler asks one at all; if not, nobody checks what it tells it.
-        options: the scheduler's, as an operator writes them.
-        connector, grammars: whether there is a ScriptedConnector, and ScriptedGrammars.
-        encoder_cache_tokens: room for embeddings; 0 is no encoder cache.
-        vocab_size: of the scripted reply.
+        blocks: number of blocks of the KV cache.
+        block_size: tokens per block.
+        windows: attention window per KV cache group; None is unlimited.
+        kv_cache: factory of the KV cache manager; None for the engine's own.
+        max_model_len: None for the longest request that fits the cache.
+        eviction: factory of the eviction policy; None evicts in the order of release.
+        policy: a policy, its class, a factory of one, or the name of an installed one.
+        uses_policy: False for a scheduler without a scheduling policy, whose calls are not checked.
+        options: the scheduler's options, as an operator writes them.
+        connector, grammars: whether the scheduler gets a ScriptedConnector and ScriptedGrammars.
+        encoder_cache_tokens: size of the encoder cache; 0 for none.
+        vocab_size: number of token ids in scripted replies.
     """
 
     blocks: int = 16
@@ -49,7 +44,7 @@ class RigSettings:
     windows: tuple[int | None, ...] = (None,)
     prefix_caching: bool = True
     eviction: Callable[[], EvictionPolicy] | None = None
-    kv_cache: Callable[[RigSettings], KVCacheManager] | None = None
+    kv_cache: Callable[[SimulatorSettings], KVCacheManager] | None = None
     watermark: float = 0.0
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 16
@@ -63,7 +58,7 @@ class RigSettings:
     max_encoder_tokens: int = 0
     asynchronous: bool = False
     policy: PolicySource = "fcfs"
-    asks_policy: bool = True
+    uses_policy: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     connector: bool = False
     grammars: bool = False
@@ -76,17 +71,17 @@ class RigSettings:
         """Return a new KV cache manager."""
         if self.kv_cache is not None:
             return self.kv_cache(self)
-        return BlockManager(
+        return create_kv_cache_manager(
             self.blocks,
             self.block_size,
-            groups=tuple(KVCacheGroup(window=window) for window in self.windows),
+            windows=self.windows,
             prefix_caching=self.prefix_caching,
             eviction=self.eviction() if self.eviction else None,
             fault=_raise_fault,
         )
 
     def limits(self, kv_cache: KVCacheManager) -> SchedulerLimits:
-        """Return what no step may exceed."""
+        """Return the scheduler's limits."""
         longest = kv_cache.num_usable_blocks // len(self.windows) * self.block_size
         return SchedulerLimits(
             max_num_seqs=self.max_num_seqs,
@@ -104,36 +99,22 @@ class RigSettings:
 
 
 def make_policy(policy: PolicySource) -> SchedulingPolicy:
-    """Return a policy, given one, its class, what makes it, or its name.
+    """Return the policy that `policy` stands for.
 
     Raises:
-        PluginError: there is none of that name.
+        PluginError: no policy of that name is installed.
     """
     if isinstance(policy, SchedulingPolicy):
         return policy
     if isinstance(policy, str):
-        plugins = _plugins("default", policy)
-        return plugins.create(plugins.one("scheduling_policies"), PolicyContext)
+        return load_policy(policy)
     if isinstance(policy, type) and issubclass(policy, SchedulingPolicy):
         return policy(PolicyContext(name=policy.__name__, options=policy.Options()))
-    made = policy()
-    assert isinstance(made, SchedulingPolicy), f"{policy!r} makes no scheduling policy"
-    return made
+    created = policy()
+    assert isinstance(created, SchedulingPolicy), f"{policy!r} creates no scheduling policy"
+    return created
 
 
-def builtin_scheduler(name: str = "default") -> type[Scheduler]:
-    """Return a scheduler's class by its entry-point name."""
-    plugins = _plugins(name, "fcfs")
-    cls: type[Scheduler] = plugins.target(plugins.one("schedulers"))
-    return cls
-
-
-def _raise_fault(words: str, cause: BaseException | None = None) -> None:
-    blame = f": {type(cause).__name__}: {cause}" if cause is not None else ""
-    raise EVICTION.broken(words + blame) from cause
-
-
-@functools.cache
-def _plugins(scheduler: str, policy: str) -> PluginSet:
-    tree = {"scheduler": {"use": scheduler, "policy": policy}}
-    return resolve_plugins(typed.convert(tree, EngineConfig, path=""))
+def _raise_fault(message: str, cause: BaseException | None = None) -> None:
+    suffix = f": {type(cause).__name__}: {cause}" if cause is not None else ""
+    raise EVICTION.violation(message + suffix) from cause

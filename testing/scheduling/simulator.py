@@ -1,8 +1,8 @@
-"""A rig for schedulers: everything around one, without a model, on a clock that stands still.
+"""A simulator for schedulers: it plays engine, executor and workers, on a scripted clock.
 
-It plays engine, executor and workers. What a request is to generate is a pure function of its
-token history, so that whatever happens around it, its tokens are known; and every slot of the KV
-cache is modelled, so that a token computed on keys and values of something else is noticed.
+A request's tokens are a pure function of its token history, so the expected tokens are always
+known. Every slot of the KV cache is modelled, so a token that is computed on the keys and values
+of another history is noticed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hardpoint.core.engine.encoder_cache import EncoderCacheManager
 from hardpoint.plugins import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -20,160 +19,88 @@ from hardpoint.plugins import (
     PauseState,
     SamplingParams,
     Scheduler,
-    SchedulerContext,
     SchedulerOutput,
-    StepRecord,
-    typed,
 )
 from hardpoint.testing.scheduling.checks.names import (
-    FINISHED,
+    FINISH,
     GRAMMAR,
+    KV_TRANSFER,
     LIMITS,
     PLAN,
     PROGRESS,
-    RECORD,
-    TRANSFER,
+    STEP_RECORD,
 )
 from hardpoint.testing.scheduling.checks.plan import check_plan, check_record
 from hardpoint.testing.scheduling.checks.state import (
-    check_end,
+    check_all_finished,
     check_idle,
+    check_invariants,
     check_paused_plan,
-    check_standing,
-    never_idle,
+    pause_never_idle,
 )
-from hardpoint.testing.scheduling.fakes.connector import ScriptedConnector, ScriptedGrammars
-from hardpoint.testing.scheduling.fakes.kv_cache import WatchedKVCache
-from hardpoint.testing.scheduling.fakes.policy import watched
-from hardpoint.testing.scheduling.fakes.requests import Life, Roll, Script, expected_reply
-from hardpoint.testing.scheduling.fakes.worker import ScriptedWorker
-from hardpoint.testing.scripted import ScriptedClock, history_hash
+from hardpoint.testing.scheduling.fakes.policy import monitor_policy
+from hardpoint.testing.scheduling.fakes.requests import ExpectedRequest, Script, expected_reply
+from hardpoint.testing.scripted import history_hash
 
-from .settings import PolicySource, RigSettings, make_policy
+from .settings import PolicySource, SimulatorSettings, make_policy
+from .simulator_state import SimulatorState
 
 _STEP_SECONDS = 1e-6
 _SCRIPT = {field.name for field in dataclasses.fields(Script)}
+_PARAMS = set(SamplingParams.__struct_fields__)
 
 
-class SchedulerRig:
-    """Drives a scheduler and checks it after every step.
+class SchedulerSimulator(SimulatorState):
+    """Drives a scheduler, and checks every rule after each call.
 
-    Every method that drives it raises BrokenRule, a Violation, when a rule is broken.
-
-    Attributes:
-        scheduler: the one under test.
-        settings: how it was set up.
-        limits: its limits.
-        clock: moves by a microsecond per step, and when it is told to.
-        kv_cache: under watch.
-        connector, encoder_cache, grammars: None where the settings have none.
-        worker: plays executor and workers.
-        policy, ledger: the scheduling policy, under watch, and what it was told.
-        policy_faults: what the scheduler said of the policy.
-        paused: what `pause` was given last.
-        roll: of all requests.
-        plans: all of them, in order.
-        records: one per plan.
-        in_flight: plans that were carried out and whose results the scheduler does not have.
+    Every method that drives the scheduler raises Violation when a rule is broken. The attributes
+    are those of SimulatorState.
     """
 
     def __init__(
         self,
         scheduler: type[Scheduler],
-        settings: RigSettings | None = None,
+        settings: SimulatorSettings | None = None,
         **changes: Any,
     ) -> None:
-        """Build the scheduler; `changes` are fields of RigSettings.
+        """Build the scheduler; `changes` are fields of SimulatorSettings.
 
         Raises:
-            HardpointError: the scheduler refuses to work like this.
+            HardpointError: the scheduler rejects these settings.
         """
-        self.settings = settings = dataclasses.replace(settings or RigSettings(), **changes)
-        self.clock = ScriptedClock(now=100.0)
-        self.kv_cache = WatchedKVCache(settings.manager())
-        self.limits = settings.limits(self.kv_cache)
-        self.connector = ScriptedConnector() if settings.connector else None
-        self.grammars = ScriptedGrammars() if settings.grammars else None
-        room = settings.encoder_cache_tokens
-        self.encoder_cache = EncoderCacheManager(room) if room else None
-        self.worker = ScriptedWorker(settings.windows, settings.block_size, self.next_token)
-        self.policy, self.ledger = watched(make_policy(settings.policy))
-        self.policy_faults: list[str] = []
-        self.paused = PauseState.UNPAUSED
-        self.roll = Roll(report_finished=settings.report_finished)
-        self.plans: list[SchedulerOutput] = []
-        self.records: list[StepRecord] = []
-        self.in_flight: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
+        super().__init__(scheduler, settings, **changes)
         self._proposed: dict[str, list[int]] = {}
-        self._work = 0
-        self.scheduler = self._build(scheduler)
-
-    def _build(self, scheduler: type[Scheduler]) -> Scheduler:
-        name = scheduler.__name__
-        options = typed.convert(
-            dict(self.settings.options), scheduler.Options, path=f"plugin.{name}"
-        )
-        return scheduler(
-            SchedulerContext(
-                name=name,
-                options=options,
-                limits=self.limits,
-                kv_cache=self.kv_cache,
-                policy=self.policy,
-                clock=self.clock,
-                watermark=self.settings.watermark,
-                policy_fault=self.policy_faults.append,
-                connector=self.connector,
-                encoder_cache=self.encoder_cache,
-                grammars=self.grammars,
-                record=self.records.append,
-                log_stats=self.settings.log_stats,
-                report_finished=self.settings.report_finished,
-            )
-        )
-
-    # What the model says
-
-    def next_token(self, tokens: Sequence[int]) -> int:
-        """Return the token that continues a history."""
-        return history_hash(tokens) * 48_271 % (2**31 - 1) % self.settings.vocab_size
-
-    def reply(self, prompt: Sequence[int], count: int) -> list[int]:
-        """Return the `count` tokens that continue a prompt."""
-        tokens = list(prompt)
-        for _ in range(count):
-            tokens.append(self.next_token(tokens))
-        return tokens[len(prompt) :]
-
-    # Requests
+        self._total_cost = 0
 
     def add(
         self, request_id: str, prompt: Sequence[int], max_tokens: int | None = 4, **fields: Any
-    ) -> Life:
-        """Hand in a request.
+    ) -> ExpectedRequest:
+        """Add a request.
 
         Args:
-            request_id: of none that lives.
+            request_id: not in use by an unfinished request.
             prompt: token ids.
-            max_tokens: most output tokens.
+            max_tokens: maximum number of output tokens.
             **fields: of EngineCoreRequest, of SamplingParams, and of Script.
 
         Raises:
-            RequestError: the scheduler refuses it.
+            RequestError: the scheduler rejects it.
         """
-        of_params = {k: fields.pop(k) for k in list(fields) if k in _PARAMS}
+        params = {k: fields.pop(k) for k in list(fields) if k in _PARAMS}
         script = Script(**{k: fields.pop(k) for k in list(fields) if k in _SCRIPT})
         source = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=list(prompt),
-            params=SamplingParams(max_tokens=max_tokens, **of_params),
+            params=SamplingParams(max_tokens=max_tokens, **params),
             arrival_time=fields.pop("arrival_time", self.clock.now),
             **fields,
         )
         return self.add_request(source, script)
 
-    def add_request(self, source: EngineCoreRequest, script: Script | None = None) -> Life:
-        """Hand in a request that is made already."""
+    def add_request(
+        self, source: EngineCoreRequest, script: Script | None = None
+    ) -> ExpectedRequest:
+        """Add a complete request."""
         script = script or Script()
         request_id = source.request_id
         if self.grammars is not None:
@@ -181,285 +108,248 @@ class SchedulerRig:
         if self.connector is not None:
             self.connector.expect(request_id, script.transfer)
         self.scheduler.add_request(source)
-        life = Life(
+        request = ExpectedRequest(
             source, script, expected_reply(source, self.next_token, self.limits.max_model_len)
         )
-        if not self._has_room(life):
-            life.may_outgrow = True
-            life.excuses.add(FinishReason.ERROR)
+        if not self._fits_cache(request):
+            request.may_exceed_cache = True
+            request.allowed_reasons.add(FinishReason.ERROR)
         if script.compile is not None and script.compile.fails:
-            life.excuses.add(FinishReason.ERROR)
+            request.allowed_reasons.add(FinishReason.ERROR)
         self.worker.faults.pop(request_id, None)
         if script.fails_after is not None:
             self.worker.faults[request_id] = script.fails_after
-            if script.fails_after < len(life.expected[0]):
-                life.excuses.add(FinishReason.ERROR)
-        self.lives[request_id] = life
+            if script.fails_after < len(request.reply.tokens):
+                request.allowed_reasons.add(FinishReason.ERROR)
+        self.requests[request_id] = request
         self._proposed.pop(request_id, None)
-        self._work += self._cost(life)
-        return life
+        self._total_cost += self._cost(request)
+        return request
 
     def abort(self, *request_ids: str, reason: FinishReason = FinishReason.ABORT) -> None:
-        """End requests from outside; without ids, all of them."""
-        live = self.live
+        """Finish requests through `finish_requests`; all of them if no ids are given."""
+        unfinished = self.unfinished
         ids = list(request_ids) if request_ids else None
-        concerned = set(live) if ids is None else set(ids) & set(live)
-        for request_id in concerned:
-            live[request_id].excuses.add(reason)
-        self._take(self.scheduler.finish_requests(ids, reason))
-        for request_id in sorted(concerned):
-            if not live[request_id].ended and not live[request_id].may_have_ended:
-                raise FINISHED.broken(
-                    f"finish_requests gave no last output of {request_id!r}, which was live"
+        aborted = set(unfinished) if ids is None else set(ids) & set(unfinished)
+        for request_id in aborted:
+            unfinished[request_id].allowed_reasons.add(reason)
+        self._process_outputs(self.scheduler.finish_requests(ids, reason))
+        for request_id in sorted(aborted):
+            if not unfinished[request_id].finished and not unfinished[request_id].may_have_finished:
+                raise FINISH.violation(
+                    f"finish_requests returned no last output of the unfinished {request_id!r}"
                 )
-        check_standing(self)
-
-    # Steps
+        check_invariants(self)
 
     def step(self) -> SchedulerOutput:
-        """Make a plan, carry it out, and hand in what results are due."""
+        """Start a step, and deliver the results that are due."""
         plan = self.start()
         while len(self.in_flight) > self.settings.asynchronous:
             self.deliver()
         return plan
 
     def start(self) -> SchedulerOutput:
-        """Make a plan and carry it out, and keep the result for `deliver`."""
-        plan = self._plan()
+        """Schedule and execute a plan, and keep its result for `deliver`."""
+        plan = self._schedule()
         result = self.worker.execute(plan)
         self.in_flight.append((plan, result))
         if len(self.worker.rows) > self.limits.max_num_seqs:
-            raise LIMITS.broken(
-                f"{len(self.worker.rows)} requests run, max_num_seqs is {self.limits.max_num_seqs}"
+            raise LIMITS.violation(
+                f"{len(self.worker.rows)} requests are running, max_num_seqs is "
+                f"{self.limits.max_num_seqs}"
             )
-        check_standing(self, plan)
+        check_invariants(self, plan)
         return plan
 
     def deliver(self) -> None:
-        """Hand in the oldest result that the scheduler does not have."""
+        """Pass the oldest undelivered result to the scheduler."""
         plan, result = self.in_flight.pop(0)
         outputs = self.scheduler.update(plan, result)
-        self.worker.memory.delivered = plan.step
+        self.worker.memory.last_delivered_step = plan.step
         for request_id in result.faults:
-            if (life := self.live.get(request_id)) is not None:
-                life.excuses.add(FinishReason.ERROR)
-        for request_id in result.kv_loaded & set(self.live):
-            self.live[request_id].loaded = True
-        self._take(outputs)
-        check_standing(self)
+            if (request := self.unfinished.get(request_id)) is not None:
+                request.allowed_reasons.add(FinishReason.ERROR)
+        for request_id in result.kv_loaded & set(self.unfinished):
+            self.unfinished[request_id].loaded = True
+        self._process_outputs(outputs)
+        check_invariants(self)
         if self.settings.num_draft_tokens:
-            self._propose(result)
+            self._propose_drafts(result)
 
     def lose(self, *, executed: bool = True) -> None:
-        """Make a plan, and let it and everything in flight be lost.
+        """Schedule a plan, and lose it and all plans in flight.
 
         Args:
-            executed: whether the workers carried it out nevertheless.
+            executed: whether the workers execute the plan all the same.
         """
-        plan = self._plan()
+        plan = self._schedule()
         if executed:
             self.worker.execute(plan)
         lost = [*(plan for plan, _ in self.in_flight), plan]
         self.in_flight.clear()
         for plan in lost:
-            self.worker.lose(plan)
+            self.worker.record_lost_plan(plan)
             self.scheduler.plan_lost(plan)
-            self.roll.lose_plan(plan)
-        check_standing(self)
+            self.ledger.record_lost_plan(plan)
+        check_invariants(self)
 
     def reset(self, *, recompute_running: bool = False) -> None:
-        """Forget cached content; with `recompute_running`, what there is is worth nothing."""
+        """Reset the prefix cache; `recompute_running` also invalidates all KV content."""
         self.scheduler.reset_prefix_cache(recompute_running=recompute_running)
         if recompute_running:
             self.worker.memory.clear()
-        check_standing(self)
+        check_invariants(self)
 
     def swap(self, policy: PolicySource) -> None:
-        """Put another policy in the place of the one there is, handing over its books."""
-        new, ledger = watched(make_policy(policy))
+        """Replace the scheduling policy, passing on the old one's state."""
+        new, policy_monitor = monitor_policy(make_policy(policy))
         if new.state_format and new.state_format == self.policy.state_format:
             new.import_state(self.policy.export_state())
         self.scheduler.set_policy(new)
-        self.policy, self.ledger = new, ledger
-        check_standing(self)
+        self.policy, self.policy_monitor = new, policy_monitor
+        check_invariants(self)
 
     def pause(self, state: PauseState) -> None:
-        """Let only some requests have tokens from the next plan on, or all of them again."""
+        """Set the pause state, which applies from the next plan on."""
         self.scheduler.set_pause(state)
         self.paused = state
-        check_standing(self)
+        check_invariants(self)
 
     def run(self, max_steps: int | None = None) -> dict[str, list[int]]:
-        """Take steps until nothing is left to do, then check that nothing is left over.
+        """Take steps until the scheduler is idle, then check that all requests have finished.
 
         Returns:
             The tokens of each request.
 
         Raises:
-            BrokenRule: it takes more than `max_steps` steps, by default `bound`; or a pause holds
-                requests yet.
+            Violation: it takes more than `max_steps` steps, by default `step_bound`, or a pause
+                still holds requests.
         """
-        self.settle(max_steps)
+        self.run_until_idle(max_steps)
         self.check()
         return self.outputs
 
-    def settle(self, max_steps: int | None = None) -> None:
-        """Take steps until nothing is left to do; whom a pause holds stays.
+    def run_until_idle(self, max_steps: int | None = None) -> None:
+        """Take steps until the scheduler is idle; requests held by a pause stay unfinished.
 
         Raises:
-            BrokenRule: it takes more than `max_steps` steps, by default `bound`.
+            Violation: it takes more than `max_steps` steps, by default `step_bound`.
         """
-        most = self.bound if max_steps is None else max_steps
+        limit = self.step_bound if max_steps is None else max_steps
         taken = 0
-        while self.scheduler.has_requests() or self.worker.transfers.busy or self.in_flight:
-            if not (self.scheduler.has_requests() or self.worker.transfers.busy):
+        while self.scheduler.has_requests() or self.worker.transfers.has_jobs or self.in_flight:
+            if not (self.scheduler.has_requests() or self.worker.transfers.has_jobs):
                 self.deliver()
                 continue
-            if taken >= most and self.paused is not PauseState.UNPAUSED:
-                raise never_idle(self, taken)
-            if taken >= most:
-                raise PROGRESS.broken(
-                    f"after {taken} steps {sorted(self.live)} have not ended, of which "
-                    f"{sorted(self.worker.rows)} run"
-                    if self.live
-                    else f"nothing is live, but has_requests() is True after {taken} steps"
+            if taken >= limit and self.paused is not PauseState.UNPAUSED:
+                raise pause_never_idle(self, taken)
+            if taken >= limit:
+                raise PROGRESS.violation(
+                    f"after {taken} steps {sorted(self.unfinished)} have not finished, of which "
+                    f"{sorted(self.worker.rows)} are running"
+                    if self.unfinished
+                    else f"no request is unfinished, but has_requests() is True after {taken} steps"
                 )
             self.step()
             taken += 1
         check_idle(self)
 
     @property
-    def bound(self) -> int:
-        """Return the most steps until all requests end, once nothing new arrives.
+    def step_bound(self) -> int:
+        """Return the maximum number of steps until all requests finish, if no new one arrives.
 
-        A request of p prompt tokens and o outputs that always gets a token when it runs needs
-        p + o steps, and those that its connector and its grammar take. In the worst case it is
-        thrown back by each of the others once: that is the sum over the requests, times their
-        number plus one.
+        A request of p prompt tokens and o output tokens needs at most p + o steps, and those that
+        its connector and its grammar take. In the worst case it is preempted once by each of the
+        others: that is the sum over the requests, times their number plus one.
         """
-        return (len(self.lives) + 1) * self._work + 8
-
-    # What came of it
-
-    @property
-    def lives(self) -> dict[str, Life]:
-        """Return the newest request of each id."""
-        return self.roll.lives
-
-    @property
-    def live(self) -> dict[str, Life]:
-        """Return the requests that did not end."""
-        return self.roll.live
-
-    def is_free(self, request_id: str) -> bool:
-        """Whether an id was used and may be used again.
-
-        It may not while a connector still works for it: results would be taken for the new one's.
-        """
-        life = self.lives.get(request_id)
-        busy = self.connector is not None and self.connector.concerns(request_id)
-        busy = busy or self.worker.transfers.concerns(request_id)
-        moved = (result.kv_loaded | result.kv_saved for _, result in self.in_flight)
-        busy = busy or any(request_id in names for names in moved)
-        return life is not None and life.ended and not busy
-
-    @property
-    def outputs(self) -> dict[str, list[int]]:
-        """Return the tokens of each request so far."""
-        return {name: life.tokens for name, life in self.lives.items()}
-
-    @property
-    def finish_reasons(self) -> dict[str, FinishReason | None]:
-        """Return why each request ended; None where it lives."""
-        return {name: life.finish_reason for name, life in self.lives.items()}
+        return (len(self.requests) + 1) * self._total_cost + 8
 
     def check(self) -> None:
-        """Check that nothing is left over, when every request has ended."""
-        check_end(self)
+        """Check that every request has finished and all blocks are free."""
+        check_all_finished(self)
 
-    # Inside
-
-    def _plan(self) -> SchedulerOutput:
+    def _schedule(self) -> SchedulerOutput:
         self.clock.advance(_STEP_SECONDS)
-        self.ledger.begin_step()
-        live = self.roll.expire(self.clock.now)
+        self.policy_monitor.begin_step()
+        unfinished = self.ledger.expire(self.clock.now)
         plan = self.scheduler.schedule()
-        if late := sorted((set(self.live) - set(live)) & set(plan.num_scheduled_tokens)):
-            raise FINISHED.broken(f"{late} are scheduled, but their deadline has passed")
-        if self.ledger.first is not None:
-            raise self.ledger.first
+        late = set(self.unfinished) - set(unfinished)
+        if late := late & set(plan.num_scheduled_tokens):
+            raise FINISH.violation(f"{sorted(late)} are scheduled past their deadline")
+        if self.policy_monitor.first_violation is not None:
+            raise self.policy_monitor.first_violation
         if self.plans and plan.step != self.plans[-1].step + 1:
-            raise PLAN.broken(f"step {plan.step} follows step {self.plans[-1].step}")
+            raise PLAN.violation(f"step {plan.step} follows step {self.plans[-1].step}")
         self.plans.append(plan)
-        check_plan(plan, self.limits, live, self._proposed)
+        check_plan(plan, self.limits, unfinished, self._proposed)
         check_paused_plan(self, plan)
         for request_id in (*plan.num_scheduled_tokens, *plan.preempted_request_ids):
             self._proposed.pop(request_id, None)
-        self.roll.take_plan(plan)
+        self.ledger.record_plan(plan)
         self._check_collaborators(plan)
         if len(self.records) < len(self.plans):
-            raise RECORD.broken(f"step {plan.step} was not recorded, but somebody listens")
+            raise STEP_RECORD.violation(f"step {plan.step} was not recorded")
         check_record(self.records[-1], plan, self.limits.max_num_batched_tokens)
         for new in plan.new_requests:
-            life = live[new.source.request_id]
-            life.cached = new.num_computed_tokens if life.cached is None else life.cached
-            life.ran = True
+            request = unfinished[new.source.request_id]
+            request.cached = new.num_computed_tokens if request.cached is None else request.cached
+            request.was_scheduled = True
         return plan
 
     def _check_collaborators(self, plan: SchedulerOutput) -> None:
-        places = {name: place for place, name in enumerate(plan.num_scheduled_tokens)}
+        indices = {name: index for index, name in enumerate(plan.num_scheduled_tokens)}
         if self.grammars is not None:
-            users = [name for name in places if self.grammars.constrains(name)]
-            wanted = {name: places[name] for name in users}
-            if dict(plan.structured_request_ids) != wanted:
-                raise GRAMMAR.broken(
+            users = [name for name in indices if self.grammars.constrains(name)]
+            expected = {name: indices[name] for name in users}
+            if dict(plan.structured_request_ids) != expected:
+                raise GRAMMAR.violation(
                     f"structured_request_ids is {dict(plan.structured_request_ids)}, expected "
-                    f"{wanted}"
+                    f"{expected}"
                 )
             if early := [name for name in users if not self.grammars.is_ready(name)]:
-                raise GRAMMAR.broken(f"{early} run, but their grammars are not ready")
+                raise GRAMMAR.violation(f"{early} are running, but their grammars are not ready")
         if self.connector is not None:
-            if plan.kv_connector_metadata is not self.connector.last:
-                raise TRANSFER.broken("the plan does not carry what build_connector_meta returned")
+            if plan.kv_connector_metadata is not self.connector.last_jobs:
+                raise KV_TRANSFER.violation(
+                    "kv_connector_metadata is not what build_connector_meta returned"
+                )
             self.connector.check_admitted(n.source.request_id for n in plan.new_requests)
 
-    def _take(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
-        if self.ledger.first is not None:
-            raise self.ledger.first
-        self.roll.take(outputs)
-        for name in [name for name in self._proposed if name not in self.live]:
+    def _process_outputs(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
+        if self.policy_monitor.first_violation is not None:
+            raise self.policy_monitor.first_violation
+        self.ledger.record_outputs(outputs)
+        for name in [name for name in self._proposed if name not in self.unfinished]:
             del self._proposed[name]
 
-    def _propose(self, result: ModelRunnerOutput) -> None:
-        """Hand in drafts for those who got tokens."""
+    def _propose_drafts(self, result: ModelRunnerOutput) -> None:
+        """Propose drafts for the requests that got tokens."""
         drafts: dict[str, list[int]] = {}
         for request_id in result.sampled_token_ids:
-            life = self.live.get(request_id)
-            if life is not None and life.tokens and life.script.drafts:
-                drafts[request_id] = self._drafts(life)
-        self.scheduler.update_drafts({**drafts, "nobody": [1]})
+            request = self.unfinished.get(request_id)
+            if request is not None and request.tokens and request.script.drafts:
+                drafts[request_id] = self._drafts(request)
+        self.scheduler.update_drafts({**drafts, "unknown": [1]})
         self._proposed |= drafts
 
-    def _drafts(self, life: Life) -> list[int]:
-        known = [*life.source.prompt_token_ids, *life.tokens]
-        guesses = self.reply(known, self.settings.num_draft_tokens)
-        for place in range(len(guesses)):
-            mixed = life.script.drafts == "mixed" and (history_hash(known) >> place) % 2
-            if life.script.drafts == "wrong" or mixed:
-                guesses[place] += 1
+    def _drafts(self, request: ExpectedRequest) -> list[int]:
+        history = [*request.source.prompt_token_ids, *request.tokens]
+        guesses = self.reply(history, self.settings.num_draft_tokens)
+        for index in range(len(guesses)):
+            mixed = request.script.drafts == "mixed" and (history_hash(history) >> index) % 2
+            if request.script.drafts == "wrong" or mixed:
+                guesses[index] += 1
         return guesses
 
-    def _has_room(self, life: Life) -> bool:
-        """Whether the whole cache has room for all that a request may become."""
-        most = len(life.source.prompt_token_ids) + len(life.expected[0])
-        most += self.limits.num_lookahead_tokens + self.limits.num_draft_tokens
-        return self.kv_cache.blocks_needed(most) <= self.kv_cache.num_usable_blocks
+    def _fits_cache(self, request: ExpectedRequest) -> bool:
+        """Return whether the whole cache has enough blocks for a request's maximum length."""
+        length = len(request.source.prompt_token_ids) + len(request.reply.tokens)
+        length += self.limits.num_lookahead_tokens + self.limits.num_draft_tokens
+        return self.kv_cache.blocks_needed(length) <= self.kv_cache.num_usable_blocks
 
-    def _cost(self, life: Life) -> int:
-        script, tokens = life.script, len(life.source.prompt_token_ids) + len(life.expected[0])
-        transfer = script.transfer
-        waits = transfer.asks + (transfer.steps or 0) + transfer.keeps
-        return tokens + waits + (script.compile.asks if script.compile else 0) + 4
-
-
-_PARAMS = set(SamplingParams.__struct_fields__)
+    def _cost(self, request: ExpectedRequest) -> int:
+        """Return the maximum number of steps that a request takes alone."""
+        script, transfer = request.script, request.script.transfer
+        tokens = len(request.source.prompt_token_ids) + len(request.reply.tokens)
+        waits = transfer.pending_lookups + (transfer.load_steps or 0) + transfer.save_steps
+        return tokens + waits + (script.compile.pending_polls if script.compile else 0) + 4

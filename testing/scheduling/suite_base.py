@@ -1,49 +1,36 @@
-"""How the suites for schedulers and policies search, and how they fail."""
+"""The base of the suites for schedulers and policies: building the component, its contract."""
 
 from __future__ import annotations
 
 import pickle
-import time
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NoReturn
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
 
 import msgspec
-from hypothesis import strategies as st
 
 from hardpoint.plugins import HardpointError, typed
-from hardpoint.plugins.component import Component, Context
+from hardpoint.plugins.component import Context
 from hardpoint.plugins.errors import PluginContractError
-from hardpoint.plugins.kinds import KINDS
-from hardpoint.plugins.manifest import Source
-from hardpoint.registry.loading import check_component, snake_case
-from hardpoint.testing.scheduling.checks.names import BrokenRule
-from hardpoint.testing.suite import Search, Violation, describe, fail, replayed, short
+from hardpoint.testing.engine_access import check_plugin_class, plugin_name
+from hardpoint.testing.suite import ConformanceSuite, Violation, short_repr
 
-from .scenarios import Scenario, crashes
+from .scenarios import exceptions_as_violations
 
 
-class SchedulingSuiteBase:
-    """What the suites share.
+class SchedulingSuiteBase(ConformanceSuite):
+    """Base class of the suites for schedulers, scheduling policies and eviction policies.
 
     Attributes:
-        options: what an operator would write under `[plugin.<name>]`.
-        name: under which it is chosen; the class's in snake_case if None.
-        examples: scales how many cases each rule is tried on; 10 for a thorough run.
-        replay_seed: makes the searches of an earlier run again; None draws new ones. The
-            environment variable HARDPOINT_SEED does the same from outside.
+        kind: the plugin kind.
     """
 
     kind: ClassVar[str]
-    options: ClassVar[Mapping[str, Any]] = {}
-    name: ClassVar[str | None] = None
-    examples: ClassVar[float] = 1.0
-    replay_seed: ClassVar[int | None] = None
 
-    def _component(self) -> type[Component]:
-        raise NotImplementedError
+    def _exception_guard(self) -> AbstractContextManager[None]:
+        return exceptions_as_violations()
 
     def _name(self) -> str:
-        return self.name or snake_case(self._component().__name__)
+        return self.name or plugin_name(self._component())
 
     def _checked_options(self) -> Any:
         path = f"plugin.{self._name()}"
@@ -71,67 +58,24 @@ class SchedulingSuiteBase:
         return component
 
     def _check_contract(self) -> None:
-        """The class is what a loader accepts, and its options travel."""
+        """Check that the loader accepts the class, and that its options survive pickling."""
         cls = self._component()
-        value = f"{cls.__module__}:{cls.__qualname__}"
-        source = Source(self._name(), value, "under test", "0", "default")
         try:
-            check_component(cls, KINDS[self.kind], source)
+            check_plugin_class(cls, self.kind, self._name())
         except PluginContractError as error:
             raise Violation(str(error), "add what the message names") from None
         options = self._checked_options()
         try:
-            arrived = pickle.loads(pickle.dumps(options))
+            unpickled = pickle.loads(pickle.dumps(options))
         except Exception as cause:
             raise Violation(
                 f"its options do not survive pickle: {type(cause).__name__}: {cause}",
-                "let Options stand in a module or in a class of one",
+                "define Options in a module, or in a class of a module",
             ) from cause
-        plain = typed.convert(msgspec.to_builtins(options), cls.Options, path="")
-        if not arrived == options == plain:
+        converted = typed.convert(msgspec.to_builtins(options), cls.Options, path="")
+        if not unpickled == options == converted:
             raise Violation(
-                f"its options {short(options)} come back as {short(arrived)} and {short(plain)}",
-                "hold plain data only",
+                f"its options {short_repr(options)} come back as {short_repr(unpickled)} from "
+                f"pickle and as {short_repr(converted)} from plain data",
+                "let Options hold plain data only",
             )
-
-    def _once(self, rule: str, *checks: Callable[[], None]) -> None:
-        for check in checks:
-            try:
-                with crashes():
-                    check()
-            except Violation as violation:
-                self._fail(rule, violation)
-
-    def _search(
-        self,
-        rule: str,
-        examples: int,
-        check: Callable[..., None],
-        **strategies: st.SearchStrategy[Any],
-    ) -> None:
-        """Try a rule on drawn cases; fail with what an author needs to see it again."""
-        search = Search(max(1, round(examples * self.examples)), self.replay_seed)
-        found = search.run(check, **strategies)
-        if found is not None:
-            self._fail(rule, found.violation, replayed(found, _told(found.drawn)))
-
-    def _fail(self, rule: str, violation: Violation, case: str = "") -> NoReturn:
-        words = violation.rule.words if isinstance(violation, BrokenRule) else rule
-        fail(self._component(), words, violation, case)
-
-
-def best_of(rounds: int, work: Callable[[], None]) -> float:
-    """Return the least processor seconds that something took, of so many rounds."""
-    best = float("inf")
-    for _ in range(rounds):
-        began = time.process_time()
-        work()
-        best = min(best, time.process_time() - began)
-    return best
-
-
-def _told(drawn: dict[str, Any]) -> str:
-    scenarios = [value for value in drawn.values() if isinstance(value, Scenario)]
-    if not scenarios:
-        return describe(drawn)
-    return "\n".join(f"    {line}" for line in scenarios[0].code().splitlines())

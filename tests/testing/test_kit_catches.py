@@ -1,4 +1,4 @@
-"""Processors with one mistake each fail the rule that they break, and in words that help."""
+"""Processors with one mistake each fail the rule that they break, with a helpful message."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SEED = 20_240_601
 ANY = st.builds(broken.Bias.Arguments, by=st.floats(-5, 20))
 SCALE = st.builds(broken.Counter.Arguments, scale=st.floats(-2, 2))
 
-# processor, arguments, {test that it fails: words of the message}
+# processor, arguments, {test that it fails: pattern of the message}
 BROKEN = [
     (broken.NoContract, ANY, {"contract": "add `contract = 1` to its class body"}),
     (broken.PreparesNothing, ANY, {"contract": "prepare returned NoneType"}),
     (broken.PrepareCrashes, ANY, {"contract": "prepare raised ZeroDivisionError: float"}),
-    (broken.RefusesAll, ANY, {"contract": "`arguments` gave, lately because 'by: not today'"}),
+    (broken.RejectsAll, ANY, {"contract": "from `arguments`, the last .* 'by: not today'"}),
     (broken.NoPickle, st.just({}), {"contract": "do not survive pickle"}),
     (broken.FailsToBuild, ANY, {"contract": "the constructor, .*raised KeyError: 'weights'"}),
     (broken.CachesByCount, ANY, {
@@ -46,18 +46,18 @@ BROKEN = [
     }),
     (broken.IgnoresMoves, ANY, {"history": "follow every BatchUpdate"}),
     (broken.SwapsOneWay, ANY, {"swaps": "a move of direction SWAP exchanges both rows"}),
-    (broken.EverybodysBias, ANY, {"bystanders": "does not use the processor, and changed"}),
+    (broken.BiasesAllRows, ANY, {"bystanders": "does not use the processor, and changed"}),
     (broken.CrashesOnUpdate, ANY, {"history": "update_state raised KeyError"}),
     (broken.DropsTheBest, None, {
-        "argmax_claim": "the likeliest token changed from",
-        "sound": None,
+        "argmax_claim": "the most likely token changed from",
+        "valid_logits": None,
     }),
     (broken.DropsTies, None, {"argmax_claim": "nor drop any token that equals it"}),
     (broken.CountsCalls, SCALE, {
         "pure": "edits changed the state of a request",
         "history": None, "swaps": None, "advance": None, "fork": None, "drafts": None,
     }),
-    (broken.EatsOutputs, SCALE, {
+    (broken.AppendsOutputs, SCALE, {
         "pure": "edits changed the list of a request's output ids",
         "history": None, "swaps": None, "advance": None, "drafts": None,
     }),
@@ -70,7 +70,7 @@ BROKEN = [
         "history": None, "swaps": None, "drafts": None,
     }),
     (broken.SharesForks, SCALE, {
-        "fork": "let fork copy all that advance changes",
+        "fork": "let fork copy everything that advance changes",
         "drafts": "after the drafts",
     }),
     (broken.LooksPastDrafts, ANY, {"drafts": "of the row itself"}),
@@ -79,28 +79,28 @@ BROKEN = [
         "history": None, "swaps": None, "drafts": None,
     }),
     (broken.Noisy, ANY, {
-        "deterministic": "two fresh instances made different logits",
+        "deterministic": "two new instances gave different logits",
         "history": None, "swaps": None, "advance": None, "fork": None, "drafts": None,
         "pure": None,
     }),
-    (broken.Divides, ANY, {"sound": "it made a row with NaN", "masks_stay": None}),
-    (broken.DropsAll, ANY, {"sound": "it made a row with no token that can be chosen"}),
-    (broken.ReturnsNothing, ANY, {"sound": "apply failed: TypeError: expected a tensor"}),
-    (broken.Double, ANY, {"sound": "expected logits of dtype torch.float32"}),
-    (broken.FarEdits, SCALE, {"sound": "edits failed: .*tokens outside 0..130"}),
+    (broken.Divides, ANY, {"valid_logits": "it made a row with NaN", "masks_stay": None}),
+    (broken.DropsAll, ANY, {"valid_logits": "it made a row with no token that can be chosen"}),
+    (broken.ReturnsNothing, ANY, {"valid_logits": "apply failed: TypeError: expected a tensor"}),
+    (broken.Double, ANY, {"valid_logits": "expected logits of dtype torch.float32"}),
+    (broken.EditsOutOfRange, SCALE, {"valid_logits": "edits failed: .*tokens outside 0..130"}),
     (broken.ReadsSecretly, ANY, {
-        "reads": "Reads.LOGITS is declared, but output_token_ids was looked at",
+        "reads": "Reads.LOGITS is declared, but output_token_ids was read",
         "history": None, "swaps": None, "advance": None, "drafts": None, "pure": None,
     }),
-    (broken.AdvancesSecretly, SCALE, {"reads": "has advance, which gets ids on the host"}),
-    (broken.Asks, ANY, {"no_sync": "asked for values by .item\\(\\), float\\(\\)"}),
-    (broken.Hoards, ANY, {"memory": "requests that ended are still held, by list"}),
+    (broken.AdvancesSecretly, SCALE, {"reads": "defines advance, which gets ids on the host"}),
+    (broken.ReadsDeviceValues, ANY, {"no_sync": "reads values by .item\\(\\), float\\(\\)"}),
+    (broken.Hoards, ANY, {"memory": "finished requests are still referenced, by list"}),
     (broken.Grows, ANY, {"memory": "grew from \\d+ to \\d+ elements while"}),
     (broken.Sleeps, ANY, {"speed": "the budget is 500"}),
-    (broken.Unforbids, SCALE, {"masks_stay": "was forbidden \\(-inf\\) and came back as 5"}),
+    (broken.Unmasks, SCALE, {"masks_stay": "was masked \\(-inf\\) and became 5"}),
 ]  # fmt: skip
-CRASHING = {"PrepareCrashes", "RefusesAll", "FailsToBuild", "PreparesNothing", "NoContract"} | {
-    "ReturnsNothing", "Double", "FarEdits", "CrashesOnUpdate",
+CRASHING = {"PrepareCrashes", "RejectsAll", "FailsToBuild", "PreparesNothing", "NoContract"} | {
+    "ReturnsNothing", "Double", "EditsOutOfRange", "CrashesOnUpdate",
 }  # fmt: skip
 
 RIGHT = [(broken.Bias, ANY), (broken.Counter, SCALE), (broken.BatchBias, ANY)]
@@ -111,7 +111,7 @@ TESTS = [name for name, _ in inspect.getmembers(LogitsProcessorSuite) if name.st
 
 @pytest.fixture(autouse=True)
 def _brief(monkeypatch):
-    """A small case is for an author; here the first will do, so that speed decides nothing."""
+    """Stop at the first failing case instead of shrinking it, which would take time."""
     monkeypatch.setattr(kit_suite, "_SHRINKING_SECONDS", -1.0)
 
 
@@ -122,7 +122,7 @@ def suite_of(cls, given, **more):
 
 
 def outcome(suite, test):
-    """Return the message with which a test fails; None if it passes or has nothing to say."""
+    """Return the message with which a test fails; None if it passes or is skipped."""
     try:
         getattr(suite, test)()
     except pytest.skip.Exception:
@@ -137,16 +137,16 @@ def outcome(suite, test):
 )
 def test_a_broken_processor_fails_its_rule(cls, given, fails):
     suite = suite_of(cls, given)
-    for test, words in fails.items():
-        if words is None:
+    for test, pattern in fails.items():
+        if pattern is None:
             continue
         message = outcome(suite, f"test_{test}")
         assert message is not None, f"{test} let it pass"
         assert message.startswith(
             f"support.broken.processors.{cls.__name__} breaks a rule.\n  rule: "
         )
-        assert re.search(words, message), message
-        assert "\n  do: " in message
+        assert re.search(pattern, message), message
+        assert "\n  fix: " in message
 
 
 @pytest.mark.parametrize(
@@ -166,6 +166,6 @@ def test_the_right_ones_pass(cls, given):
     assert {test: m for test in TESTS if (m := outcome(suite, test)) is not None} == {}
 
 
-def test_every_rule_catches_somebody():
-    caught = {test for _, _, fails in BROKEN for test, words in fails.items() if words}
+def test_every_rule_catches_a_processor():
+    caught = {test for _, _, fails in BROKEN for test, pattern in fails.items() if pattern}
     assert {f"test_{test}" for test in caught} == set(TESTS)

@@ -16,10 +16,10 @@ from support.broken import processors as broken
 
 from hardpoint.plugins import Move, SamplingParams
 from hardpoint.testing.logits import histories as logits_histories
-from hardpoint.testing.logits.batch import Desk, difference, make_logits
-from hardpoint.testing.logits.host_sync import META, HostSyncError, Unknown, no_values
-from hardpoint.testing.logits.subject import Refused, Subject
-from hardpoint.testing.snapshots import snapshot, weigh
+from hardpoint.testing.logits.batch import BatchFixture, difference, make_logits
+from hardpoint.testing.logits.host_sync import META, HostSyncError, UndecidableError, no_values
+from hardpoint.testing.logits.subject import RequestRejectedError, Subject
+from hardpoint.testing.snapshots import count_elements, snapshot
 
 
 class Slotted:
@@ -85,11 +85,11 @@ class TestWeigh:
          lambda n: Plain({"t": torch.zeros(n)}), lambda n: [[i] for i in range(n)]],
     )  # fmt: skip
     def test_more_weighs_more(self, make):
-        assert weigh(make(1000)) - weigh(make(500)) >= 500
+        assert count_elements(make(1000)) - count_elements(make(500)) >= 500
 
     def test_what_is_shared_weighs_once(self):
         part = list(range(1000))
-        assert weigh([part, part]) < 1100
+        assert count_elements([part, part]) < 1100
 
 
 LOGITS = torch.empty(3, 7, device=META)
@@ -97,7 +97,7 @@ LOGITS = torch.empty(3, 7, device=META)
 
 class TestNoValues:
     @pytest.mark.parametrize(
-        ("asks", "words"),
+        ("asks", "pattern"),
         [
             (lambda x: x.max().item(), r"\.item\(\)"),
             (lambda x: float(x[0, 0]), r"float\(\)"),
@@ -112,8 +112,8 @@ class TestNoValues:
             (lambda x: x + torch.zeros(3, 7), "mixes a tensor on the host"),
         ],
     )
-    def test_who_asks_for_values_is_named(self, asks, words):
-        with pytest.raises(HostSyncError, match=words), no_values():
+    def test_who_asks_for_values_is_named(self, asks, pattern):
+        with pytest.raises(HostSyncError, match=pattern), no_values():
             asks(LOGITS)
 
     @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ class TestNoValues:
             works(LOGITS)
 
     def test_any_other_error_is_no_verdict(self):
-        with pytest.raises(Unknown, match="ZeroDivisionError"), no_values():
+        with pytest.raises(UndecidableError, match="ZeroDivisionError"), no_values():
             1 / 0  # noqa: B018
 
 
@@ -161,7 +161,7 @@ class TestHistories:
                 seen["empty"] += update.batch_size == 0
 
         watched = subject(Watcher)
-        monkeypatch.setattr(logits_histories, "alone", lambda *_: None)
+        monkeypatch.setattr(logits_histories, "run_alone", lambda *_: None)
         monkeypatch.setattr(logits_histories, "difference", lambda *_: None)
         arguments = st.builds(broken.Bias.Arguments, by=st.floats(-5, 5))
 
@@ -176,7 +176,7 @@ class TestHistories:
         def run(cases, history):
             seen["bystanders"] += any(not case.uses for case in cases)
             seen["greedy"] += any(case.params.greedy for case in cases)
-            seen["paused"] += any(step.pausing for step in history)
+            seen["paused"] += any(step.skipped_rows for step in history)
             logits_histories.check_history(watched, cases, history)
 
         run()
@@ -225,8 +225,8 @@ class TestLogits:
 
 class TestSubject:
     def test_a_refused_request_is_no_violation(self):
-        with pytest.raises(Refused, match="by: not today"):
-            subject(broken.RefusesAll).case({"by": 1.0}, SamplingParams())
+        with pytest.raises(RequestRejectedError, match="by: not today"):
+            subject(broken.RejectsAll).case({"by": 1.0}, SamplingParams())
 
     def test_a_request_that_gives_nothing_does_not_use_it(self):
         assert not subject().case(None, SamplingParams()).uses
@@ -237,10 +237,10 @@ class TestSubject:
     def test_swaps_change_rows_and_nothing_else(self):
         mine = subject()
         cases = [mine.case({"by": float(by)}, SamplingParams()) for by in (1, 2, 3)]
-        desk = Desk(mine, cases)
-        desk.swap(0, 2)
-        assert [request.row for request in desk.requests] == [2, 1, 0]
-        assert desk.process(torch.zeros(3, 131))[:, 0].tolist() == [1, 2, 3]
+        batch = BatchFixture(mine, cases)
+        batch.swap(0, 2)
+        assert [request.row for request in batch.requests] == [2, 1, 0]
+        assert batch.process(torch.zeros(3, 131))[:, 0].tolist() == [1, 2, 3]
 
 
 class CachesByVersion(broken.Bias):
@@ -259,6 +259,6 @@ class CachesByVersion(broken.Bias):
 def test_rows_made_apart_after_a_fault_are_each_their_own():
     mine = subject(CachesByVersion)
     cases = [mine.case({"by": float(by)}, SamplingParams()) for by in (1, 2, 3)]
-    desk = Desk(mine, cases)
-    assert desk.process_apart(torch.zeros(3, 131))[:, 0].tolist() == [1, 2, 3]
-    assert desk.process(torch.zeros(3, 131))[:, 0].tolist() == [1, 2, 3]
+    batch = BatchFixture(mine, cases)
+    assert batch.process_row_by_row(torch.zeros(3, 131))[:, 0].tolist() == [1, 2, 3]
+    assert batch.process(torch.zeros(3, 131))[:, 0].tolist() == [1, 2, 3]

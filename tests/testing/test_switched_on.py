@@ -14,7 +14,7 @@ from support.broken.processors import Bias, MixesRows
 
 from hardpoint.testing import LogitsProcessorSuite
 from hardpoint.testing import suite as kit_suite
-from hardpoint.testing.pytest_hooks import seed_now
+from hardpoint.testing.pytest_hooks import search_seed
 
 TEST_FILE = """
 from hypothesis import strategies as st
@@ -61,9 +61,9 @@ def folder(tmp_path_factory):
 
 def test_a_failure_says_how_to_see_it_again_and_so_it_is_seen(folder):
     output = run_pytest(folder, "-k", "test_advance")
-    assert "hardpoint conformance suites: HARDPOINT_SEED not set, drawn afresh" in output
+    assert "hardpoint conformance suites: HARDPOINT_SEED not set, random" in output
     assert "test_shy.Shy breaks a rule." in output
-    section = output.partition("hardpoint conformance: see it again")[2]
+    section = output.partition("hardpoint conformance: replay")[2]
     (seed, test) = re.search(r"^HARDPOINT_SEED=(\d+) pytest '(.*)'$", section, re.M).groups()
     assert test == "test_shy.py::TestShy::test_advance"
     again = run_pytest(folder, test, HARDPOINT_SEED=seed)
@@ -103,7 +103,7 @@ def test_unknown_names_are_refused():
 def test_a_seed_must_be_a_number(monkeypatch):
     monkeypatch.setenv("HARDPOINT_SEED", "lucky")
     with pytest.raises(ValueError, match="HARDPOINT_SEED: expected a whole number, got 'lucky'"):
-        seed_now()
+        search_seed()
 
 
 class Bent(LogitsProcessorSuite):
@@ -122,7 +122,9 @@ class Excused(LogitsProcessorSuite):
 
 
 def test_replacing_a_test_fails_the_suite():
-    with pytest.raises(pytest.fail.Exception, match=r"saw: Bent replaces test_history(?s:.)*xfail"):
+    with pytest.raises(
+        pytest.fail.Exception, match=r"observed: Bent replaces test_history(?s:.)*xfail"
+    ):
         Bent().test_contract()
 
 

@@ -1,100 +1,107 @@
-"""Rules on state: who may change it, and that every way to the same history ends the same."""
+"""Checks of request state: what may change it, and that it depends on the history only."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from hardpoint.core.worker.sampling.drafts import with_drafts
 from hardpoint.plugins import LogitsRequest
-from hardpoint.testing.logits.batch import KINDS, Desk, alone, difference, make_logits
+from hardpoint.testing.logits.batch import (
+    LOGITS_KINDS,
+    BatchFixture,
+    difference,
+    make_logits,
+    run_alone,
+)
 from hardpoint.testing.logits.subject import MAX_ROWS, Case, Subject
 from hardpoint.testing.snapshots import snapshot
 from hardpoint.testing.suite import Violation
 
 
 def check_pure(subject: Subject, cases: list[Case], seed: int) -> None:
-    """`apply` or `edits`, called twice, gives the same and changes nothing but its result."""
-    desk = Desk(subject, cases)
-    logits = make_logits(seed, len(cases), subject.vocab_size, KINDS[seed % len(KINDS)])
-    what = desk.stage.method_name
-    before = _belongings(desk)
-    first = desk.process(logits)
-    after = _belongings(desk)
-    for (thing, was), (_, now) in zip(before, after, strict=True):
+    """Check that `apply` or `edits` is repeatable and changes nothing but its result."""
+    batch = BatchFixture(subject, cases)
+    logits = make_logits(
+        seed, len(cases), subject.vocab_size, LOGITS_KINDS[seed % len(LOGITS_KINDS)]
+    )
+    method = batch.pipeline.method_name
+    before = _observable_state(batch)
+    first = batch.process(logits)
+    after = _observable_state(batch)
+    for (name, was), (_, now) in zip(before, after, strict=True):
         if was != now:
             raise Violation(
-                f"{what} changed {thing}",
-                f"{what} may be called twice for a step, and for draft rows: change state only in "
-                f"advance or advance_rows (in the batch form: in update_state)",
+                f"{method} changed {name}",
+                f"{method} may be called twice for a step, and for draft rows: change state only "
+                f"in advance or advance_rows (in the batch form: in update_state)",
             )
-    again = [desk.process(logits)]
-    desk.process(logits, desk.requests[::-1])
-    again.append(desk.process(logits))
-    if not subject.batchwise:
-        again.append(desk.process_apart(logits))
+    again = [batch.process(logits)]
+    batch.process(logits, batch.requests[::-1])
+    again.append(batch.process(logits))
+    if not subject.is_batch_level:
+        again.append(batch.process_row_by_row(logits))
     for row, case in enumerate(cases):
         for result in again:
-            if (differs := difference(result[row], first[row])) is not None:
+            if (message := difference(result[row], first[row])) is not None:
                 raise Violation(
-                    f"{what}, called again on the same row, gave another result: {differs}; "
+                    f"{method}, called again on the same row, gave another result: {message}; "
                     f"for {case}",
-                    f"let {what} remember nothing from call to call but caches keyed by "
-                    f"rows.version and by all that they depend on",
+                    f"let {method} keep nothing between calls but caches keyed by "
+                    f"rows.version and by everything else that they depend on",
                 )
 
 
 def check_advance(subject: Subject, cases: list[Case], tokens: list[int], seed: int) -> None:
-    """A state carried on token by token is as good as one started on the whole history."""
-    desk = Desk(subject, cases)
+    """Check that an advanced state equals one started on the whole history."""
+    batch = BatchFixture(subject, cases)
     for token in tokens:
-        desk.advance([token] * len(cases))
+        batch.advance([token] * len(cases))
     logits = make_logits(seed, len(cases), subject.vocab_size)
-    result = desk.process(logits)
+    result = batch.process(logits)
     for row, case in enumerate(cases):
-        wanted = alone(subject, case, desk.outputs[row], logits[row])
-        if (differs := difference(result[row], wanted)) is not None:
+        expected = run_alone(subject, case, batch.outputs[row], logits[row])
+        if (message := difference(result[row], expected)) is not None:
             raise Violation(
-                f"started on outputs {list(case.outputs)} and advanced over {tokens}, {differs}; "
-                f"wanted is what start on all of the outputs gives; for {case}",
-                "a preempted request starts again on all that it had said: let start count "
+                f"started on outputs {list(case.outputs)} and advanced over {tokens}, {message}; "
+                f"expected is the result of start on all outputs; for {case}",
+                "a preempted request starts again on all of its outputs: let start count "
                 "request.output_token_ids exactly as advance counts tokens (likewise start_row "
                 "and advance_rows)",
             )
 
 
 def check_fork(subject: Subject, case: Case, drafts: list[int], seed: int) -> None:
-    """A forked state, advanced over drafts, leaves the original alone."""
-    desk = Desk(subject, [case])
-    (request,) = desk.requests
+    """Check that advancing a forked state over drafts does not change the original."""
+    batch = BatchFixture(subject, [case])
+    (request,) = batch.requests
     logits = make_logits(seed, 1, subject.vocab_size)
-    result, before = desk.process(logits), _state_of(desk, request)
-    _draft_rows(desk, [drafts])
-    after, again = _state_of(desk, request), desk.process(logits)
+    result, before = batch.process(logits), _state_of(batch, request)
+    _draft_rows(batch, [drafts])
+    after, again = _state_of(batch, request), batch.process(logits)
     if before != after or difference(again[0], result[0]) is not None:
         raise Violation(
             f"the drafts {drafts} changed the request's own state, for {case}",
-            "let fork copy all that advance changes (the default is copy.deepcopy), or let "
+            "let fork copy everything that advance changes (the default is copy.deepcopy), or let "
             "advance return a new state and change none",
         )
 
 
 def check_drafts(subject: Subject, cases: list[Case], drafts: list[list[int]], seed: int) -> None:
-    """The row of a draft is that of the request which has said the draft."""
-    desk = Desk(subject, cases)
+    """Check that a draft's row equals that of a request that generated the draft."""
+    batch = BatchFixture(subject, cases)
     drafts = drafts[: len(cases)] + [[]] * (len(cases) - len(drafts))
-    rows = _draft_rows(desk, drafts)
+    rows = _draft_rows(batch, drafts)
     logits = make_logits(seed, len(rows), subject.vocab_size)
-    result = desk.process(logits, rows)
-    for place, view in enumerate(rows):
+    result = batch.process(logits, rows)
+    for index, view in enumerate(rows):
         row = (view.draft_of or view).row
-        wanted = alone(subject, cases[row], view.output_token_ids, logits[place])
-        if (differs := difference(result[place], wanted)) is not None:
-            said = list(view.output_token_ids[len(cases[row].outputs) :])
+        expected = run_alone(subject, cases[row], view.output_token_ids, logits[index])
+        if (message := difference(result[index], expected)) is not None:
+            generated = list(view.output_token_ids[len(cases[row].outputs) :])
             raise Violation(
-                f"after the drafts {said}, {differs}; wanted is what the same tokens give when "
-                f"they were really said; for {cases[row]}",
-                "look at rows.requests[i].output_token_ids and rows.states()[i] of the row itself; "
+                f"after the drafts {generated}, {message}; expected is the result for the same "
+                f"tokens as outputs; for {cases[row]}",
+                "use rows.requests[i].output_token_ids and rows.states()[i] of the row itself; "
                 "in the batch form, leave supports_drafts False unless apply does not depend on "
                 "the outputs",
             )
@@ -103,28 +110,28 @@ def check_drafts(subject: Subject, cases: list[Case], drafts: list[list[int]], s
 def check_swaps(
     subject: Subject, cases: list[Case], swaps: list[tuple[int, int]], seed: int
 ) -> None:
-    """Requests that change places keep what is theirs."""
-    desk = Desk(subject, cases)
+    """Check that requests that exchange rows keep their state."""
+    batch = BatchFixture(subject, cases)
     for first, second in swaps:
         one, two = first % len(cases), second % len(cases)
         if one != two:
-            desk.swap(one, two)
-        desk.advance([(first + second + row) % subject.vocab_size for row in range(len(cases))])
+            batch.swap(one, two)
+        batch.advance([(first + second + row) % subject.vocab_size for row in range(len(cases))])
     logits = make_logits(seed, len(cases), subject.vocab_size)
-    result = desk.process(logits)
-    for place, case in enumerate(cases):
-        wanted = alone(subject, case, desk.outputs[place], logits[place])
-        if (differs := difference(result[place], wanted)) is not None:
+    result = batch.process(logits)
+    for row, case in enumerate(cases):
+        expected = run_alone(subject, case, batch.outputs[row], logits[row])
+        if (message := difference(result[row], expected)) is not None:
             raise Violation(
-                f"after the swaps {swaps}, {differs}; for {case}",
+                f"after the swaps {swaps}, {message}; for {case}",
                 "in update_state apply removed, then added, then moved; a move of direction SWAP "
                 "exchanges both rows (hardpoint.plugins.RowMap does all this)",
             )
 
 
-def _draft_rows(desk: Desk, drafts: Sequence[Sequence[int]]) -> list[LogitsRequest]:
+def _draft_rows(batch: BatchFixture, drafts: Sequence[Sequence[int]]) -> list[LogitsRequest]:
     try:
-        return with_drafts(desk.requests, drafts, desk.pipeline, MAX_ROWS)
+        return batch.pipeline.draft_rows(batch.requests, drafts, MAX_ROWS)
     except Exception as cause:
         raise Violation(
             f"fork, or advance on a forked state, raised {type(cause).__name__}: {cause}",
@@ -132,13 +139,13 @@ def _draft_rows(desk: Desk, drafts: Sequence[Sequence[int]]) -> list[LogitsReque
         ) from cause
 
 
-def _belongings(desk: Desk) -> list[tuple[str, Any]]:
-    """Return what `apply` and `edits` must leave as it is, by name."""
+def _observable_state(batch: BatchFixture) -> list[tuple[str, Any]]:
+    """Return the named values that `apply` and `edits` must not change."""
     named: list[tuple[str, Any]] = []
-    for request in desk.requests:
+    for request in batch.requests:
         named += [
-            ("the state of a request", snapshot(request.state.get(desk.subject.name))),
-            ("a request's device state", _device_state_of(desk, request)),
+            ("the state of a request", snapshot(request.state.get(batch.subject.name))),
+            ("a request's device state", _device_state_of(batch, request)),
             ("the list of a request's output ids", snapshot(request.output_token_ids)),
             ("the list of a request's prompt ids", snapshot(request.prompt_token_ids)),
             ("the arguments of a request", snapshot(request.arguments)),
@@ -146,13 +153,9 @@ def _belongings(desk: Desk) -> list[tuple[str, Any]]:
     return named
 
 
-def _state_of(desk: Desk, request: LogitsRequest) -> Any:
-    return snapshot(request.state.get(desk.subject.name)), _device_state_of(desk, request)
+def _state_of(batch: BatchFixture, request: LogitsRequest) -> Any:
+    return snapshot(request.state.get(batch.subject.name)), _device_state_of(batch, request)
 
 
-def _device_state_of(desk: Desk, request: LogitsRequest) -> Any:
-    state = desk.stage.device_state
-    if not state or not request.arguments:
-        return None
-    names = desk.stage.processor.device_state()
-    return snapshot({name: state.gather(name, [request]) for name in names})
+def _device_state_of(batch: BatchFixture, request: LogitsRequest) -> Any:
+    return snapshot(batch.pipeline.device_state(request))

@@ -1,4 +1,4 @@
-"""The rules that schedulers keep, in the words in which the kit says that one is broken."""
+"""The rules that a scheduler keeps, as failure messages state them."""
 
 from __future__ import annotations
 
@@ -7,116 +7,108 @@ from dataclasses import dataclass
 from hardpoint.testing.suite import Violation
 
 
-class BrokenRule(Violation):
-    """A rule that a scheduler, or something that it asks, broke."""
-
-    def __init__(self, rule: Rule, saw: str, do: str) -> None:
-        """Keep the rule beside what was seen."""
-        super().__init__(saw, do)
-        self.rule = rule
-
-
 @dataclass(frozen=True)
 class Rule:
-    """Something that always holds.
+    """An invariant of the scheduler contract.
 
     Attributes:
-        words: what holds, after a short name and a colon.
-        do: what an author does about it, if there is nothing better to say.
+        text: a short name, a colon, and what always holds.
+        fix: what an author does about a violation, unless the check says something better.
     """
 
-    words: str
-    do: str
+    text: str
+    fix: str
 
-    def broken(self, saw: str, do: str | None = None) -> BrokenRule:
-        """Return the finding, to be raised."""
-        return BrokenRule(self, saw, do or self.do)
+    def violation(self, observed: str, fix: str | None = None) -> Violation:
+        """Return a violation of this rule, to be raised."""
+        return Violation(observed, fix or self.fix, rule=self.text)
 
 
 LIMITS = Rule(
-    "limits: no step exceeds what SchedulerLimits allows",
-    "hold every number against its limit before a request gets its tokens",
+    "limits: no step exceeds SchedulerLimits",
+    "check every number against its limit before scheduling tokens for a request",
 )
 PLAN = Rule(
-    "the plan: its parts agree with each other",
-    "build every part of SchedulerOutput from one list of what was scheduled; whoever is "
+    "plan: the fields of a SchedulerOutput agree with each other",
+    "build every field of SchedulerOutput from one list of scheduled requests; a request that is "
     "preempted after it was scheduled leaves all of them",
 )
 BATCH = Rule(
-    "the batch: new requests come in full and once, cached ones while the worker has them, "
-    "preempted and ended ones leave",
-    "keep track of what the worker was told",
+    "batch: new requests come in full and once, cached ones while the worker has them, "
+    "preempted and finished ones leave",
+    "keep track of the requests that the worker holds",
 )
 POSITIONS = Rule(
-    "positions: a request's tokens are computed in order and without a gap",
-    "after a result, num_computed_tokens counts the tokens whose keys and values are right: "
+    "positions: a request's tokens are computed in order and without gaps",
+    "after a result, num_computed_tokens counts the tokens whose keys and values are valid: "
     "scheduled ones without rejected drafts",
 )
-CONTENT = Rule(
-    "content: each token sees the keys and values of its own history",
-    "share, free and reuse blocks as the KV cache manager says, and rewind what was not computed",
+KV_CONTENT = Rule(
+    "KV content: each token attends to the keys and values of its own history",
+    "share, free and reuse blocks as the KV cache manager does, and rewind tokens that were not "
+    "computed",
 )
-POOL = Rule(
-    "blocks: each is free or held, nobody writes into what others hold, and none is lost",
-    "free a request's blocks exactly once, when it ends or is preempted",
+BLOCKS = Rule(
+    "blocks: each block is free or held, no request writes into another's blocks, none is leaked",
+    "free a request's blocks exactly once, when it finishes or is preempted",
 )
-FINISHED = Rule(
-    "the end: each request ends once, is told once to the workers, and is then forgotten",
-    "collect the ids that ended since the last plan, hand them out with the next, start afresh",
+FINISH = Rule(
+    "finish: each request finishes once, is reported to the workers once, and is then forgotten",
+    "collect the ids finished since the last plan, put them into the next plan, start a new set",
 )
 TOKENS = Rule(
-    "tokens: a request gets the tokens that it would get alone, bit for bit",
-    "append exactly what update is given for a request, and end where its parameters say",
+    "tokens: a request gets the same tokens as when it runs alone, bit for bit",
+    "append exactly the tokens that update() gets for a request, and stop where its parameters say",
 )
 OUTPUTS = Rule(
     "outputs: they go to the client that sent the request, and carry what it asked for",
-    "group by client_index, and cut what belongs to tokens that are not delivered",
+    "group outputs by client_index, and drop what belongs to tokens that are not delivered",
 )
 PROGRESS = Rule(
-    "progress: once nothing new arrives, every request ends within the bound",
-    "let somebody make progress in every step whose victims are not always the same",
+    "progress: once no new request arrives, every request finishes within the step bound",
+    "advance at least one request in every step, and do not preempt the same victims for ever",
 )
-WAITING = Rule(
-    "why it waits: every live request without tokens has a reason, and nobody else",
-    "note the reason where the decision is made",
+WAIT_REASON = Rule(
+    "wait reason: every unfinished request without tokens has a reason, and no other request",
+    "record the reason where the decision is made",
 )
-RECORD = Rule(
-    "the step record: it tells what the plan does",
-    "make StepRecord from the plan itself",
+STEP_RECORD = Rule(
+    "step record: it matches the plan",
+    "build StepRecord from the plan itself",
 )
-BOOKS = Rule(
-    "counts: num_unfinished_requests, has_requests and stats tell how it stands",
-    "count what is live",
+COUNTS = Rule(
+    "counts: num_unfinished_requests, has_requests and stats match the scheduler's state",
+    "count the unfinished requests",
 )
-POLICY = Rule(
-    "the policy: it is told of every request and every token, once",
+POLICY_CALLS = Rule(
+    "policy calls: the policy is notified of every request and every token, once",
     "call added, scheduled, preempted and finished where these things happen",
 )
 ENCODER = Rule(
     "encoder inputs: encoded once while they are held, in time, within budget and cache",
-    "schedule a feature with the first token that it covers, and tell what was freed once",
+    "schedule a feature with the first token that it covers, and report each freed feature once",
 )
-TRANSFER = Rule(
-    "KV transfer: what is loaded counts when it is there, and blocks stay until it is done",
+KV_TRANSFER = Rule(
+    "KV transfer: loaded tokens count once they have arrived, and blocks stay until it is done",
     "follow ModelRunnerOutput.kv_loaded, kv_saved and invalid_block_ids",
 )
 EVICTION = Rule(
-    "eviction: evict returns as many different candidates as it is asked for",
-    "keep the candidates that released() told of, less those of taken() and evict()",
+    "eviction: evict() returns the requested number of distinct candidates",
+    "keep the candidates that released() adds, less those of taken() and evict()",
 )
 GRAMMAR = Rule(
-    "grammars: nobody runs before its grammar is ready, and each place is told",
-    "ask Grammars.ready before admission, and list exactly the requests that use one",
+    "grammars: no request runs before its grammar is ready, and the plan lists each one's row",
+    "call Grammars.ready before admission, and list exactly the requests that use a grammar",
 )
 PAUSE = Rule(
-    "pause: whom a pause holds gets no tokens, and after it everybody gets theirs",
-    "look at the state that set_pause was given wherever a request gets tokens",
+    "pause: held requests get no tokens during a pause, and all requests continue after it",
+    "check the state that set_pause was given wherever a request gets tokens",
 )
-REFUSAL = Rule(
-    "refusals: what could never run is refused at once, and everything else runs",
+REJECTION = Rule(
+    "rejection: requests that can never run are rejected at once, and all others are accepted",
     "check a request against the limits in add_request, and raise RequestError with the numbers",
 )
-CRASH = Rule(
-    "no crash: it raises what the contract says, and nothing else",
+EXCEPTIONS = Rule(
+    "exceptions: only those of the contract are raised",
     "handle this case",
 )

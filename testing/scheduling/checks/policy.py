@@ -1,4 +1,4 @@
-"""Rules on what a scheduling policy answers, asked of it directly."""
+"""Checks of a scheduling policy's return values, called directly."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from hardpoint.plugins import (
     SamplingParams,
     SchedulingPolicy,
 )
-from hardpoint.testing.scheduling.fakes.policy import ANSWERS, watched
-from hardpoint.testing.scheduling.suite_base import best_of
-from hardpoint.testing.snapshots import snapshot, weigh
-from hardpoint.testing.suite import Violation, short
+from hardpoint.testing.scheduling.fakes.policy import RETURN_VALUES, monitor_policy
+from hardpoint.testing.snapshots import count_elements, snapshot
+from hardpoint.testing.suite import Violation, best_cpu_time, short_repr
 
 Make = Callable[[], SchedulingPolicy]
 
 _NOW = 1000.0
-_STATIC = "return what depends on the request alone; time and chance have no place in a key"
+_STATIC = "return a key that depends on the request alone, not on time or chance"
 
 
 @st.composite
@@ -42,47 +41,48 @@ def _request(draw: st.DrawFn, tags: st.SearchStrategy[dict[str, str]]) -> Engine
     )
 
 
-def requests(
-    tags: st.SearchStrategy[dict[str, str]], most: int
+def request_lists(
+    tags: st.SearchStrategy[dict[str, str]], max_size: int
 ) -> st.SearchStrategy[list[EngineCoreRequest]]:
-    """Return a strategy for up to `most` requests, in the order in which they come."""
-    return st.lists(_request(tags), min_size=1, max_size=most).map(_named)
+    """Return a strategy for up to `max_size` requests, in order of arrival."""
+    return st.lists(_request(tags), min_size=1, max_size=max_size).map(_named)
 
 
 def check_keys(make: Make, sources: Sequence[EngineCoreRequest]) -> None:
-    """Keys compare, make an order, and are the same when asked again."""
-    policy, live = _policy(make), _live(sources)
-    keys = [_enter(policy, request)[0] for request in live]
-    _check_order("key", keys, live)
-    for request, key in zip(live, keys, strict=True):
+    """Check that keys are ordered, and the same for every call and instance."""
+    policy, requests = _policy(make), _make_requests(sources)
+    keys = [_add(policy, request)[0] for request in requests]
+    _check_order("key", keys, requests)
+    for request, key in zip(requests, keys, strict=True):
         again = policy.key(request)
         if _less("key", key, again) or _less("key", again, key):
             raise Violation(
-                f"key({request!r}) returned {short(key)}, and asked again {short(again)}", _STATIC
+                f"key({request!r}) returned {short_repr(key)}, then {short_repr(again)}",
+                _STATIC,
             )
     other = _policy(make)
-    for request, key in zip(live, keys, strict=True):
-        again, _ = _enter(other, request)
+    for request, key in zip(requests, keys, strict=True):
+        again, _ = _add(other, request)
         if _less("key", key, again) or _less("key", again, key):
             raise Violation(
-                f"key({request!r}) is {short(key)} of one instance, and {short(again)} of another "
-                "that was told the same",
+                f"key({request!r}) is {short_repr(key)} of one instance, and {short_repr(again)} "
+                "of another after the same calls",
                 _STATIC,
             )
 
 
 def check_groups(make: Make, sources: Sequence[EngineCoreRequest], tokens: Sequence[int]) -> None:
-    """Groups stay what they are, and their keys make an order, whatever was scheduled."""
-    policy, live = _policy(make), _live(sources)
-    groups = [_enter(policy, request)[1] for request in live]
-    for place, count in enumerate(tokens):
-        _run(policy, live[place % len(live)], count)
-    for request, group in zip(live, groups, strict=True):
+    """Check that groups do not change, and that their keys are ordered after any schedule."""
+    policy, requests = _policy(make), _make_requests(sources)
+    groups = [_add(policy, request)[1] for request in requests]
+    for index, count in enumerate(tokens):
+        _run(policy, requests[index % len(requests)], count)
+    for request, group in zip(requests, groups, strict=True):
         if policy.group(request) != group:
             raise Violation(
-                f"group({request!r}) returned {short(group)}, and asked again "
-                f"{short(policy.group(request))}",
-                "return what depends on the request alone",
+                f"group({request!r}) returned {short_repr(group)}, then "
+                f"{short_repr(policy.group(request))}",
+                "return a group that depends on the request alone",
             )
     distinct = list(dict.fromkeys(groups))
     keys = [policy.group_key(group, _NOW + 5) for group in distinct]
@@ -91,17 +91,17 @@ def check_groups(make: Make, sources: Sequence[EngineCoreRequest], tokens: Seque
         again = policy.group_key(group, _NOW + 5)
         if _less("group_key", key, again) or _less("group_key", again, key):
             raise Violation(
-                f"group_key({short(group)}, now) returned {short(key)}, and asked again "
-                f"{short(again)}, of the same now",
-                "let it change by what was scheduled and by now, and by nothing else",
+                f"group_key({short_repr(group)}, now) returned {short_repr(key)}, then "
+                f"{short_repr(again)}, for the same now",
+                "let it depend on scheduled tokens and on now only",
             )
 
 
 def check_victim(make: Make, sources: Sequence[EngineCoreRequest]) -> None:
-    """The victim runs, and is the same when asked again; also when only one runs."""
-    policy, running = _policy(make), _live(sources)
+    """Check that the victim is running, and the same for every call."""
+    policy, running = _policy(make), _make_requests(sources)
     for request in running:
-        _enter(policy, request)
+        _add(policy, request)
         _run(policy, request, 3)
     while running:
         given = list(running)
@@ -111,169 +111,172 @@ def check_victim(make: Make, sources: Sequence[EngineCoreRequest]) -> None:
         again = policy.victim(given, _load(len(running)))
         if again is not victim:
             raise Violation(
-                f"victim({short(given)}) returned {victim!r}, and asked again {again!r}",
-                "decide by the requests and by what was scheduled",
+                f"victim({short_repr(given)}) returned {victim!r}, then {again!r}",
+                "decide by the requests and their scheduled tokens",
             )
         running.remove(victim)
         policy.preempted(victim)
 
 
 def check_admit(make: Make, sources: Sequence[EngineCoreRequest], running: int) -> None:
-    """It answers None or words."""
-    policy, live = _policy(make), _live(sources)
-    for request in live:
-        _enter(policy, request)
-    for request in live:
+    """Check that admit() returns None or a reason."""
+    policy, requests = _policy(make), _make_requests(sources)
+    for request in requests:
+        _add(policy, request)
+    for request in requests:
         policy.admit(request, _load(running))
 
 
 def check_reads_only(make: Make, sources: Sequence[EngineCoreRequest]) -> None:
-    """No method writes to a request."""
-    policy, live = _policy(make), _live(sources)
+    """Check that no method writes to a request."""
+    policy, requests = _policy(make), _make_requests(sources)
 
     def unchanged(method: str, *given: Any) -> None:
-        before = [_attributes(request) for request in live]
+        before = [_attributes(request) for request in requests]
         getattr(policy, method)(*given)
-        for request, values in zip(live, before, strict=True):
+        for request, values in zip(requests, before, strict=True):
             now = _attributes(request)
             if changed := [name for name, value in values.items() if now[name] != value]:
                 raise Violation(
                     f"{method}() changed {changed[0]} of {request!r}",
-                    "a scheduler alone writes to requests; keep what you note in books of your own",
+                    "only a scheduler writes to requests; keep notes in attributes of the policy",
                 )
 
-    for request in live:
+    for request in requests:
         for method in ("added", "key", "group"):
             unchanged(method, request)
         unchanged("admit", request, _load(0))
         unchanged("scheduled", request, 2)
-    unchanged("victim", list(live), _load(len(live)))
-    for request in live:
+    unchanged("victim", list(requests), _load(len(requests)))
+    for request in requests:
         unchanged("preempted", request)
         unchanged("finished", request)
 
 
 def check_state(make: Make, sources: Sequence[EngineCoreRequest], tokens: Sequence[int]) -> None:
-    """Books are plain data, and whoever takes them over orders groups and requests as before."""
-    old, live = _policy(make), _live(sources)
-    groups = {_enter(old, request)[1] for request in live}
-    for place, count in enumerate(tokens):
-        _run(old, live[place % len(live)], count)
+    """Check that state is plain data, and that an instance that imports it keeps the order."""
+    old, requests = _policy(make), _make_requests(sources)
+    groups = {_add(old, request)[1] for request in requests}
+    for index, count in enumerate(tokens):
+        _run(old, requests[index % len(requests)], count)
     state = old.export_state()
     try:
         msgspec.msgpack.encode(state)
     except Exception as cause:
         raise Violation(
-            f"export_state returned what is no plain data: {type(cause).__name__}: {cause}",
+            f"export_state did not return plain data: {type(cause).__name__}: {cause}",
             "return numbers, strings, lists and dicts of them",
         ) from cause
     new = _policy(make)
     new.import_state(copy.deepcopy(state))
-    for request in live:
-        _enter(new, request)
+    for request in requests:
+        _add(new, request)
     for first, second in permutations(sorted(groups, key=repr), 2):
         was = _less("group_key", *(old.group_key(g, _NOW) for g in (first, second)))
         now = _less("group_key", *(new.group_key(g, _NOW) for g in (first, second)))
         if was != now:
             raise Violation(
-                f"after {short(state)} was taken over, group {first!r} goes before {second!r}: "
+                f"after {short_repr(state)} was imported, group {first!r} goes before {second!r}: "
                 f"{now}; before it was {was}",
                 "export all that group_key depends on",
             )
-    for one, other in permutations(live, 2):
+    for one, other in permutations(requests, 2):
         was = _less("key", old.key(one), old.key(other))
         if was != _less("key", new.key(one), new.key(other)):
             raise Violation(
-                f"after {short(state)} was taken over, {one!r} and {other!r} are in another order",
+                f"after {short_repr(state)} was imported, the order of {one!r} and "
+                f"{other!r} changed",
                 "export all that key depends on",
             )
 
 
 def check_memory(make: Make, sources: Sequence[EngineCoreRequest], waves: int = 40) -> None:
-    """What hangs on a policy does not grow while requests come and go."""
-    policy, weights = make(), []
+    """Check that a policy's attributes do not grow with the number of finished requests."""
+    policy, sizes = make(), []
     for wave in range(2 * waves):
-        live = _live(sources, wave)
-        for request in live:
-            _enter(policy, request)
-        for request in live:
+        requests = _make_requests(sources, wave)
+        for request in requests:
+            _add(policy, request)
+        for request in requests:
             _run(policy, request, 3)
-        policy.preempted(policy.victim(list(live), _load(len(live))))
-        for request in live:
+        policy.preempted(policy.victim(list(requests), _load(len(requests))))
+        for request in requests:
             policy.finished(request)
         if wave in (waves - 1, 2 * waves - 1):
-            own = {name: value for name, value in vars(policy).items() if name != "context"}
-            weights.append(weigh(own))
-        del live
-    passed = waves * len(sources)
-    if weights[1] - weights[0] >= passed // 2:
+            attributes = {name: value for name, value in vars(policy).items() if name != "context"}
+            sizes.append(count_elements(attributes))
+        del requests
+    finished = waves * len(sources)
+    if sizes[1] - sizes[0] >= finished // 2:
         raise Violation(
-            f"what hangs on the policy grew from {weights[0]} to {weights[1]} elements while "
-            f"{passed} requests came and went",
-            "drop in finished() what you noted of a request",
+            f"the policy's attributes grew from {sizes[0]} to {sizes[1]} elements while {finished} "
+            "requests finished",
+            "in finished(), drop the notes on the request",
         )
 
 
 def check_speed(make: Make, sources: Sequence[EngineCoreRequest], budget: float) -> None:
-    """The calls for a request cost no more than `budget` microseconds, with 256 of them."""
+    """Check the cost of the calls per request against a budget in microseconds."""
     count = 256
-    live = [r for wave in range(-(-count // len(sources))) for r in _live(sources, wave)][:count]
+    requests = [
+        r for wave in range(-(-count // len(sources))) for r in _make_requests(sources, wave)
+    ][:count]
     policy = make()
 
     def serve() -> None:
-        for request in live:
-            _, group = _enter(policy, request)
+        for request in requests:
+            _, group = _add(policy, request)
             policy.group_key(group, _NOW)
             policy.admit(request, _load(1))
             policy.scheduled(request, 1)
-        for request in live:
+        for request in requests:
             policy.finished(request)
 
     def choose() -> None:
-        policy.victim(live, _load(count))
+        policy.victim(requests, _load(count))
 
-    costs = {"the calls for one request": best_of(5, serve)}
-    for request in live:
-        _enter(policy, request)
-    costs["victim(), per request that runs,"] = best_of(5, choose)
+    costs = {"the calls for one request": best_cpu_time(5, serve)}
+    for request in requests:
+        _add(policy, request)
+    costs["victim(), per running request,"] = best_cpu_time(5, choose)
     for what, seconds in costs.items():
         cost = seconds * 1e6 / count
         if cost > budget:
             raise Violation(
                 f"{what} cost {cost:.0f} microseconds, the budget is {budget:.0f}",
-                "keep in books what would have to be counted anew; or set budget_us_per_request",
+                "keep counts instead of counting again; or set budget_us_per_request",
             )
 
 
 def _policy(make: Make) -> SchedulingPolicy:
-    """Return a policy whose every answer is checked."""
-    return watched(make())[0]
+    """Return a policy whose return values are checked."""
+    return monitor_policy(make())[0]
 
 
 def _named(sources: list[EngineCoreRequest]) -> list[EngineCoreRequest]:
     return [
-        msgspec.structs.replace(source, request_id=f"r{place}")
-        for place, source in enumerate(sources)
+        msgspec.structs.replace(source, request_id=f"r{index}")
+        for index, source in enumerate(sources)
     ]
 
 
-def _live(sources: Sequence[EngineCoreRequest], wave: int = 0) -> list[Request]:
-    live = []
-    for place, source in enumerate(sources):
+def _make_requests(sources: Sequence[EngineCoreRequest], wave: int = 0) -> list[Request]:
+    requests = []
+    for index, source in enumerate(sources):
         named = msgspec.structs.replace(source, request_id=f"{source.request_id}.{wave}")
-        live.append(Request(named, order=wave * len(sources) + place))
-    return live
+        requests.append(Request(named, order=wave * len(sources) + index))
+    return requests
 
 
-def _enter(policy: SchedulingPolicy, request: Request) -> tuple[Any, Any]:
-    """Do as a scheduler does when a request comes; return its key and group."""
+def _add(policy: SchedulingPolicy, request: Request) -> tuple[Any, Any]:
+    """Add a request as a scheduler does; return its key and group."""
     policy.added(request)
     return policy.key(request), policy.group(request)
 
 
-def _run(policy: SchedulingPolicy, request: Request, most: int) -> None:
-    """Do as a scheduler does when a step computes some tokens of a request."""
-    count = min(most, request.num_tokens - request.num_computed_tokens)
+def _run(policy: SchedulingPolicy, request: Request, max_tokens: int) -> None:
+    """Schedule tokens of a request as a scheduler does."""
+    count = min(max_tokens, request.num_tokens - request.num_computed_tokens)
     request.status = RequestStatus.RUNNING
     policy.scheduled(request, count)
     request.num_computed_tokens += count
@@ -297,28 +300,29 @@ def _less(method: str, first: Any, second: Any) -> bool:
     try:
         return bool(first < second)
     except Exception as cause:
-        raise ANSWERS.broken(
-            f"{method}() returned {short(first)} and {short(second)}, which do not compare: "
-            f"{type(cause).__name__}: {cause}",
+        raise RETURN_VALUES.violation(
+            f"{method}() returned {short_repr(first)} and {short_repr(second)}, which do not "
+            f"compare: {type(cause).__name__}: {cause}",
             "return values of one type, such as tuples of numbers",
         ) from cause
 
 
-def _check_order(method: str, keys: Sequence[Any], whose: Sequence[Any]) -> None:
-    """Less-than is an order: of two at most one goes first, and it carries over."""
+def _check_order(method: str, keys: Sequence[Any], owners: Sequence[Any]) -> None:
+    """Check that `<` is a strict weak order of the keys: asymmetric and transitive."""
     for (i, a), (j, b) in permutations(enumerate(keys), 2):
         if _less(method, a, b) and _less(method, b, a):
             raise Violation(
-                f"{method} of {whose[i]!r} and {whose[j]!r} are each less than the other",
-                "return keys of a type whose < is an order",
+                f"{method} of {owners[i]!r} and {owners[j]!r} are each less than the other",
+                "return keys of a type with an ordered <",
             )
     for (i, a), (_, b), (k, c) in permutations(enumerate(keys), 3):
-        behind = not _less(method, b, a) and not _less(method, c, b)
-        if behind and _less(method, c, a):
+        in_order = not _less(method, b, a) and not _less(method, c, b)
+        if in_order and _less(method, c, a):
             raise Violation(
-                f"{method}: {short(a)} is not behind {short(b)}, which is not behind {short(c)}, "
-                f"but {short(c)} of {whose[k]!r} goes before {short(a)} of {whose[i]!r}",
-                "return keys of a type whose < is an order; NaN is in no order",
+                f"{method}: {short_repr(a)} is not after {short_repr(b)}, which is not after "
+                f"{short_repr(c)}, but {short_repr(c)} of {owners[k]!r} goes before "
+                f"{short_repr(a)} of {owners[i]!r}",
+                "return keys of a type with an ordered <; NaN is not ordered",
             )
 
 

@@ -1,4 +1,4 @@
-"""Scripted collaborators of a scheduler: a KV connector and grammars that do as they are told."""
+"""Scripted collaborators of a scheduler: a KV connector and grammars."""
 
 from __future__ import annotations
 
@@ -14,37 +14,38 @@ from hardpoint.plugins import (
     RequestError,
     SchedulerOutput,
 )
-from hardpoint.testing.scheduling.checks.names import TRANSFER
+from hardpoint.testing.scheduling.checks.names import KV_TRANSFER
 
-from .memory import Content, Memory, histories
+from .memory import KVContent, KVMemory, history_hashes
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What a scripted connector does for a request.
+    """How a scripted connector treats a request.
 
     Attributes:
-        tokens: how many it has, beyond what the local cache has; cut where the request ends.
-        steps: so many steps after the one that began it they are there, while the request waits;
-            None loads them within the step.
-        asks: how often it answers that it does not know yet.
-        fails: index of the loaded block that cannot be loaded; None is none.
-        keeps: so many steps after its end its blocks are still needed; 0 lets them go at once.
+        tokens: number of tokens that it has beyond the local cache, at most the request's.
+        load_steps: number of steps that loading takes, while the request waits; None loads within
+            the step that begins it.
+        pending_lookups: number of lookups that it answers with "not known yet".
+        failed_block: index of the loaded block that fails to load; None for no failure.
+        save_steps: number of steps for which it saves the blocks of the finished request; 0
+            releases them at once.
     """
 
     tokens: int = 0
-    steps: int | None = None
-    asks: int = 0
-    fails: int | None = None
-    keeps: int = 0
+    load_steps: int | None = None
+    pending_lookups: int = 0
+    failed_block: int | None = None
+    save_steps: int = 0
 
 
 NO_TRANSFER = Transfer()
 
 
 @dataclass(frozen=True)
-class Load:
-    """Tokens that the worker has to load: positions `start` up to `end`."""
+class LoadJob:
+    """Tokens that the worker has to load: positions `start` to `end`, exclusive."""
 
     request: Request
     start: int
@@ -54,8 +55,8 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Save:
-    """Blocks that the worker has to keep for so many steps."""
+class SaveJob:
+    """Blocks that the worker saves for `steps` steps."""
 
     request_id: str
     tables: tuple[tuple[int, ...], ...]
@@ -63,259 +64,260 @@ class Save:
 
 
 @dataclass
-class Work:
-    """What a plan asks of the workers' half."""
+class TransferJobs:
+    """The connector metadata of a plan: what the worker's half has to load and save."""
 
-    loads: list[Load] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
+    loads: list[LoadJob] = field(default_factory=list)
+    saves: list[SaveJob] = field(default_factory=list)
 
 
 class ScriptedConnector:
-    """The scheduler's half of a connector that does what it was told per request.
+    """The scheduler's half of a KV connector that follows a script per request.
 
     Attributes:
-        last: what the last plan carries.
-        allocated: ids of the requests of which `update_state_after_alloc` told, in this step.
+        last_jobs: the metadata of the newest plan.
+        allocated: ids passed to `update_state_after_alloc` since the last plan.
     """
 
     def __init__(self) -> None:
-        """Know nothing of any request."""
-        self.last: Work | None = None
+        """Create a connector without scripts."""
+        self.last_jobs: TransferJobs | None = None
         self.allocated: set[str] = set()
-        self._told: set[str] = set()
+        self._notified: set[str] = set()
         self._scripts: dict[str, Transfer] = {}
-        self._asked: dict[str, int] = {}
+        self._lookups: dict[str, int] = {}
         self._offers: dict[str, tuple[int, int]] = {}
-        self._work = Work()
+        self._jobs = TransferJobs()
 
     def expect(self, request_id: str, transfer: Transfer) -> None:
-        """Do this for a request that is about to come."""
+        """Set the script of a request before it is added."""
         self._scripts[request_id] = transfer
-        self._asked[request_id] = 0
+        self._lookups[request_id] = 0
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Answer as the script says."""
+        """Return the number of external tokens, as the script says."""
         transfer = self._scripts.get(request.request_id, NO_TRANSFER)
-        if self._asked.get(request.request_id, 0) < transfer.asks:
-            self._asked[request.request_id] += 1
+        if self._lookups.get(request.request_id, 0) < transfer.pending_lookups:
+            self._lookups[request.request_id] += 1
             return None, False
-        there = max(min(transfer.tokens, request.num_tokens - num_computed_tokens), 0)
-        self._offers[request.request_id] = (num_computed_tokens, there)
-        return there, transfer.steps is not None and there > 0
+        available = max(min(transfer.tokens, request.num_tokens - num_computed_tokens), 0)
+        self._offers[request.request_id] = (num_computed_tokens, available)
+        return available, transfer.load_steps is not None and available > 0
 
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
-        """Begin to load."""
+        """Queue the load of a request's external tokens."""
         request_id = request.request_id
         self.allocated.add(request_id)
-        start, there = self._offers.pop(request_id, (0, 0))
-        if num_external_tokens > there:
-            raise TRANSFER.broken(
-                f"update_state_after_alloc was told of {num_external_tokens} external tokens of "
-                f"{request_id!r}, but get_num_new_matched_tokens said {there}"
+        start, available = self._offers.pop(request_id, (0, 0))
+        if num_external_tokens > available:
+            raise KV_TRANSFER.violation(
+                f"update_state_after_alloc got {num_external_tokens} external tokens of "
+                f"{request_id!r}, but get_num_new_matched_tokens returned {available}"
             )
         if num_external_tokens:
             tables = tuple(tuple(table) for table in block_ids)
             transfer = self._scripts[request_id]
             end = start + num_external_tokens
-            self._work.loads.append(Load(request, start, end, tables, transfer))
+            self._jobs.loads.append(LoadJob(request, start, end, tables, transfer))
 
     def check_admitted(self, request_ids: Iterable[str]) -> None:
-        """Check that it was told of the blocks of requests which run from now on."""
-        self._told |= self.allocated
+        """Check that it was notified of the blocks of newly running requests."""
+        self._notified |= self.allocated
         self.allocated = set()
         for request_id in request_ids:
-            if request_id not in self._told:
-                raise TRANSFER.broken(
-                    f"{request_id!r} runs, but update_state_after_alloc was not told of its blocks",
+            if request_id not in self._notified:
+                raise KV_TRANSFER.violation(
+                    f"{request_id!r} runs, but update_state_after_alloc was not called for it",
                     "call it after every allocation for a request that is admitted",
                 )
-            self._told.discard(request_id)
+            self._notified.discard(request_id)
 
     @property
-    def busy(self) -> bool:
-        """Whether the next plan carries work."""
-        return bool(self._work.loads or self._work.saves)
+    def has_jobs(self) -> bool:
+        """Return whether the next plan carries jobs."""
+        return bool(self._jobs.loads or self._jobs.saves)
 
-    def concerns(self, request_id: str) -> bool:
-        """Whether the next plan carries work for a request."""
-        work = self._work
-        loading = any(load.request.request_id == request_id for load in work.loads)
-        return loading or any(save.request_id == request_id for save in work.saves)
+    def has_jobs_for(self, request_id: str) -> bool:
+        """Return whether the next plan carries jobs for a request."""
+        jobs = self._jobs
+        loading = any(load.request.request_id == request_id for load in jobs.loads)
+        return loading or any(save.request_id == request_id for save in jobs.saves)
 
     def build_connector_meta(self, plan: SchedulerOutput) -> Any:  # noqa: ARG002
-        """Return the work of this step."""
-        self.last, self._work = self._work, Work()
-        return self.last
+        """Return the jobs of this step."""
+        self.last_jobs, self._jobs = self._jobs, TransferJobs()
+        return self.last_jobs
 
     def request_finished(
         self, request: Request, block_ids: BlockIds
     ) -> tuple[bool, Mapping[str, Any] | None]:
-        """Keep the blocks if the script says so."""
+        """Queue the save of the request's blocks, if the script has one."""
         request_id = request.request_id
         transfer = self._scripts.get(request_id, NO_TRANSFER)
         tables = tuple(tuple(table) for table in block_ids)
         self._offers.pop(request_id, None)
-        if not transfer.keeps or not any(tables):
+        if not transfer.save_steps or not any(tables):
             return False, None
-        self._work.saves.append(Save(request_id, tables, transfer.keeps))
+        self._jobs.saves.append(SaveJob(request_id, tables, transfer.save_steps))
         return True, {"kept": request_id}
 
 
 @dataclass(frozen=True)
 class Compile:
-    """How a request's grammar is made ready.
+    """How a request's grammar compiles.
 
     Attributes:
-        asks: how often it is not ready when somebody asks.
-        fails: whether it turns out to be wrong then.
+        pending_polls: number of `ready` calls that return False.
+        fails: True if compilation fails after them.
     """
 
-    asks: int = 0
+    pending_polls: int = 0
     fails: bool = False
 
 
 class ScriptedGrammars:
-    """Grammars that are ready, or fail, after so many questions."""
+    """Grammars that are ready, or fail, after a scripted number of polls."""
 
     def __init__(self) -> None:
-        """Know of no grammar."""
+        """Create grammars without scripts."""
         self._scripts: dict[str, Compile] = {}
-        self._asked: dict[str, int] = {}
+        self._polls: dict[str, int] = {}
 
     def expect(self, request_id: str, compile_: Compile | None) -> None:
-        """Do this for a request that is about to come; None is one without a grammar."""
-        self._asked[request_id] = 0
+        """Set the script of a request before it is added; None for one without a grammar."""
+        self._polls[request_id] = 0
         self._scripts.pop(request_id, None)
         if compile_ is not None:
             self._scripts[request_id] = compile_
 
     def constrains(self, request_id: str) -> bool:
-        """Whether a request has a grammar."""
+        """Return whether a request has a grammar."""
         return request_id in self._scripts
 
     def is_ready(self, request_id: str) -> bool:
-        """Whether a grammar was said to be ready."""
-        return self._asked[request_id] > self._scripts[request_id].asks
+        """Return whether a grammar was reported as ready."""
+        return self._polls[request_id] > self._scripts[request_id].pending_polls
 
     def uses(self, request: Request) -> bool:
-        """Whether a grammar constrains a request."""
+        """Return whether a grammar constrains a request."""
         return request.request_id in self._scripts
 
     def ready(self, request: Request) -> bool:
-        """Answer as the script says.
+        """Poll a grammar; return whether it is ready.
 
         Raises:
-            RequestError: the grammar is one of those that fail.
+            RequestError: its script makes it fail.
         """
         script = self._scripts[request.request_id]
-        asked = self._asked[request.request_id] = self._asked[request.request_id] + 1
-        if asked <= script.asks:
+        polls = self._polls[request.request_id] = self._polls[request.request_id] + 1
+        if polls <= script.pending_polls:
             return False
         if script.fails:
-            raise RequestError(f"grammar: that of {request.request_id!r} cannot be compiled")
+            raise RequestError(f"grammar: the grammar of {request.request_id!r} cannot be compiled")
         return True
 
     def bitmask(self, plan: SchedulerOutput) -> GrammarBitmask | None:  # noqa: ARG002
-        """Return None: a scheduler does not ask, and every token is allowed."""
+        """Return None: every token is allowed."""
         return None
 
 
 @dataclass
-class _Pending:
-    load: Load
-    steps: int
+class _RunningLoad:
+    job: LoadJob
+    steps_left: int
 
 
 @dataclass
-class _Kept:
-    save: Save
-    steps: int
+class _RunningSave:
+    job: SaveJob
+    steps_left: int
 
 
 class WorkerTransfers:
-    """Loads tokens into the memory, at once or after some steps, and keeps blocks that are saved.
+    """The worker's half of the connector: loads tokens into the KV memory, and saves blocks.
 
-    What it once began it ends, also if the request is gone by then.
+    A job runs to its end even if its request finishes before.
     """
 
-    def __init__(self, memory: Memory) -> None:
-        """Begin with nothing to do."""
+    def __init__(self, memory: KVMemory) -> None:
+        """Create it without jobs."""
         self._memory = memory
-        self._loads: list[_Pending] = []
-        self._saves: list[_Kept] = []
+        self._loads: list[_RunningLoad] = []
+        self._saves: list[_RunningSave] = []
 
     @property
-    def busy(self) -> bool:
-        """Whether something is not done yet."""
+    def has_jobs(self) -> bool:
+        """Return whether any job is running."""
         return bool(self._loads or self._saves)
 
-    def concerns(self, request_id: str) -> bool:
-        """Whether something is not done yet for a request."""
-        loading = any(p.load.request.request_id == request_id for p in self._loads)
-        return loading or any(kept.save.request_id == request_id for kept in self._saves)
+    def has_jobs_for(self, request_id: str) -> bool:
+        """Return whether any job of a request is running."""
+        loading = any(load.job.request.request_id == request_id for load in self._loads)
+        return loading or any(save.job.request_id == request_id for save in self._saves)
 
-    def user_of(self, blocks: Iterable[int]) -> tuple[int, str] | None:
-        """Return one of these blocks that is being loaded or saved, and for which request."""
+    def find_user(self, blocks: Iterable[int]) -> tuple[int, str] | None:
+        """Return a block of `blocks` that is being loaded or saved, and the request's id."""
         wanted = set(blocks)
-        used = [(p.load.request.request_id, self._loaded_blocks(p.load)) for p in self._loads]
-        used += [(k.save.request_id, {b for t in k.save.tables for b in t}) for k in self._saves]
-        for request_id, theirs in used:
-            if shared := wanted & theirs:
+        used = [(x.job.request.request_id, self._loaded_blocks(x.job)) for x in self._loads]
+        used += [(x.job.request_id, {b for t in x.job.tables for b in t}) for x in self._saves]
+        for request_id, in_use in used:
+            if shared := wanted & in_use:
                 return min(shared), request_id
         return None
 
-    def begin(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        """Take a plan's work; do what is to be done within the step."""
-        work = plan.kv_connector_metadata
-        if not isinstance(work, Work):
+    def start(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """Start a plan's jobs; run those that take no further step."""
+        jobs = plan.kv_connector_metadata
+        if not isinstance(jobs, TransferJobs):
             return
-        for load in work.loads:
-            if load.transfer.steps is None:
+        for load in jobs.loads:
+            if load.transfer.load_steps is None:
                 result.invalid_block_ids |= self._load(load, plan.step)
             else:
-                self._loads.append(_Pending(load, load.transfer.steps))
-        self._saves += [_Kept(save, save.steps) for save in work.saves]
+                self._loads.append(_RunningLoad(load, load.transfer.load_steps))
+        self._saves += [_RunningSave(save, save.steps) for save in jobs.saves]
 
-    def go_on(self, step: int, result: ModelRunnerOutput) -> None:
-        """Take the others one step further, and say what is done."""
-        for pending in list(self._loads):
-            pending.steps -= 1
-            if pending.steps <= 0:
-                self._loads.remove(pending)
-                result.invalid_block_ids |= self._load(pending.load, step)
-                result.kv_loaded |= {pending.load.request.request_id}
-        for kept in list(self._saves):
-            kept.steps -= 1
-            if kept.steps <= 0:
-                self._saves.remove(kept)
-                result.kv_saved |= {kept.save.request_id}
+    def advance(self, step: int, result: ModelRunnerOutput) -> None:
+        """Advance the running jobs by one step; add the finished ones to the result."""
+        for load in list(self._loads):
+            load.steps_left -= 1
+            if load.steps_left <= 0:
+                self._loads.remove(load)
+                result.invalid_block_ids |= self._load(load.job, step)
+                result.kv_loaded |= {load.job.request.request_id}
+        for save in list(self._saves):
+            save.steps_left -= 1
+            if save.steps_left <= 0:
+                self._saves.remove(save)
+                result.kv_saved |= {save.job.request_id}
 
-    def _load(self, load: Load, step: int) -> set[int]:
-        """Write what was loaded; return the blocks that could not be."""
+    def _load(self, load: LoadJob, step: int) -> set[int]:
+        """Write the loaded tokens; return the blocks that failed to load."""
         source = load.request.source
         tokens = load.request.token_ids(0, load.end)
         if len(tokens) < load.end:
-            raise TRANSFER.broken(
-                f"{load.end} tokens of {source.request_id!r} are to be loaded, it has {len(tokens)}"
+            raise KV_TRANSFER.violation(
+                f"{load.end} tokens of {source.request_id!r} are to be loaded, but it has "
+                f"{len(tokens)}"
             )
         lora = None if source.lora is None else source.lora.name
-        size, failing = self._memory.block_size, load.transfer.fails
+        size, failing = self._memory.block_size, load.transfer.failed_block
         invalid: set[int] = set()
-        values = histories(source, tokens)
+        values = history_hashes(source, tokens)
         for group, table in enumerate(load.tables):
             for position in range(load.start, load.end):
                 bad = failing is not None and (position - load.start) // size == failing
-                content = Content(group, position, values[position], source.cache_salt, lora)
+                content = KVContent(group, position, values[position], source.cache_salt, lora)
                 self._memory.write(table, content, source.request_id, step if bad else 0)
                 if bad:
                     invalid.add(table[position // size])
         return invalid
 
-    def _loaded_blocks(self, load: Load) -> set[int]:
+    def _loaded_blocks(self, load: LoadJob) -> set[int]:
         size = self._memory.block_size
         first, end = load.start // size, -(-load.end // size)
         return {block for table in load.tables for block in table[first:end]}

@@ -1,4 +1,4 @@
-"""A KV cache manager under watch: who holds what, and whether anything is lost."""
+"""A KV cache manager that tracks block holders and checks that no block is leaked."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterable, Sequence
 from hardpoint.plugins import Request
 from hardpoint.plugins.kv_cache import BlockIds, CachedPrefix, KVCacheGroup, KVCacheManager, KVEvent
 from hardpoint.plugins.stats import PrefixCacheStats
-from hardpoint.testing.scheduling.checks.names import POOL
+from hardpoint.testing.scheduling.checks.names import BLOCKS
 
 
-class WatchedKVCache:
-    """Passes everything on, and keeps books of its own.
+class MonitoredKVCacheManager:
+    """Forwards every call to a KV cache manager, and tracks which requests hold blocks.
 
     Attributes:
         holders: requests that hold blocks, by id.
-        null_blocks: ids of blocks that nobody holds and that stand where a window sees nothing.
+        null_blocks: ids of the placeholder blocks for positions outside a window.
     """
 
     def __init__(self, inner: KVCacheManager) -> None:
-        """Watch `inner`, of which every block is free."""
+        """Wrap `inner`, whose blocks are all free."""
         self.inner = inner
         self.block_size = inner.block_size
         self.num_blocks = inner.num_blocks
@@ -29,26 +29,26 @@ class WatchedKVCache:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds."""
+        """Return the number of free blocks."""
         return self.inner.num_free_blocks
 
     @property
     def num_usable_blocks(self) -> int:
-        """Blocks that requests can hold."""
+        """Return the number of blocks that requests can hold."""
         return self.inner.num_usable_blocks
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """Return the most blocks that a request of so many tokens ever holds."""
+        """Return the maximum number of blocks that a request of `num_tokens` tokens holds."""
         return self.inner.blocks_needed(num_tokens)
 
     def lookup(self, request: Request) -> CachedPrefix:
-        """Return what the cache has of a request, and check that it is whole blocks."""
+        """Return the cached prefix of a request; check that it consists of whole blocks."""
         prefix = self.inner.lookup(request)
         tokens = prefix.num_tokens
         if tokens % self.block_size or not 0 <= tokens < request.num_tokens:
-            raise POOL.broken(
-                f"lookup found {tokens} tokens of {request!r}, with blocks of {self.block_size}",
-                "return a multiple of the block size that is less than the request has",
+            raise BLOCKS.violation(
+                f"lookup found {tokens} tokens of {request!r}, block_size is {self.block_size}",
+                "return a multiple of the block size below the request's number of tokens",
             )
         return prefix
 
@@ -63,9 +63,9 @@ class WatchedKVCache:
         num_reserved_blocks: int = 0,
         delay_caching: bool = False,
     ) -> bool:
-        """Give a request its first blocks."""
+        """Allocate a request's first blocks."""
         if request.request_id in self.holders:
-            raise POOL.broken(f"admit of {request.request_id!r}, which holds blocks already")
+            raise BLOCKS.violation(f"admit of {request.request_id!r}, which holds blocks already")
         admitted = self.inner.admit(
             request,
             prefix,
@@ -78,34 +78,34 @@ class WatchedKVCache:
         if admitted:
             self.holders[request.request_id] = request
             if self.num_free_blocks < num_reserved_blocks:
-                raise POOL.broken(
-                    f"admit left {self.num_free_blocks} blocks free, {num_reserved_blocks} were "
-                    "to stay so"
+                raise BLOCKS.violation(
+                    f"admit left {self.num_free_blocks} blocks free, {num_reserved_blocks} are "
+                    "reserved"
                 )
         return admitted
 
     def extend(
         self, request: Request, num_new_tokens: int, num_lookahead_tokens: int = 0
     ) -> BlockIds | None:
-        """Extend a request's blocks."""
+        """Allocate further blocks for a request."""
         if request.request_id not in self.holders:
-            raise POOL.broken(f"extend of {request.request_id!r}, which holds no blocks")
+            raise BLOCKS.violation(f"extend of {request.request_id!r}, which holds no blocks")
         return self.inner.extend(request, num_new_tokens, num_lookahead_tokens)
 
     def cache_arrived(self, request: Request, num_tokens: int) -> None:
-        """Pass it on."""
+        """Forward the call."""
         self.inner.cache_arrived(request, num_tokens)
 
     def rewind(self, request: Request, num_tokens: int) -> None:
-        """Pass it on."""
+        """Forward the call."""
         self.inner.rewind(request, num_tokens)
 
     def discard(self, block_ids: Iterable[int]) -> None:
-        """Pass it on."""
+        """Forward the call."""
         self.inner.discard(block_ids)
 
     def free(self, request: Request) -> None:
-        """Take back all of a request's blocks."""
+        """Free all blocks of a request."""
         self.inner.free(request)
         self.holders.pop(request.request_id, None)
 
@@ -114,42 +114,45 @@ class WatchedKVCache:
         return self.inner.block_ids(request)
 
     def reset(self) -> None:
-        """Pass it on."""
+        """Forward the call."""
         self.inner.reset()
 
     def take_events(self) -> list[KVEvent]:
-        """Pass it on."""
+        """Forward the call."""
         return self.inner.take_events()
 
     def stats(self) -> PrefixCacheStats:
-        """Pass it on."""
+        """Forward the call."""
         return self.inner.stats()
 
-    def check(self) -> None:
-        """Every block is held by those who say so, or free."""
+    def check_blocks(self) -> None:
+        """Check that every block is free or in the table of a request that holds blocks."""
         held: set[int] = set()
         for request in self.holders.values():
             tables = self.inner.block_ids(request)
             for table in tables:
                 own = [block for block in table if block not in self.null_blocks]
                 if len(set(own)) < len(own):
-                    raise POOL.broken(f"{request.request_id!r} has a block twice: {list(table)}")
+                    raise BLOCKS.violation(
+                        f"{request.request_id!r} has a block twice: {list(table)}"
+                    )
                 if strange := [b for b in own if not 0 <= b < self.num_blocks]:
-                    raise POOL.broken(
+                    raise BLOCKS.violation(
                         f"{request.request_id!r} has block {strange[0]} of {self.num_blocks}"
                     )
                 held.update(own)
         free, usable = self.num_free_blocks, self.num_usable_blocks
         if len(held) + free != usable:
-            raise POOL.broken(
+            raise BLOCKS.violation(
                 f"{len(held)} blocks are held by {sorted(self.holders)} and {free} are free, but "
                 f"there are {usable}"
             )
 
     def check_all_free(self) -> None:
-        """Nobody holds anything."""
+        """Check that all blocks are free."""
         if self.holders or self.num_free_blocks != self.num_usable_blocks:
-            raise POOL.broken(
-                f"nothing is live, but {self.num_usable_blocks - self.num_free_blocks} blocks are "
-                f"still held, by {sorted(self.holders)}"
+            raise BLOCKS.violation(
+                "no request is unfinished, but "
+                f"{self.num_usable_blocks - self.num_free_blocks} blocks are still held, by "
+                f"{sorted(self.holders)}"
             )

@@ -1,4 +1,4 @@
-"""A model of the workers' KV cache: what every slot of every block holds."""
+"""A model of the worker's KV cache: the content of every slot of every block."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hardpoint.plugins import EngineCoreRequest
-from hardpoint.testing.scheduling.checks.names import CONTENT
+from hardpoint.testing.scheduling.checks.names import KV_CONTENT
 
 _MODULUS = 2**31 - 1
 _BASE = 1_000_003
 
 
-def step_history(value: int, token: int) -> int:
-    """Return the history hash of a history and one token more."""
+def extend_history_hash(value: int, token: int) -> int:
+    """Return the history hash after one more token."""
     return (value * _BASE + token + 1) % _MODULUS
 
 
-def histories(source: EngineCoreRequest, tokens: Sequence[int]) -> list[int]:
-    """Return per position what its keys and values depend on: the tokens and features up to it."""
+def history_hashes(source: EngineCoreRequest, tokens: Sequence[int]) -> list[int]:
+    """Return per position a hash of the tokens and features that its keys and values depend on."""
     value = 0
     result = []
     codes = [0] * len(tokens)
@@ -28,13 +28,13 @@ def histories(source: EngineCoreRequest, tokens: Sequence[int]) -> list[int]:
         for position in range(feature.offset, min(feature.offset + feature.length, len(tokens))):
             codes[position] = code * 1_000 + position - feature.offset
     for token, code in zip(tokens, codes, strict=True):
-        value = step_history(value, token + 1_000_000 * code)
+        value = extend_history_hash(value, token + 1_000_000 * code)
         result.append(value)
     return result
 
 
-class Content(NamedTuple):
-    """Keys and values of one token: equal where it may be shared."""
+class KVContent(NamedTuple):
+    """The keys and values of one token; equal contents may share a slot."""
 
     group: int
     position: int
@@ -45,77 +45,80 @@ class Content(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """What a slot holds.
+    """The content of a slot.
 
     Attributes:
-        content: None where it could not be loaded, or was computed from such.
+        content: None if it failed to load, or was computed from content that did.
         writer: id of the request that wrote it.
-        bad_since: the step whose result says that it is bad.
+        invalid_since: the step whose result reports it as invalid; 0 if it is valid.
     """
 
-    content: Content | None
+    content: KVContent | None
     writer: str
-    bad_since: int = 0
+    invalid_since: int = 0
 
 
-class Memory:
-    """Slots by block and offset.
+class KVMemory:
+    """The slots of all blocks, by block and offset.
 
     Attributes:
-        delivered: the last step whose result the scheduler has.
+        last_delivered_step: the newest step whose result the scheduler got.
     """
 
     def __init__(self, block_size: int) -> None:
-        """Begin with nothing in it."""
+        """Create an empty memory."""
         self.block_size = block_size
-        self.delivered = 0
+        self.last_delivered_step = 0
         self._slots: dict[tuple[int, int], _Slot] = {}
 
     def write(
-        self, table: Sequence[int], content: Content, writer: str, bad_since: int = 0
+        self, table: Sequence[int], content: KVContent, writer: str, invalid_since: int = 0
     ) -> None:
-        """Store one token's keys and values; `bad_since` tells that they are worth nothing."""
+        """Store one token's keys and values; a non-zero `invalid_since` marks them as invalid."""
         block, offset = divmod(content.position, self.block_size)
-        stored = None if bad_since else content
-        self._slots[table[block], offset] = _Slot(stored, writer, bad_since)
+        stored = None if invalid_since else content
+        self._slots[table[block], offset] = _Slot(stored, writer, invalid_since)
 
-    def read(self, table: Sequence[int], content: Content, reader: str) -> int:
-        """Check that a token's keys and values are there.
+    def read(self, table: Sequence[int], content: KVContent, reader: str) -> int:
+        """Check that a slot holds a token's keys and values.
 
         Returns:
-            0 if they are; else the step whose result will say that they could not be loaded.
+            0 if it does; else the step whose result will report them as not loaded.
+
+        Raises:
+            Violation: it holds something else.
         """
         block, offset = divmod(content.position, self.block_size)
         slot = self._slots.get((table[block], offset))
         where = f"position {content.position} of {reader!r}, in block {table[block]},"
         if slot is None:
-            raise CONTENT.broken(f"{where} is read, but nothing was ever written there")
-        if slot.bad_since:
-            if slot.bad_since <= self.delivered:
-                raise CONTENT.broken(
-                    f"{where} is read, which could not be loaded or was computed from what could "
-                    f"not be, as the result of step {slot.bad_since} said",
-                    "rewind who holds an invalid block, discard it, and compute it anew",
+            raise KV_CONTENT.violation(f"{where} is read, but was never written")
+        if slot.invalid_since:
+            if slot.invalid_since <= self.last_delivered_step:
+                raise KV_CONTENT.violation(
+                    f"{where} is read, but it could not be loaded, or was computed from content "
+                    f"that could not be, as the result of step {slot.invalid_since} reported",
+                    "rewind requests that hold an invalid block, discard it, and compute it again",
                 )
-            return slot.bad_since
+            return slot.invalid_since
         if slot.content != content:
-            raise CONTENT.broken(f"{where} {_difference(slot, content)}")
+            raise KV_CONTENT.violation(f"{where} {_difference(slot, content)}")
         return 0
 
     def clear(self) -> None:
-        """Take it that nothing is worth anything."""
+        """Empty all slots."""
         self._slots.clear()
 
 
-def _difference(slot: _Slot, wanted: Content) -> str:
-    there = slot.content
-    assert there is not None
-    if there.salt != wanted.salt:
-        return f"has cache salt {wanted.salt!r}, but the block is of salt {there.salt!r}"
-    if there.lora != wanted.lora:
-        return f"has adapter {wanted.lora!r}, but the block is of adapter {there.lora!r}"
-    if there.group != wanted.group:
-        return f"is read in group {wanted.group}, but the block is of group {there.group}"
-    if there.position != wanted.position:
-        return f"is read, but the block holds position {there.position} of {slot.writer!r}"
+def _difference(slot: _Slot, wanted: KVContent) -> str:
+    stored = slot.content
+    assert stored is not None
+    if stored.salt != wanted.salt:
+        return f"has cache salt {wanted.salt!r}, but the block has salt {stored.salt!r}"
+    if stored.lora != wanted.lora:
+        return f"has adapter {wanted.lora!r}, but the block has adapter {stored.lora!r}"
+    if stored.group != wanted.group:
+        return f"is read in group {wanted.group}, but the block belongs to group {stored.group}"
+    if stored.position != wanted.position:
+        return f"is read, but the block holds position {stored.position} of {slot.writer!r}"
     return f"is read, but the block holds another history, which {slot.writer!r} wrote"

@@ -1,4 +1,4 @@
-"""A scheduling policy under watch: what it answers, and what it is told."""
+"""A scheduling policy whose calls and return values are recorded and checked."""
 
 from __future__ import annotations
 
@@ -6,116 +6,124 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from hardpoint.plugins import Load, Request, SchedulingPolicy
-from hardpoint.testing.scheduling.checks.names import POLICY, BrokenRule, Rule
-from hardpoint.testing.suite import short
+from hardpoint.testing.scheduling.checks.names import POLICY_CALLS, Rule
+from hardpoint.testing.suite import Violation, short_repr
 
-ANSWERS = Rule(
-    "answers: each method returns what the contract says, and raises nothing",
-    "return a key that compares, a group that hashes, None or words, and one of those that run",
+RETURN_VALUES = Rule(
+    "return values: each method returns what the contract says, and raises nothing",
+    "return a comparable key, a hashable group, None or a reason, and a victim that is running",
 )
 
-_TOLD = ("added", "scheduled", "preempted", "finished")
-_ASKED = ("key", "group", "group_key", "admit", "victim")
+_NOTIFICATIONS = ("added", "scheduled", "preempted", "finished")
+_QUERIES = ("key", "group", "group_key", "admit", "victim")
 
 
-class Ledger:
-    """What a policy was told and has answered.
+class PolicyMonitor:
+    """Records the calls of a scheduling policy, and checks those of the scheduler.
 
     Attributes:
-        live: requests that came and did not end, by id.
-        tokens: by id, what `scheduled` told since `begin_step`.
-        first: the first answer that was wrong; later ones may follow from it.
-        methods: those that the policy overrides.
+        unfinished: requests added and not finished, by id.
+        tokens: by id, the tokens passed to `scheduled` since `begin_step`.
+        first_violation: the first wrong return value; later ones may follow from it.
+        methods: names of the methods that the policy overrides.
     """
 
     def __init__(self, methods: frozenset[str]) -> None:
-        """Begin with nothing."""
+        """Create a monitor without requests."""
         self.methods = methods
-        self.live: dict[str, Request] = {}
+        self.unfinished: dict[str, Request] = {}
         self.tokens: dict[str, int] = {}
-        self.first: BrokenRule | None = None
+        self.first_violation: Violation | None = None
 
     def begin_step(self) -> None:
-        """Forget what the last step scheduled."""
+        """Clear the tokens of the last step."""
         self.tokens = {}
 
     def check_scheduled(self, expected: dict[str, int]) -> None:
-        """The step's tokens were told."""
-        told = {name: self.tokens.get(name, 0) for name in expected}
-        if told != expected:
-            raise POLICY.broken(
-                f"scheduled() was told of {told} tokens, the plan has {dict(expected)}"
+        """Check that `scheduled` got the tokens of the plan."""
+        recorded = {name: self.tokens.get(name, 0) for name in expected}
+        if recorded != expected:
+            raise POLICY_CALLS.violation(
+                f"scheduled() got the tokens {recorded}, the plan has {dict(expected)}"
             )
 
     def added(self, request: Request) -> None:
-        """A request came."""
-        if request.request_id in self.live:
-            raise POLICY.broken(f"added({request!r}) twice")
-        self.live[request.request_id] = request
+        """Record that a request was added."""
+        if request.request_id in self.unfinished:
+            raise POLICY_CALLS.violation(f"added({request!r}) twice")
+        self.unfinished[request.request_id] = request
 
     def scheduled(self, request: Request, tokens: int) -> None:
-        """A request got tokens."""
-        self._check_live("scheduled", request)
+        """Record the tokens scheduled for a request."""
+        self._check_unfinished("scheduled", request)
         before = self.tokens.get(request.request_id, 0)
         self.tokens[request.request_id] = before + tokens
 
     def preempted(self, request: Request) -> None:
-        """A request lost its blocks."""
-        self._check_live("preempted", request)
+        """Record that a request was preempted."""
+        self._check_unfinished("preempted", request)
 
     def finished(self, request: Request) -> None:
-        """A request ended."""
-        self._check_live("finished", request)
-        del self.live[request.request_id]
+        """Record that a request finished."""
+        self._check_unfinished("finished", request)
+        del self.unfinished[request.request_id]
 
-    def _check_live(self, method: str, request: Request) -> None:
-        if self.live.get(request.request_id) is not request:
-            raise POLICY.broken(
-                f"{method}({request!r}), of which added() did not tell, or finished() did"
+    def record_violation(self, method: str, given: Sequence[Any], message: str) -> Violation:
+        """Record a wrong result of a call; return the first violation."""
+        if self.first_violation is None:
+            arguments = ", ".join(map(short_repr, given))
+            self.first_violation = RETURN_VALUES.violation(f"{method}({arguments}) {message}")
+        return self.first_violation
+
+    def _check_unfinished(self, method: str, request: Request) -> None:
+        if self.unfinished.get(request.request_id) is not request:
+            raise POLICY_CALLS.violation(
+                f"{method}({request!r}) without added(), or after finished()"
             )
 
 
-def watched(policy: SchedulingPolicy) -> tuple[SchedulingPolicy, Ledger]:
-    """Return a policy that answers as `policy` does, under watch, and what it learns.
+def monitor_policy(policy: SchedulingPolicy) -> tuple[SchedulingPolicy, PolicyMonitor]:
+    """Return a policy that forwards every call to `policy`, and the monitor of these calls.
 
-    It overrides what `policy` overrides and nothing else, so that a scheduler which leaves out
-    calls that nobody waits for goes the same way.
+    It overrides `key`, `added`, `finished` and the methods that `policy` overrides: a scheduler
+    may skip the others.
     """
-    own = policy.overridden | {"key"}
-    ledger = Ledger(own)
+    overridden = policy.overridden | {"key"}
+    monitor = PolicyMonitor(overridden)
     methods: dict[str, Any] = {"contract": 1, "state_format": policy.state_format}
     methods["__init__"] = lambda _self, _context: None
-    for name in own | {"added", "finished"}:
-        methods[name] = _method(policy, name, ledger)
+    for name in overridden | {"added", "finished"}:
+        methods[name] = _monitored_method(policy, name, monitor)
     for name in ("export_state", "import_state"):
-        methods[name] = _passed_on(getattr(policy, name))
-    watch = type(f"Watched{type(policy).__name__}", (SchedulingPolicy,), methods)(policy.context)
-    watch.context, watch.name, watch.options = policy.context, policy.name, policy.options
-    return watch, ledger
+        methods[name] = _forward(getattr(policy, name))
+    monitored = type(f"Monitored{type(policy).__name__}", (SchedulingPolicy,), methods)(
+        policy.context
+    )
+    monitored.context = policy.context
+    monitored.name, monitored.options = policy.name, policy.options
+    return monitored, monitor
 
 
-def _passed_on(method: Callable[..., Any]) -> Callable[..., Any]:
+def _forward(method: Callable[..., Any]) -> Callable[..., Any]:
     return lambda _self, *given: method(*given)
 
 
-def _method(policy: SchedulingPolicy, name: str, ledger: Ledger) -> Callable[..., Any]:
+def _monitored_method(
+    policy: SchedulingPolicy, name: str, monitor: PolicyMonitor
+) -> Callable[..., Any]:
     def call(_self: SchedulingPolicy, *given: Any) -> Any:
-        if name in _TOLD:
-            getattr(ledger, name)(*given)
+        if name in _NOTIFICATIONS:
+            getattr(monitor, name)(*given)
         try:
-            answer = getattr(policy, name)(*given)
+            result = getattr(policy, name)(*given)
         except Exception as cause:
-            ledger.first = ledger.first or ANSWERS.broken(
-                f"{name}({', '.join(map(short, given))}) raised {type(cause).__name__}: {cause}"
-            )
-            raise ledger.first from cause
-        wrong = _CHECKS[name](answer, *given) if name in _ASKED else None
-        if wrong is not None:
-            ledger.first = ledger.first or ANSWERS.broken(
-                f"{name}({', '.join(map(short, given))}) returned {short(answer)}, {wrong}"
-            )
-            raise ledger.first
-        return answer
+            message = f"raised {type(cause).__name__}: {cause}"
+            raise monitor.record_violation(name, given, message) from cause
+        error = _CHECKS[name](result, *given) if name in _QUERIES else None
+        if error is not None:
+            message = f"returned {short_repr(result)}, {error}"
+            raise monitor.record_violation(name, given, message)
+        return result
 
     return call
 
@@ -139,11 +147,11 @@ def _check_group(group: Hashable, *_: Any) -> str | None:
 def _check_admit(reason: Any, *_: Any) -> str | None:
     if reason is None or (isinstance(reason, str) and reason):
         return None
-    return "which is neither None nor words"
+    return "which is neither None nor a reason"
 
 
 def _check_victim(victim: Any, running: Sequence[Request], _load: Load) -> str | None:
-    return None if any(victim is request for request in running) else "which does not run"
+    return None if any(victim is request for request in running) else "which is not running"
 
 
 _CHECKS: dict[str, Callable[..., str | None]] = {

@@ -11,27 +11,27 @@ class PausesNewAlone(DefaultScheduler):
     contract = 1
 
     def set_pause(self, state):
-        anybody = state is PauseState.UNPAUSED
-        super().set_pause(state if anybody else PauseState.PAUSED_NEW)
+        unpaused = state is PauseState.UNPAUSED
+        super().set_pause(state if unpaused else PauseState.PAUSED_NEW)
 
 
 class PausesAllAlone(DefaultScheduler):
     contract = 1
 
     def set_pause(self, state):
-        everybody = state is PauseState.PAUSED_ALL
-        super().set_pause(state if everybody else PauseState.UNPAUSED)
+        all_paused = state is PauseState.PAUSED_ALL
+        super().set_pause(state if all_paused else PauseState.UNPAUSED)
 
 
-class HoldsTheBegun(DefaultScheduler):
+class HoldsStarted(DefaultScheduler):
     contract = 1
 
     def set_pause(self, state):
-        anybody = state is PauseState.UNPAUSED
-        super().set_pause(state if anybody else PauseState.PAUSED_ALL)
+        unpaused = state is PauseState.UNPAUSED
+        super().set_pause(state if unpaused else PauseState.PAUSED_ALL)
 
 
-class HoldsTheLoaded(DefaultScheduler):
+class HoldsLoaded(DefaultScheduler):
     contract = 1
     pause = PauseState.UNPAUSED
 
@@ -40,10 +40,16 @@ class HoldsTheLoaded(DefaultScheduler):
         super().set_pause(state)
 
     def has_requests(self):
-        books = self._books
-        more = (books.running, books.blocked, books.untold, books.ended, books.lingering)
-        begun = any(more) or any(request.num_preemptions for request in books.waiting)
-        if self.pause is PauseState.PAUSED_NEW and books.loaded and not begun:
+        tracker = self._tracker
+        more = (
+            tracker.running,
+            tracker.blocked,
+            tracker.unreported_finished,
+            tracker.finished_outputs,
+            tracker.pending_free,
+        )
+        begun = any(more) or any(request.num_preemptions for request in tracker.waiting)
+        if self.pause is PauseState.PAUSED_NEW and tracker.loaded and not begun:
             return False
         return super().has_requests()
 
@@ -56,7 +62,7 @@ class NeverIdle(DefaultScheduler):
 
 
 class StaysPaused(WithCache):
-    """Whoever came during a pause is not admitted after it either."""
+    """A request added during a pause is not admitted after it either."""
 
     contract = 1
     paused = False
@@ -80,14 +86,14 @@ class StaysPaused(WithCache):
 
 
 class StopsTheClock(DefaultScheduler):
-    """A deadline that comes during a pause is never noticed."""
+    """A deadline that passes during a pause is never noticed."""
 
     contract = 1
 
     def set_pause(self, state):
         super().set_pause(state)
         if state is not PauseState.UNPAUSED:
-            self._books._deadlines.clear()
+            self._tracker._deadlines.clear()
 
 
 class ForgetsLoads(DefaultScheduler):
@@ -99,15 +105,15 @@ class ForgetsLoads(DefaultScheduler):
         self.paused = state is PauseState.PAUSED_ALL
 
     def has_requests(self):
-        books = self._books
-        overdue = books.is_overdue(self.context.clock())
+        tracker = self._tracker
+        overdue = tracker.has_expired(self.context.clock())
         if self.paused:
-            return bool(books.untold or books.ended or overdue)
+            return bool(tracker.unreported_finished or tracker.finished_outputs or overdue)
         return super().has_requests()
 
 
-class PausesInSecret(DefaultScheduler):
-    """Tells of the last step, though none follows it while it is paused."""
+class HidesReasons(DefaultScheduler):
+    """Gives the reasons of the last step, which does not change during a pause."""
 
     contract = 1
 

@@ -28,21 +28,21 @@ class MixedKeys(Fcfs):
         return request.params.max_tokens
 
 
-class KeysOfNothing(Fcfs):
+class NanKeys(Fcfs):
     contract = 1
 
     def key(self, request):
         return float("nan") if request.priority else request.arrival_time
 
 
-class KeysOfTime(Fcfs):
+class KeysFromClock(Fcfs):
     contract = 1
 
     def key(self, request):
         return time.perf_counter_ns()
 
 
-class KeysOfChance(Fcfs):
+class RandomKeys(Fcfs):
     contract = 1
 
     def key(self, request):
@@ -72,7 +72,7 @@ class ListsAsGroups(Fcfs):
         return [request.priority]
 
 
-class GroupsOfChance(Fcfs):
+class RandomGroupKeys(Fcfs):
     contract = 1
 
     def group(self, request):
@@ -89,7 +89,7 @@ class NoVictim(Fcfs):
         return None
 
 
-class VictimOfChance(Fcfs):
+class RandomVictim(Fcfs):
     contract = 1
 
     def victim(self, running, load):
@@ -103,21 +103,21 @@ class PopsVictims(Fcfs):
         return running.pop()
 
 
-class RefusesAlways(Fcfs):
+class AdmitsNone(Fcfs):
     contract = 1
 
     def admit(self, request, load):
         return "not today"
 
 
-class SaysNo(Fcfs):
+class AdmitsFalse(Fcfs):
     contract = 1
 
     def admit(self, request, load):
         return None if load.num_running else False
 
 
-class Meddles(Fcfs):
+class WritesRequest(Fcfs):
     contract = 1
 
     def scheduled(self, request, tokens):
@@ -142,7 +142,7 @@ class SlowKeys(Fcfs):
         return sum(range(40_000)) * 0 + request.arrival_time
 
 
-class ForgetsBooks(Fcfs):
+class ForgetsState(Fcfs):
     contract = 1
     state_format = "tokens by priority"
 
@@ -163,14 +163,14 @@ class ForgetsBooks(Fcfs):
         return []
 
 
-class SecretBooks(ForgetsBooks):
+class ExportsItself(ForgetsState):
     contract = 1
 
     def export_state(self):
         return self
 
 
-class LosesItself(Fcfs):
+class ImportFails(Fcfs):
     contract = 1
     state_format = "nothing"
 
@@ -205,7 +205,7 @@ class EvictionWithoutContract(Oldest):
     """States no contract of its own."""
 
 
-class ForgetsTaken(Oldest):
+class KeepsTaken(Oldest):
     contract = 1
 
     def taken(self, block_ids):

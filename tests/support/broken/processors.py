@@ -63,7 +63,7 @@ class PrepareCrashes(Bias):
         return arguments.by / 0
 
 
-class RefusesAll(Bias):
+class RejectsAll(Bias):
     contract = 1
 
     @classmethod
@@ -126,7 +126,7 @@ class BatchBias(BatchLogitsProcessor):
 
     def __init__(self, context):
         super().__init__(context)
-        self.books = {}
+        self.by_row = {}
 
     def update_state(self, update):
         if update is None:
@@ -134,26 +134,26 @@ class BatchBias(BatchLogitsProcessor):
         for row in update.removed:
             self.removed(row)
         for added in update.added:
-            self.books.pop(added.row, None)
+            self.by_row.pop(added.row, None)
             given = added.params.plugin_args.get(self.name)
             if given is not None:
-                self.books[added.row] = given.by
+                self.by_row[added.row] = given.by
         for move in update.moved:
             self.moved(move)
 
     def removed(self, row):
-        self.books.pop(row, None)
+        self.by_row.pop(row, None)
 
     def moved(self, move):
-        source = self.books.pop(move.source, None)
-        there = self.books.pop(move.destination, None)
+        source = self.by_row.pop(move.source, None)
+        destination = self.by_row.pop(move.destination, None)
         if source is not None:
-            self.books[move.destination] = source
-        if move.direction is Move.SWAP and there is not None:
-            self.books[move.source] = there
+            self.by_row[move.destination] = source
+        if move.direction is Move.SWAP and destination is not None:
+            self.by_row[move.source] = destination
 
     def apply(self, logits):
-        for row, by in self.books.items():
+        for row, by in self.by_row.items():
             if row < len(logits):
                 logits[row, 0] += by
         return logits
@@ -171,13 +171,13 @@ class SwapsOneWay(BatchBias):
     contract = 1
 
     def moved(self, move):
-        source = self.books.pop(move.source, None)
-        self.books.pop(move.destination, None)
+        source = self.by_row.pop(move.source, None)
+        self.by_row.pop(move.destination, None)
         if source is not None:
-            self.books[move.destination] = source
+            self.by_row[move.destination] = source
 
 
-class EverybodysBias(BatchBias):
+class BiasesAllRows(BatchBias):
     contract = 1
 
     def apply(self, logits):
@@ -189,7 +189,7 @@ class CrashesOnUpdate(BatchBias):
     contract = 1
 
     def removed(self, row):
-        del self.books[row]
+        del self.by_row[row]
 
 
 class DropsTheBest(LogitsProcessor):
@@ -248,7 +248,7 @@ class CountsCalls(Counter):
         return super().edits(rows)
 
 
-class EatsOutputs(Counter):
+class AppendsOutputs(Counter):
     contract = 1
 
     def edits(self, rows):
@@ -359,7 +359,7 @@ class Double(Bias):
         return logits.double()
 
 
-class FarEdits(Counter):
+class EditsOutOfRange(Counter):
     contract = 1
 
     def edits(self, rows):
@@ -379,7 +379,7 @@ class AdvancesSecretly(Counter):
     reads = Reads.LOGITS
 
 
-class Asks(Bias):
+class ReadsDeviceValues(Bias):
     contract = 1
     reads = Reads.LOGITS
 
@@ -424,7 +424,7 @@ class Sleeps(Bias):
         return super().apply(logits, rows)
 
 
-class Unforbids(Counter):
+class Unmasks(Counter):
     contract = 1
 
     def edits(self, rows):

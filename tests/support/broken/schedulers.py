@@ -15,8 +15,8 @@ from hardpoint.plugins import (
 )
 
 
-class Instead:
-    """Something with a few attributes of its own; the rest is another's."""
+class Override:
+    """Forwards to another object, except for a few attributes of its own."""
 
     def __init__(self, inner, **own):
         self._inner = inner
@@ -27,7 +27,7 @@ class Instead:
 
 
 class WithLimits(DefaultScheduler):
-    """Goes by other limits than it was given, and does not show it in its records."""
+    """Schedules with other limits than the given ones, which its records hide."""
 
     contract = 1
 
@@ -66,7 +66,7 @@ class SplitsPrompts(WithLimits):
         return {"chunked_prefill": True, "long_prefill_token_threshold": 2}
 
 
-class AnyAdapters(WithLimits):
+class IgnoresMaxLoras(WithLimits):
     contract = 1
 
     def wrong(self, limits):
@@ -80,14 +80,14 @@ class EncodesTooMuch(WithLimits):
         return {"max_encoder_tokens": 3 * limits.max_encoder_tokens}
 
 
-class TakesEverybody(WithLimits):
+class AcceptsTooMany(WithLimits):
     contract = 1
 
     def wrong(self, limits):
         return {"max_waiting": None}
 
 
-class TakesTheEndless(WithLimits):
+class AcceptsTooLong(WithLimits):
     contract = 1
 
     def wrong(self, limits):
@@ -95,12 +95,12 @@ class TakesTheEndless(WithLimits):
 
 
 class WithCache(DefaultScheduler):
-    """Has a KV cache manager that is a bit different."""
+    """Has a KV cache manager with overridden methods."""
 
     contract = 1
 
     def __init__(self, context):
-        self.cache = Instead(context.kv_cache)
+        self.cache = Override(context.kv_cache)
         super().__init__(dataclasses.replace(context, kv_cache=self.cache))
         self.change(context.kv_cache)
 
@@ -170,7 +170,7 @@ class ForgetsToRewind(WithCache):
 
 
 class ChangesPlans(DefaultScheduler):
-    """Hands out another plan than it made."""
+    """Returns another plan than it scheduled."""
 
     contract = 1
 
@@ -203,7 +203,7 @@ class HidesVictims(ChangesPlans):
         return {"preempted_request_ids": frozenset()}
 
 
-class RepeatsEnds(ChangesPlans):
+class RepeatsFinished(ChangesPlans):
     contract = 1
     before = frozenset()
 
@@ -233,10 +233,10 @@ class SchedulesNothing(ChangesPlans):
     contract = 1
 
     def wrong(self, plan):
-        return {"num_scheduled_tokens": plan.num_scheduled_tokens | {"nobody": 0}}
+        return {"num_scheduled_tokens": plan.num_scheduled_tokens | {"unknown": 0}}
 
 
-class OldDrafts(ChangesPlans):
+class RepeatsDrafts(ChangesPlans):
     contract = 1
     before = {}
 
@@ -257,7 +257,7 @@ class HidesBlocks(ChangesPlans):
 
 
 class ChangesResults(DefaultScheduler):
-    """Takes another result than it was given."""
+    """Processes another result than the given one."""
 
     contract = 1
 
@@ -308,13 +308,13 @@ class OneClient(DefaultScheduler):
 
     def update(self, plan, result):
         outputs = EngineCoreOutputs()
-        for theirs in super().update(plan, result).values():
-            outputs.outputs += theirs.outputs
-            outputs.finished_requests = theirs.finished_requests
+        for client_outputs in super().update(plan, result).values():
+            outputs.outputs += client_outputs.outputs
+            outputs.finished_requests = client_outputs.finished_requests
         return {0: outputs}
 
 
-class SaysTwice(DefaultScheduler):
+class RepeatsOutputs(DefaultScheduler):
     contract = 1
 
     def update(self, plan, result):
@@ -324,7 +324,7 @@ class SaysTwice(DefaultScheduler):
         return by_client
 
 
-class StandingClock(DefaultScheduler):
+class FrozenClock(DefaultScheduler):
     contract = 1
 
     def __init__(self, context):
@@ -359,7 +359,7 @@ class RecordsLate(DefaultScheduler):
         self.last = record
 
 
-class ForgetsTheLast(DefaultScheduler):
+class AbortNeedsToken(DefaultScheduler):
     contract = 1
 
     def finish_requests(self, request_ids, reason):
@@ -387,20 +387,20 @@ class KeepsComputed(DefaultScheduler):
         super().reset_prefix_cache()
 
 
-class SwapsInSecret(DefaultScheduler):
+class HidesAdded(DefaultScheduler):
     contract = 1
 
     def set_policy(self, policy):
-        super().set_policy(Instead(policy, added=lambda request: None))
+        super().set_policy(Override(policy, added=lambda request: None))
 
 
-class Impatient(DefaultScheduler):
+class IgnoresReady(DefaultScheduler):
     contract = 1
 
     def __init__(self, context):
         grammars = context.grammars
         if grammars is not None:
-            grammars = Instead(grammars, ready=lambda request: True)
+            grammars = Override(grammars, ready=lambda request: True)
         super().__init__(dataclasses.replace(context, grammars=grammars))
 
 

@@ -1,0 +1,221 @@
+"""The only module of the conformance suites that imports engine internals.
+
+The suites run plugins in the engine's own loader, logits pipeline, batch and caches. Whatever a
+change of the engine breaks here is mended here; the suites themselves use `hardpoint.plugins`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from hardpoint.core.engine.encoder_cache import EncoderCacheManager
+from hardpoint.core.faults import FaultReporter
+from hardpoint.core.kv_cache import BlockManager
+from hardpoint.core.worker.input_batch import InputBatch
+from hardpoint.core.worker.sampling.drafts import with_drafts
+from hardpoint.core.worker.sampling.fault_isolation import FaultIsolation
+from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
+from hardpoint.core.worker.sampling.processor_runner import ProcessorError, ProcessorRunner
+from hardpoint.core.worker.sampling.rows import ProcessorRows
+from hardpoint.plugins import (
+    BatchLogitsProcessor,
+    BatchUpdate,
+    EngineConfig,
+    EvictionPolicy,
+    LogitsProcessor,
+    LogitsRequest,
+    PolicyContext,
+    RequestFault,
+    Scheduler,
+    SchedulingPolicy,
+    SparseLogitsProcessor,
+    typed,
+)
+from hardpoint.plugins.component import Component
+from hardpoint.plugins.kinds import KINDS
+from hardpoint.plugins.kv_cache import KVCacheGroup, KVCacheManager
+from hardpoint.plugins.logits import LogitsPlugin
+from hardpoint.plugins.manifest import Source
+from hardpoint.registry.loading import check_component, snake_case
+from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
+
+
+def plugin_name(cls: type[Component]) -> str:
+    """Return the name under which a plugin class is enabled by default."""
+    return snake_case(cls.__name__)
+
+
+def check_plugin_class(cls: type[Component], kind: str, name: str) -> None:
+    """Check a plugin class as the loader does.
+
+    Raises:
+        PluginContractError: the loader rejects it.
+    """
+    check_component(cls, KINDS[kind], _source(cls, name))
+
+
+def load_default_scheduler() -> type[Scheduler]:
+    """Return the class of the default scheduler."""
+    plugins = _plugins("fcfs")
+    cls: type[Scheduler] = plugins.target(plugins.one("schedulers"))
+    return cls
+
+
+def load_policy(name: str) -> SchedulingPolicy:
+    """Return a new instance of an installed scheduling policy.
+
+    Raises:
+        PluginError: none of that name is installed.
+    """
+    plugins = _plugins(name)
+    return plugins.create(plugins.one("scheduling_policies"), PolicyContext)
+
+
+def create_encoder_cache(num_tokens: int) -> EncoderCacheManager:
+    """Return an empty encoder cache for `num_tokens` embeddings."""
+    return EncoderCacheManager(num_tokens)
+
+
+def create_kv_cache_manager(
+    num_blocks: int,
+    block_size: int,
+    *,
+    windows: Sequence[int | None],
+    prefix_caching: bool,
+    eviction: EvictionPolicy | None,
+    fault: FaultReporter,
+) -> KVCacheManager:
+    """Return the engine's KV cache manager.
+
+    Args:
+        num_blocks: number of blocks.
+        block_size: tokens per block.
+        windows: attention window per KV cache group.
+        prefix_caching: whether blocks are shared by content.
+        eviction: None evicts in the order of release.
+        fault: called with a message and a cause when `eviction` fails.
+    """
+    return BlockManager(
+        num_blocks,
+        block_size,
+        groups=tuple(KVCacheGroup(window=window) for window in windows),
+        prefix_caching=prefix_caching,
+        eviction=eviction,
+        fault=fault,
+    )
+
+
+def create_batch(max_rows: int, max_tokens: int) -> InputBatch:
+    """Return an empty worker batch for requests of up to `max_tokens` tokens."""
+    return InputBatch(max_rows, max_tokens, block_size=16)
+
+
+class ProcessorFailedError(Exception):
+    """A logits processor raised for its rows as a whole; `__cause__` is what it raised."""
+
+
+class ProcessorPipeline:
+    """A logits processor in a pipeline of its own.
+
+    Attributes:
+        processor: the instance.
+        name: the name under which requests carry its arguments.
+        device: where its logits are.
+        method_name: the method that changes logits, "apply" or "edits".
+    """
+
+    def __init__(
+        self, processor: LogitsPlugin, name: str, device: torch.device, max_rows: int
+    ) -> None:
+        """Allocate the device state for `max_rows` rows."""
+        source = _source(type(processor), name)
+        self._runner = ProcessorRunner(processor, source, device, max_rows)
+        self._pipeline = LogitsPipeline([self._runner], device)
+        self.processor = processor
+        self.name = self._runner.name
+        self.device = device
+        self.method_name = self._runner.method_name
+
+    @property
+    def num_steps(self) -> int:
+        """Return the number of steps in which the processor ran."""
+        return self._runner.meter.steps
+
+    @property
+    def update_error(self) -> Exception | None:
+        """Return what the processor's update_state raised; None if nothing."""
+        return self._runner.broken
+
+    def start(self, request: LogitsRequest) -> RequestFault | None:
+        """Create the states of a request that got a row; return the fault if that fails."""
+        return self._pipeline.start(request)
+
+    def update(self, update: BatchUpdate | None) -> None:
+        """Pass the changes of the batch since the last step."""
+        self._pipeline.update(update)
+
+    def apply(self, logits: torch.Tensor, requests: list[LogitsRequest]) -> torch.Tensor:
+        """Run the processor on all rows at once, in place.
+
+        Raises:
+            ProcessorFailedError: it raised, or its result is unusable.
+        """
+        try:
+            return self._pipeline.apply(logits, requests)
+        except ProcessorError as error:
+            raise ProcessorFailedError(str(error.cause)) from error.cause
+
+    def apply_row_by_row(
+        self, logits: torch.Tensor, requests: list[LogitsRequest]
+    ) -> tuple[torch.Tensor, dict[str, RequestFault]]:
+        """Run the processor on every row apart, as after a fault; return logits and faults."""
+        isolation = FaultIsolation(self._pipeline, requests, logits.clone)
+        isolation.isolate(self.name)
+        return isolation.run(logits.clone()), isolation.faults
+
+    def advance(
+        self, requests: Sequence[LogitsRequest], tokens: Sequence[int]
+    ) -> dict[str, RequestFault]:
+        """Advance the states of each request by one token; return the faults."""
+        return self._pipeline.advance(requests, tokens, torch.tensor(list(tokens)))
+
+    def draft_rows(
+        self, requests: Sequence[LogitsRequest], drafts: Sequence[Sequence[int]], scratch_row: int
+    ) -> list[LogitsRequest]:
+        """Return each request followed by a view per draft, with forked states."""
+        return with_drafts(requests, drafts, self._pipeline, scratch_row)
+
+    def device_state(self, request: LogitsRequest) -> dict[str, torch.Tensor] | None:
+        """Return the request's rows of the device state; None if there are none."""
+        state = self._runner.device_state
+        if not state or not request.arguments:
+            return None
+        return {name: state.gather(name, [request]) for name in self.processor.device_state()}
+
+    def call(self, logits: torch.Tensor, requests: Sequence[LogitsRequest]) -> None:
+        """Call the processor's methods of one step directly, without checks of the result."""
+        processor, state = self.processor, self._runner.device_state
+        rows = ProcessorRows(self.name, requests, 0, self.device, state)
+        if isinstance(processor, SparseLogitsProcessor):
+            processor.edits(rows)
+        elif isinstance(processor, LogitsProcessor):
+            processor.apply(logits, rows)
+        elif isinstance(processor, BatchLogitsProcessor):
+            processor.apply(logits)
+        if state:
+            tokens = torch.empty(len(requests), dtype=torch.int64, device=self.device)
+            state.advance(requests, lambda t: processor.advance_rows(rows, tokens, t))
+
+
+@functools.cache
+def _plugins(policy: str) -> PluginSet:
+    tree = {"scheduler": {"use": "default", "policy": policy}}
+    return resolve_plugins(typed.convert(tree, EngineConfig, path=""))
+
+
+def _source(cls: type[Component], name: str) -> Source:
+    value = f"{cls.__module__}:{cls.__qualname__}"
+    return Source(name, value, "under test", "0", "default")

@@ -1,10 +1,10 @@
-"""Time to first token of a small tenant beside one that sends ten times more: fcfs against fair.
+"""Time to first token of a small tenant next to one that sends ten times more: fcfs and fair.
 
     python benchmarks/fairness.py [--model smollm2] [--requests 20] [--json FILE]
 
-Both policies get the same requests on the same engine, one after another: the big tenant's all at
-once, the small tenant's spread over the time that the work takes. Printed are percentiles of the
-time from a request's arrival to its first token, per tenant, and the ratio.
+Both policies get the same requests on the same engine, one after the other: the big tenant's all at
+once, the small tenant's spread over the first half of the run. Printed are percentiles of the time
+from a request's arrival to its first token, per tenant, and the ratio.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--requests", type=int, default=20, help="of the small tenant")
-    parser.add_argument("--seqs", type=int, default=8, help="requests that run at once")
-    parser.add_argument("--tokens", type=int, default=24, help="of each output")
-    parser.add_argument("--seconds", type=float, default=20.0, help="over which small ones come")
+    parser.add_argument("--requests", type=int, default=20, help="requests of the small tenant")
+    parser.add_argument("--seqs", type=int, default=8, help="limit of running requests")
+    parser.add_argument("--tokens", type=int, default=24, help="output tokens per request")
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of the load")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -67,7 +67,7 @@ def _arguments() -> argparse.Namespace:
 def _serve(
     engine: LLMEngine, arguments: argparse.Namespace, small: int, seconds: float
 ) -> dict[str, Any]:
-    """Run the load; return percentiles of the time to the first token by tenant."""
+    """Run the load; return percentiles of the time to first token by tenant."""
     rng = random.Random(1)
     params = SamplingParams(
         temperature=0.0,
@@ -75,26 +75,26 @@ def _serve(
         ignore_eos=True,
         output_kind=RequestOutputKind.DELTA,
     )
-    # The small tenant's come while the big one's queue is long: in the first half of the time.
+    # The small tenant's requests arrive in the first half, while the big one's queue is long.
     arrivals = [(0.0, "big")] * (small * BIG_PER_SMALL)
     arrivals += [(0.5 * seconds * i / small, "small") for i in range(small)]
     arrivals.sort()
-    began = time.perf_counter()
-    came: dict[str, float] = {}
+    start = time.perf_counter()
+    arrived: dict[str, float] = {}
     first: dict[str, float] = {}
     while arrivals or engine.has_unfinished_requests():
-        now = time.perf_counter() - began
+        now = time.perf_counter() - start
         while arrivals and arrivals[0][0] <= now:
             due, tenant = arrivals.pop(0)
-            request_id = f"{tenant}-{len(came)}"
-            came[request_id] = due
+            request_id = f"{tenant}-{len(arrived)}"
+            arrived[request_id] = due
             prompt = [rng.randrange(1000, 40_000) for _ in range(48)]
             engine.add_request(request_id, prompt, params, RequestExtras(tags={"tenant": tenant}))
         for output in engine.step():
-            first.setdefault(output.request_id, time.perf_counter() - began)
-    report: dict[str, Any] = {"seconds": time.perf_counter() - began}
+            first.setdefault(output.request_id, time.perf_counter() - start)
+    report: dict[str, Any] = {"seconds": time.perf_counter() - start}
     for tenant in ("small", "big"):
-        waits = sorted(first[name] - came[name] for name in came if name.startswith(tenant))
+        waits = sorted(first[name] - arrived[name] for name in arrived if name.startswith(tenant))
         cuts = statistics.quantiles(waits, n=20, method="inclusive")
         report[tenant] = {"p50": statistics.median(waits), "p95": cuts[-1]}
     return report
@@ -107,7 +107,7 @@ def _show(policy: str, report: dict[str, Any]) -> None:
             f"{policy:5} {tenant:5} time to first token: p50 {found['p50']:6.2f} s, "
             f"p95 {found['p95']:6.2f} s"
         )
-    print(f"{policy:5} all done after {report['seconds']:.1f} s")
+    print(f"{policy:5} finished after {report['seconds']:.1f} s")
 
 
 if __name__ == "__main__":

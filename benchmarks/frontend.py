@@ -1,10 +1,10 @@
-"""What the frontend costs per output token, in microseconds, beside vLLM's where it is installed.
+"""Microseconds of the frontend per output token, compared with vLLM where it is installed.
 
     python benchmarks/frontend.py [--requests 64] [--tokens 128] [--rounds 5] [--json FILE]
 
 Measured is the output processor: from the engine's outputs, one token per request and step, to
-what a user sees, text included. Text of the demo model's tokenizer, streamed as deltas, without
-statistics. Engines take turns in one process; shown are medians of processor time.
+request outputs with text. The demo model's tokenizer decodes; outputs are deltas, statistics are
+off. The engines take turns in one process; printed are medians of processor time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hardpoint.registry.plugin_set import resolve_plugins
 TEXT = (
     "Once upon a time, in a village between two rivers, there lived a clockmaker who built a new "
     "clock every winter: small ones of pear wood, tall ones with brass moons (1 of them played a "
-    "tune!), and one, the last, that ran backwards — nobody ever found out why.\n"
+    "tune!), and one, the last, that ran backwards — no one ever found out why.\n"
 )
 Run = Callable[[], None]
 
@@ -60,11 +60,11 @@ def main() -> None:
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(arguments.rounds + 1):
         for name, run in runs.items():
-            began = time.thread_time()
+            start = time.thread_time()
             run()
-            times[name].append(time.thread_time() - began)
+            times[name].append(time.thread_time() - start)
     count = arguments.requests * arguments.tokens
-    found = {name: statistics.median(each[1:]) / count * 1e6 for name, each in times.items()}
+    found = {name: statistics.median(seconds[1:]) / count * 1e6 for name, seconds in times.items()}
     for name, microseconds in found.items():
         print(f"{name:10} {microseconds:5.2f} us per output token")
     if "vllm" in found:
@@ -83,8 +83,8 @@ def _hardpoint(tokenizer: Any, ids: list[int], requests: int) -> None:
         processor.add_request(request, None, ParentRequest(name, name, 1))
     for token in ids[:-1]:
         outputs = [EngineCoreOutput(request_id=n, new_token_ids=[token]) for n in names]
-        shown = processor.process(outputs)
-        assert len(shown.request_outputs) == requests
+        processed = processor.process(outputs)
+        assert len(processed.request_outputs) == requests
     last = [
         EngineCoreOutput(request_id=n, new_token_ids=[ids[-1]], finish_reason=FinishReason.LENGTH)
         for n in names
@@ -94,20 +94,20 @@ def _hardpoint(tokenizer: Any, ids: list[int], requests: int) -> None:
 
 def _vllm(path: Path, ids: list[int], requests: int) -> Run:
     from transformers import AutoTokenizer
-    from vllm import SamplingParams as TheirParams
-    from vllm.sampling_params import RequestOutputKind as TheirKind
-    from vllm.v1.engine import EngineCoreOutput as TheirOutput
-    from vllm.v1.engine import EngineCoreRequest as TheirRequest
-    from vllm.v1.engine import FinishReason as TheirReason
-    from vllm.v1.engine.output_processor import OutputProcessor as TheirProcessor
+    from vllm import SamplingParams as VllmParams
+    from vllm.sampling_params import RequestOutputKind as VllmKind
+    from vllm.v1.engine import EngineCoreOutput as VllmOutput
+    from vllm.v1.engine import EngineCoreRequest as VllmRequest
+    from vllm.v1.engine import FinishReason as VllmReason
+    from vllm.v1.engine.output_processor import OutputProcessor as VllmProcessor
 
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
     def run() -> None:
-        processor = TheirProcessor(tokenizer, log_stats=False)
+        processor = VllmProcessor(tokenizer, log_stats=False)
         names = [f"request-{i}" for i in range(requests)]
         for name in names:
-            params = TheirParams(max_tokens=len(ids), output_kind=TheirKind.DELTA)
+            params = VllmParams(max_tokens=len(ids), output_kind=VllmKind.DELTA)
             known = {
                 "request_id": name,
                 "external_req_id": name,
@@ -115,15 +115,15 @@ def _vllm(path: Path, ids: list[int], requests: int) -> Run:
                 "sampling_params": params,
                 "arrival_time": 0.0,
             }
-            fields = dict.fromkeys(TheirRequest.__struct_fields__[:10], None) | known
-            processor.add_request(TheirRequest(**fields), None)
+            fields = dict.fromkeys(VllmRequest.__struct_fields__[:10], None) | known
+            processor.add_request(VllmRequest(**fields), None)
         for token in ids[:-1]:
-            outputs = [TheirOutput(request_id=n, new_token_ids=[token]) for n in names]
-            shown = processor.process_outputs(outputs)
-            assert len(shown.request_outputs) == requests
+            outputs = [VllmOutput(request_id=n, new_token_ids=[token]) for n in names]
+            processed = processor.process_outputs(outputs)
+            assert len(processed.request_outputs) == requests
         processor.process_outputs(
             [
-                TheirOutput(request_id=n, new_token_ids=[ids[-1]], finish_reason=TheirReason.LENGTH)
+                VllmOutput(request_id=n, new_token_ids=[ids[-1]], finish_reason=VllmReason.LENGTH)
                 for n in names
             ]
         )

@@ -1,18 +1,18 @@
-"""What logits processors cost per step, in microseconds, beside vLLM's own where it is installed.
+"""Microseconds of logits processors per step, compared with vLLM where it is installed.
 
     python benchmarks/logits.py                            # the whole table, one thread
     python benchmarks/logits.py --only min_p logit_bias --rounds 50 --json result.json
 
-All built-ins are on. In a row of the table everybody uses one of them, and nobody any other. The
-batch is in steady decode, driven as the model runner does it: `update`, the model writes logits,
+All built-ins are enabled. In a row of the table, all requests use one of them and no other. The
+batch is in steady decode, driven like by the model runner: `update`, the model writes logits,
 `apply`, every output grows by a token, `advance`. The three calls are timed, the rest is not.
 
 Logits are written to several buffers in turn, so caches hold as little of them as after a model.
-"warm" repeats the step on one buffer without writing it: that is how sparse processors are often
-measured, because the few logits that they touch then lie in the cache, as they do not in an engine.
+"warm" repeats the step on one buffer without writing it. Sparse processors are often measured like
+that; the few logits that they access are then in the cache, which they are not in an engine.
 
-Shown are medians. vLLM's processors are driven in the same way (`update_state(None)`, `apply`).
-What was recorded of vLLM 0.32 on one thread is not a measurement of this run; compare it with
+Printed are medians. vLLM's processors are driven in the same way (`update_state(None)`, `apply`).
+The figures of vLLM 0.32 on one thread are recorded, not measured in this run; compare them with
 "warm".
 """
 
@@ -50,27 +50,27 @@ from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 
 SIZES = ((32, 49_152), (256, 49_152), (32, 128_256), (256, 128_256))
 CPU = torch.device("cpu")
-FIRST_TOKEN = 100  # ids under it are kept for stop tokens and markers
+FIRST_TOKEN = 100  # ids under it are stop tokens and markers
 STOP_TOKENS = [2]
 PROMPT = 64
 HISTORY = 136  # with the prompt: about 200 tokens
 THINK, END_THINKING = [10], [11, 12]
-ZIPF = 1.6  # makes 30 tokens or so hold 0.9 of the probability
+ZIPF = 1.6  # about 30 tokens have 0.9 of the probability
 BUFFERS = 3
 MICROSECONDS = 1e6
 
 Fields = Callable[[random.Random, int], dict[str, Any]]
-"""Makes a request's arguments for one processor, given a vocabulary's size."""
+"""Returns a request's arguments for one processor, given the size of the vocabulary."""
 Model = Callable[[], torch.Tensor]
 """Returns a step's logits, [rows, vocab]."""
 
 
 def timed(call: Callable[[], object]) -> float:
     """Return the microseconds that a call takes."""
-    time.perf_counter()  # so that the clock itself is in the cache
-    began = time.perf_counter()
+    time.perf_counter()  # warms the caches for the clock itself
+    start = time.perf_counter()
     call()
-    return (time.perf_counter() - began) * MICROSECONDS
+    return (time.perf_counter() - start) * MICROSECONDS
 
 
 def prompt(rng: random.Random, vocab: int) -> list[int]:
@@ -79,13 +79,13 @@ def prompt(rng: random.Random, vocab: int) -> list[int]:
 
 
 def some_tokens(rng: random.Random, vocab: int, count: int) -> list[int]:
-    """Return different token ids."""
+    """Return distinct token ids."""
     return rng.sample(range(FIRST_TOKEN, vocab), count)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A processor, and what everybody asks of it."""
+    """A processor, and the arguments that all requests have for it."""
 
     processor: str
     fields: Fields
@@ -140,8 +140,8 @@ class Batch:
     """Requests in steady decode through the pipeline of all built-ins.
 
     Attributes:
-        pipeline: as the worker builds it.
-        requests: one per row.
+        pipeline: the pipeline, as the worker builds it.
+        requests: the requests, one per row.
     """
 
     def __init__(self, plugins: PluginSet, rows: int, vocab: int, case: Case | None) -> None:
@@ -202,12 +202,12 @@ class Batch:
         spent += timed(lambda: pipeline.apply(logits, requests))
         for output, token in zip(self._outputs, self._tokens, strict=True):
             output.append(token)
-        sound = [request for request in self.requests if request.request_id]
-        return spent + timed(lambda: pipeline.advance(sound, self._tokens, self._ids))
+        valid = [request for request in self.requests if request.request_id]
+        return spent + timed(lambda: pipeline.advance(valid, self._tokens, self._ids))
 
 
 class VllmBatch:
-    """The same with one of vLLM's processors."""
+    """The same load with one of vLLM's processors."""
 
     def __init__(self, rows: int, vocab: int, case: Case) -> None:
         """Add `rows` requests with the case's arguments."""
@@ -238,10 +238,10 @@ class VllmBatch:
 
 
 class Memory:
-    """Logits as a language model gives them, and buffers to write them to."""
+    """Logits like those of a language model, and buffers to write them to."""
 
     def __init__(self, rows: int, vocab: int) -> None:
-        """Let probability fall with rank as in Zipf's law, in another order in each row."""
+        """Create logits whose probabilities follow Zipf's law, in a different order in each row."""
         generator = torch.Generator().manual_seed(0)
         by_rank = torch.arange(1, vocab + 1).log().mul(-ZIPF)
         self._source = torch.stack(
@@ -250,18 +250,18 @@ class Memory:
         self._buffers = [self._source.clone() for _ in range(BUFFERS)]
 
     def fresh(self) -> torch.Tensor:
-        """Write logits to the buffer that was used least lately."""
+        """Write logits to the least recently used buffer and return it."""
         self._buffers.append(self._buffers.pop(0))
         return self._buffers[-1].copy_(self._source)
 
     def warm(self) -> torch.Tensor:
-        """Return the buffer that was used last, as it was left."""
+        """Return the last used buffer unchanged."""
         return self._buffers[-1]
 
 
 def median(batch: Batch | VllmBatch, model: Model, rounds: int) -> float:
     """Return the median microseconds of a step."""
-    batch.step(model)  # builds what the others keep
+    batch.step(model)  # warms up: later steps use its caches
     return statistics.median(batch.step(model) for _ in range(rounds))
 
 
@@ -272,16 +272,16 @@ def measure(arguments: argparse.Namespace, with_vllm: bool) -> list[dict[str, An
     only = installed if arguments.only is None else set(arguments.only)
     if unknown := only - installed:
         raise SystemExit(f"no such built-in: {', '.join(sorted(unknown))}")
-    wanted = [title for title, case in CASES.items() if case.processor in only]
+    titles = [title for title, case in CASES.items() if case.processor in only]
     results = []
     for rows, vocab in arguments.sizes:
         memory = Memory(rows, vocab)
-        for title in ("nothing", *wanted):
+        for title in ("nothing", *titles):
             case = CASES.get(title)
             batches: dict[str, Batch | VllmBatch] = {"hardpoint": Batch(plugins, rows, vocab, case)}
             if case and with_vllm and case.processor in VLLM:
                 batches["vllm"] = VllmBatch(rows, vocab, case)
-            result: dict[str, Any] = {"everybody uses": title, "rows": rows, "vocab": vocab}
+            result: dict[str, Any] = {"all use": title, "rows": rows, "vocab": vocab}
             for engine, batch in batches.items():
                 result[f"{engine}_fresh"] = median(batch, memory.fresh, arguments.rounds)
                 result[f"{engine}_warm"] = median(batch, memory.warm, arguments.rounds)
@@ -299,7 +299,7 @@ def show(results: list[dict[str, Any]], with_vllm: bool) -> None:
     if with_vllm:
         columns |= {"vllm_fresh": "vLLM", "vllm_warm": "warm"}
     columns["vllm_recorded"] = "(recorded)" if with_vllm else "vLLM (recorded)"
-    table.add_column("everybody uses")
+    table.add_column("all use")
     table.add_column("rows x vocab", justify="right")
     for title in columns.values():
         table.add_column(title, justify="right")
@@ -307,7 +307,7 @@ def show(results: list[dict[str, Any]], with_vllm: bool) -> None:
         size = f"{result['rows']} x {result['vocab']}"
         cells = (result.get(key) for key in columns)
         shown = ("" if value is None else f"{value:,.1f}" for value in cells)
-        table.add_row(result["everybody uses"], size, *shown)
+        table.add_row(result["all use"], size, *shown)
     Console(width=100).print(table)
 
 
@@ -323,7 +323,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="processors; default: all")
     parser.add_argument("--sizes", nargs="*", type=size, default=SIZES, help="32x49152, ...")
     parser.add_argument("--rounds", type=int, default=30, help="counted steps (default 30)")
-    parser.add_argument("--threads", type=int, default=1, help="of torch (default 1)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch (default 1)")
     parser.add_argument("--json", type=Path, help="also write the result here")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

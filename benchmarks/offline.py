@@ -1,11 +1,11 @@
-"""Offline speed of Hardpoint and of whichever peers are installed, side by side in one run.
+"""Offline throughput of Hardpoint and of the installed peers, side by side in one run.
 
-    python benchmarks/offline.py                      # all that are installed
+    python benchmarks/offline.py                      # all installed peers
     python benchmarks/offline.py --peers transformers --rounds 5 --json result.json
 
-Each engine loads the same bf16 weights in a process of its own (llama.cpp: the GGUF file itself,
-in 4 bits). The processes stay up and take turns: load by load, round by round. Shown are medians
-of output tokens per second (prefill: prompt tokens per second) and the ratio to each peer.
+Each engine loads the same bf16 weights in its own process (llama.cpp: the GGUF file, in 4 bits).
+The processes stay up and take turns: load by load, round by round. Printed are medians of output
+tokens per second (prefill: prompt tokens per second) and the ratio to each peer.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Load:
 
     @property
     def tokens(self) -> int:
-        """What the speed counts: output tokens, or prompt tokens where one is generated."""
+        """The number of counted tokens: output tokens; prompt tokens if one token is generated."""
         return self.count * (self.prompt if self.output == 1 else self.output)
 
     def prompts(self, seed: int) -> list[list[int]]:
-        """Return token ids that every engine knows."""
+        """Return token ids that are valid in every engine."""
         rng = random.Random(seed)
         return [[rng.randrange(100, 40_000) for _ in range(self.prompt)] for _ in range(self.count)]
 
@@ -57,7 +57,7 @@ Runner = Callable[[Load, list[list[int]]], None]
 
 
 def open_hardpoint(folder: Path) -> Runner:
-    """Hardpoint, with its defaults."""
+    """Open Hardpoint with its defaults."""
     from hardpoint import LLM, SamplingParams
 
     llm = LLM(str(folder), dtype="bfloat16", max_model_len=2048, progress=False)
@@ -73,7 +73,7 @@ def open_hardpoint(folder: Path) -> Runner:
 
 
 def open_transformers(folder: Path) -> Runner:
-    """transformers' `generate`, one static batch."""
+    """Open transformers; `generate` runs one static batch."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -96,7 +96,7 @@ def open_transformers(folder: Path) -> Runner:
 
 
 def open_vllm(folder: Path) -> Runner:
-    """vLLM, with its defaults, but on every core: on a CPU it leaves one idle by itself."""
+    """Open vLLM with its defaults, but on every core: on a CPU it leaves one idle."""
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{(os.cpu_count() or 1) - 1}")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     from vllm import LLM, SamplingParams
@@ -111,7 +111,7 @@ def open_vllm(folder: Path) -> Runner:
 
 
 def open_llama_cpp(folder: Path) -> Runner:  # noqa: ARG001
-    """llama.cpp on the 4-bit GGUF instead of `folder`, one prompt after another."""
+    """Open llama.cpp with the 4-bit GGUF instead of `folder`; prompts run one by one."""
     from llama_cpp import Llama
 
     llama = Llama(str(gguf_path()), n_ctx=2048, n_threads=os.cpu_count(), verbose=False)
@@ -158,11 +158,11 @@ def export(folder: Path) -> None:
 
 
 class Engine:
-    """An engine in a process of its own."""
+    """An engine in its own process."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        """Start it and wait until it is ready."""
-        began = time.perf_counter()
+        """Start the process and wait until the engine is ready."""
+        start = time.perf_counter()
         self.name = name
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--serve", name, "--folder", str(folder)],
@@ -172,7 +172,7 @@ class Engine:
             text=True,
         )
         self._read()
-        self.start_seconds = time.perf_counter() - began
+        self.start_seconds = time.perf_counter() - start
 
     def speed(self, load: str, seed: int) -> float:
         """Run a load once; return its tokens per second."""
@@ -191,24 +191,24 @@ class Engine:
         for line in self._process.stdout:
             if line.startswith("hardpoint-benchmark "):
                 return float(line.split()[1])
-        raise SystemExit(f"{self.name} ended early; run it alone with --serve {self.name}")
+        raise SystemExit(f"{self.name} ended early; run it separately with --serve {self.name}")
 
 
 def serve(name: str, folder: Path) -> None:
-    """The child: open the engine, then run what comes on standard input."""
+    """Serve as the child process: open the engine, then run the loads from standard input."""
     run = ENGINES[name][1](folder)
     run(Load(2, 16, 4), Load(2, 16, 4).prompts(0))
     print("hardpoint-benchmark 0", flush=True)
     for line in sys.stdin:
         load, seed = json.loads(line)
         prompts = LOADS[load].prompts(seed)
-        began = time.perf_counter()
+        start = time.perf_counter()
         run(LOADS[load], prompts)
-        print(f"hardpoint-benchmark {time.perf_counter() - began}", flush=True)
+        print(f"hardpoint-benchmark {time.perf_counter() - start}", flush=True)
 
 
 def measure(names: list[str], rounds: int, folder: Path) -> dict[str, Any]:
-    """Run every load in every engine, turn about."""
+    """Run every load in every engine, in turns."""
     engines = [Engine(name, folder) for name in names]
     speeds: dict[str, dict[str, list[float]]] = {n: {load: [] for load in LOADS} for n in names}
     for load in LOADS:
@@ -228,13 +228,13 @@ def measure(names: list[str], rounds: int, folder: Path) -> dict[str, Any]:
 
 
 def ratios(result: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Return Hardpoint's speed over each peer's: medians of the rounds' own ratios."""
+    """Return Hardpoint's speed over each peer's: medians of the ratios of the rounds."""
     speeds = result["tokens_per_second"]
     return {
         peer: {
             load: statistics.median(
-                ours / theirs
-                for ours, theirs in zip(speeds["hardpoint"][load], speeds[peer][load], strict=True)
+                own / other
+                for own, other in zip(speeds["hardpoint"][load], speeds[peer][load], strict=True)
             )
             for load in LOADS
         }
@@ -245,7 +245,7 @@ def ratios(result: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 def show(result: dict[str, Any]) -> None:
     """Print the table."""
-    table = Table(title="tokens per second (Hardpoint is so many times as fast)")
+    table = Table(title="tokens per second (Hardpoint is this many times as fast)")
     table.add_column("engine")
     table.add_column("start, s", justify="right")
     for name, load in LOADS.items():
@@ -262,7 +262,7 @@ def show(result: dict[str, Any]) -> None:
 def main() -> None:
     """Parse arguments and run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--peers", nargs="*", help="default: every peer that is installed")
+    parser.add_argument("--peers", nargs="*", help="default: all installed peers")
     parser.add_argument("--rounds", type=int, default=3, help="counted rounds (default 3)")
     parser.add_argument("--json", type=Path, help="also write the result here")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
@@ -272,10 +272,10 @@ def main() -> None:
         serve(arguments.serve, arguments.folder)
         return
     installed = [n for n, (module, _) in ENGINES.items() if importlib.util.find_spec(module)]
-    wanted = arguments.peers if arguments.peers is not None else installed
-    if missing := set(wanted) - set(installed):
+    peers = arguments.peers if arguments.peers is not None else installed
+    if missing := set(peers) - set(installed):
         raise SystemExit(f"not installed, or unknown: {', '.join(sorted(missing))}")
-    names = ["hardpoint", *(name for name in wanted if name != "hardpoint")]
+    names = ["hardpoint", *(name for name in peers if name != "hardpoint")]
     with tempfile.TemporaryDirectory() as folder:
         export(Path(folder))
         result = measure(names, arguments.rounds, Path(folder))

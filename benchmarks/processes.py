@@ -1,12 +1,12 @@
-"""What an engine process of its own costs or gains, and what starting takes.
+"""The cost or gain of a separate engine process, and the time to start.
 
     python benchmarks/processes.py                 # both, on the demo model
     python benchmarks/processes.py --rounds 5 --json result.json
 
 * separate: output tokens per second of 1 and of 32 requests, in the caller's process and in a
-  process of its own, round by round in turn; and the same on the scripted model, whose step costs
-  next to nothing, as microseconds per step.
-* start: seconds from an empty interpreter to the first token, and what takes them.
+  separate one, in turns; and microseconds per step of the scripted model, whose forward pass costs
+  next to nothing.
+* start: seconds from an empty interpreter to the first token, by stage.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=64, help="of each output")
+    parser.add_argument("--tokens", type=int, default=64, help="output tokens per request")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -85,15 +85,15 @@ def _in_turn(engines: dict[str, LLM], count: int, tokens: int, rounds: int) -> d
         rng = random.Random(index)
         prompts = [[rng.randrange(1, 250) for _ in range(32)] for _ in range(count)]
         for mode, engine in engines.items():
-            began = time.perf_counter()
+            start = time.perf_counter()
             engine.generate(prompts, params)
-            times[mode].append(time.perf_counter() - began)
-    return {mode: statistics.median(each[1:]) for mode, each in times.items()}
+            times[mode].append(time.perf_counter() - start)
+    return {mode: statistics.median(seconds[1:]) for mode, seconds in times.items()}
 
 
 _PROGRAM = """
 import json, time
-began = time.time()
+start = time.time()
 from hardpoint import LLM, SamplingParams
 import hardpoint.llm
 imported = time.time()
@@ -102,7 +102,7 @@ ready = time.time()
 llm.generate("The capital of France is", SamplingParams(temperature=0.0, max_tokens=1))
 first = time.time()
 llm.close()
-print(json.dumps([began, imported, ready, first, time.time()]))
+print(json.dumps([start, imported, ready, first, time.time()]))
 """
 
 
@@ -115,10 +115,10 @@ def _start(model: str) -> dict[str, dict[str, float]]:
         done = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, check=True
         )
-        began, imported, ready, first, closed = json.loads(done.stdout.splitlines()[-1])
+        start, imported, ready, first, closed = json.loads(done.stdout.splitlines()[-1])
         result[mode] = {
-            "interpreter": began - launched,
-            "imports": imported - began,
+            "interpreter": start - launched,
+            "imports": imported - start,
             "engine ready": ready - imported,
             "first token": first - ready,
             "all together": first - launched,
@@ -128,14 +128,14 @@ def _start(model: str) -> dict[str, dict[str, float]]:
 
 
 def _show(report: dict[str, Any]) -> None:
-    table = Table(title="An engine in this process, and in one of its own")
+    table = Table(title="An engine in this process, and in a separate one")
     for column in ("load", *MODES, "separate / in-process"):
         table.add_column(column, justify="left" if column == "load" else "right")
     for title, found in report["separate"].items():
         ratio = found["separate"] / found["in-process"]
         table.add_row(title, *(f"{found[mode]:.0f}" for mode in MODES), f"{ratio:.2f}")
     _CONSOLE.print(table)
-    table = Table(title="From nothing to the first token, seconds")
+    table = Table(title="From the interpreter's start to the first token, seconds")
     for column in ("stage", *MODES):
         table.add_column(column, justify="left" if column == "stage" else "right")
     for stage in report["start"]["in-process"]:

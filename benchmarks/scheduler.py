@@ -1,21 +1,21 @@
-"""What scheduling costs, in microseconds, beside vLLM's own Scheduler class where it is installed.
+"""Microseconds of the scheduler, compared with vLLM's Scheduler class where it is installed.
 
     python benchmarks/scheduler.py                          # the whole table
     python benchmarks/scheduler.py --sizes 32 256 --no-waiting --steps 50 --json result.json
 
-No model runs. A step is `schedule`, then `update` with a token for everybody; both are timed, what
-comes between is not. All requests decode, with prompts of 64 to 79 tokens, so that in each step
+No model runs. A step is `schedule`, then `update` with a token per request; both are timed, the
+code between them is not. All requests decode, with prompts of 64 to 79 tokens, so that in each step
 one in sixteen needs a block and fills one. Prefix caching is on, statistics are off.
 
-* decodes: a step of so many running requests, then the same with 100 000 requests that wait
-  behind them, since `max_num_seqs` are running.
-* record: how much longer such a step takes when somebody listens to the step record.
-* prefix: a prompt that is in the cache as a whole. "hashes" is making the request and the hashes of
-  its blocks, "look-up" is finding the blocks by them.
-* memory: what the cache remembers of a block whose content can be found, nobody holding it.
+* decodes: a step of N running requests, then the same with 100 000 waiting requests, which are not
+  admitted since `max_num_seqs` are running.
+* record: how much longer such a step takes with a step record.
+* prefix: a prompt that is cached as a whole. "hashes" is creating the request and the hashes of its
+  blocks, "look-up" is finding the blocks by them.
+* memory: bytes of metadata of a cached block that no request holds.
 
-Engines take turns step by step, in one process. Shown are medians of processor time, which on an
-idle machine is the time on the wall; reading that clock adds about half a microsecond to each call.
+The engines take turns step by step, in one process. Printed are medians of processor time, which on
+an idle machine is wall time; reading that clock adds about half a microsecond to each call.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ SIZES = (1, 32, 256, 1024, 4096)
 PROMPTS = ((4_096, 16), (32_768, 16), (4_096, 128), (32_768, 128))  # tokens, block size
 WAITING = 100_000
 WARM_UP = 5
-FEW = 2_000  # a step of few requests is taken more often, until it saw so many of them
+MIN_TOKENS = 2_000  # steps of few requests are repeated until so many tokens were sampled
 MEMORY_BLOCKS = 20_000
 
 Step = Callable[[], tuple[float, float]]
@@ -84,7 +84,7 @@ class Hardpoint:
     """The default scheduler as an engine builds it."""
 
     def __init__(self, running: int, num_blocks: int) -> None:
-        """Let `running` requests finish their prompts."""
+        """Run steps until `running` requests have finished their prompts."""
         plugins = resolve_plugins(EngineConfig())
         self._scheduler = plugins.create(
             plugins.one("schedulers"),
@@ -124,7 +124,7 @@ class Hardpoint:
         return self._step()
 
     def recorded_step(self) -> tuple[float, float]:
-        """Run a step of which somebody takes the record."""
+        """Run a step with a step record."""
         plain, self._scheduler.context = self._contexts
         times = self._step()
         self._scheduler.context = plain
@@ -138,14 +138,14 @@ class Hardpoint:
         return scheduling, updating
 
     def add_waiting(self, count: int) -> None:
-        """Add requests that find no slot."""
+        """Add requests that find no running slot."""
         for index in range(count):
             tokens = prompt(-1 - index, WAITING_PROMPT)
             self._scheduler.add_request(hardpoint_request(f"waiting-{index}", tokens))
 
 
 def hardpoint_request(request_id: str, tokens: list[int]) -> EngineCoreRequest:
-    """Return a request that goes on for ever."""
+    """Return a request that does not end."""
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=tokens,
@@ -157,18 +157,18 @@ class HardpointCache:
     """The KV cache manager alone."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        """Start empty."""
+        """Create an empty cache."""
         self._cache = BlockManager(num_blocks, block_size)
         self._numbers = itertools.count()
 
     def fill(self, tokens: list[int]) -> None:
-        """Let a request with this prompt come and go."""
+        """Allocate and free the blocks of a request with this prompt."""
         request = Request(self._source(tokens))
         assert self._cache.admit(request, CachedPrefix(), len(tokens))
         self._end(request)
 
     def look_up(self, tokens: list[int]) -> tuple[float, float]:
-        """Return the microseconds of making a request with hashes, and of finding its blocks."""
+        """Return the microseconds of creating a request with hashes, and of finding its blocks."""
         source = self._source(tokens)
 
         def make_and_look_up() -> Request:
@@ -192,13 +192,13 @@ class HardpointCache:
 
 
 def take_turns(engines: dict[str, Step], steps: int) -> dict[str, list[tuple[float, float]]]:
-    """Return what each engine's steps took."""
+    """Return the times of each engine's steps."""
     gc.collect()
-    gc.freeze()  # as engines do once they are up: what lives long is not looked through again
+    gc.freeze()  # as engines do after the start: long-lived objects are not scanned again
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
     order = list(engines)
     for number in range(WARM_UP + steps):
-        random.shuffle(order)  # who comes after whom decides what is in the processor's caches
+        random.shuffle(order)  # the order decides what is in the processor's caches
         for name in order:
             times = engines[name]()
             if number >= WARM_UP:
@@ -217,9 +217,9 @@ def medians(times: list[tuple[float, float]]) -> dict[str, float]:
 
 
 def measure_record(engine: Hardpoint, steps: int) -> dict[str, float]:
-    """Return how much longer a step takes with a record, in microseconds and as a share."""
+    """Return the extra time of a step with a record, in microseconds and as a share."""
     both: dict[str, Step] = {"plain": engine.step, "recorded": engine.recorded_step}
-    times = {name: medians(each)["step"] for name, each in take_turns(both, steps).items()}
+    times = {name: medians(times)["step"] for name, times in take_turns(both, steps).items()}
     more = times["recorded"] - times["plain"]
     return {"microseconds": more, "share": more / times["plain"]}
 
@@ -227,10 +227,10 @@ def measure_record(engine: Hardpoint, steps: int) -> dict[str, float]:
 def measure_decodes(
     sizes: list[int], steps: int, waiting: int, with_vllm: bool
 ) -> list[dict[str, Any]]:
-    """Measure steps of running decodes, without and with others that wait."""
+    """Measure steps of running decodes, without and with waiting requests."""
     results = []
     for running in sizes:
-        counted = max(steps, FEW // running)
+        counted = max(steps, MIN_TOKENS // running)
         rounds = 4 * (WARM_UP + counted)
         blocks = running * ((SHORTEST + BLOCK_SIZE + rounds) // BLOCK_SIZE + 2) + 1
         ours = Hardpoint(running, blocks)
@@ -239,19 +239,19 @@ def measure_decodes(
         if theirs is not None:
             engines["vllm"] = theirs.step
         record = measure_record(ours, counted)
-        for behind in (0, waiting) if waiting else (0,):
-            ours.add_waiting(behind)
+        for num_waiting in (0, waiting) if waiting else (0,):
+            ours.add_waiting(num_waiting)
             if theirs is not None:
-                theirs.add_waiting(behind)
+                theirs.add_waiting(num_waiting)
             times = take_turns(engines, counted)
-            result: dict[str, Any] = {"running": running, "waiting": behind, "record": record}
-            results.append(result | {name: medians(each) for name, each in times.items()})
-            print(f"{running} running, {behind} waiting: done", file=sys.stderr)
+            result: dict[str, Any] = {"running": running, "waiting": num_waiting, "record": record}
+            results.append(result | {name: medians(values) for name, values in times.items()})
+            print(f"{running} running, {num_waiting} waiting: done", file=sys.stderr)
     return results
 
 
 def measure_prefixes(rounds: int, with_vllm: bool) -> list[dict[str, Any]]:
-    """Measure look-ups of prompts that are in the cache as a whole."""
+    """Measure look-ups of prompts that are cached as a whole."""
     results = []
     for length, block_size in PROMPTS:
         tokens = prompt(0, length)
@@ -277,13 +277,13 @@ def measure_prefixes(rounds: int, with_vllm: bool) -> list[dict[str, Any]]:
 
 
 def measure_memory(with_vllm: bool) -> dict[str, float]:
-    """Return the bytes that a cached block takes, by engine, its place in the pool included."""
+    """Return the bytes of a cached block's metadata, its entry in the pool included, by engine."""
     makers: dict[str, Callable[[int, int], Any]] = {"hardpoint": HardpointCache}
     if with_vllm:
         makers["vllm"] = VllmCache
     result = {}
     for name, make in makers.items():
-        make(2, BLOCK_SIZE)  # imports what it needs
+        make(2, BLOCK_SIZE)  # imports modules on first use
         gc.collect()
         tracemalloc.start()
         cache = make(MEMORY_BLOCKS + 1, BLOCK_SIZE)
@@ -296,13 +296,13 @@ def measure_memory(with_vllm: bool) -> dict[str, float]:
 
 
 def ratio(result: dict[str, Any], key: str) -> str:
-    """Return how many times as long vLLM takes."""
+    """Return the ratio of vLLM's time to Hardpoint's."""
     return f"{result['vllm'][key] / result['hardpoint'][key]:.1f}x" if "vllm" in result else ""
 
 
 def show_decodes(results: list[dict[str, Any]], names: list[str]) -> None:
     """Print the table of steps."""
-    table = Table(title="microseconds per step (vLLM takes so many times as long)")
+    table = Table(title="microseconds per step (ratio: vLLM / Hardpoint)")
     table.add_column("decodes / waiting", justify="right")
     for name in names:
         for title in (f"{name} schedule", "update", "step"):
@@ -337,9 +337,11 @@ def show_prefixes(results: list[dict[str, Any]], names: list[str]) -> None:
 def main() -> None:
     """Parse arguments and run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--sizes", nargs="*", type=int, default=list(SIZES), help="decodes")
+    parser.add_argument(
+        "--sizes", nargs="*", type=int, default=list(SIZES), help="running"
+    )
     parser.add_argument("--steps", type=int, default=48, help="counted steps (default 48)")
-    parser.add_argument("--no-waiting", action="store_true", help="nobody waits behind")
+    parser.add_argument("--no-waiting", action="store_true", help="no waiting requests")
     parser.add_argument("--json", type=Path, help="also write the result here")
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -24,7 +24,7 @@ class Vllm:
     """vLLM's scheduler with the same requests."""
 
     def __init__(self, running: int, num_blocks: int) -> None:
-        """Let `running` requests finish their prompts."""
+        """Run steps until `running` requests have finished their prompts."""
         from vllm.v1.outputs import ModelRunnerOutput as VllmOutput
 
         self._output = VllmOutput
@@ -49,7 +49,7 @@ class Vllm:
         return scheduling, self._update(plan, [[TOKEN] for _ in plan.num_scheduled_tokens])
 
     def add_waiting(self, count: int) -> None:
-        """Add requests that find no slot."""
+        """Add requests that find no running slot."""
         for index in range(count):
             tokens = prompt(-1 - index, WAITING_PROMPT)
             self._scheduler.add_request(self._request(f"waiting-{index}", tokens))
@@ -58,7 +58,7 @@ class Vllm:
         ids = list(plan.num_scheduled_tokens)
         result = self._output(
             req_ids=ids,
-            req_id_to_index={request_id: place for place, request_id in enumerate(ids)},
+            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
             sampled_token_ids=sampled,
         )
         return timed(lambda: self._scheduler.update_from_output(plan, result))[0]
@@ -68,19 +68,19 @@ class VllmCache:
     """vLLM's KV cache manager, as its scheduler builds it."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        """Start empty."""
+        """Create an empty cache."""
         self._request = vllm_requests(block_size)
         self._block_size = block_size
         self._cache = vllm_scheduler(1, num_blocks, block_size).kv_cache_manager
 
     def fill(self, tokens: list[int]) -> None:
-        """Let a request with this prompt come and go."""
+        """Allocate and free the blocks of a request with this prompt."""
         request = self._request("first", tokens)
         assert self._cache.allocate_slots(request, len(tokens)) is not None
         self._cache.free(request)
 
     def look_up(self, tokens: list[int]) -> tuple[float, float]:
-        """Return the microseconds of making a request with hashes, and of finding its blocks."""
+        """Return the microseconds of creating a request with hashes, and of finding its blocks."""
         hashing, request = timed(lambda: self._request("second", tokens))
         looking_up, found = timed(lambda: self._cache.get_computed_blocks(request))
         assert found[1] == (len(tokens) - 1) // self._block_size * self._block_size
@@ -88,7 +88,7 @@ class VllmCache:
 
 
 def vllm_requests(block_size: int) -> Callable[[str, list[int]], Any]:
-    """Return what makes vLLM's requests, with sha256 hashes as it does by default."""
+    """Return a factory of vLLM's requests, with sha256 block hashes, its default."""
     from vllm import SamplingParams as VllmParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -146,7 +146,7 @@ def vllm_scheduler(max_num_seqs: int, num_blocks: int, block_size: int) -> Any:
 
 
 def write_model_config(folder: Path) -> None:
-    """Write what vLLM wants to know of a model before it schedules for it."""
+    """Write the config.json that vLLM's scheduler needs."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

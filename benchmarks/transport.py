@@ -1,17 +1,17 @@
-"""What messages between processes cost, in microseconds, beside vLLM's own where it is installed.
+"""Microseconds of messages between processes, compared with vLLM where it is installed.
 
     python benchmarks/transport.py                        # the whole table
     python benchmarks/transport.py --rounds 100 --json result.json
 
-* request: one request with so many prompt tokens and default sampling parameters.
+* request: one request with N prompt tokens and default sampling parameters.
 * outputs: the outputs of one step for 256 requests, a token each.
-* tensor: a request's worth of embeddings, 1k x 576 in bfloat16, which travels without a copy.
+* tensor: embeddings of a request, 1k x 576 in bfloat16, which are sent without a copy.
 
-"encode" writes into a buffer that is used again; "decode" is typed. "round trip" is both with a
-ZMQ socket pair over ipc between them, in one thread: encode, send, receive, decode.
+"encode" writes into a reused buffer; "decode" is typed. "round trip" is both with a ZMQ socket pair
+over ipc between them, in one thread: encode, send, receive, decode.
 
-Engines take turns message by message, in one process. Shown are medians: of processor time for
-the codec, of time on the wall for the round trip.
+The engines take turns message by message, in one process. Printed are medians: of processor time
+for the codec, of wall time for the round trip.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ EMBEDDINGS = (1_024, 576)
 WARM_UP = 20
 
 Message = tuple[str, Any, Any]
-"""A title, the message, and the type that it is decoded to."""
+"""A title, the message, and the type to decode to."""
 
 
 def prompt(length: int) -> list[int]:
-    """Return a prompt of any tokens."""
+    """Return a prompt of random tokens."""
     return random.Random(length).choices(range(VOCABULARY), k=length)
 
 
 def request_id(number: int) -> str:
-    """Return an id as frontends make it."""
+    """Return a request id like those of the frontend."""
     return f"{number}-{number * 2654435761 % 2**32:08x}"
 
 
@@ -93,7 +93,7 @@ def hardpoint_messages() -> list[Message]:
 
 
 def vllm_messages() -> list[Message]:
-    """Return the same messages of vLLM."""
+    """Return the same messages as vLLM's types."""
     from vllm import SamplingParams as VllmParams
     from vllm.v1 import engine
 
@@ -146,12 +146,12 @@ class Sockets:
 
 
 class Transport:
-    """One message type through one codec; `tracker` is None for vLLM's, which has none."""
+    """A codec for one message type; `tracker` is None for vLLM, which has none."""
 
     def __init__(
         self, encoder: Any, decoder: Any, tracker: SendTracker | None, sockets: Sockets
     ) -> None:
-        """Take both sides."""
+        """Store the codec and the sockets."""
         self._encoder, self._decoder = encoder, decoder
         self._tracker = tracker
         self._sockets = sockets
@@ -160,14 +160,14 @@ class Transport:
     def measure(self, message: Any) -> tuple[float, float, float]:
         """Return the microseconds of encoding, of decoding, and of a round trip.
 
-        What was decoded is alive during the round trip, as one message is while the next comes.
+        The decoded message stays alive during the round trip, as one does while the next arrives.
         """
         encoding, frames = timed(lambda: self._encoder.encode_into(message, self._buffer))
-        frames = [memoryview(bytearray(frame)) for frame in frames]  # as ZMQ gives them
+        frames = [memoryview(bytearray(frame)) for frame in frames]  # like received ones
         decoding, _decoded = timed(lambda: self._decoder.decode(frames))
-        began = time.perf_counter()
+        start = time.perf_counter()
         self._round_trip(message)
-        return encoding, decoding, (time.perf_counter() - began) * 1e6
+        return encoding, decoding, (time.perf_counter() - start) * 1e6
 
     def _round_trip(self, message: Any) -> None:
         sockets, tracker = self._sockets, self._tracker
@@ -190,7 +190,7 @@ def measure(rounds: int, with_vllm: bool) -> list[dict[str, Any]]:
     everything = {name: make() for name, make in makers.items()}
     for number, (title, *_) in enumerate(everything["hardpoint"]):
         with tempfile.TemporaryDirectory() as folder:
-            taken: dict[str, list[tuple[float, float, float]]] = {name: [] for name in makers}
+            measured: dict[str, list[tuple[float, float, float]]] = {name: [] for name in makers}
             sockets = {name: Sockets(folder, name) for name in makers}
             transports = {
                 name: transport(name, everything[name][number][2], sockets[name]) for name in makers
@@ -201,12 +201,12 @@ def measure(rounds: int, with_vllm: bool) -> list[dict[str, Any]]:
                 for name in random.sample(list(makers), len(makers)):
                     times = transports[name].measure(everything[name][number][1])
                     if turn >= WARM_UP:
-                        taken[name].append(times)
+                        measured[name].append(times)
             gc.unfreeze()
-            for each in sockets.values():
-                each.close()
+            for pair in sockets.values():
+                pair.close()
         result: dict[str, Any] = {"message": title}
-        for name, times in taken.items():
+        for name, times in measured.items():
             medians = (statistics.median(column) for column in zip(*times, strict=True))
             result[name] = dict(zip(("encode", "decode", "round_trip"), medians, strict=True))
         results.append(result)
@@ -224,7 +224,7 @@ def transport(name: str, type_: Any, sockets: Sockets) -> Transport:
 
 def show(results: list[dict[str, Any]], names: list[str]) -> None:
     """Print the table."""
-    table = Table(title="microseconds per message (vLLM takes so many times as long)")
+    table = Table(title="microseconds per message (ratios: vLLM / Hardpoint)")
     table.add_column("message")
     for name in names:
         for title in (f"{name} encode", "decode", "round trip"):
@@ -235,8 +235,8 @@ def show(results: list[dict[str, Any]], names: list[str]) -> None:
         for name in names:
             cells += [f"{value:,.1f}" for value in result[name].values()]
         if "vllm" in result:
-            ours, theirs = result["hardpoint"], result["vllm"]
-            cells.append(" ".join(f"{theirs[key] / ours[key]:.1f}x" for key in ours))
+            hardpoint, vllm = result["hardpoint"], result["vllm"]
+            cells.append(" ".join(f"{vllm[key] / hardpoint[key]:.1f}x" for key in hardpoint))
         table.add_row(*cells)
     Console(width=140).print(table)
 

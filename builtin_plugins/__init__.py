@@ -1,1 +1,1 @@
-"""Every built-in feature, written against hardpoint.plugins alone."""
+"""The built-in plugins; they import hardpoint.plugins and nothing else of the package."""

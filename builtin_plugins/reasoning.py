@@ -1,4 +1,4 @@
-"""Reasoning parsers of models that put their thinking between two tags."""
+"""Reasoning parser of models that put their thinking between two tags."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Tag = Annotated[str, Meta(min_length=1)]
 
 
 class ThinkTags(ReasoningParser):
-    """Thinking stands between `<think>` and `</think>`.
+    """Splits reasoning from content at the tags `<think>` and `</think>`.
 
-    As DeepSeek-R1 (arXiv:2501.12948) and Qwen3 (arXiv:2505.09388) write it. A tag belongs to
-    neither part; everything else is kept as it stands, white space too.
+    DeepSeek-R1 (arXiv:2501.12948) and Qwen3 (arXiv:2505.09388) use them. The tags belong to neither
+    part; everything else is kept unchanged, white space included.
     """
 
     contract = 1
@@ -29,10 +29,10 @@ class ThinkTags(ReasoningParser):
         """The tags.
 
         Attributes:
-            start: begins the thinking.
-            end: ends it.
-            starts_inside: the chat template has already written `start`, so that an output without
-                any tag is thinking that was cut off. Without this it is an answer.
+            start: start tag.
+            end: end tag.
+            starts_inside: whether the chat template writes `start`, so that an output without any
+                tag is unfinished thinking; otherwise it is content.
         """
 
         start: Tag = "<think>"
@@ -43,7 +43,11 @@ class ThinkTags(ReasoningParser):
     options: Options
 
     def __init__(self, context: ReasoningContext) -> None:
-        """Raise ConfigError if one tag cannot be told from the other."""
+        """Create the parser.
+
+        Raises:
+            ConfigError: the tags are equal.
+        """
         super().__init__(context)
         if self.options.start == self.options.end:
             raise ConfigError(
@@ -52,7 +56,7 @@ class ThinkTags(ReasoningParser):
             )
 
     def markers(self) -> ReasoningMarkers:
-        """Return the tags as the tokenizer spells them; often one token each."""
+        """Return the token ids of the tags; often one token each."""
         encode = self.context.tokenizer.encode
         return ReasoningMarkers(
             start=encode(self.options.start, add_special_tokens=False),
@@ -60,16 +64,16 @@ class ThinkTags(ReasoningParser):
         )
 
     def split(self, text: str) -> tuple[str | None, str]:
-        """Return a whole output as (reasoning, content).
+        """Split a whole output into (reasoning, content).
 
-        An end tag without a start tag before it ends thinking that the template began. A missing
-        end tag means that the output was cut off while thinking. Several blocks are joined.
-        Thinking that is only white space counts as none.
+        An end tag without a start tag ends thinking that the template began. A missing end tag
+        means that the output was cut off while thinking. Several blocks are joined. Reasoning of
+        white space alone counts as none.
         """
         start, end = self.options.start, self.options.end
         reasoning: list[str] = []
         content: list[str] = []
-        thinking = self._begins_inside(text)
+        thinking = self._starts_inside(text)
         while text:
             part, _, text = text.partition(end if thinking else start)
             (reasoning if thinking else content).append(part)
@@ -77,7 +81,7 @@ class ThinkTags(ReasoningParser):
         thought = "".join(reasoning)
         return (thought if thought.strip() else None), "".join(content)
 
-    def _begins_inside(self, text: str) -> bool:
+    def _starts_inside(self, text: str) -> bool:
         first_start, first_end = text.find(self.options.start), text.find(self.options.end)
         if first_start >= 0:
             return 0 <= first_end < first_start

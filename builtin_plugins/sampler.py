@@ -1,4 +1,4 @@
-"""The default sampler: the likeliest token, or a seeded random one."""
+"""The default sampler: greedy, or seeded random sampling."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ _MIX_32 = (0x7FEB352D, 0x846CA68B - 2**32)
 # Scales (whole number + 0.5) to (0, 1 - 2**-24]: float32 would round the largest ones up to 1.
 _TO_UNIT = 2.0**-31 * (1 - 2.0**-24)
 
-# With more survivors per row than this, listing them costs more than it saves.
-_FEW = 4096
+# With more unmasked tokens per row than this, gathering them costs more than it saves.
+_MAX_GATHERED = 4096
 
-# Logits whose noise is made at a time on a CPU, so that intermediates stay in its cache.
+# Number of logits whose noise is computed at a time on a CPU, so that it stays in its cache.
 _CHUNK = 2**19
 
 
 class DefaultSampler(Sampler):
-    """Greedy rows take the likeliest token, the lowest id among equals; others draw one.
+    """Greedy rows get the most likely token, ties the lowest id; other rows a random one.
 
-    A draw is an exponential race: token i wins if E_i / p_i is smallest, with E_i = -log1p(-u_i)
-    an exponential variate, which is the Gumbel-max trick (Maddison et al., arXiv:1411.0030). u_i
-    is a hash of (seed, output position, token id) and nothing else, so a row's token is the same
-    alone and in any batch. Only E near 0 can win, and there u has 31 bits without rounding: it
-    tells probabilities apart down to about 1e-9.
+    Random sampling is an exponential race: token i wins if E_i / p_i is smallest, with E_i =
+    -log1p(-u_i) an exponential variate, which is the Gumbel-max trick (Maddison et al.,
+    arXiv:1411.0030). u_i is a hash of (seed, output position, token id) and nothing else, so a
+    row's token is the same alone and in any batch. Only E near 0 can win, where u has 31 bits
+    without rounding: probabilities down to about 1e-9 are resolved.
     """
 
     contract = 1
     context: SamplerContext
 
     def __init__(self, context: SamplerContext) -> None:
-        """Hash the token ids once."""
+        """Compute the hashes of all token ids."""
         super().__init__(context)
         ids = torch.arange(context.vocab_size, dtype=torch.int32, device=context.device)
         self._hashes = _mix_32(ids ^ 0x5BD1E995)
 
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        """Return the chosen token ids, int64 [rows]. A token at -inf is never drawn."""
+        """Return the sampled token ids, int64 [rows]; a token at -inf is never sampled."""
         if rows.all_greedy:
             return logits.argmax(-1)
         if logits.device.type != "cpu":
-            # Asking which rows or tokens are left would make the host wait for the device.
+            # Selecting rows or tokens would make the host wait for the device.
             race = self._race(rows.seeds, rows.positions).masked_fill_(rows.greedy[:, None], 0)
             return (logits - race).argmax(-1)
         if not rows.any_greedy:
@@ -61,14 +61,14 @@ class DefaultSampler(Sampler):
     def _draw(
         self, logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Return one drawn token per row; the same whichever way it takes."""
-        alive = logits != -math.inf
-        if int(torch.count_nonzero(alive)) > _FEW * len(logits):
+        """Return one random token per row; both code paths return the same."""
+        unmasked = logits != -math.inf
+        if int(torch.count_nonzero(unmasked)) > _MAX_GATHERED * len(logits):
             step = max(1, _CHUNK // logits.shape[1])
-            parts = [slice(at, at + step) for at in range(0, len(logits), step)]
+            parts = [slice(start, start + step) for start in range(0, len(logits), step)]
             chosen = [(logits[p] - self._race(seeds[p], positions[p])).argmax(-1) for p in parts]
             return torch.cat(chosen)
-        row, token = alive.nonzero(as_tuple=True)
+        row, token = unmasked.nonzero(as_tuple=True)
         low, high = _row_keys(seeds, positions)
         keys = logits[row, token] - _log_exponential(self._hashes[token], low[row], high[row])
         return _argmax_per_row(keys, row, token, len(logits))
@@ -82,7 +82,7 @@ class DefaultSampler(Sampler):
 def _argmax_per_row(
     keys: torch.Tensor, row: torch.Tensor, token: torch.Tensor, rows: int
 ) -> torch.Tensor:
-    """Return each row's token with the largest key, [rows]; a row without any gives 0.
+    """Return each row's token with the largest key, [rows]; 0 for a row without tokens.
 
     Args:
         keys: float32 [tokens].
@@ -92,8 +92,8 @@ def _argmax_per_row(
     """
     counts = torch.bincount(row, minlength=rows)
     starts = counts.cumsum(0) - counts
-    most = max(int(counts.max()), 1)
-    table = keys.new_full((rows, most), -math.inf)
+    width = max(int(counts.max()), 1)
+    table = keys.new_full((rows, width), -math.inf)
     table[row, torch.arange(len(row)) - starts[row]] = keys
     winner = (starts + table.argmax(-1)).clamp(max=max(len(token) - 1, 0))
     return token[winner].masked_fill_(counts == 0, 0) if len(token) else winner
@@ -115,13 +115,13 @@ def _log_exponential(hashes: torch.Tensor, low: torch.Tensor, high: torch.Tensor
 
 
 def _row_keys(seeds: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mix int64 seeds and positions into two int32 keys, [rows] each."""
+    """Hash int64 seeds and positions into two int32 keys, [rows] each."""
     key = _mix_64(_mix_64(seeds) + positions)
     return key.to(torch.int32), (key >> 32).to(torch.int32)
 
 
 def _mix_64(value: torch.Tensor) -> torch.Tensor:
-    """One step of splitmix64; int64 products wrap."""
+    """Return splitmix64 of int64 values; products wrap."""
     value = value + _GOLDEN
     value = (value ^ _shift(value, 30)) * _MIX_64[0]
     value = (value ^ _shift(value, 27)) * _MIX_64[1]
@@ -136,6 +136,6 @@ def _mix_32(value: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(value: torch.Tensor, places: int) -> torch.Tensor:
-    """Shift right and fill with zeros; torch's own shift copies the sign."""
+    """Return a logical right shift; torch's own shift copies the sign."""
     width = torch.iinfo(value.dtype).bits
     return (value >> places) & ((1 << (width - places)) - 1)

@@ -1,4 +1,4 @@
-"""The stat sink that writes a line into the log."""
+"""The stat sink that logs a line at intervals."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _log = logging.getLogger("hardpoint")
 
 
 class LogSink(StatSink):
-    """Writes averages since its last line, at level INFO; nothing while nothing happens."""
+    """Logs averages since its last line, at level INFO; silent while the engine is idle."""
 
     contract = 1
 
     def __init__(self, context: StatSinkContext) -> None:
-        """Begin to count."""
+        """Create a sink with all counters at zero."""
         super().__init__(context)
-        self._since: float | None = None  # loading the model is no time without tokens
+        self._since: float | None = None  # set by the first batch: loading the model does not count
         self._prompt_tokens = self._generation_tokens = 0
-        self._news = False
+        self._has_new = False
         self._engines: dict[int, SchedulerStats] = {}
-        self._shown: dict[int, PrefixCacheStats] = {}
+        self._logged_hits: dict[int, PrefixCacheStats] = {}
 
     def record(self, stats: IterationStats) -> None:
-        """Add a batch."""
-        self._news = True
+        """Add the statistics of a batch."""
+        self._has_new = True
         if self._since is None:
             self._since = self.context.clock() - max(stats.time_to_first_token, default=0.0)
         self._prompt_tokens += stats.num_prompt_tokens
@@ -40,7 +40,7 @@ class LogSink(StatSink):
             self._engines[stats.engine_index] = stats.scheduler
 
     def report(self) -> None:
-        """Write the line and begin anew."""
+        """Log the line and reset the counters."""
         if self._since is None:
             return
         now = self.context.clock()
@@ -48,7 +48,7 @@ class LogSink(StatSink):
         engines = self._engines.values()
         running = sum(engine.num_running for engine in engines)
         waiting = sum(engine.num_waiting for engine in engines)
-        if self._news or running:
+        if self._has_new or running:
             usage = max((engine.kv_cache_usage for engine in engines), default=0.0)
             _log.info(
                 "%s: prompt %s tokens/s, generation %s tokens/s, running %d, waiting %d, "
@@ -62,18 +62,18 @@ class LogSink(StatSink):
                 self._hits(),
             )
         self._prompt_tokens = self._generation_tokens = 0
-        self._news = False
+        self._has_new = False
 
     def _hits(self) -> str:
-        """Return the share of tokens that were found since the last line, in words."""
+        """Return the share of tokens found in the prefix cache since the last line, as text."""
         queried = hit = 0
         for index, engine in self._engines.items():
-            total, before = engine.prefix_cache, self._shown.get(index)
+            total, before = engine.prefix_cache, self._logged_hits.get(index)
             if before is None or before.queried_tokens > total.queried_tokens:
-                before = PrefixCacheStats()  # the engine is new, or was started anew
+                before = PrefixCacheStats()  # a new or restarted engine
             queried += total.queried_tokens - before.queried_tokens
             hit += total.hit_tokens - before.hit_tokens
-            self._shown[index] = PrefixCacheStats(
+            self._logged_hits[index] = PrefixCacheStats(
                 total.requests, total.queried_tokens, total.hit_tokens
             )
         return f"{100 * hit / queried:.1f} %" if queried else "none looked up"

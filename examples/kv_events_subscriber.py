@@ -1,4 +1,4 @@
-"""Follow what the KV cache of an engine holds, as a router would.
+"""Track the content of an engine's KV cache through its events, as a router would.
 
     hardpoint.toml:  [kv_events]
                      publishers = ["zmq"]
@@ -9,8 +9,7 @@
     python kv_events_subscriber.py --endpoint tcp://127.0.0.1:5557 \
         --replay-endpoint tcp://127.0.0.1:5558
 
-Needs pyzmq and msgspec, and nothing of Hardpoint. What is published is described in
-docs/kv-events.md.
+Needs pyzmq and msgspec, but not Hardpoint. The messages are described in docs/kv-events.md.
 """
 
 import argparse
@@ -25,18 +24,18 @@ REPLAY_TIMEOUT_MS = 2000
 
 
 class CacheFollower:
-    """The blocks that can be found in an engine's cache.
+    """The set of cached blocks of an engine.
 
     Attributes:
-        blocks: (group, hash) of each.
+        blocks: (group, hash) of every cached block.
         expected: sequence number of the next batch.
-        num_replayed: batches that were had by replay.
-        num_resets: how often everything had to be forgotten, because batches were lost for good
-            or the engine started anew.
+        num_replayed: batches received by replay.
+        num_resets: how often the set was cleared because batches were lost or the engine was
+            restarted.
     """
 
     def __init__(self, replay=None):
-        """`replay(start)` yields (sequence number, payload) of batches that are still to be had."""
+        """`replay(start)` yields (sequence number, payload) of buffered batches from `start` on."""
         self.blocks = set()
         self.expected = 0
         self.num_replayed = 0
@@ -45,19 +44,19 @@ class CacheFollower:
         self._last_live = -1
 
     def receive(self, number, payload):
-        """Take a message of the live stream."""
-        if number <= self._last_live:  # the engine started anew and counts from 0
+        """Process a message of the live stream."""
+        if number <= self._last_live:  # the engine was restarted and counts from 0
             self._reset(0)
         self._last_live = number
         if number > self.expected:
-            for missed, old in self._replay(self.expected):
+            for missed, missed_payload in self._replay(self.expected):
                 self.num_replayed += missed >= self.expected
-                self._take(missed, old)
-        self._take(number, payload)
+                self._apply(missed, missed_payload)
+        self._apply(number, payload)
 
-    def _take(self, number, payload):
+    def _apply(self, number, payload):
         if number < self.expected:
-            return  # it came by replay, and now again
+            return  # already received by replay
         if number > self.expected:
             self._reset(number)
         self.expected = number + 1
@@ -73,14 +72,14 @@ class CacheFollower:
                 self.blocks.difference_update((group, block) for block in hashes)
 
     def _reset(self, expected):
-        """Forget everything: something may be gone that nobody told of."""
+        """Clear the set: removals may have been missed."""
         self.blocks.clear()
         self.expected = expected
         self.num_resets += 1
 
 
 def replay_from(context, endpoint):
-    """Return the function that asks an engine for the batches from a sequence number on."""
+    """Return a function that requests the batches from a sequence number on."""
 
     def replay(start):
         client = context.socket(zmq.DEALER)
@@ -106,9 +105,9 @@ def follow(arguments):
     live.subscribe(arguments.topic)
     replay = replay_from(context, arguments.replay_endpoint) if arguments.replay_endpoint else None
     follower = CacheFollower(replay)
-    ends = time.monotonic() + arguments.seconds if arguments.seconds else None
+    end = time.monotonic() + arguments.seconds if arguments.seconds else None
     try:
-        while ends is None or time.monotonic() < ends:
+        while end is None or time.monotonic() < end:
             if not live.poll(100):
                 continue
             _topic, number, payload = live.recv_multipart()
@@ -127,11 +126,11 @@ def follow(arguments):
 def main():
     """Parse arguments and run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--endpoint", default="tcp://127.0.0.1:5557", help="of the engine")
-    parser.add_argument("--replay-endpoint", help="where to ask for what was missed")
-    parser.add_argument("--topic", default="", help="only messages whose topic begins so")
-    parser.add_argument("--batches", type=int, help="end after this many were published")
-    parser.add_argument("--seconds", type=float, help="end after so long")
+    parser.add_argument("--endpoint", default="tcp://127.0.0.1:5557", help="the engine's endpoint")
+    parser.add_argument("--replay-endpoint", help="the engine's replay endpoint")
+    parser.add_argument("--topic", default="", help="prefix of the topics to receive")
+    parser.add_argument("--batches", type=int, help="stop after so many batches")
+    parser.add_argument("--seconds", type=float, help="stop after so many seconds")
     try:
         follow(parser.parse_args())
     except KeyboardInterrupt:

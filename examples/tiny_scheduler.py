@@ -1,12 +1,12 @@
-"""A whole scheduler of one's own, as small as it can be: first come, first served, no preemption.
+"""A minimal scheduler: first come, first served, without preemption for memory.
 
-A request is admitted when the KV cache has room for all that it may become, so nobody ever has to
-give way. That wastes memory and is easy to read; the default scheduler is the other way round. It
-asks no policy, so it refuses any but `fcfs`; and needs no watermark. Choose it with
+A request is admitted when the KV cache has room for its maximum length, so no request is ever
+preempted for blocks. That wastes memory and is easy to read; the default scheduler is the opposite.
+It asks no policy, so it rejects all but `fcfs`, and ignores the watermark. Select it with
 `scheduler.use = "tiny_scheduler:TinyScheduler"`.
 
-It shows what every scheduler owes the engine: plans, outcomes, ends, and to refuse by name what it
-cannot do. `hardpoint.testing.SchedulerSuite` checks that it does.
+It shows the duties of every scheduler: plans, results, finished requests, and errors for features
+that it does not support. `hardpoint.testing.SchedulerSuite` checks them.
 """
 
 from hardpoint.plugins import (
@@ -30,19 +30,19 @@ from hardpoint.plugins import (
 
 
 class TinyScheduler(Scheduler):
-    """Requests run in the order in which they came, each with all the blocks that it may need."""
+    """Runs requests in order of arrival, with blocks for their maximum length."""
 
     contract = 1
 
     def __init__(self, context):
-        """Refuse what it does not do.
+        """Create a scheduler without requests.
 
         Raises:
-            ConfigError: naming it.
+            ConfigError: a feature is configured that it does not support.
         """
         super().__init__(context)
         limits = context.limits
-        asked = {
+        unsupported = {
             "asynchronous scheduling": limits.asynchronous,
             "drafts": limits.num_draft_tokens or limits.num_lookahead_tokens,
             "long_prefill_token_threshold": limits.long_prefill_token_threshold,
@@ -53,39 +53,39 @@ class TinyScheduler(Scheduler):
             "an encoder cache": context.encoder_cache,
             "grammars": context.grammars,
         }
-        for what, wanted in asked.items():
-            if wanted:
-                raise ConfigError(f"scheduler.use: {self.name!r} does not work with {what}")
+        for feature, configured in unsupported.items():
+            if configured:
+                raise ConfigError(f"scheduler.use: {self.name!r} does not work with {feature}")
         self.limits, self.cache = limits, context.kv_cache
         self.live = {}  # requests by id, in order of arrival
-        self.planned = []  # those of the last plan, with their tokens
+        self.planned = []  # (request, tokens) of the last plan
         self.steps = self.num_preempted = 0
-        self.outputs = []  # of requests that ended while a step was planned
-        self.untold = set()  # ended, and no plan told
-        self.preempted = set()  # lost their blocks, and no plan told
-        self.ended = {}  # by client, ids that ended since its last outputs
+        self.outputs = []  # of requests that finished while a step was planned
+        self.unreported_finished = set()  # ids that no plan has reported
+        self.unreported_preempted = set()  # ids that no plan has reported
+        self.finished_ids = {}  # ids finished since the last outputs, by client
 
     def add_request(self, request):
-        """Take a request whose whole length fits."""
+        """Add a request whose maximum length fits."""
         if request.params.repetition_detection is not None:
-            raise RequestError(f"repetition_detection: {self.name!r} does not know it")
+            raise RequestError(f"repetition_detection: {self.name!r} does not support it")
         live = Request(request, order=self.steps)
-        most = self._longest(live)
-        if live.num_tokens >= most:
-            raise RequestError(f"prompt: expected less than {most} tokens, got {live.num_tokens}")
-        if self.cache.blocks_needed(most) > self.cache.num_usable_blocks:
-            raise RequestError(f"prompt: the KV cache never has room for {most} tokens")
+        limit = self._max_length(live)
+        if live.num_tokens >= limit:
+            raise RequestError(f"prompt: expected less than {limit} tokens, got {live.num_tokens}")
+        if self.cache.blocks_needed(limit) > self.cache.num_usable_blocks:
+            raise RequestError(f"prompt: the KV cache never has room for {limit} tokens")
         waiting = len(self.live) - self._num_running()
         if self.limits.max_waiting is not None and waiting >= self.limits.max_waiting:
             raise OverloadedError(f"overloaded: {waiting} requests wait; try again later")
         self.live[request.request_id] = live
-        self._note(live, EngineCoreEventType.QUEUED)
+        self._record_event(live, EngineCoreEventType.QUEUED)
 
     def schedule(self):
-        """Give tokens to each request in turn; who cannot be admitted keeps others from it."""
+        """Schedule tokens in order of arrival; one that cannot be admitted blocks later ones."""
         now, budget = self.context.clock(), self.limits.max_num_batched_tokens
         expired = [r for r in self.live.values() if r.deadline is not None and r.deadline <= now]
-        self.outputs += [self._end(request, FinishReason.TIMEOUT) for request in expired]
+        self.outputs += [self._finish(request, FinishReason.TIMEOUT) for request in expired]
         self.steps += 1
         self.planned, new, cached, full = [], [], [], False
         for request in self.live.values():
@@ -102,59 +102,61 @@ class TinyScheduler(Scheduler):
             budget -= count
         plan = self._plan(new, cached)
         if self.context.record is not None:
-            self._record(plan, now, [request.request_id for request in expired])
+            self._send_record(plan, now, [request.request_id for request in expired])
         return plan
 
     def update(self, plan, result):  # noqa: ARG002 - there is one plan at a time
-        """Append what was sampled, and end whoever is done."""
+        """Append sampled tokens, and finish requests."""
         outputs, self.outputs = self.outputs, []
         for request, count in self.planned:
             name = request.request_id
             if self.live.get(name) is not request:
-                continue  # it ended meanwhile
+                continue  # it finished while the model ran
             start = request.num_computed_tokens
             request.num_computed_tokens += count
             if fault := result.faults.get(name):
-                outputs.append(self._end(request, FinishReason.ERROR, fault.message, fault.plugin))
+                reason = FinishReason.ERROR
+                outputs.append(self._finish(request, reason, fault.message, fault.plugin))
                 continue
             logprobs = result.prompt_logprobs.get(name, [])
-            fresh = logprobs[max(request.num_prompt_logprobs - (start + 1 if start else 0), 0) :]
-            request.num_prompt_logprobs += len(fresh)
-            if fresh or name in result.sampled_token_ids:
-                outputs.append(self._take(request, result, fresh))
-        return self._by_client(outputs)
+            new = logprobs[max(request.num_prompt_logprobs - (start + 1 if start else 0), 0) :]
+            request.num_prompt_logprobs += len(new)
+            if new or name in result.sampled_token_ids:
+                outputs.append(self._output(request, result, new))
+        return self._group_by_client(outputs)
 
     def plan_lost(self, plan):
-        """Tell again what the plan told, and compute its requests anew."""
-        self.untold |= plan.finished_request_ids
-        self.preempted |= plan.preempted_request_ids & set(self.live)
+        """Report the plan's changes again, and preempt its requests."""
+        self.unreported_finished |= plan.finished_request_ids
+        self.unreported_preempted |= plan.preempted_request_ids & set(self.live)
         for request, _ in self.planned:
             if self.live.get(request.request_id) is request:
                 self.cache.rewind(request, request.num_computed_tokens)
                 self._preempt(request)
 
     def reset_prefix_cache(self, *, recompute_running=False):
-        """Forget cached content; with `recompute_running`, compute everything anew."""
+        """Forget cached content; with `recompute_running`, preempt the running requests."""
         self.cache.reset()
         for request in self.live.values():
             if recompute_running and request.status is RequestStatus.RUNNING:
                 self._preempt(request)
 
     def finish_requests(self, request_ids, reason):
-        """End requests from outside."""
+        """Finish requests; None means all."""
         ids = list(self.live) if request_ids is None else request_ids
-        return self._by_client([self._end(self.live[i], reason) for i in ids if i in self.live])
+        outputs = [self._finish(self.live[i], reason) for i in ids if i in self.live]
+        return self._group_by_client(outputs)
 
     def num_unfinished_requests(self):
-        """Count what is live."""
+        """Return the number of live requests."""
         return len(self.live)
 
     def has_requests(self):
-        """Whether a step has anything to do."""
-        return bool(self.live or self.untold or self.outputs)
+        """Return whether a step has anything to do."""
+        return bool(self.live or self.unreported_finished or self.outputs)
 
     def stats(self):
-        """Count."""
+        """Return queue lengths, cache usage and counters."""
         running = self._num_running()
         return SchedulerStats(
             num_running=running,
@@ -164,27 +166,27 @@ class TinyScheduler(Scheduler):
             num_preemptions=self.num_preempted,
         )
 
-    def _longest(self, request):
-        most = request.params.max_tokens or self.limits.max_model_len
-        return min(request.num_prompt_tokens + most, self.limits.max_model_len)
+    def _max_length(self, request):
+        num_outputs = request.params.max_tokens or self.limits.max_model_len
+        return min(request.num_prompt_tokens + num_outputs, self.limits.max_model_len)
 
     def _num_running(self):
         return sum(r.status is RequestStatus.RUNNING for r in self.live.values())
 
     def _admit(self, request, budget):
-        """Give a request all the blocks that it may ever need, if there are so many."""
+        """Allocate blocks for the maximum length of a request; return whether there were enough."""
         if self._num_running() == self.limits.max_num_seqs:
             return False
         prefix = self.cache.lookup(request)
         count = min(request.num_tokens - prefix.num_tokens, budget)
-        rest = self._longest(request) - prefix.num_tokens - count
+        rest = self._max_length(request) - prefix.num_tokens - count
         if not self.cache.admit(request, prefix, count, num_lookahead_tokens=rest):
             return False
         request.num_computed_tokens = prefix.num_tokens
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = prefix.num_tokens
         request.status = RequestStatus.RUNNING
-        self._note(request, EngineCoreEventType.SCHEDULED)
+        self._record_event(request, EngineCoreEventType.SCHEDULED)
         return True
 
     def _preempt(self, request):
@@ -192,12 +194,12 @@ class TinyScheduler(Scheduler):
         request.status, request.num_computed_tokens = RequestStatus.PREEMPTED, 0
         request.num_preemptions += 1
         self.num_preempted += 1
-        self.preempted.add(request.request_id)
-        self._note(request, EngineCoreEventType.PREEMPTED)
+        self.unreported_preempted.add(request.request_id)
+        self._record_event(request, EngineCoreEventType.PREEMPTED)
 
     def _plan(self, new, cached):
-        told, self.untold = frozenset(self.untold), set()
-        preempted, self.preempted = frozenset(self.preempted), set()
+        finished, self.unreported_finished = frozenset(self.unreported_finished), set()
+        preempted, self.unreported_preempted = frozenset(self.unreported_preempted), set()
         tokens = {request.request_id: count for request, count in self.planned}
         return SchedulerOutput(
             step=self.steps,
@@ -218,10 +220,10 @@ class TinyScheduler(Scheduler):
             num_scheduled_tokens=tokens,
             total_num_scheduled_tokens=sum(tokens.values()),
             preempted_request_ids=preempted,
-            finished_request_ids=told,
+            finished_request_ids=finished,
         )
 
-    def _record(self, plan, now, timed_out):
+    def _send_record(self, plan, now, timed_out):
         running = self._num_running()
         self.context.record(
             StepRecord(
@@ -242,8 +244,8 @@ class TinyScheduler(Scheduler):
             )
         )
 
-    def _take(self, request, result, prompt_logprobs):
-        """Make the output of a request that goes on or ends."""
+    def _output(self, request, result, prompt_logprobs):
+        """Append a request's sampled token and return its output."""
         output = EngineCoreOutput(request_id=request.request_id)
         output.prompt_logprobs = prompt_logprobs or None
         output.events, request.events = request.events, []
@@ -256,14 +258,14 @@ class TinyScheduler(Scheduler):
             if token in request.source.stop_token_ids:
                 output.finish_reason = FinishReason.STOP
                 output.stop_reason = token if token not in request.source.eos_token_ids else None
-            elif request.num_tokens == self._longest(request):
+            elif request.num_tokens == self._max_length(request):
                 output.finish_reason = FinishReason.LENGTH
         if output.finished:
-            self._leave(request)
+            self._remove(request)
         return request.source.client_index, output
 
-    def _end(self, request, reason, error=None, plugin=None):
-        self._leave(request)
+    def _finish(self, request, reason, error=None, plugin=None):
+        self._remove(request)
         return request.source.client_index, EngineCoreOutput(
             request_id=request.request_id,
             finish_reason=reason,
@@ -272,25 +274,25 @@ class TinyScheduler(Scheduler):
             events=request.events,
         )
 
-    def _leave(self, request):
+    def _remove(self, request):
         name = request.request_id
         del self.live[name]
         request.status = RequestStatus.FINISHED
         self.cache.free(request)
-        self.untold.add(name)
-        self.preempted.discard(name)
-        self.ended.setdefault(request.source.client_index, set()).add(name)
+        self.unreported_finished.add(name)
+        self.unreported_preempted.discard(name)
+        self.finished_ids.setdefault(request.source.client_index, set()).add(name)
 
-    def _by_client(self, outputs):
+    def _group_by_client(self, outputs):
         result = {}
         for client, output in outputs:
             result.setdefault(client, EngineCoreOutputs()).outputs.append(output)
         if self.context.report_finished:
-            for client, names in self.ended.items():
+            for client, names in self.finished_ids.items():
                 result.setdefault(client, EngineCoreOutputs()).finished_requests = names
-        self.ended = {}
+        self.finished_ids = {}
         return result
 
-    def _note(self, request, kind):
+    def _record_event(self, request, kind):
         if self.context.log_stats:
             request.events.append(EngineCoreEvent(kind, self.context.clock()))

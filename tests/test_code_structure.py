@@ -36,10 +36,6 @@ SMALL_MODULES = {
 }
 SMALL_MODULES |= dict.fromkeys(
     (
-        "hardpoint.builtin_plugins.logits.selection",
-        "hardpoint.builtin_plugins.scheduling.pausing",
-        "hardpoint.builtin_plugins.scheduling.planning",
-        "hardpoint.builtin_plugins.scheduling.repetition",
         "hardpoint.core.client.output_queue",
         "hardpoint.core.engine_process.main_module.diagnose",
         "hardpoint.testing.pytest_hooks",

@@ -1,4 +1,4 @@
-"""What every layer of a step shares for attention: which blocks to read, and masks.
+"""The attention plan of a step: indices of the blocks to read, and masks, shared by its layers.
 
 Sequences with one query are attended in groups, padded to the longest of the group. Sequences with
 several queries are attended one by one.
@@ -15,20 +15,20 @@ import torch
 
 from hardpoint.plugins import AttentionStep
 
-# A group of its own costs some calls per layer; they pay from about this many padded tokens on.
+# A further group costs some calls per layer; it saves time from about this many padded tokens on.
 _SPLIT_TOKENS = 2048
 
 
 @dataclass(frozen=True, eq=False)
-class Singles:
+class DecodeGroup:
     """Sequences with one query each that are attended together.
 
     Attributes:
-        rows: their rows among the step's tokens; None is all, in order.
-        blocks: [sequences * width] of the blocks to read, sequence after sequence.
+        rows: their rows among the step's tokens; None is the first `count` rows, in order.
+        blocks: ids of the blocks to read, [count * width], sequence after sequence.
         count: number of sequences.
-        length: tokens to use of what each sequence's blocks hold, padding included.
-        mask: additive [count, 1, 1, length]; None if no position is to be hidden.
+        length: number of cached tokens per sequence to use, padding included.
+        mask: additive, [count, 1, 1, length]; None if all positions are visible.
     """
 
     rows: torch.Tensor | None
@@ -40,15 +40,15 @@ class Singles:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Several queries of one sequence.
+    """Consecutive queries of one sequence.
 
     Attributes:
         start: row of the first query.
-        end: row after the last.
-        blocks: blocks to read; None if all that is seen comes with this step.
-        length: tokens to use of what the blocks hold.
-        skip: tokens at the front of the first block that no query sees.
-        mask: additive [queries, length]; None is plainly causal.
+        end: row after the last query.
+        blocks: ids of the blocks to read; None if all visible tokens are in this step.
+        length: number of cached tokens to use.
+        skip: leading tokens of the first block that no query sees.
+        mask: additive, [queries, length]; None is the causal mask.
     """
 
     start: int
@@ -60,58 +60,60 @@ class Chunk:
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
-    """The work of one step for all layers with the same window."""
+class WindowPlan:
+    """The attention plan of the layers with one sliding window."""
 
-    singles: tuple[Singles, ...]
+    decodes: tuple[DecodeGroup, ...]
     chunks: tuple[Chunk, ...]
 
 
-class Plan:
-    """One step. Layers with the same sliding window share indices and masks."""
+class AttentionPlan:
+    """The attention plan of a step; layers with the same window share indices and masks."""
 
     def __init__(self, step: AttentionStep, dtype: torch.dtype) -> None:
-        """`dtype` is that of the queries, and so of additive masks."""
+        """`dtype` is that of the queries and of the masks."""
         self.slots = step.slots
         self._step = step
         self._dtype = dtype
         self._device = step.block_table.device
-        self._longest = int(step.seq_lens.max(initial=0))
-        self._shares: dict[int | None, Share] = {}
+        self._max_seq_len = int(step.seq_lens.max(initial=0))
+        self._windows: dict[int | None, WindowPlan] = {}
 
-    def share(self, window: int | None) -> Share:
-        """Return the work of a layer with this window; computed once per window and step."""
-        effective = None if window is None or window >= self._longest else window
-        if effective not in self._shares:
+    def for_window(self, window: int | None) -> WindowPlan:
+        """Return the plan of layers with this window; computed once per window and step."""
+        effective = None if window is None or window >= self._max_seq_len else window
+        if effective not in self._windows:
             step = self._step
             lengths = step.seq_lens[: step.num_single]
             groups = _groups(lengths if effective is None else np.minimum(lengths, effective))
             multi = range(step.num_single, len(step.seq_lens))
-            self._shares[effective] = Share(
-                tuple(self._singles(group, effective) for group in groups),
+            self._windows[effective] = WindowPlan(
+                tuple(self._decode_group(group, effective) for group in groups),
                 tuple(self._chunk(index, effective) for index in multi),
             )
-        return self._shares[effective]
+        return self._windows[effective]
 
-    def _singles(self, group: np.ndarray | None, window: int | None) -> Singles:
+    def _decode_group(self, group: np.ndarray | None, window: int | None) -> DecodeGroup:
         step, size = self._step, self._step.block_size
         rows = np.arange(step.num_single) if group is None else group
         lengths = step.seq_lens[rows]
-        first_seen = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
-        first, last = first_seen // size, (lengths - 1) // size
+        first_visible = (
+            np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
+        )
+        first, last = first_visible // size, (lengths - 1) // size
         width = int((last - first).max()) + 1
-        # Padding repeats a sequence's own last block: nothing of other sequences is ever read.
+        # Padding repeats a sequence's own last block, so no block of another sequence is read.
         columns = np.minimum(first[:, None] + np.arange(width), last[:, None])
         table = step.block_table
         blocks = table[self._tensor(rows)[:, None], self._tensor(columns)].flatten()
-        low, high = first_seen - first * size, lengths - first * size
+        low, high = first_visible - first * size, lengths - first * size
         length = int(high.max())
         mask = None
         if low.any() or (high != length).any():
-            place = np.arange(length)
-            seen = (place >= low[:, None]) & (place < high[:, None])
-            mask = self._additive(self._tensor(seen))[:, None, None, :]
-        return Singles(
+            position = np.arange(length)
+            visible = (position >= low[:, None]) & (position < high[:, None])
+            mask = self._additive(self._tensor(visible))[:, None, None, :]
+        return DecodeGroup(
             None if group is None else self._tensor(group), blocks, len(rows), length, mask
         )
 
@@ -121,8 +123,8 @@ class Plan:
         total, queries = int(step.seq_lens[index]), end - start
         context = total - queries
         if context == 0:
-            hidden = window is not None and window < queries
-            mask = self._causal(0, 0, queries, queries, window) if hidden else None
+            windowed = window is not None and window < queries
+            mask = self._causal(0, 0, queries, queries, window) if windowed else None
             return Chunk(start, end, None, queries, 0, mask)
         oldest = 0 if window is None else max(context + 1 - window, 0)
         first = oldest // size
@@ -138,26 +140,26 @@ class Plan:
         """Return an additive mask [queries, keys]; both are consecutive positions."""
         query = torch.arange(first_query, first_query + queries, device=self._device)[:, None]
         key = torch.arange(first_key, first_key + keys, device=self._device)[None, :]
-        seen = key <= query
-        return self._additive(seen if window is None else seen & (key > query - window))
+        visible = key <= query
+        return self._additive(visible if window is None else visible & (key > query - window))
 
-    def _additive(self, seen: torch.Tensor) -> torch.Tensor:
-        mask = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)
-        return mask.masked_fill_(~seen, -torch.inf)
+    def _additive(self, visible: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(visible.shape, dtype=self._dtype, device=self._device)
+        return mask.masked_fill_(~visible, -torch.inf)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
 
 
 def _groups(lengths: np.ndarray) -> Sequence[np.ndarray | None]:
-    """Split sequences so that padding wastes little; [None] is all of them in the given order.
+    """Split sequences into groups of similar length, to limit padding.
 
     Args:
-        lengths: tokens that each sequence reads.
+        lengths: number of tokens that each sequence reads.
 
     Returns:
-        Row indices of each group. Within one the shortest is at least half the longest, so at
-        most half of what is read is padding, and there are few groups.
+        Row indices of each group; [None] is one group of all rows in the given order. In a group
+        the shortest is at least half the longest, so at most half of what is read is padding.
     """
     if not len(lengths):
         return []
@@ -166,7 +168,7 @@ def _groups(lengths: np.ndarray) -> Sequence[np.ndarray | None]:
         return [None]
     order = np.argsort(-lengths, kind="stable")
     borders = [0]
-    for place, row in enumerate(order):
+    for position, row in enumerate(order):
         if 2 * lengths[row] < lengths[order[borders[-1]]]:
-            borders.append(place)
+            borders.append(position)
     return [order[a:b] for a, b in pairwise([*borders, len(order)])]

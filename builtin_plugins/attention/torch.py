@@ -10,30 +10,30 @@ import torch.nn.functional as F
 
 from hardpoint.plugins import AttentionBackend, AttentionStep, KVSpec
 
-from .plan import Chunk, Plan, Singles
+from .plan import AttentionPlan, Chunk, DecodeGroup
 
 Cache = tuple[torch.Tensor, ...]
-"""Keys, then values, each [blocks, block_size, num_kv_heads, head_size]."""
+"""Keys and values, each [blocks, block_size, num_kv_heads, head_size]."""
 
 
 class TorchAttention(AttentionBackend):
-    """Runs wherever torch runs.
+    """Paged attention with torch operations, on any device."""
 
-    Query heads that share a key head are laid along the query dimension (one query) or expanded
-    without copying (several): `enable_gqa=True` was measured to be five times slower on CPU.
-    """
+    # Grouped-query attention: query heads that share a key head are laid along the query dimension
+    # (one query), or keys and values are expanded without copying (several queries).
+    # `enable_gqa=True` was measured to be five times slower on CPU.
 
     contract = 1
     kv_layout = "keys and values, each [blocks, block_size, num_kv_heads, head_size]"
     devices = ("cpu", "cuda")
 
     def bytes_per_block(self, spec: KVSpec) -> int:
-        """Return the bytes of one block of one layer, keys and values."""
+        """Return the size in bytes of one block of one layer, keys and values."""
         elements = 2 * self.context.block_size * spec.num_kv_heads * spec.head_size
         return elements * self.context.dtype.itemsize
 
     def allocate(self, spec: KVSpec, num_blocks: int) -> Cache:
-        """Return a zeroed cache of `num_blocks` blocks; memory is touched when it is used."""
+        """Return a zeroed cache of `num_blocks` blocks; on a CPU its pages are allocated on use."""
         shape = (num_blocks, self.context.block_size, spec.num_kv_heads, spec.head_size)
         dtype, device = self.context.dtype, self.context.device
         if device.type != "cpu":
@@ -44,15 +44,15 @@ class TorchAttention(AttentionBackend):
         sides = (torch.from_numpy(np.zeros(size, np.uint8)) for _ in range(2))
         return tuple(side.view(dtype).view(shape) for side in sides)
 
-    def plan(self, step: AttentionStep) -> Plan:
-        """Prepare what the step's layers share."""
-        return Plan(step, self.context.dtype)
+    def plan(self, step: AttentionStep) -> AttentionPlan:
+        """Return the plan that the step's layers share."""
+        return AttentionPlan(step, self.context.dtype)
 
     def attend(
         self,
         spec: KVSpec,
         cache: Cache,
-        plan: Plan,
+        plan: AttentionPlan,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -61,21 +61,23 @@ class TorchAttention(AttentionBackend):
         keys, values = cache
         keys.flatten(0, 1).index_copy_(0, plan.slots, k)
         values.flatten(0, 1).index_copy_(0, plan.slots, v)
-        share = plan.share(spec.window)
-        if not share.chunks and len(share.singles) == 1 and share.singles[0].rows is None:
-            return _attend_singles(spec, cache, share.singles[0], q)
+        work = plan.for_window(spec.window)
+        if not work.chunks and len(work.decodes) == 1 and work.decodes[0].rows is None:
+            return _attend_decodes(spec, cache, work.decodes[0], q)
         out = torch.empty_like(q)
-        for group in share.singles:
+        for group in work.decodes:
             if group.rows is None:
-                out[: group.count] = _attend_singles(spec, cache, group, q[: group.count])
+                out[: group.count] = _attend_decodes(spec, cache, group, q[: group.count])
             else:
-                out[group.rows] = _attend_singles(spec, cache, group, q[group.rows])
-        for chunk in share.chunks:
+                out[group.rows] = _attend_decodes(spec, cache, group, q[group.rows])
+        for chunk in work.chunks:
             out[chunk.start : chunk.end] = _attend_chunk(spec, cache, chunk, q, k, v)
         return out
 
 
-def _attend_singles(spec: KVSpec, cache: Cache, group: Singles, q: torch.Tensor) -> torch.Tensor:
+def _attend_decodes(
+    spec: KVSpec, cache: Cache, group: DecodeGroup, q: torch.Tensor
+) -> torch.Tensor:
     """Return [count, num_heads, head_size] for one query per sequence."""
     keys, values = (
         side.index_select(0, group.blocks)
@@ -83,9 +85,9 @@ def _attend_singles(spec: KVSpec, cache: Cache, group: Singles, q: torch.Tensor)
         .transpose(1, 2)
         for side in cache
     )
-    shared = spec.num_heads // spec.num_kv_heads
-    queries = q.reshape(group.count, spec.num_kv_heads, shared, spec.head_size)
-    mask = None if group.mask is None else group.mask.expand(-1, -1, shared, -1)
+    heads_per_kv_head = spec.num_heads // spec.num_kv_heads
+    queries = q.reshape(group.count, spec.num_kv_heads, heads_per_kv_head, spec.head_size)
+    mask = None if group.mask is None else group.mask.expand(-1, -1, heads_per_kv_head, -1)
     out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=spec.scale)
     return out.reshape(group.count, spec.num_heads, spec.head_size)
 
@@ -94,14 +96,14 @@ def _attend_chunk(
     spec: KVSpec, cache: Cache, chunk: Chunk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
     """Return [queries, num_heads, head_size] for consecutive queries of one sequence."""
-    shared = spec.num_heads // spec.num_kv_heads
-    grouped = (-1, spec.num_kv_heads, shared, spec.head_size)
+    heads_per_kv_head = spec.num_heads // spec.num_kv_heads
+    grouped = (-1, spec.num_kv_heads, heads_per_kv_head, spec.head_size)
     rows = slice(chunk.start, chunk.end)
     if chunk.blocks is None:
         keys, values = k[rows], v[rows]
     else:
-        seen = slice(chunk.skip, chunk.skip + chunk.length)
-        keys, values = (side.index_select(0, chunk.blocks).flatten(0, 1)[seen] for side in cache)
+        visible = slice(chunk.skip, chunk.skip + chunk.length)
+        keys, values = (side.index_select(0, chunk.blocks).flatten(0, 1)[visible] for side in cache)
     out = F.scaled_dot_product_attention(
         q[rows].reshape(grouped).permute(1, 2, 0, 3),
         keys.unsqueeze(2).expand(grouped).permute(1, 2, 0, 3),

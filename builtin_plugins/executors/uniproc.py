@@ -1,4 +1,4 @@
-"""The executor that runs one worker in the engine's own process."""
+"""The executor that runs one worker in the engine's process."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 
 class UniprocExecutor(Executor):
-    """One worker, called directly; every future is done when it is returned."""
+    """Calls one worker directly; every returned future is done."""
 
     contract = 1
 
     def __init__(self, context: ExecutorContext) -> None:
-        """Make the worker; its model is loaded by `start`."""
+        """Create the worker; `start` loads its model."""
         super().__init__(context)
         self._worker = context.create_worker(0)
 
@@ -43,7 +43,7 @@ class UniprocExecutor(Executor):
     def sample_tokens(
         self, plan: SchedulerOutput, bitmask: GrammarBitmask | None = None
     ) -> Future[ModelRunnerOutput]:
-        """Sample from what the model computed.
+        """Sample from the model's last logits.
 
         Raises:
             NotImplementedError: grammars constrain a request.
@@ -61,7 +61,7 @@ class UniprocExecutor(Executor):
         args: Sequence[Any] = (),
         timeout: float | None = None,  # noqa: ARG002
     ) -> list[Any]:
-        """Call a method of the worker, however long it takes."""
+        """Call a method of the worker; `timeout` is ignored."""
         return [getattr(self._worker, method)(*args)]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The thread that has the ZeroMQ sockets of KV events: the live stream, and replays."""
+"""The thread that sends KV events over ZeroMQ: the live stream, and replays."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ import zmq
 from hardpoint.plugins import KVEventBatch
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-"""Stands in the place of the sequence number of the last message of a replay."""
+"""Replaces the sequence number in the last message of a replay."""
 
 Socket = zmq.Socket[bytes]
 
 _log = logging.getLogger(__name__)
-_RETRY_MS = 20  # how soon a client that could take no more is tried again
-_PATIENCE = 10.0  # seconds after which a replay that does not move is given up
-_TURN = 100  # messages of one client in a row, so that others get theirs meanwhile
+_RETRY_MS = 20  # interval of retries for clients whose queue is full
+_REPLAY_TIMEOUT_S = 10.0  # a replay that sends nothing for so long is dropped
+_MAX_BURST = 100  # messages of one client in a row, so that clients take turns
 
 
 @dataclass(slots=True)
 class _Replay:
-    """What a client has still to get.
+    """A replay in progress.
 
     Attributes:
-        start: sequence number of its next batch.
-        moved: when it last took something, in seconds of the monotonic clock.
-        stalled: whether it could take no more the last time.
+        start: sequence number of the client's next batch.
+        last_sent: time of the last successful send, in seconds of the monotonic clock.
+        stalled: whether the client's queue was full at the last attempt.
     """
 
     start: int
-    moved: float
+    last_sent: float
     stalled: bool = False
 
 
-class Stream:
-    """The sockets and the thread that has them.
+class EventStream:
+    """The sending thread and its sockets.
 
     Attributes:
-        num_dropped: batches that nobody got, because the thread was `max_queue` behind.
+        num_dropped: batches dropped because `max_queue` batches were waiting for the thread.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Stream:
         buffer_steps: int,
         max_queue: int,
     ) -> None:
-        """Start the thread. The stream has the context and the bound sockets from now on."""
+        """Start the thread; the stream owns the context and the bound sockets from now on."""
         self.num_dropped = 0
         self._context, self._live, self._replay = context, live, replay
         self._topic = topic.encode()
@@ -71,117 +71,118 @@ class Stream:
         self._encoder = msgspec.msgpack.Encoder()
         self._closing = False
         self._failure: Exception | None = None
-        self._bell, self._ringer = socket.socketpair()  # a ZeroMQ socket may have one thread only
-        self._bell.setblocking(False)
-        self._ringer.setblocking(False)
+        # Wakes the thread; a ZeroMQ socket may be used by one thread only.
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
         self._poller = zmq.Poller()
-        self._poller.register(self._bell, zmq.POLLIN)
+        self._poller.register(self._wake_receiver, zmq.POLLIN)
         if replay is not None:
             self._poller.register(replay, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name="hardpoint-kv-events", daemon=True)
         self._thread.start()
 
     def push(self, batch: KVEventBatch) -> None:
-        """Queue a batch; called by one thread only."""
+        """Queue a batch; called from one thread only."""
         if self._failure is not None:
             raise RuntimeError("the thread that publishes KV events ended") from self._failure
         if len(self._queue) == self._queue.maxlen:
             self.num_dropped += 1
         self._queue.append((next(self._numbers), batch))
-        self._ring()
+        self._wake()
 
     def close(self) -> None:
-        """Send what waits, end the thread and release everything; once is enough."""
+        """Send the queued batches, end the thread and release everything; idempotent."""
         if not self._closing:
             self._closing = True
-            self._ring()
+            self._wake()
             self._thread.join()
-            self._ringer.close()
-            self._bell.close()
+            self._wake_sender.close()
+            self._wake_receiver.close()
 
-    def _ring(self) -> None:
+    def _wake(self) -> None:
         try:
-            self._ringer.send(b"\0")
+            self._wake_sender.send(b"\0")
         except BlockingIOError:
-            pass  # it rings already
+            pass  # it is awake already
 
     def _run(self) -> None:
         try:
             while not self._closing:
                 self._wait()
                 self._read_requests()
-                self._send_live()  # a replay has all that was published before it was asked for
+                self._send_live()  # first: a replay has all that was published before its request
                 self._send_replays()
             self._send_live()
         except Exception as cause:
-            _log.exception("KV events are published no more")
+            _log.exception("publishing KV events failed; no more are published")
             self._failure = cause
         finally:
             sockets = [self._live] if self._replay is None else [self._live, self._replay]
             release(self._context, *sockets)
 
     def _wait(self) -> None:
-        """Sleep until there is something to do."""
+        """Wait until there is something to do."""
         stalled = all(replay.stalled for replay in self._replays.values())
-        patience = (_RETRY_MS if stalled else 0) if self._replays else None
-        ready = dict(self._poller.poll(patience))
-        if self._bell.fileno() in ready:
-            self._bell.recv(4096)
+        timeout_ms = (_RETRY_MS if stalled else 0) if self._replays else None
+        ready = dict(self._poller.poll(timeout_ms))
+        if self._wake_receiver.fileno() in ready:
+            self._wake_receiver.recv(4096)
 
     def _send_live(self) -> None:
-        """Send what was queued; a PUB socket drops rather than waits."""
+        """Send the queued batches; a PUB socket drops messages rather than blocks."""
         while self._queue:
             number, batch = self._queue.popleft()
             payload = self._encoder.encode(batch)
-            self._live.send_multipart([self._topic, _in_bytes(number), payload])
+            self._live.send_multipart([self._topic, _encode_number(number), payload])
             if self._replay is not None:
                 self._sent[number] = payload
                 if len(self._sent) > self._buffer_steps:
                     self._sent.popitem(last=False)
 
     def _read_requests(self) -> None:
-        """Take requests for replays; a client has one at a time, its latest."""
+        """Receive replay requests; a client's new request replaces its earlier one."""
         if self._replay is None:
             return
-        for _ in range(_TURN):
+        for _ in range(_MAX_BURST):
             try:
                 identity, *frames = self._replay.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             if frames and not frames[0]:
                 frames = frames[1:]
-            understood = len(frames) == 1 and len(frames[0]) == 8
-            start = int.from_bytes(frames[0], "big") if understood else 2**64
+            valid = len(frames) == 1 and len(frames[0]) == 8
+            start = int.from_bytes(frames[0], "big") if valid else 2**64
             self._replays[identity] = _Replay(start, time.monotonic())
 
     def _send_replays(self) -> None:
         for identity, replay in list(self._replays.items()):
-            if not self._goes_on(identity, replay):
+            if not self._continue_replay(identity, replay):
                 del self._replays[identity]
 
-    def _goes_on(self, identity: bytes, replay: _Replay) -> bool:
-        """Send a client as much as it takes at once; return whether there is more to send."""
+    def _continue_replay(self, identity: bytes, replay: _Replay) -> bool:
+        """Send batches until the client's queue is full; return whether there is more to send."""
         assert self._replay is not None
-        for _ in range(_TURN):
+        for _ in range(_MAX_BURST):
             number = self._next_sent(replay.start)
             last = [END_OF_REPLAY, b""]
-            message = last if number is None else [_in_bytes(number), self._sent[number]]
+            message = last if number is None else [_encode_number(number), self._sent[number]]
             try:
                 self._replay.send_multipart([identity, b"", *message], zmq.NOBLOCK)
             except zmq.Again:
                 replay.stalled = True
-                return time.monotonic() - replay.moved < _PATIENCE
+                return time.monotonic() - replay.last_sent < _REPLAY_TIMEOUT_S
             except zmq.ZMQError as cause:
                 if cause.errno != zmq.EHOSTUNREACH:
                     raise
                 return False  # the client is gone
             if number is None:
                 return False
-            replay.start, replay.moved, replay.stalled = number + 1, time.monotonic(), False
+            replay.start, replay.last_sent, replay.stalled = number + 1, time.monotonic(), False
         return True
 
     def _next_sent(self, start: int) -> int | None:
-        """Return the number of the first batch from `start` on that can be had again."""
+        """Return the number of the first buffered batch from `start` on; None if there is none."""
         if not self._sent or start > (newest := next(reversed(self._sent))):
             return None
         number = max(start, next(iter(self._sent)))
@@ -192,18 +193,18 @@ class Stream:
 
 
 def bound_endpoint(bound: Socket) -> str:
-    """Return where a socket is bound, a port that was left open filled in."""
+    """Return the endpoint of a socket, with the port that was chosen for `*` or 0."""
     return bound.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
 def release(context: zmq.Context[Socket], *bound: Socket) -> None:
-    """Close a context with its sockets, and delete the files of those that have one."""
+    """Close a context with its sockets, and delete the files of ipc sockets."""
     for socket_ in bound:
         scheme, _, name = bound_endpoint(socket_).partition("://")
-        if scheme == "ipc":  # before it is closed, so it cannot be somebody else's by now
+        if scheme == "ipc":  # before it is closed: later, another process may own the file
             Path(name).unlink(missing_ok=True)
     context.destroy()
 
 
-def _in_bytes(number: int) -> bytes:
+def _encode_number(number: int) -> bytes:
     return number.to_bytes(8, "big")

@@ -1,4 +1,4 @@
-"""KV event publishers: over ZeroMQ, and to nobody."""
+"""KV event publishers: zmq and null."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hardpoint.plugins import (
     PublisherContext,
 )
 
-from .event_stream import Socket, Stream, bound_endpoint, release
+from .event_stream import EventStream, Socket, bound_endpoint, release
 
-_LINGER_MS = 500  # how long closing waits for subscribers that have not got everything
-_LONGEST_REQUEST = 1024  # bytes; whoever sends more is disconnected
+_LINGER_MS = 500  # how long closing waits for slow subscribers
+_MAX_REQUEST_BYTES = 1024  # a client that sends more is disconnected
 
 
 class NullPublisher(KVEventPublisher):
-    """Tells nobody."""
+    """Drops all events."""
 
     contract = 1
 
@@ -34,37 +34,38 @@ class NullPublisher(KVEventPublisher):
 
 
 class ZmqPublisher(KVEventPublisher):
-    """Publishes on a ZeroMQ PUB socket, and sends again what was missed on a ROUTER socket.
+    """Publishes on a ZeroMQ PUB socket, and replays missed batches on a ROUTER socket.
 
     A batch is the message `[topic, sequence number, payload]`: the number in 8 bytes, big-endian,
     counted from 0, the payload in msgpack. A client of the replay socket sends
-    `[b"", sequence number]` and gets `[b"", sequence number, payload]` for every batch that is
-    still there from that one on, then `END_OF_REPLAY` with an empty payload. A request that is not
-    understood gets that end alone.
+    `[b"", sequence number]` and gets `[b"", sequence number, payload]` for every buffered batch
+    from that one on, then `END_OF_REPLAY` with an empty payload. An invalid request gets the end
+    alone.
 
-    A subscriber that reads too slowly loses batches and sees it in the numbers; the engine never
-    waits for anyone. One thread has the sockets; `publish` only hands the batch over.
+    A subscriber that reads too slowly loses batches and sees gaps in the sequence numbers; the
+    engine never waits for subscribers. One thread owns the sockets; `publish` only queues the batch
+    for it.
 
     Attributes:
-        endpoint: where it is bound; tells the port where the option leaves it open.
-        replay_endpoint: the same of the replay socket, or None.
-        num_dropped: batches that nobody got, because the thread was `max_queue` behind.
+        endpoint: where the PUB socket is bound, with the actual port where the option has none.
+        replay_endpoint: the same for the replay socket, or None.
+        num_dropped: batches dropped because `max_queue` batches were waiting for the thread.
     """
 
     contract = 1
     context: PublisherContext
 
     class Options(plugins.Options):
-        """Where and how much.
+        """Endpoints and buffer sizes.
 
         Attributes:
-            endpoint: bound for subscribers: tcp://HOST:PORT or ipc://PATH. The data-parallel rank
-                is added to a port, and put behind a path as `_dp1`; 0 changes neither.
-            replay_endpoint: bound for clients that missed something; None is off.
+            endpoint: endpoint for subscribers, tcp://HOST:PORT or ipc://PATH. A data-parallel rank
+                above 0 is added to the port, or appended to the path as `_dp1`.
+            replay_endpoint: endpoint for clients that missed batches; None disables replays.
             topic: first frame of every message, for subscribers to filter by.
-            buffer_steps: newest batches that can be had again.
-            hwm: messages that are kept for a slow subscriber; it loses further ones.
-            max_queue: batches that wait for being sent; the oldest goes when there are more.
+            buffer_steps: number of newest batches kept for replays.
+            hwm: messages queued for a slow subscriber; it loses further ones.
+            max_queue: batches queued for the sending thread; the oldest is dropped when full.
         """
 
         endpoint: str = "tcp://127.0.0.1:5557"
@@ -78,7 +79,7 @@ class ZmqPublisher(KVEventPublisher):
         """Bind the sockets and start the thread.
 
         Raises:
-            ConfigError: an endpoint is wrong or taken.
+            ConfigError: an endpoint is invalid or in use.
         """
         super().__init__(context)
         options: ZmqPublisher.Options = context.options
@@ -93,7 +94,7 @@ class ZmqPublisher(KVEventPublisher):
             raise
         self.endpoint = bound_endpoint(live)
         self.replay_endpoint = bound_endpoint(replay) if replay is not None else None
-        self._stream = Stream(
+        self._stream = EventStream(
             zmq_context,
             live,
             replay,
@@ -104,11 +105,11 @@ class ZmqPublisher(KVEventPublisher):
 
     @property
     def num_dropped(self) -> int:
-        """Batches that nobody got."""
+        """Number of dropped batches."""
         return self._stream.num_dropped
 
     def publish(self, batch: KVEventBatch) -> None:
-        """Hand a batch to the thread.
+        """Queue a batch for the sending thread.
 
         Raises:
             RuntimeError: the thread ended; the cause is chained.
@@ -116,34 +117,34 @@ class ZmqPublisher(KVEventPublisher):
         self._stream.push(batch)
 
     def close(self) -> None:
-        """Send what waits, for half a second at most, and release sockets, files and thread."""
+        """Send queued batches for up to half a second; release sockets, files and thread."""
         self._stream.close()
 
     def _bind(self, context: zmq.Context[Socket], option: str, endpoint: str) -> Socket:
         """Return a bound socket, PUB for `endpoint` and ROUTER for `replay_endpoint`."""
         path = f"plugin.{self.name}.{option}"
-        endpoint = _of_rank(endpoint, self.context.data_parallel_rank, path)
-        _refuse_taken_file(endpoint, path)
+        endpoint = _endpoint_of_rank(endpoint, self.context.data_parallel_rank, path)
+        _check_socket_file(endpoint, path)
         bound = context.socket(zmq.PUB if option == "endpoint" else zmq.ROUTER)
         bound.linger = _LINGER_MS
         if option == "endpoint":
             bound.sndhwm = self.options.hwm
         else:
-            bound.router_mandatory = True  # tells of clients that are gone, or can take no more
-            bound.maxmsgsize = _LONGEST_REQUEST
+            bound.router_mandatory = True  # raises for clients that are gone or whose queue is full
+            bound.maxmsgsize = _MAX_REQUEST_BYTES
         try:
             bound.bind(endpoint)
         except zmq.ZMQError as cause:
-            words = zmq.strerror(cause.errno or 0)
-            raise ConfigError(f"{path}: cannot bind {endpoint!r}: {words}") from cause
+            reason = zmq.strerror(cause.errno or 0)
+            raise ConfigError(f"{path}: cannot bind {endpoint!r}: {reason}") from cause
         return bound
 
 
-def _of_rank(endpoint: str, rank: int, path: str) -> str:
+def _endpoint_of_rank(endpoint: str, rank: int, path: str) -> str:
     """Return the endpoint of a data-parallel rank.
 
     Raises:
-        ConfigError: it is none, or the port is too large.
+        ConfigError: it is no endpoint, or the port is too large.
     """
     scheme, _, address = endpoint.partition("://")
     if scheme == "ipc" and address not in ("", "*"):
@@ -161,20 +162,20 @@ def _of_rank(endpoint: str, rank: int, path: str) -> str:
     return f"tcp://{host}:{int(port) + rank}"
 
 
-def _refuse_taken_file(endpoint: str, path: str) -> None:
-    """Refuse a file that is in use, which ZeroMQ would delete without a word.
+def _check_socket_file(endpoint: str, path: str) -> None:
+    """Reject an ipc file that is in use, which ZeroMQ would silently delete.
 
     Raises:
-        ConfigError: it is the socket of a process that lives, or no socket at all.
+        ConfigError: it is the socket of a running process, or no socket.
     """
     scheme, _, name = endpoint.partition("://")
     if scheme != "ipc" or not (file := Path(name)).exists():
         return
     if not stat.S_ISSOCK(file.stat().st_mode):
-        raise ConfigError(f"{path}: cannot bind {endpoint!r}: there is a file that is no socket")
+        raise ConfigError(f"{path}: cannot bind {endpoint!r}: the file exists and is no socket")
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(name)
         except OSError:
-            return  # nobody listens: it was left behind
+            return  # no process listens: a stale file
     raise ConfigError(f"{path}: cannot bind {endpoint!r}: Address already in use")

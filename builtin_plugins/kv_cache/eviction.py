@@ -1,4 +1,4 @@
-"""Eviction policies: which cached content makes room."""
+"""The built-in eviction policy, lru."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from hardpoint.plugins import CachedBlock, EvictionContext, EvictionPolicy
 
 
 class LeastRecentlyUsed(EvictionPolicy):
-    """What was released longest ago goes first. Every move takes constant time per block."""
+    """Evicts the block that was released longest ago, in constant time per block."""
 
     contract = 1
 
     def __init__(self, context: EvictionContext) -> None:
-        """Begin with no candidates."""
+        """Create a policy without candidates."""
         super().__init__(context)
-        # A plain dict would search its whole front for the first key after many were removed.
+        # In a plain dict, finding the first key takes linear time after many were removed.
         self._order: OrderedDict[int, None] = OrderedDict()
 
     def released(self, blocks: Sequence[CachedBlock]) -> None:
-        """Put new candidates at the end."""
+        """Append new candidates."""
         order = self._order
         for block in blocks:
             order[block.block_id] = None
 
     def taken(self, block_ids: Sequence[int]) -> None:
-        """Forget candidates."""
+        """Remove candidates that are in use again."""
         for block in block_ids:
             del self._order[block]
 
     def evict(self, count: int) -> Sequence[int]:
-        """Take the first ones."""
+        """Remove and return the `count` oldest candidates."""
         return [self._order.popitem(last=False)[0] for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Random weights for a config alone: to try shapes, memory and speed without a checkpoint."""
+"""Random weights for a config, to try shapes, memory and speed without a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,28 +15,32 @@ from .safetensors import read_model_config
 
 
 class DummyLoader(WeightLoader):
-    """Draws each weight from a generator that its name and the seed determine.
+    """Generates each weight at random, from the seed and its name.
 
-    The path is a config.json or a directory with one. Only `load.use = "dummy"` selects it.
+    The path is a config.json or a directory with one. It is selected by `load.use = "dummy"` only.
     """
 
     contract = 1
 
     class Options(plugins.Options):
-        """`seed` changes every weight."""
+        """The seed.
+
+        Attributes:
+            seed: of all weights.
+        """
 
         seed: int = 0
 
     @classmethod
     def recognises(cls, files: ModelFiles) -> bool:  # noqa: ARG003 - part of the contract
-        """Return False: random weights come only to those who ask for them by name."""
+        """Return False: random weights are never selected automatically."""
         return False
 
     def config(self) -> ModelConfig:
-        """Return what config.json says.
+        """Return the configuration in config.json.
 
         Raises:
-            ModelError: if it is missing or invalid.
+            ModelError: config.json is missing or invalid.
         """
         path = self.context.files.path
         return read_model_config(path / "config.json" if path.is_dir() else path)

@@ -69,13 +69,13 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class GGUFLoader(WeightLoader):
-    """Reads Llama, Qwen2 and Qwen3 models, quantised or not; weights come out in float32."""
+    """Reads Llama, Qwen2 and Qwen3 models, quantised or not, as float32 weights."""
 
     contract = 1
 
     @classmethod
     def recognises(cls, files: ModelFiles) -> bool:
-        """Whether the path ends in .gguf."""
+        """Return whether the path ends in .gguf."""
         return files.path.suffix == ".gguf"
 
     @cached_property
@@ -87,16 +87,16 @@ class GGUFLoader(WeightLoader):
         return self.context.files.path.name
 
     def config(self) -> ModelConfig:
-        """Return the configuration that the file's metadata describes.
+        """Return the configuration in the file's metadata.
 
         Raises:
-            ModelError: if the file is damaged, its architecture is not supported, or a field that
-                the architecture needs is absent.
+            ModelError: the file is damaged, its architecture is not supported, or a field that the
+                architecture needs is missing.
         """
         file, architecture = self._file, self._architecture()
         tensors = {tensor.name: tensor for tensor in file.tensors}
         if _EMBEDDING not in tensors:
-            raise ModelError(f"{self._source}: it has no tensor {_EMBEDDING}")
+            raise ModelError(f"{self._source}: the tensor {_EMBEDDING} is missing")
         hf: dict[str, Any] = {
             "architectures": [_ARCHITECTURES[architecture]],
             "model_type": architecture,
@@ -119,10 +119,10 @@ class GGUFLoader(WeightLoader):
         return model_config(hf, self._source, eos_token_ids=self._eos(), dtype=self._dtype())
 
     def weights(self, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every wanted weight in float32, in file order, dequantised one at a time.
+        """Yield the weights in `shapes` in float32, in file order, dequantised one at a time.
 
         Raises:
-            ModelError: if a tensor's quantisation is unknown.
+            ModelError: a tensor's quantisation is unknown.
         """
         hf = self.config().hf
         permuted = {"q_proj": hf["num_attention_heads"]}
@@ -147,7 +147,7 @@ class GGUFLoader(WeightLoader):
         return str(architecture)
 
     def _check(self, hf: dict[str, Any], architecture: str) -> None:
-        """Check what would otherwise give a model that computes something else."""
+        """Check fields whose invalid values would silently give a different model."""
         fields = ConfigFields(hf, self._source)
         for key, name in _FIELDS.items():
             if name in hf and name != "rms_norm_eps":
@@ -168,10 +168,8 @@ class GGUFLoader(WeightLoader):
             )
 
     def _rope(self, architecture: str) -> dict[str, Any]:
-        """Return Hugging Face's `rope_parameters`.
-
-        Llama 3's scaling is stored as one divisor per frequency; it becomes the type "factors".
-        """
+        """Return Hugging Face's `rope_parameters`."""
+        # Llama 3's scaling is stored as one divisor per frequency: the type "factors".
         prefix = f"{architecture}.rope"
         rope: dict[str, Any] = {"rope_type": "default"}
         theta = self._file.value(f"{prefix}.freq_base")
@@ -202,7 +200,7 @@ class GGUFLoader(WeightLoader):
         return _DTYPES.get(types.pop()) if len(types) == 1 else None
 
     def _dequantize(self, tensor: gguf.ReaderTensor) -> np.ndarray[Any, Any]:
-        data = np.asarray(tensor.data)  # each slice of a memory map would cost as much as its work
+        data = np.asarray(tensor.data)  # slicing the memory map itself is slow
         try:
             array: np.ndarray[Any, Any] = gguf.quants.dequantize(
                 _with_long_rows(data), tensor.tensor_type
@@ -214,18 +212,19 @@ class GGUFLoader(WeightLoader):
 
 
 def _with_long_rows(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Lay rows of quantised blocks one behind another; the library works on 16 rows at a time."""
+    """Reshape quantised blocks into fewer, longer rows."""
+    # The library dequantises 16 rows at a time.
     if data.ndim == 1 or data.dtype != np.uint8:
         return data
     count, width = math.prod(data.shape[:-1]), data.shape[-1]
-    together = 1
-    while count % (2 * together) == 0 and 2 * together * width <= _ROW_BYTES:
-        together *= 2
-    return data.reshape(count // together, together * width)
+    merged = 1
+    while count % (2 * merged) == 0 and 2 * merged * width <= _ROW_BYTES:
+        merged *= 2
+    return data.reshape(count // merged, merged * width)
 
 
 def _hf_name(name: str) -> str | None:
-    """Return the Hugging Face name of a GGUF tensor; None for one that has none."""
+    """Return the Hugging Face name of a GGUF tensor; None if it has none."""
     if match := _BLOCK.fullmatch(name):
         inner = _BLOCK_NAMES.get(match[2])
         return inner and f"model.layers.{match[1]}.{inner}.{match[3]}"
@@ -233,10 +232,8 @@ def _hf_name(name: str) -> str | None:
 
 
 def _unpermute(array: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """Undo llama.cpp's reordering of q and k rows from halves to neighbouring pairs.
-
-    `LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py interleaves the two halves of each
-    head for its kind of RoPE; this is its inverse, for weights and biases.
-    """
+    """Undo llama.cpp's permutation of the rows of q and k, in weights and biases."""
+    # The inverse of `LlamaModel.permute` in llama.cpp's convert_hf_to_gguf.py, which interleaves
+    # the two halves of each head for its kind of RoPE.
     pairs = array.reshape(heads, array.shape[0] // heads // 2, 2, *array.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)

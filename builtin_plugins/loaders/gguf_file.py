@@ -1,4 +1,4 @@
-"""Opening GGUF files, quickly and with every extent checked."""
+"""Reading the header of GGUF files, with bounds checks."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ import numpy as np
 from hardpoint.plugins import ModelError
 
 FieldParts = tuple[int, list[Any], list[int], list[Any]]
-"""Size in bytes, raw parts, which of them are data, types: as GGUFReader keeps a field."""
+"""Size in bytes, raw parts, indices of the data parts, types: GGUFReader's form of a field."""
 
 _LENGTH = struct.Struct("<Q")
 
 
 class GGUFFile(gguf.GGUFReader):  # type: ignore[misc]
-    """GGUFReader that reads arrays at once and never past the end of the file.
+    """GGUFReader that reads arrays quickly and never past the end of the file."""
 
-    The library makes numpy objects of every element of an array, which takes seconds for a
-    vocabulary; here an array of numbers is one part and strings are slices of the file.
-    """
+    # The library makes a numpy object of every element of an array, which takes seconds for a
+    # vocabulary; here an array of numbers is one part, and strings are slices of the file.
 
     def value(self, key: str) -> Any:
-        """Return a metadata field as plain Python data, or None where the file has none."""
+        """Return a metadata field as plain Python data; None if it is missing."""
         field = self.get_field(key)
         return None if field is None else field.contents()
 
@@ -40,28 +39,28 @@ class GGUFFile(gguf.GGUFReader):  # type: ignore[misc]
     def _check_end(self, end: int) -> None:
         if end > self.data.size:
             raise ValueError(
-                f"truncated: its header asks for byte {end}, and it has {self.data.size}"
+                f"truncated: the header refers to byte {end}, the file has {self.data.size}"
             )
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> FieldParts:
         array = gguf.GGUFValueType.ARRAY
         if raw_type != array or self.byte_order != "I":
-            return self._slow_parts(orig_offs, raw_type)
+            return self._library_parts(orig_offs, raw_type)
         item_type = self._get(orig_offs, np.uint32)
         count = self._get(orig_offs + 4, np.uint64)
         start = orig_offs + 12
         kind = gguf.GGUFValueType(int(item_type[0]))
         if kind == gguf.GGUFValueType.STRING:
             strings, end = self._strings(start, int(count[0]))
-            places = list(range(2, 2 + len(strings)))
-            return end - orig_offs, [item_type, count, *strings], places, [array, kind]
+            indices = list(range(2, 2 + len(strings)))
+            return end - orig_offs, [item_type, count, *strings], indices, [array, kind]
         if kind in self.gguf_scalar_to_np:
             values = self._get(start, self.gguf_scalar_to_np[kind], int(count[0]))
             size = start + int(values.nbytes) - orig_offs
             return size, [item_type, count, values], [2], [array, kind]
-        return self._slow_parts(orig_offs, raw_type)
+        return self._library_parts(orig_offs, raw_type)
 
-    def _slow_parts(self, offset: int, raw_type: int) -> FieldParts:
+    def _library_parts(self, offset: int, raw_type: int) -> FieldParts:
         parts: FieldParts = super()._get_field_parts(offset, raw_type)
         return parts
 
@@ -78,10 +77,10 @@ class GGUFFile(gguf.GGUFReader):  # type: ignore[misc]
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """Read a GGUF file's header; tensor data stays on disk until it is used.
+    """Read a GGUF file's header; tensor data is read from disk on use.
 
     Raises:
-        ModelError: if the file cannot be read, is no GGUF file or is truncated.
+        ModelError: the file cannot be read, is no GGUF file or is truncated.
     """
     try:
         return GGUFFile(path)

@@ -1,4 +1,4 @@
-"""Hugging Face directories: config.json and safetensors files, one or sharded."""
+"""Hugging Face directories: config.json, and one or several safetensors files."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class SafetensorsLoader(WeightLoader):
 
     @classmethod
     def recognises(cls, files: ModelFiles) -> bool:
-        """Whether the path is a directory with safetensors files or their index."""
+        """Return whether the path is a directory with safetensors files or their index."""
         path = files.path
         return path.is_dir() and ((path / _INDEX).exists() or any(path.glob("*.safetensors")))
 
     def config(self) -> ModelConfig:
-        """Return what config.json and generation_config.json say.
+        """Return the configuration in config.json and generation_config.json.
 
         Raises:
-            ModelError: if config.json is missing, invalid or of a quantised checkpoint, or a shard
-                is missing or truncated.
+            ModelError: config.json is missing, invalid or of a quantised checkpoint, or a shard is
+                missing or truncated.
         """
         path = self.context.files.path
         config = read_model_config(path / "config.json")
@@ -49,10 +49,10 @@ class SafetensorsLoader(WeightLoader):
         return config
 
     def weights(self, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every wanted weight in the dtype on disk, shard by shard.
+        """Yield the weights in `shapes` in the dtype on disk, shard by shard.
 
         Raises:
-            ModelError: if a shard is missing or truncated.
+            ModelError: a shard is missing or truncated.
         """
         for shard in self._shards():
             with _open(shard) as file:
@@ -88,10 +88,10 @@ class SafetensorsLoader(WeightLoader):
 
 
 def read_model_config(path: Path) -> ModelConfig:
-    """Return the ModelConfig of a config.json and of the generation_config.json beside it.
+    """Return the ModelConfig of a config.json and the generation_config.json next to it.
 
     Raises:
-        ModelError: if a file cannot be read or a field is wrong.
+        ModelError: a file cannot be read, or a field is invalid.
     """
     hf, source = read_json(path), f"{path.parent.name}/{path.name}"
     generation_path = path.parent / "generation_config.json"
@@ -112,7 +112,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        ModelError: if the file is missing, is no JSON or holds something else.
+        ModelError: the file is missing, is no JSON or has no object.
     """
     where = f"{path.parent.name}/{path.name}"
     try:

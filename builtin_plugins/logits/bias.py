@@ -1,4 +1,4 @@
-"""logit_bias: add numbers to chosen logits."""
+"""logit_bias: add a bias to the logits of given tokens."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hardpoint.plugins import (
 
 from .row_cache import RowCache
 
-_AWAY = -100  # what OpenAI's API reference calls a ban
+_BAN = -100  # as OpenAI's API reference defines it
 
 
 class LogitBias(SparseLogitsProcessor):
-    """Adds a number in [-100, 100] to each of some logits. A forbidden token stays forbidden."""
+    """Adds biases in [-100, 100] to the logits of given tokens. A masked token stays masked."""
 
     contract = 1
     phase = Phase.BIAS
@@ -31,16 +31,16 @@ class LogitBias(SparseLogitsProcessor):
     reads = Reads.LOGITS
 
     class Arguments(plugins.Arguments):
-        """Numbers by token.
+        """Biases by token.
 
         Attributes:
-            logit_bias: token id to the number that is added to its logit.
+            logit_bias: bias by token id.
         """
 
         logit_bias: dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]] = {}
 
     def __init__(self, context: LogitsContext) -> None:
-        """Start with nothing cached."""
+        """Create the processor with an empty cache."""
         super().__init__(context)
         self._cache = RowCache[Edits]()
 
@@ -52,9 +52,9 @@ class LogitBias(SparseLogitsProcessor):
             ValueError: an id is outside the vocabulary, or every allowed token is biased away.
         """
         biases, allowed = arguments.logit_bias, context.params.allowed_token_ids
-        if allowed and all(biases.get(token, 0) <= _AWAY for token in allowed):
+        if allowed and all(biases.get(token, 0) <= _BAN for token in allowed):
             raise ValueError(
-                f"each of allowed_token_ids is biased by {_AWAY}, which leaves no token"
+                f"each of allowed_token_ids is biased by {_BAN}, which leaves no token"
             )
         for token in arguments.logit_bias:
             if token >= context.vocab_size:

@@ -1,4 +1,4 @@
-"""Processors that forbid tokens: allowed_token_ids, bad_words and min_tokens."""
+"""Processors that mask tokens: allowed_token_ids, bad_words and min_tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TokenId = Annotated[int, Meta(ge=0)]
 
 
 class AllowedTokenIds(SparseLogitsProcessor):
-    """Leaves a request only the tokens of its `allowed_token_ids`."""
+    """Masks all tokens of a request but its `allowed_token_ids`."""
 
     contract = 1
     phase = Phase.MASK
@@ -38,22 +38,22 @@ class AllowedTokenIds(SparseLogitsProcessor):
     reads = Reads.LOGITS
 
     class Arguments(plugins.Arguments):
-        """A choice of tokens.
+        """The allowed tokens.
 
         Attributes:
-            allowed_token_ids: the only tokens that may be produced.
+            allowed_token_ids: the only tokens that may be generated.
         """
 
         allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)]
 
     def __init__(self, context: LogitsContext) -> None:
-        """Start with nothing cached."""
+        """Create the processor with an empty cache."""
         super().__init__(context)
         self._cache = RowCache[Edits]()
 
     @classmethod
     def prepare(cls, arguments: Any, context: PrepareContext) -> Any:
-        """Refuse ids outside the vocabulary with a ValueError."""
+        """Raise ValueError for ids outside the vocabulary."""
         _check_vocabulary(arguments.allowed_token_ids, context.vocab_size)
         return arguments
 
@@ -67,17 +67,17 @@ class AllowedTokenIds(SparseLogitsProcessor):
 
 
 class MinTokens(SparseLogitsProcessor):
-    """Forbids every stop token until a request has `min_tokens` output tokens."""
+    """Masks all stop tokens until a request has `min_tokens` output tokens."""
 
     contract = 1
     phase = Phase.MASK
     params_fields = ("min_tokens",)
 
     class Arguments(plugins.Arguments):
-        """A length.
+        """The minimum length.
 
         Attributes:
-            min_tokens: no stop token before so many output tokens.
+            min_tokens: number of output tokens before the first stop token.
         """
 
         min_tokens: Annotated[int, Meta(ge=0)] = 0
@@ -85,13 +85,13 @@ class MinTokens(SparseLogitsProcessor):
     context: LogitsContext
 
     def __init__(self, context: LogitsContext) -> None:
-        """Start with nothing cached."""
+        """Create the processor with an empty cache."""
         super().__init__(context)
         self._plan: _Plan | None = None
 
     @classmethod
     def prepare(cls, arguments: Any, context: PrepareContext) -> Any:
-        """Refuse a request that could produce nothing but stop tokens, with a ValueError."""
+        """Raise ValueError for a request whose allowed tokens are all stop tokens."""
         allowed = context.params.allowed_token_ids
         if arguments.min_tokens and allowed and set(allowed) <= set(context.stop_token_ids):
             raise ValueError(
@@ -101,14 +101,15 @@ class MinTokens(SparseLogitsProcessor):
         return arguments
 
     def edits(self, rows: Rows) -> Edits | None:
-        """Forbid the stop tokens of the rows that are still too short."""
+        """Mask the stop tokens of the rows that are still too short."""
         plan = self._plan
         if plan is None or plan.version != rows.version or len(plan.output) >= plan.until:
             self._plan = plan = self._make_plan(rows)
         return plan.edits
 
     def _make_plan(self, rows: Rows) -> _Plan:
-        """Forbid; the rows grow alike, so the first tells when another one is done."""
+        """Build the edits, which are valid until the next row is long enough."""
+        # All rows grow by the same number of tokens, so the first output shows how many were added.
         outputs = [request.output_token_ids for request in rows.requests]
         missing = [
             arguments.min_tokens - len(output)
@@ -117,7 +118,7 @@ class MinTokens(SparseLogitsProcessor):
         soonest = min((count for count in missing if count > 0), default=None)
         if soonest is None:
             return _Plan(rows.version, outputs[0], math.inf, None)
-        # An id outside the vocabulary can never be chosen, so there is nothing to forbid.
+        # An id outside the vocabulary can never be sampled and has no logit to mask.
         size = self.context.vocab_size
         edits = _edits(
             (row, [t for t in dict.fromkeys(rows.requests[row].stop_token_ids) if t < size])
@@ -128,7 +129,7 @@ class MinTokens(SparseLogitsProcessor):
 
 
 class _Plan(NamedTuple):
-    """What holds for one version of the rows, until the first row's output is so long."""
+    """Edits for one version of the rows, valid until the first row's output is `until` long."""
 
     version: int
     output: Sequence[int]
@@ -138,18 +139,18 @@ class _Plan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Sequences:
-    """Forbidden sequences, arranged for look-up.
+    """Forbidden sequences of a request, indexed for look-up.
 
     Attributes:
         single: tokens that are always forbidden.
-        by_last: last token of the output to (the whole prefix, the token forbidden after it).
+        by_last: by the last token of a prefix, (the whole prefix, the token forbidden after it).
     """
 
     single: tuple[int, ...]
     by_last: dict[int, list[tuple[list[int], int]]]
 
     def forbidden_after(self, output: Sequence[int]) -> tuple[int, ...]:
-        """Return the tokens that would complete a longer sequence after an output, not empty."""
+        """Return the tokens that would complete a longer sequence after a non-empty output."""
         return tuple(
             token
             for prefix, token in self.by_last.get(output[-1], ())
@@ -158,11 +159,11 @@ class _Sequences:
 
 
 class BadWords(SparseLogitsProcessor):
-    """Forbids strings, as the token sequences that spell them.
+    """Masks tokens that would complete a forbidden string, given as token sequences.
 
-    As in vLLM, a word is spelt as it stands and after a space, and a longer sequence forbids its
-    last token while the output ends with the ones before. Unlike there, the spelling after a space
-    counts whatever its length. Other ways to spell a word in tokens are not forbidden.
+    As in vLLM, a word is encoded as it is and after a space, and the last token of a longer
+    sequence is masked while the output ends with the tokens before it. Unlike in vLLM, the encoding
+    after a space is used whatever its length. Other token sequences of a word are not forbidden.
     """
 
     contract = 1
@@ -170,25 +171,25 @@ class BadWords(SparseLogitsProcessor):
     params_fields = ("bad_words",)
 
     class Arguments(plugins.Arguments):
-        """What must not be said.
+        """The forbidden strings.
 
         Attributes:
-            bad_words: strings that must not be produced.
-            sequences: the same as token ids; `bad_words` are resolved into it.
+            bad_words: strings that must not be generated.
+            sequences: the same as token ids; `prepare` adds the encodings of `bad_words`.
         """
 
         bad_words: list[Annotated[str, Meta(min_length=1)]] = []
         sequences: list[Annotated[list[TokenId], Meta(min_length=1)]] = []
 
     def __init__(self, context: LogitsContext) -> None:
-        """Start with nothing cached."""
+        """Create the processor with an empty cache."""
         super().__init__(context)
-        self._watched = RowCache[list[_Watched]]()
+        self._prefix_rows = RowCache[list[_PrefixRow]]()
         self._cache = RowCache[Edits]()
 
     @classmethod
     def prepare(cls, arguments: Any, context: PrepareContext) -> Any:
-        """Resolve the words to token ids.
+        """Encode each word.
 
         Raises:
             ValueError: there is no tokenizer, a token is outside the vocabulary, or every allowed
@@ -201,7 +202,7 @@ class BadWords(SparseLogitsProcessor):
                     f"{word!r} needs a tokenizer, and there is none; give token ids "
                     f"as plugin_args bad_words.sequences"
                 )
-            sequences += _spellings(word, context.tokenizer)
+            sequences += _encodings(word, context.tokenizer)
         for sequence in sequences:
             _check_vocabulary(sequence, context.vocab_size)
         forbidden = {sequence[0] for sequence in sequences if len(sequence) == 1}
@@ -211,7 +212,7 @@ class BadWords(SparseLogitsProcessor):
         return msgspec.structs.replace(arguments, sequences=sequences)
 
     def start(self, request: LogitsRequest) -> _Sequences:
-        """Arrange the request's sequences; the result never changes."""
+        """Index the request's sequences; the result never changes."""
         single: list[int] = []
         by_last: dict[int, list[tuple[list[int], int]]] = {}
         for sequence in request.arguments[self.name].sequences:
@@ -222,30 +223,32 @@ class BadWords(SparseLogitsProcessor):
         return _Sequences(tuple(dict.fromkeys(single)), by_last)
 
     def edits(self, rows: Rows) -> Edits | None:
-        """Forbid what completes a sequence; the same object while that stays the same."""
-        watched = self._watched.get(rows, lambda: _watched(rows))
-        now = tuple(
+        """Mask the tokens that complete a sequence; the same object until they change."""
+        prefix_rows = self._prefix_rows.get(rows, lambda: _prefix_rows(rows))
+        completing = tuple(
             [
                 (row, state.forbidden_after(output))
-                for row, output, last, state in watched
+                for row, output, last, state in prefix_rows
                 if output and output[-1] in last
             ]
         )
-        edits = self._cache.get(rows, lambda: self._build(rows.states(), dict(now)), extra=now)
+        edits = self._cache.get(
+            rows, lambda: self._build(rows.states(), dict(completing)), extra=completing
+        )
         return edits if edits.row else None
 
-    def _build(self, states: Sequence[_Sequences], now: dict[int, tuple[int, ...]]) -> Edits:
+    def _build(self, states: Sequence[_Sequences], completing: dict[int, tuple[int, ...]]) -> Edits:
         return _edits(
-            (row, list(dict.fromkeys((*state.single, *now.get(row, ())))))
+            (row, list(dict.fromkeys((*state.single, *completing.get(row, ())))))
             for row, state in enumerate(states)
         )
 
 
-_Watched = tuple[int, Sequence[int], Container[int], _Sequences]
+_PrefixRow = tuple[int, Sequence[int], Container[int], _Sequences]
 
 
-def _watched(rows: Rows) -> list[_Watched]:
-    """Return row, output (it grows), the last tokens of prefixes and all, where there are any."""
+def _prefix_rows(rows: Rows) -> list[_PrefixRow]:
+    """Return (row, live output, last tokens of prefixes, state) of each row that has prefixes."""
     pairs: Iterable[tuple[LogitsRequest, _Sequences]] = zip(
         rows.requests, rows.states(), strict=True
     )
@@ -256,14 +259,14 @@ def _watched(rows: Rows) -> list[_Watched]:
     ]
 
 
-def _spellings(word: str, tokenizer: Tokenizer) -> list[list[int]]:
+def _encodings(word: str, tokenizer: Tokenizer) -> list[list[int]]:
     bare = word.lstrip()
-    spelt = [tokenizer.encode(text, add_special_tokens=False) for text in (bare, f" {bare}")]
-    return [s for index, s in enumerate(spelt) if s and s not in spelt[:index]]
+    encoded = [tokenizer.encode(text, add_special_tokens=False) for text in (bare, f" {bare}")]
+    return [s for index, s in enumerate(encoded) if s and s not in encoded[:index]]
 
 
 def _edits(tokens_by_row: Iterable[tuple[int, Sequence[int]]], op: Op = Op.SET) -> Edits:
-    """Return edits that keep only, or set to -inf, each row's tokens."""
+    """Return edits that set each row's tokens to -inf, or keep only those."""
     pairs = [(row, token) for row, tokens in tokens_by_row for token in tokens]
     row, token = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     return Edits(row, token, [-math.inf] * len(pairs) if op is Op.SET else (), op)

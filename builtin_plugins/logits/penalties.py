@@ -1,4 +1,4 @@
-"""penalties: punish tokens for having been said."""
+"""penalties: repetition, frequency and presence penalties."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from hardpoint.plugins import LogitsProcessor, LogitsRequest, Meta, Phase, Prepa
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
-# Beyond these, a product of a logit and the penalty may leave float32.
+# Beyond these, a product of a logit and the penalty may exceed float32.
 _SMALLEST, _LARGEST = 1e-30, 1e30
 
 
 class TokenCounts:
-    """The distinct tokens of one request and how often each is in its output.
+    """The distinct tokens of a request, with their numbers of occurrences in its output.
 
     Attributes:
         size: number of distinct tokens.
     """
 
-    __slots__ = ("_counts", "_places", "_tokens", "size")
+    __slots__ = ("_counts", "_indices", "_tokens", "size")
 
     def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Count once; `add` keeps the count from then on."""
+        """Count the tokens so far; `add` counts further ones."""
         counted = dict.fromkeys(prompt, 0) | Counter(output)
         self.size = len(counted)
-        self._places = {token: place for place, token in enumerate(counted)}
+        self._indices = {token: index for index, token in enumerate(counted)}
         self._tokens = np.fromiter(counted.keys(), np.int64, self.size)
         self._counts = np.fromiter(counted.values(), np.float32, self.size)
 
@@ -43,24 +43,24 @@ class TokenCounts:
 
     @property
     def counts(self) -> npt.NDArray[np.float32]:
-        """How often each is in the output, [size]; 0 for those of the prompt alone."""
+        """Occurrences in the output, [size]; 0 for tokens of the prompt alone."""
         return self._counts[: self.size]
 
     def add(self, token: int) -> None:
         """Count one more output token."""
-        place = self._places.setdefault(token, self.size)
-        if place == self.size:
+        index = self._indices.setdefault(token, self.size)
+        if index == self.size:
             if self.size == len(self._tokens):
                 capacity = max(64, 2 * self.size)
                 self._tokens = np.resize(self._tokens, capacity)
                 self._counts = np.resize(self._counts, capacity)
-            self._tokens[place], self._counts[place] = token, 0
+            self._tokens[index], self._counts[index] = token, 0
             self.size += 1
-        self._counts[place] += 1
+        self._counts[index] += 1
 
 
 class Penalties(LogitsProcessor):
-    """Repetition penalty over prompt and output, then frequency and presence over the output.
+    """Repetition penalty on prompt and output, then frequency and presence penalties on the output.
 
     Repetition divides positive logits and multiplies negative ones (CTRL, Keskar et al.,
     arXiv:1909.05858). Frequency is subtracted once per occurrence and presence once, as OpenAI's
@@ -72,13 +72,13 @@ class Penalties(LogitsProcessor):
     params_fields = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
     class Arguments(plugins.Arguments):
-        """Three penalties.
+        """The three penalties.
 
         Attributes:
             presence_penalty: subtracted once from the logit of every token in the output.
             frequency_penalty: subtracted for every occurrence in the output.
             repetition_penalty: divides positive and multiplies negative logits of tokens in prompt
-                or output; 1 is off.
+                or output; 1 disables it.
         """
 
         presence_penalty: Penalty = 0.0
@@ -87,7 +87,7 @@ class Penalties(LogitsProcessor):
 
     @classmethod
     def prepare(cls, arguments: Any, context: PrepareContext) -> Any:  # noqa: ARG003
-        """Refuse a repetition penalty whose products leave float32, with a ValueError."""
+        """Raise ValueError for a repetition penalty whose products exceed float32."""
         if not _SMALLEST <= arguments.repetition_penalty <= _LARGEST:
             raise ValueError(
                 f"expected a repetition_penalty from {_SMALLEST} to {_LARGEST}, "
@@ -96,7 +96,7 @@ class Penalties(LogitsProcessor):
         return arguments
 
     def start(self, request: LogitsRequest) -> TokenCounts:
-        """Count the request's tokens; the prompt's only if a penalty looks at them."""
+        """Count the request's tokens; those of the prompt only for a repetition penalty."""
         repetition = request.arguments[self.name].repetition_penalty
         prompt = request.prompt_token_ids if repetition != 1 else ()
         return TokenCounts(prompt, request.output_token_ids)
@@ -107,21 +107,21 @@ class Penalties(LogitsProcessor):
         return state
 
     def apply(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """Change the logits of tokens that were said, in place."""
+        """Apply the penalties to the logits of the counted tokens, in place."""
         states: Sequence[TokenCounts] = rows.states()
         lengths = [state.size for state in states]
         rows_of = np.repeat(np.arange(len(states)), lengths)
         token = np.concatenate([state.tokens for state in states])
         device = logits.device
         row = torch.from_numpy(rows_of).to(device)
-        # Counted through all rows: one index is half as much work as a pair.
-        place = torch.from_numpy(rows_of * logits.shape[1] + token).to(device)
+        # An index into the flattened logits: half as much work as a pair of indices.
+        index = torch.from_numpy(rows_of * logits.shape[1] + token).to(device)
         count = torch.from_numpy(np.concatenate([state.counts for state in states])).to(device)
         repetition, frequency, presence = (
             rows.tensor(name).squeeze(1).index_select(0, row)
             for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
         )
-        value = logits.take(place)
+        value = logits.take(index)
         value = torch.where(value > 0, value / repetition, value * repetition)
         value -= frequency * count + presence * (count > 0)
-        return logits.put_(place, value)
+        return logits.put_(index, value)

@@ -1,4 +1,4 @@
-"""What a processor derives from its rows, kept until the rows change."""
+"""A cache for a value that a processor computes from its rows."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 class RowCache(Generic[T]):
-    """Remembers one value, for as long as `rows.version` and an extra key stay the same."""
+    """Caches one value until `rows.version` or an extra key changes."""
 
     def __init__(self) -> None:
-        """Start empty."""
+        """Create an empty cache."""
         self._key: object = None
         self._value: T
 

@@ -15,7 +15,7 @@ _LARGEST = 1e30
 
 
 class Temperature(LogitsProcessor):
-    """Divides logits by the temperature. Greedy requests never come here."""
+    """Divides logits by the temperature. It does not run for greedy requests."""
 
     contract = 1
     phase = Phase.TEMPERATURE
@@ -23,21 +23,18 @@ class Temperature(LogitsProcessor):
     reads = Reads.LOGITS
 
     class Arguments(plugins.Arguments):
-        """A divisor.
+        """The divisor.
 
         Attributes:
-            temperature: larger is more random.
+            temperature: larger values make sampling more random.
         """
 
         temperature: Annotated[float, Meta(ge=0)] = 1.0
 
     @classmethod
     def prepare(cls, arguments: Any, context: PrepareContext) -> Any:
-        """Refuse a temperature other than the request's own, with a ValueError.
-
-        The field of SamplingParams also says whether the request is greedy, so a second value
-        under `plugin_args` could only contradict it.
-        """
+        """Raise ValueError for a temperature other than SamplingParams has."""
+        # The field of SamplingParams also decides whether the request is greedy.
         if arguments.temperature != context.params.temperature:
             raise ValueError(
                 f"expected SamplingParams.temperature "

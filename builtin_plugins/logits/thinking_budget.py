@@ -1,4 +1,4 @@
-"""thinking_budget: end a model's thinking after so many tokens."""
+"""thinking_budget: limit the number of thinking tokens."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from hardpoint.plugins import (
 
 TokenId = Annotated[int, Meta(ge=0)]
 
-# So far above every other logit that its probability is exactly 1 in float32; infinity would make
+# So far above every other logit that the probability is exactly 1 in float32; infinity would make
 # the softmax NaN.
 _CERTAIN = 1e9
 
 
 class ThinkingBudget(SparseLogitsProcessor):
-    """Forces the marker that ends thinking once a block of thinking has used up its budget.
+    """Forces the end marker once a thinking block has used up its budget.
 
     As "budget forcing" (Muennighoff et al., arXiv:2501.19393) and vLLM's thinking_token_budget do.
-    The marker is forced one token at a time and takes part from where the model already has begun
-    it. When it is complete the budget is whole again, for a second block.
+    The marker is forced one token at a time, continuing one that the model has begun. When it is
+    complete, the budget is renewed for a further block.
 
-    A forced token wins over every other processor, also those that have dropped it.
+    A forced token overrides all other processors, masks included.
     """
 
     contract = 1
@@ -43,13 +43,13 @@ class ThinkingBudget(SparseLogitsProcessor):
     params_fields = ("thinking_token_budget",)
 
     class Arguments(plugins.Arguments):
-        """A budget, and the markers that it applies between.
+        """The budget, and the markers around a thinking block.
 
         Attributes:
-            thinking_token_budget: most tokens of one block of thinking; None is no limit.
-            start: token ids of the marker that begins thinking; the reasoning parser's if neither
-                marker is given.
-            end: token ids of the marker that ends it.
+            thinking_token_budget: limit of tokens of a thinking block; None is no limit.
+            start: token ids of the start marker; the reasoning parser's if neither marker is
+                given.
+            end: token ids of the end marker.
         """
 
         thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None
@@ -58,10 +58,10 @@ class ThinkingBudget(SparseLogitsProcessor):
 
     @classmethod
     def prepare(cls, arguments: Any, context: PrepareContext) -> Any:
-        """Fill in the markers.
+        """Add the reasoning parser's markers where the request has none.
 
         Raises:
-            ValueError: there is no reasoning parser to ask, the markers are outside the vocabulary
+            ValueError: there is no reasoning parser, the markers are outside the vocabulary
                 or equal, or the request does not allow the end marker.
         """
         if arguments.thinking_token_budget is None:
@@ -89,7 +89,7 @@ class ThinkingBudget(SparseLogitsProcessor):
         return msgspec.structs.replace(arguments, start=start, end=end)
 
     def start(self, request: LogitsRequest) -> ThinkingState | None:
-        """Read prompt and outputs; None if nothing can ever be forced."""
+        """Return the state after prompt and outputs; None if no token can ever be forced."""
         arguments = request.arguments[self.name]
         budget = arguments.thinking_token_budget
         if budget is None or not arguments.start or not arguments.end:
@@ -129,9 +129,9 @@ class _Marker:
 
     Attributes:
         tokens: the marker, never empty.
-        steps: by how many of its tokens the stream ends with, the token that comes next to how many
-            it then ends with; a token that is not there leads to 0.
-        border: how many it ends with right after the whole marker, counting as begun again.
+        steps: transitions; `steps[matched][token]` is the number of matched tokens after `token`,
+            0 where it has no entry.
+        border: number of matched tokens of a next marker right after a whole one.
     """
 
     tokens: tuple[int, ...]
@@ -159,14 +159,14 @@ class _Rules(NamedTuple):
 
 
 class ThinkingState(NamedTuple):
-    """Where a request stands; never changed, only followed by another.
+    """The state of a request; immutable.
 
     Attributes:
         rules: the same for a request's whole life.
-        left: tokens that this block of thinking may still take; None outside of thinking.
-        started: how many tokens of the start marker the history ends with.
-        ended: the same of the end marker.
-        forced: the token that must come next, if one must.
+        left: tokens left in the budget of this thinking block; None outside of one.
+        started: matched tokens of the start marker.
+        ended: matched tokens of the end marker.
+        forced: the token to force next; None if none.
     """
 
     rules: _Rules
@@ -184,19 +184,21 @@ def _after(state: ThinkingState, token: int) -> ThinkingState:
     ended = end.steps[ended].get(token, 0)
     if left is None and started == state.started and ended == state.ended:
         return state
-    if left is not None and left > 1 and not started and not ended:  # most tokens of thinking
+    if (
+        left is not None and left > 1 and not started and not ended
+    ):  # the common case while thinking
         return ThinkingState(rules, left - 1, 0, 0, None)
     opens, closes = started == len(start), ended == len(end)
     if opens:
         started = start.border
     if closes:
         ended = end.border
-    if opens and closes:  # one marker ends with the other; the longer one was meant
+    if opens and closes:  # one marker ends with the other: the longer one counts
         opens = len(start) > len(end)
         closes = not opens
     if closes:
         left = None
-    elif left is not None:  # a start marker inside thinking is part of it: it buys nothing
+    elif left is not None:  # a start marker inside thinking does not renew the budget
         left = max(left - 1, 0)
     elif opens:
         left = rules.budget
@@ -204,15 +206,15 @@ def _after(state: ThinkingState, token: int) -> ThinkingState:
 
 
 def _after_prompt(rules: _Rules, prompt: Sequence[int]) -> ThinkingState:
-    """Return the state after the prompt, in which the last marker decides.
-
-    A prompt may be long and may speak of the markers, so here, unlike in the output, a further
-    start marker begins thinking anew.
-    """
+    """Return the state after the prompt, in which the last marker decides."""
+    # A prompt may quote the markers, so a further start marker renews the budget here, unlike in
+    # the output.
     start, end = rules.start, rules.end
-    since = ReasoningMarkers(start.tokens, end.tokens).thinking_since(prompt)
-    left = None if since is None else max(rules.budget - (len(prompt) - since), 0)
-    return _state(rules, left, _progress(start, prompt), _progress(end, prompt))
+    thinking_start = ReasoningMarkers(start.tokens, end.tokens).thinking_since(prompt)
+    left = None
+    if thinking_start is not None:
+        left = max(rules.budget - (len(prompt) - thinking_start), 0)
+    return _state(rules, left, _num_matched(start, prompt), _num_matched(end, prompt))
 
 
 def _state(rules: _Rules, left: int | None, started: int, ended: int) -> ThinkingState:
@@ -221,9 +223,9 @@ def _state(rules: _Rules, left: int | None, started: int, ended: int) -> Thinkin
     )
 
 
-def _progress(marker: _Marker, tokens: Sequence[int]) -> int:
-    """Return how many tokens of an unfinished marker the tokens end with."""
-    progress = 0
+def _num_matched(marker: _Marker, tokens: Sequence[int]) -> int:
+    """Return how many tokens of an incomplete marker are matched at the end of `tokens`."""
+    matched = 0
     for token in tokens[max(len(tokens) - len(marker) + 1, 0) :]:
-        progress = marker.steps[progress].get(token, 0)
-    return progress
+        matched = marker.steps[matched].get(token, 0)
+    return matched

@@ -1,4 +1,4 @@
-"""Processors that drop unlikely tokens: top_k, top_p and min_p, in this order."""
+"""Processors that mask unlikely tokens: top_k, top_p and min_p, in this order."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from hardpoint import plugins
 from hardpoint.plugins import LogitsContext, LogitsProcessor, Meta, Phase, Reads, Rows
 
 from .row_cache import RowCache
-from .selection import drop_below_, largest
+
+_BLOCK = 16  # logits per block in the coarse search of `largest`
 
 
 class TopK(LogitsProcessor):
-    """Keeps the k likeliest tokens (Fan et al., arXiv:1805.04833).
+    """Keeps the k most likely tokens (Fan et al., arXiv:1805.04833).
 
-    Tokens as likely as the k-th are all kept, so that the outcome does not hang on their order.
+    Ties with the k-th token are all kept, so that the result does not depend on their order.
     """
 
     contract = 1
@@ -28,10 +29,10 @@ class TopK(LogitsProcessor):
     reads = Reads.LOGITS
 
     class Arguments(plugins.Arguments):
-        """A count.
+        """The number of tokens to keep.
 
         Attributes:
-            top_k: how many tokens to keep; 0 or -1 is off.
+            top_k: number of tokens; 0 or -1 disables it.
         """
 
         top_k: Annotated[int, Meta(ge=-1)] = 0
@@ -39,33 +40,33 @@ class TopK(LogitsProcessor):
     context: LogitsContext
 
     def __init__(self, context: LogitsContext) -> None:
-        """Start with nothing cached."""
+        """Create the processor with an empty cache."""
         super().__init__(context)
         self._cache = RowCache[tuple[int, torch.Tensor, torch.Tensor]]()
 
     def apply(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """Set what is under each row's k-th logit to -inf, in place."""
-        most, place, off = self._cache.get(rows, lambda: self._build(rows))
-        if not most:
+        """Set the logits below each row's k-th largest one to -inf, in place."""
+        largest_k, index, off = self._cache.get(rows, lambda: self._build(rows))
+        if not largest_k:
             return logits
-        smallest = largest(logits, most).gather(1, place).masked_fill_(off, -math.inf)
-        return drop_below_(logits, smallest)
+        threshold = largest(logits, largest_k).gather(1, index).masked_fill_(off, -math.inf)
+        return mask_below_(logits, threshold)
 
     def _build(self, rows: Rows) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """Return the largest k (0: all off), each row's index of its k-th logit, who is off."""
+        """Return the largest k (0: all off), the rows' indices k - 1, and which rows are off."""
         size = self.context.vocab_size
-        wanted = [arguments.top_k for arguments in rows.arguments()]
-        most = max((k for k in wanted if 0 < k < size), default=0)
+        requested = [arguments.top_k for arguments in rows.arguments()]
+        largest_k = max((k for k in requested if 0 < k < size), default=0)
         k = rows.tensor("top_k")
         off = (k <= 0) | (k >= size)
-        return most, (k - 1).clamp(0, max(most - 1, 0)), off
+        return largest_k, (k - 1).clamp(0, max(largest_k - 1, 0)), off
 
 
 class TopP(LogitsProcessor):
-    """Keeps the smallest set of likeliest tokens whose probability reaches p.
+    """Keeps the smallest set of most likely tokens whose probability reaches p.
 
-    Nucleus sampling (Holtzman et al., arXiv:1904.09751). Tokens as likely as the last one needed
-    are all kept, so that the outcome does not hang on their order.
+    Nucleus sampling (Holtzman et al., arXiv:1904.09751). Ties with the last token needed are all
+    kept, so that the result does not depend on their order.
     """
 
     contract = 1
@@ -76,10 +77,10 @@ class TopP(LogitsProcessor):
     reads = Reads.LOGITS
 
     class Arguments(plugins.Arguments):
-        """A probability.
+        """The probability to keep.
 
         Attributes:
-            top_p: the probability to keep; 1 is off.
+            top_p: total probability of the kept tokens; 1 disables it.
         """
 
         top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
@@ -87,9 +88,9 @@ class TopP(LogitsProcessor):
     context: LogitsContext
 
     def apply(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """Set what is under each row's smallest needed logit to -inf, in place."""
+        """Set the logits below each row's nucleus to -inf, in place."""
         top_p = rows.tensor("top_p")
-        smallest = torch.empty_like(top_p)
+        threshold = torch.empty_like(top_p)
         best = logits.amax(-1, keepdim=True)
         best_prob = _best_probability(logits).double()
         pending = torch.arange(len(rows), device=logits.device)
@@ -98,20 +99,18 @@ class TopP(LogitsProcessor):
             found, value = _nucleus(
                 _best(logits[part], width), best[part], best_prob[part], top_p[part]
             )
-            smallest[pending] = value
+            threshold[pending] = value
             if width == self.context.vocab_size:
                 break
             pending = pending[~found]
             if not len(pending):
                 break
-        return drop_below_(logits, smallest)
+        return mask_below_(logits, threshold)
 
     def _widths(self) -> tuple[int, ...]:
-        """Return how many of the best tokens to look at, in turn; the last is all.
-
-        Sorting a whole vocabulary costs much more than finding its best few, but on a GPU asking
-        whether those were enough would make the host wait.
-        """
+        """Return the numbers of largest logits to try, ascending; the last is the vocabulary."""
+        # Sorting a whole vocabulary costs much more than finding its largest few; on a GPU,
+        # checking whether those were enough would make the host wait.
         size = self.context.vocab_size
         if self.context.device.type != "cpu":
             return (size,)
@@ -119,19 +118,19 @@ class TopP(LogitsProcessor):
 
 
 def _best_probability(logits: torch.Tensor) -> torch.Tensor:
-    """Return the probability of each row's likeliest token, [rows, 1]."""
-    # softmax, unlike a sum, gives a row the same bits alone and in any batch.
+    """Return the probability of each row's most likely token, [rows, 1]."""
+    # softmax, unlike a sum, is bitwise the same for a row alone and in any batch.
     if logits.device.type != "cpu":
         return logits.softmax(-1).amax(-1, keepdim=True)
-    # One row's probabilities stay in the cache; all rows' need not even exist.
+    # Row by row: one row's probabilities stay in the processor's cache.
     return torch.stack([row.softmax(-1).amax(-1, keepdim=True) for row in logits.unbind()])
 
 
 def _best(logits: torch.Tensor, width: int) -> torch.Tensor:
-    """Return each row's `width` largest logits, falling."""
+    """Return each row's `width` largest logits, descending."""
     if width < logits.shape[1]:
         return largest(logits, width)
-    if logits.device.type == "cpu":  # numpy sorts floats alone, three times as fast
+    if logits.device.type == "cpu":  # numpy sorts values without indices, three times as fast
         return torch.from_numpy(np.sort(logits.numpy())).flip(-1)
     return logits.sort(descending=True).values
 
@@ -139,17 +138,17 @@ def _best(logits: torch.Tensor, width: int) -> torch.Tensor:
 def _nucleus(
     values: torch.Tensor, best: torch.Tensor, best_prob: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Look for each row's smallest needed logit among its largest.
+    """Find each row's smallest logit of the nucleus among its largest logits.
 
     Args:
-        values: the row's largest logits, falling, [rows, width].
+        values: the row's largest logits, descending, [rows, width].
         best: the largest, [rows, 1].
         best_prob: its probability, float64 [rows, 1].
         top_p: the probability to reach, [rows, 1].
 
     Returns:
-        bool [rows], whether it is there for sure, and the logits, [rows, 1]. The sums are made
-        in float64, one token after the other, so they do not depend on the width.
+        bool [rows], whether it was found, and the logits, [rows, 1]. The cumulative sums are
+        float64, in order, so they do not depend on the width.
     """
     width = values.shape[1]
     reached = (values - best).double().exp_().mul_(best_prob).cumsum(-1)
@@ -161,9 +160,9 @@ def _nucleus(
 
 
 class MinP(LogitsProcessor):
-    """Drops tokens less likely than min_p times the likeliest (arXiv:2407.01082).
+    """Masks tokens less likely than min_p times the most likely one (arXiv:2407.01082).
 
-    Compared as logits, so nothing underflows; a token exactly at the border stays.
+    Logits are compared, so nothing underflows; a token exactly at the threshold is kept.
     """
 
     contract = 1
@@ -174,20 +173,62 @@ class MinP(LogitsProcessor):
     reads = Reads.LOGITS
 
     class Arguments(plugins.Arguments):
-        """A share.
+        """The relative threshold.
 
         Attributes:
-            min_p: of the likeliest token's probability; 0 is off.
+            min_p: share of the most likely token's probability; 0 disables it.
         """
 
         min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
     def __init__(self, context: LogitsContext) -> None:
-        """Start with nothing cached."""
+        """Create the processor with an empty cache."""
         super().__init__(context)
         self._cache = RowCache[torch.Tensor]()
 
     def apply(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """Set what is under each row's maximum + log(min_p) to -inf, in place."""
+        """Set the logits below each row's maximum + log(min_p) to -inf, in place."""
         distance = self._cache.get(rows, lambda: rows.tensor("min_p").log())
-        return drop_below_(logits, logits.amax(-1, keepdim=True) + distance)
+        return mask_below_(logits, logits.amax(-1, keepdim=True) + distance)
+
+
+def mask_below_(logits: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
+    """Set the logits below each row's threshold to -inf, in place.
+
+    Args:
+        logits: float32 [rows, vocab].
+        threshold: float32 [rows, 1]; logits equal to it are kept.
+
+    Returns:
+        `logits`.
+    """
+    if logits.device.type != "cpu":
+        return logits.masked_fill_(logits < threshold, -math.inf)
+    # Comparing and masking take three passes, two of them slow; torch.threshold_ takes one, but
+    # has one bound for all rows and masks what equals it. So: row by row, with the next smaller
+    # float as the bound.
+    bounds = threshold.nextafter(threshold.new_tensor(-math.inf)).flatten().tolist()
+    for row, bound in zip(logits.unbind(), bounds, strict=True):
+        torch.threshold_(row, bound, -math.inf)
+    return logits
+
+
+def largest(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """Return each row's `count` largest logits, descending, as [rows, count].
+
+    Args:
+        logits: float32 [rows, vocab].
+        count: from 1 to vocab.
+    """
+    rows, vocab = logits.shape
+    width = vocab // _BLOCK  # the number of blocks
+    if logits.device.type != "cpu" or count * _BLOCK * 2 > vocab or not logits.is_contiguous():
+        return logits.topk(count).values
+    # The `count` blocks with the largest maxima hold the `count` largest logits: any other logit is
+    # at most its own block's maximum, and so at most each of theirs. A block is a column of the
+    # view, so that the maxima are computed many at a time.
+    blocks = logits[:, : width * _BLOCK].view(rows, _BLOCK, width)
+    best = blocks.amax(1).topk(count, sorted=False).indices
+    index = best.unsqueeze(1).expand(rows, _BLOCK, count)
+    candidates = [blocks.gather(2, index).flatten(1), logits[:, width * _BLOCK :]]
+    return torch.cat(candidates, 1).topk(count).values

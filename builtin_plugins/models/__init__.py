@@ -1,1 +1,1 @@
-"""Native models."""
+"""Native models, their layers and the reading of Hugging Face configs."""

@@ -1,4 +1,4 @@
-"""Reading the fields of a Hugging Face config, with errors that say which one is wrong."""
+"""Checked access to the fields of Hugging Face configs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class ConfigFields:
-    """A config's fields. A field that is null counts as absent, as it does for transformers."""
+    """The fields of a config; a null field counts as missing, as in transformers."""
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
-        """`source` names the file or model in messages."""
+        """`source` names the file or model in error messages."""
         self._values = values
         self._source = source
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """Return a whole number of at least 1.
+        """Return a field that is a whole number of at least 1.
 
         Raises:
-            ModelError: if it is something else, or absent without a default.
+            ModelError: it is none, or is missing and there is no default.
         """
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -30,32 +30,32 @@ class ConfigFields:
         return value
 
     def optional_whole(self, name: str) -> int | None:
-        """Return a whole number of at least 1, or None where the field is absent."""
+        """Return a field that is a whole number of at least 1; None if it is missing."""
         return None if self._values.get(name) is None else self.whole(name)
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a number above 0.
+        """Return a field that is a number above 0.
 
         Raises:
-            ModelError: if it is something else, or absent without a default.
+            ModelError: it is none, or is missing and there is no default.
         """
         return self.positive(name, self._get(name, default))
 
     def positive(self, name: str, value: Any) -> float:
-        """Return a value that `name` was found to have, as a number above 0.
+        """Return a value of the field `name` as a number above 0.
 
         Raises:
-            ModelError: if it is something else.
+            ModelError: it is none.
         """
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise self.error(name, f"expected a number > 0, got {value!r}")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return true or false.
+        """Return a field that is true or false.
 
         Raises:
-            ModelError: if it is neither.
+            ModelError: it is neither.
         """
         value = self._get(name, default)
         if not isinstance(value, bool):
@@ -63,19 +63,19 @@ class ConfigFields:
         return value
 
     def table(self, name: str) -> dict[str, Any]:
-        """Return a table; an empty one where the field is absent.
+        """Return a field that is a table; an empty one if it is missing.
 
         Raises:
-            ModelError: if it is no table.
+            ModelError: it is no table.
         """
         value = self._get(name, {})
         if not isinstance(value, Mapping):
             raise self.error(name, f"expected a table, got {value!r}")
         return dict(value)
 
-    def error(self, name: str, words: str) -> ModelError:
+    def error(self, name: str, message: str) -> ModelError:
         """Return an error about a field."""
-        return ModelError(f"{self._source}: {name}: {words}")
+        return ModelError(f"{self._source}: {name}: {message}")
 
     def _get(self, name: str, default: Any) -> Any:
         value = self._values.get(name)
@@ -98,13 +98,13 @@ def model_config(
 
     Args:
         hf: the config's fields.
-        source: names the file in messages.
+        source: names the file in error messages.
         eos_token_ids: end-of-sequence tokens.
-        dtype: of the weights on disk; None if mixed or unknown.
-        sampling: fields of SamplingParams that the model's files recommend.
+        dtype: dtype of the weights on disk; None if mixed or unknown.
+        sampling: recommended values of fields of SamplingParams.
 
     Raises:
-        ModelError: if `architectures`, `vocab_size` or `max_position_embeddings` is wrong.
+        ModelError: `architectures`, `vocab_size` or `max_position_embeddings` is invalid.
     """
     fields = ConfigFields(hf, source)
     architectures = hf.get("architectures")
@@ -127,10 +127,10 @@ def model_config(
 
 
 def default_sampling(generation: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return what a generation_config.json recommends of what SamplingParams has, checked.
+    """Return the fields of SamplingParams that a generation_config.json sets, checked.
 
     Raises:
-        ModelError: if a value is none that a request may ask for.
+        ModelError: a value is not valid for a request.
     """
     given = {name: generation.get(name) for name in _RECOMMENDED}
     fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -142,10 +142,10 @@ def default_sampling(generation: Mapping[str, Any], source: str) -> dict[str, An
 
 
 def token_ids(value: Any, name: str, source: str) -> tuple[int, ...]:
-    """Return token ids from a field that may be absent, one id or a list of ids.
+    """Return the token ids of a field that is one id, a list of ids or missing (None).
 
     Raises:
-        ModelError: if it is something else.
+        ModelError: it is something else.
     """
     if value is None:
         return ()

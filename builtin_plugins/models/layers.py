@@ -1,8 +1,8 @@
-"""Layers for inference: plain tensors under Hugging Face names, in the fastest layout known.
+"""Layers for inference, with weights under Hugging Face names in the fastest known layout.
 
-A layer knows its checkpoint tensors (`shapes`) and takes them one at a time in any order (`load`).
-Tensors that are used together are fused as they arrive, so loading needs little more memory than
-the loaded model.
+A layer has the shapes of its checkpoint tensors (`shapes`) and loads them one at a time in any
+order (`load`). Tensors that are used together are fused as they arrive, so loading needs little
+more memory than the loaded model.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _PACK_ROWS = 512
 
 
 class Layer(Protocol):
-    """Something that has checkpoint tensors."""
+    """A part of a model that has checkpoint tensors."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of its tensors by Hugging Face name."""
+        """Return the shapes of the layer's tensors by Hugging Face name."""
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one of them, once."""
+        """Load one tensor; called once for each name."""
 
 
 class RMSNorm:
@@ -33,7 +33,7 @@ class RMSNorm:
     def __init__(
         self, name: str, size: int, eps: float, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`name` is the Hugging Face name without `.weight`; `size` the normalised elements."""
+        """`name` is the Hugging Face name without `.weight`; `size` is the last dimension."""
         self._name = f"{name}.weight"
         self._shape = (size,)
         self._eps = eps
@@ -44,7 +44,7 @@ class RMSNorm:
         return {self._name: self._shape}
 
     def load(self, name: str, tensor: torch.Tensor) -> None:  # noqa: ARG002 - it has only one
-        """Take the weight."""
+        """Load the weight."""
         self._weight = self._weight.new_empty(self._shape).copy_(tensor)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ class RMSNorm:
 
 
 class Embedding:
-    """A table of token vectors."""
+    """An embedding table."""
 
     def __init__(
         self, name: str, rows: int, columns: int, *, dtype: torch.dtype, device: torch.device
@@ -68,7 +68,7 @@ class Embedding:
         return {self._name: self._shape}
 
     def load(self, name: str, tensor: torch.Tensor) -> None:  # noqa: ARG002 - it has only one
-        """Take the table."""
+        """Load the table."""
         self.weight = self.weight.new_empty(self._shape).copy_(tensor)
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -79,8 +79,8 @@ class Embedding:
 class Linear:
     """y = x W^T + b, where W is one or more checkpoint matrices stacked by rows.
 
-    On CPU the complete matrix is repacked once into oneDNN's blocked layout, where this build of
-    torch can do that for the dtype; otherwise it stays as it is.
+    On a CPU the complete matrix is packed once into oneDNN's blocked layout, if this build of torch
+    supports that for the dtype.
     """
 
     def __init__(
@@ -99,26 +99,26 @@ class Linear:
         self._bias: torch.Tensor | None = None
         self._weight: torch.Tensor | None = None
         self._apply: Callable[[torch.Tensor], torch.Tensor] | None = None
-        self._places: dict[str, tuple[int, int]] = {}
+        self._slices: dict[str, tuple[int, int]] = {}
         rows = 0
         for name, count in parts:
-            self._places[f"{name}.weight"] = (rows, count)
+            self._slices[f"{name}.weight"] = (rows, count)
             if bias:
-                self._places[f"{name}.bias"] = (rows, count)
+                self._slices[f"{name}.bias"] = (rows, count)
             rows += count
         self._rows = rows
-        self._awaited = set(self._places)
+        self._missing = set(self._slices)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the parts."""
         return {
             name: (count, self._columns) if name.endswith(".weight") else (count,)
-            for name, (_, count) in self._places.items()
+            for name, (_, count) in self._slices.items()
         }
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one part; the last one to come makes the layer ready."""
-        start, count = self._places[name]
+        """Load one part; the last one makes the layer ready."""
+        start, count = self._slices[name]
         if name.endswith(".weight"):
             if self._weight is None:
                 self._weight = self._empty(self._rows, self._columns)
@@ -127,24 +127,24 @@ class Linear:
             if self._bias is None:
                 self._bias = self._empty(self._rows)
             self._bias[start : start + count].copy_(tensor)
-        self._awaited.discard(name)
-        if not self._awaited and self._weight is not None:
+        self._missing.discard(name)
+        if not self._missing and self._weight is not None:
             self._apply = _linear(self._weight, self._bias)
             self._weight = None
 
-    def share(self, table: Embedding) -> None:
-        """Use an embedding's table as the matrix, once that is loaded."""
-        self._awaited.clear()
+    def tie(self, table: Embedding) -> None:
+        """Use an embedding's table, which is loaded, as the matrix."""
+        self._missing.clear()
         self._apply = _linear(table.weight, None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [rows of x, rows of W] for x [rows, columns].
 
         Raises:
-            RuntimeError: if parts are still missing.
+            RuntimeError: a part was not loaded.
         """
         if self._apply is None:
-            raise RuntimeError(f"weights were not loaded: {', '.join(sorted(self._awaited))}")
+            raise RuntimeError(f"weights were not loaded: {', '.join(sorted(self._missing))}")
         return self._apply(x)
 
     def _empty(self, *shape: int) -> torch.Tensor:
@@ -154,11 +154,9 @@ class Linear:
 def _linear(
     weight: torch.Tensor, bias: torch.Tensor | None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return x -> x W^T + b.
-
-    Packing was measured to be 1.2 to 2 times faster than F.linear in bfloat16 and float32, with
-    equal results; float16 has no packed form on most processors.
-    """
+    """Return the function x -> x W^T + b."""
+    # Packing was measured to be 1.2 to 2 times faster than F.linear in bfloat16 and float32, with
+    # equal results; float16 has no packed form on most processors.
     if weight.device.type == "cpu" and weight.dtype in _PACKED_DTYPES and _can_pack():
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
         multiply = torch.ops.mkldnn._linear_pointwise.default

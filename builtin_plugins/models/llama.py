@@ -1,4 +1,4 @@
-"""The Llama family (Touvron et al., 2023): Llama 1 to 3, Mistral, and all of their shape."""
+"""The Llama architecture (Touvron et al., 2023): Llama 1 to 3, Mistral and others."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .rope import RotaryEmbedding
 
 
 @dataclass(frozen=True)
-class Block:
-    """One decoder layer. `q_norm` and `k_norm` are of models that normalise each head."""
+class DecoderLayer:
+    """One decoder layer; `q_norm` and `k_norm` are set for models that normalise each head."""
 
     input_norm: RMSNorm
     qkv: Linear
@@ -31,7 +31,7 @@ class Block:
     k_norm: RMSNorm | None = None
 
     def layers(self) -> list[Layer]:
-        """Return the parts that have weights."""
+        """Return the layers that have weights."""
         parts: list[Layer | None] = [
             self.input_norm,
             self.qkv,
@@ -46,9 +46,9 @@ class Block:
 
 
 class Llama(Model):
-    """Decoder with RMSNorm, rotary positions, grouped-query attention and a SiLU-gated MLP.
+    """Decoder with RMSNorm, rotary embedding, grouped-query attention and a SiLU-gated MLP.
 
-    Variants read from the config: head_dim, attention_bias, mlp_bias, tie_word_embeddings,
+    The config's variants are supported: head_dim, attention_bias, mlp_bias, tie_word_embeddings,
     sliding_window and the RoPE parameters.
     """
 
@@ -56,10 +56,10 @@ class Llama(Model):
     head_norms = False
 
     def __init__(self, context: ModelContext) -> None:
-        """Lay the model out; weights come with `load_weights`.
+        """Create the layers; `load_weights` loads their weights.
 
         Raises:
-            ModelError: if a field of the config is missing, wrong or not supported.
+            ModelError: a field of the config is missing, invalid or not supported.
         """
         super().__init__(context)
         hf = context.config.hf
@@ -72,25 +72,27 @@ class Llama(Model):
         self._kv_heads = fields.whole("num_key_value_heads", self._heads)
         self._head_size = self._read_head_size()
         self._eps = fields.number("rms_norm_eps", 1e-6)
-        self._check()
+        self._check_config()
         self._tied = fields.flag("tie_word_embeddings", False)
         self._windows = self.windows()
-        self._place: dict[str, Any] = {"dtype": context.dtype, "device": context.device}
+        self._placement: dict[str, Any] = {"dtype": context.dtype, "device": context.device}
         self._rope = RotaryEmbedding(
-            hf, self._head_size, context.max_model_len, source=self._source, **self._place
+            hf, self._head_size, context.max_model_len, source=self._source, **self._placement
         )
         vocab = context.config.vocab_size
-        self._embedding = Embedding("model.embed_tokens", vocab, self._hidden, **self._place)
-        self._blocks = [self._block(f"model.layers.{i}") for i in range(self._num_layers)]
+        self._embedding = Embedding("model.embed_tokens", vocab, self._hidden, **self._placement)
+        self._decoder_layers = [
+            self._decoder_layer(f"model.layers.{i}") for i in range(self._num_layers)
+        ]
         self._norm = self._rms_norm("model.norm", self._hidden)
         self._head = self._linear([("lm_head", vocab)], self._hidden, bias=False)
 
     def windows(self) -> list[int | None]:
-        """Return each layer's sliding window in tokens; None sees everything before it."""
+        """Return each layer's sliding window in tokens; None is full attention."""
         return [self._fields.optional_whole("sliding_window")] * self._num_layers
 
     def attention_biases(self) -> tuple[bool, bool]:
-        """Return whether the q, k and v projections have biases, and whether the output has."""
+        """Return whether q, k and v have biases, and whether the output projection has one."""
         bias = self._fields.flag("attention_bias", False)
         return bias, bias
 
@@ -99,12 +101,12 @@ class Llama(Model):
         return {name: shape for part in self._layers() for name, shape in part.shapes().items()}
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take the tensors one by one; fused matrices are packed as soon as they are complete."""
+        """Load the tensors one by one; fused matrices are packed once they are complete."""
         owners = {name: part for part in self._layers() for name in part.shapes()}
         for name, tensor in weights:
             owners[name].load(name, tensor)
         if self._tied:
-            self._head.share(self._embedding)
+            self._head.tie(self._embedding)
 
     def kv_specs(self) -> list[KVSpec]:
         """Return one spec per attention layer."""
@@ -115,15 +117,15 @@ class Llama(Model):
         ]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return hidden states [tokens, hidden], already normalised for the head."""
+        """Return hidden states [tokens, hidden], after the final norm."""
         x = self._embedding(batch.token_ids)
         cos, sin = self._rope.at(batch.positions)
-        for index, block in enumerate(self._blocks):
-            q, k, v = self._project(block, block.input_norm(x), cos, sin)
+        for index, layer in enumerate(self._decoder_layers):
+            q, k, v = self._project(layer, layer.input_norm(x), cos, sin)
             attended = batch.attend(index, q, k, v)
-            x = x + block.output(attended.reshape(x.shape[0], -1))
-            gate, up = block.gate_up(block.mlp_norm(x)).chunk(2, -1)
-            x = x + block.down(F.silu(gate) * up)
+            x = x + layer.output(attended.reshape(x.shape[0], -1))
+            gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, -1)
+            x = x + layer.down(F.silu(gate) * up)
         return self._norm(x)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -131,25 +133,25 @@ class Llama(Model):
         return self._head(hidden)
 
     def _project(
-        self, block: Block, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self, layer: DecoderLayer, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return rotated q [tokens, heads, head_size], rotated k and v [tokens, kv_heads, ...]."""
         heads, kv_heads = self._heads, self._kv_heads
-        qkv = block.qkv(h).view(-1, heads + 2 * kv_heads, self._head_size)
-        if block.q_norm is not None and block.k_norm is not None:
+        qkv = layer.qkv(h).view(-1, heads + 2 * kv_heads, self._head_size)
+        if layer.q_norm is not None and layer.k_norm is not None:
             q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
-            q, k = block.q_norm(q), block.k_norm(k)
+            q, k = layer.q_norm(q), layer.k_norm(k)
             return self._rope.rotate(q, cos, sin), self._rope.rotate(k, cos, sin), v
-        turned = self._rope.rotate(qkv[:, : heads + kv_heads], cos, sin)
-        return turned[:, :heads], turned[:, heads:], qkv[:, heads + kv_heads :]
+        rotated = self._rope.rotate(qkv[:, : heads + kv_heads], cos, sin)
+        return rotated[:, :heads], rotated[:, heads:], qkv[:, heads + kv_heads :]
 
     def _layers(self) -> list[Layer]:
         parts: list[Layer] = [self._embedding]
-        for block in self._blocks:
-            parts += block.layers()
+        for layer in self._decoder_layers:
+            parts += layer.layers()
         return [*parts, self._norm] if self._tied else [*parts, self._norm, self._head]
 
-    def _block(self, name: str) -> Block:
+    def _decoder_layer(self, name: str) -> DecoderLayer:
         attention, mlp, size = f"{name}.self_attn", f"{name}.mlp", self._head_size
         q_rows, kv_rows = self._heads * size, self._kv_heads * size
         qkv = [
@@ -160,7 +162,7 @@ class Llama(Model):
         gate_up = [(f"{mlp}.{part}_proj", self._intermediate) for part in ("gate", "up")]
         qkv_bias, output_bias = self.attention_biases()
         mlp_bias = self._fields.flag("mlp_bias", False)
-        return Block(
+        return DecoderLayer(
             input_norm=self._rms_norm(f"{name}.input_layernorm", self._hidden),
             qkv=self._linear(qkv, self._hidden, bias=qkv_bias),
             output=self._linear([(f"{attention}.o_proj", self._hidden)], q_rows, bias=output_bias),
@@ -174,10 +176,10 @@ class Llama(Model):
         )
 
     def _linear(self, parts: list[tuple[str, int]], columns: int, *, bias: bool) -> Linear:
-        return Linear(parts, columns, bias=bias, **self._place)
+        return Linear(parts, columns, bias=bias, **self._placement)
 
     def _rms_norm(self, name: str, size: int) -> RMSNorm:
-        return RMSNorm(name, size, self._eps, **self._place)
+        return RMSNorm(name, size, self._eps, **self._placement)
 
     def _read_head_size(self) -> int:
         stated = self._fields.optional_whole("head_dim")
@@ -189,7 +191,7 @@ class Llama(Model):
             )
         return stated or self._hidden // self._heads
 
-    def _check(self) -> None:
+    def _check_config(self) -> None:
         fields = self._fields
         if self._heads % self._kv_heads:
             raise fields.error(
@@ -198,7 +200,7 @@ class Llama(Model):
             )
         if self._head_size % 2:
             raise fields.error(
-                "head_dim", f"expected an even number (RoPE turns pairs), got {self._head_size}"
+                "head_dim", f"expected an even number (RoPE rotates pairs), got {self._head_size}"
             )
         activation = self.context.config.hf.get("hidden_act") or "silu"
         if activation != "silu":

@@ -1,4 +1,4 @@
-"""Qwen 2 and 3: the Llama shape with biases on q, k and v, or with a norm on each head."""
+"""Qwen 2 and 3: the Llama architecture with biases on q, k and v, or a norm per head."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _LAYER_TYPES = ("full_attention", _SLIDING)
 
 
 class _Qwen(Llama):
-    """What both have: a sliding window that a switch turns on, for some layers only."""
+    """Common to both: a sliding window that is optional and applies to some layers only."""
 
     contract = 1
 
     def windows(self) -> list[int | None]:
-        """Return each layer's sliding window, as `use_sliding_window` and `layer_types` say."""
+        """Return each layer's sliding window, from `use_sliding_window` and `layer_types`."""
         fields, count = self._fields, self._num_layers
         if not fields.flag("use_sliding_window", False):
             return [None] * count
@@ -40,12 +40,12 @@ class Qwen2(_Qwen):
     contract = 1
 
     def attention_biases(self) -> tuple[bool, bool]:
-        """Return that q, k and v have biases and the output has none; no field says so."""
+        """Return (True, False); the config has no field for it."""
         return True, False
 
 
 class Qwen3(_Qwen):
-    """Qwen3 (Yang et al., 2025): q and k are normalised per head, and head_dim is stated."""
+    """Qwen3 (Yang et al., 2025): q and k are normalised per head."""
 
     contract = 1
     head_norms = True

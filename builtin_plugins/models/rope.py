@@ -15,7 +15,7 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 
 
 class RotaryEmbedding:
-    """Tables of cosines and signed sines for every position that may come."""
+    """Tables of cosines and signed sines for all positions."""
 
     def __init__(
         self,
@@ -27,16 +27,16 @@ class RotaryEmbedding:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Compute tables for positions 0 .. max_len - 1; `source` names the config in messages.
+        """Compute tables for positions 0 to max_len - 1; `source` names the config in messages.
 
         Raises:
-            ModelError: if the config's RoPE is not supported.
+            ModelError: the config's RoPE is not supported.
         """
         frequencies, scale = _frequencies(hf, head_size, source)
         angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
         cos, sin = angles.cos() * scale, angles.sin() * scale
         self._half = head_size // 2
-        # The sign of rotate_half lives in the sine table, so that rotating is a plain roll.
+        # The sign of rotate_half is in the sine table, so that rotation needs a roll only.
         self._cos = torch.cat((cos, cos), -1).unsqueeze(1).to(device=device, dtype=dtype)
         self._sin = torch.cat((-sin, sin), -1).unsqueeze(1).to(device=device, dtype=dtype)
 
@@ -45,12 +45,12 @@ class RotaryEmbedding:
         return self._cos[positions], self._sin[positions]
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Return x [tokens, heads, head_size] turned by what `at` returned."""
+        """Rotate x [tokens, heads, head_size] by the cosines and sines from `at`."""
         return torch.addcmul(x * cos, torch.roll(x, self._half, -1), sin)
 
 
 def _frequencies(hf: Mapping[str, Any], head_size: int, source: str) -> tuple[torch.Tensor, float]:
-    """Return float32 inverse frequencies [head_size / 2] and the factor on cosines and sines."""
+    """Return float32 inverse frequencies [head_size / 2], and the factor of cosines and sines."""
     fields = ConfigFields(hf, source)
     parameters = _parameters(hf, fields)
     kind = parameters["rope_type"]
@@ -73,7 +73,7 @@ def _frequencies(hf: Mapping[str, Any], head_size: int, source: str) -> tuple[to
 
 
 def _parameters(hf: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
-    """Merge both spellings: `rope_parameters`, or `rope_theta` with `rope_scaling`."""
+    """Return the RoPE parameters, from `rope_parameters` or `rope_theta` with `rope_scaling`."""
     parameters = fields.table("rope_parameters") or fields.table("rope_scaling")
     theta = parameters.get("rope_theta") or hf.get("rope_theta") or DEFAULT_THETA
     parameters["rope_theta"] = fields.positive("rope_theta", theta)
@@ -90,8 +90,8 @@ def _parameters(hf: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
 def _scaled(
     parameters: dict[str, Any], hf: Mapping[str, Any], head_size: int, fields: ConfigFields
 ) -> tuple[torch.Tensor, float]:
-    """Compute a scaled variant with transformers' own functions."""
-    # Importing transformers takes seconds, and few models need it.
+    """Compute a scaled variant with functions of transformers."""
+    # Imported on use: importing transformers takes seconds, and few models need it.
     from transformers import LlamaConfig  # noqa: PLC0415
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""Fair: tenants share the engine by weight, whatever they send."""
+"""Fair: tenants share the engine in proportion to their weights."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ Cost = Annotated[float, Meta(ge=0)]
 
 @dataclass(slots=True)
 class _Account:
-    """What is known of a live request.
+    """The account of a live request.
 
     Attributes:
-        charged: its leading positions that are paid for.
-        waiting: whether it counts among those of its tenant that wait.
+        tenant: the tenant that pays.
+        charged: number of leading positions that were charged.
+        waiting: whether it counts as a waiting request of its tenant.
     """
 
     tenant: Client
@@ -29,29 +30,29 @@ class _Account:
 
 
 class Fair(SchedulingPolicy):
-    """The tenant that had least runs next, and within a tenant whoever came first.
+    """Runs the tenant with the least service next; within a tenant, by arrival.
 
     The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI
-    2024): a tenant pays for each prompt token computed and for each token sampled, divided by its
-    weight. Over any time in which two tenants both wait, what they paid differs by at most
-    2 * max(input_cost * longest prompt, output_cost * tokens that fit in a batch), divided by the
-    smaller weight, as long as input_cost <= output_cost.
+    2024): a tenant is charged for each prompt token computed and each token sampled, divided by its
+    weight. Over any time in which two tenants both have waiting requests, their charges differ by
+    at most 2 * max(input_cost * longest prompt, output_cost * tokens that fit in a batch), divided
+    by the smaller weight, as long as input_cost <= output_cost.
 
-    Beyond the paper: tokens are paid as they are computed, so an aborted request costs what it
-    used; what the prefix cache has is free; what is computed anew after a preemption was paid.
+    Beyond the paper: tokens are charged when they are computed, so an aborted request costs what it
+    used; tokens from the prefix cache are free; recomputation after a preemption is free.
     """
 
     contract = 1
     state_format = "virtual token counters 1"
 
     class Options(plugins.Options):
-        """Who the tenants are, and what things cost.
+        """Tenants, weights and costs.
 
         Attributes:
-            tag: of a request, its value is the tenant; those without it are a tenant together.
-            weights: by tenant; one of weight 2 gets twice as much. 1 where it says nothing.
-            input_cost: of a prompt token that is computed.
-            output_cost: of a token that is sampled.
+            tag: name of the request tag with the tenant; requests without it are one tenant.
+            weights: by tenant; a tenant of weight 2 gets twice as much. The default is 1.
+            input_cost: cost of a computed prompt token.
+            output_cost: cost of a sampled token.
         """
 
         tag: str = "tenant"
@@ -60,7 +61,7 @@ class Fair(SchedulingPolicy):
         output_cost: Cost = 2.0
 
     def __init__(self, context: PolicyContext) -> None:
-        """Begin with empty books."""
+        """Create a policy without accounts."""
         super().__init__(context)
         self._counters = VirtualCounters(self.options.weights)
         self._accounts: dict[str, _Account] = {}
@@ -75,53 +76,53 @@ class Fair(SchedulingPolicy):
         return request.tags.get(self.options.tag, "")
 
     def group_key(self, group: Hashable, now: float) -> float:  # noqa: ARG002
-        """Order tenants by what they had."""
+        """Order tenants by their counters."""
         return self._counters.counter(str(group))
 
     def victim(self, running: Sequence[Request], load: Load) -> Request:  # noqa: ARG002
-        """Return the latest admitted request of the tenant that had most."""
+        """Return the latest admitted request of the tenant with the largest counter."""
         return max(
             reversed(running),
             key=lambda request: self._accounts[request.request_id].tenant.counter,
         )
 
     def added(self, request: Request) -> None:
-        """Open an account."""
+        """Open an account for a request."""
         charged = self._imported.pop(request.request_id, None)
-        handed_over = charged is not None
-        if charged is None:  # what another policy let it compute is not for this one to charge
+        imported = charged is not None
+        if charged is None:  # what was computed under another policy is not charged
             known = request.num_tokens - 1 if request.output_token_ids else 0
             charged = max(known, request.num_computed_tokens)
-        account = _Account(self._counters.begin(self.group(request)), charged)
+        account = _Account(self._counters.add(self.group(request)), charged)
         self._accounts[request.request_id] = account
         if request.status is not RequestStatus.RUNNING:
-            self._wait(account, lift=not handed_over)
+            self._wait(account, lift=not imported)
 
     def scheduled(self, request: Request, tokens: int) -> None:
-        """Charge the tenant for what was never computed before."""
+        """Charge the tenant for tokens that are computed for the first time."""
         account = self._accounts[request.request_id]
         if account.waiting:
             self._run(account)
-        begin = max(account.charged, request.num_computed_tokens)
+        start = max(account.charged, request.num_computed_tokens)
         end = request.num_computed_tokens + tokens
-        if end > begin:
-            cost = self._cost(request, end) - self._cost(request, begin)
+        if end > start:
+            cost = self._cost(request, end) - self._cost(request, start)
             account.tenant.counter += cost / account.tenant.weight
             account.charged = end
 
     def preempted(self, request: Request) -> None:
-        """Note that a request waits again."""
+        """Mark the request as waiting again."""
         self._wait(self._accounts[request.request_id])
 
     def finished(self, request: Request) -> None:
-        """Close the account."""
+        """Close the account of a request."""
         account = self._accounts.pop(request.request_id)
         if account.waiting:
             self._run(account)
-        self._counters.end(account.tenant)
+        self._counters.remove(account.tenant)
 
     def export_state(self) -> dict[str, Any]:
-        """Return what tenants had, and how far live requests are paid for."""
+        """Return the counters of the tenants and the charges of live requests, as plain data."""
         return {
             "tag": self.options.tag,
             "level": self._counters.level(),
@@ -130,13 +131,13 @@ class Fair(SchedulingPolicy):
         }
 
     def import_state(self, state: Any) -> None:
-        """Go on from there. What tenants had is left out if they were told by another tag."""
+        """Restore exported state; counters only if the tenants have the same tag."""
         self._imported = dict(state["charged"])
         if state["tag"] == self.options.tag:
             self._counters.restore(state["counters"], state["level"])
 
     def _cost(self, request: Request, end: int) -> float:
-        """Return the cost of the leading `end` positions: the prompt's last one gives an output."""
+        """Return the cost of the first `end` positions; the prompt's last one samples an output."""
         options: Fair.Options = self.options
         prompt = request.num_prompt_tokens
         outputs = max(end - prompt + 1, 0)

@@ -1,4 +1,4 @@
-"""Policies that look at a request once, when it comes: fcfs, priority and shortest_first."""
+"""Policies with a key that is fixed at arrival: fcfs, priority and shortest_first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hardpoint.plugins import Load, Meta, Request, SchedulingPolicy
 
 
 class FirstComeFirstServed(SchedulingPolicy):
-    """Requests run in the order in which they came; the latest admitted gives way."""
+    """Runs requests in order of arrival; preempts the latest admitted one."""
 
     contract = 1
 
@@ -20,45 +20,41 @@ class FirstComeFirstServed(SchedulingPolicy):
 
 
 class Priority(SchedulingPolicy):
-    """Smaller `priority` runs first; equal ones in the order in which they came."""
+    """Runs smaller values of `priority` first, ties in order of arrival."""
 
     contract = 1
 
     def key(self, request: Request) -> Any:
         """Order by priority, then by arrival."""
-        return _importance(request)
+        return _priority_key(request)
 
     def victim(self, running: Sequence[Request], load: Load) -> Request:  # noqa: ARG002
-        """Return the least important request, of equals the latest to come."""
-        return max(reversed(running), key=_importance)
+        """Return the request with the largest priority value, ties the latest to arrive."""
+        return max(reversed(running), key=_priority_key)
 
 
-def _importance(request: Request) -> tuple[int, float]:
+def _priority_key(request: Request) -> tuple[int, float]:
     return request.priority, request.arrival_time
 
 
 class ShortestFirst(SchedulingPolicy):
-    """Requests with little to do run first, and waiting makes up for having much to do.
+    """Shortest job first with linear ageing, so that no request starves.
 
-    The key is the arrival time plus `seconds_per_token` for each token of expected work. So a
-    request is overtaken only by those that come within `seconds_per_token` times its lead in work
-    after it: from then on it waits as under fcfs, and nobody starves.
-
-    Shortest job first with linear ageing, as a static key: all keys age alike, so their order
-    never changes.
+    The key is the arrival time plus `seconds_per_token` for each token of expected work. It can be
+    static, since all requests age alike. A request is overtaken only by shorter ones that arrive
+    within `seconds_per_token` times the difference in work after it.
     """
 
     contract = 1
 
     class Options(plugins.Options):
-        """What work is, and what it is worth.
+        """The weight of work against waiting time.
 
         Attributes:
-            seconds_per_token: by so much later a request counts as having come, for each token
-                of its work; 0 is fcfs.
-            output_weight: work is the prompt's tokens plus so many for each token of
-                `max_tokens`. Above 1, longer prompts go first among requests that have no
-                `max_tokens`, for they leave less room.
+            seconds_per_token: added to the arrival time for each token of work; 0 is fcfs.
+            output_weight: weight of a token of `max_tokens` in the work; a prompt token weighs 1.
+                Above 1, longer prompts go first among requests without `max_tokens`, since they
+                leave less room for outputs.
         """
 
         seconds_per_token: Annotated[float, Meta(ge=0)] = 0.01

@@ -1,4 +1,4 @@
-"""Chat templates: checks the messages, then renders with transformers' own renderer."""
+"""Chat templates: the messages are checked, then rendered by transformers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def render_chat(
     """Return the prompt text for a conversation.
 
     Args:
-        messages: each with `role` and `content`.
-        template: Jinja source; runs in a sandbox.
-        add_generation_prompt: whether the text ends where the assistant begins.
-        variables: what the template may name beside the messages, such as `bos_token`.
+        messages: mappings with `role` and `content`.
+        template: Jinja source; it runs in a sandbox.
+        add_generation_prompt: whether the text ends with the beginning of the assistant's message.
+        variables: further variables of the template, such as `bos_token`.
 
     Raises:
-        RequestError: if the messages are malformed or the template refuses them.
+        RequestError: the messages are malformed or the template rejects them.
     """
     checked = _check(messages)
-    # Importing transformers takes seconds, and prompts that are plain text do not need it.
+    # Imported on use: importing transformers takes seconds, and plain prompts do not need it.
     from transformers.utils.chat_template_utils import render_jinja_template  # noqa: PLC0415
 
     try:

@@ -1,4 +1,4 @@
-"""A tokenizer from a GGUF file's metadata."""
+"""Tokenizers from the metadata of GGUF files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hardpoint.plugins import ModelError
 
 _CONTROL, _USER_DEFINED = 3, 4
 
-# From the tokenizer.json files of the models that gave these names to llama.cpp.
+# From the tokenizer.json files of the models after which llama.cpp named them.
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -29,19 +29,19 @@ _SMOLLM = ("smollm",)
 def build_gguf_tokenizer(file: GGUFFile, path: Path) -> Tokenizer:
     """Build the tokenizer that a GGUF file describes.
 
-    Byte-level BPE is built here; other kinds through transformers.
+    Byte-level BPE is built directly, other kinds through transformers.
 
     Raises:
-        ModelError: if a field is missing, or the kind of tokenizer is not supported.
+        ModelError: a field is missing, or the kind of tokenizer is not supported.
     """
     kind = file.value("tokenizer.ggml.model")
     if kind is None:
-        raise ModelError(f"{path.name}: tokenizer.ggml.model: missing; it has no tokenizer")
+        raise ModelError(f"{path.name}: tokenizer.ggml.model: missing; the file has no tokenizer")
     return _byte_level(file, path) if kind == "gpt2" else _through_transformers(path, kind)
 
 
 def special_tokens(file: GGUFFile) -> dict[str, str]:
-    """Return the tokens that a chat template may name, such as `bos_token`."""
+    """Return the special tokens for chat templates by name, such as `bos_token`."""
     tokens = file.value("tokenizer.ggml.tokens") or []
     keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {name: file.value(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
@@ -121,38 +121,38 @@ def _pre_tokenizer(pre: str, path: Path) -> Any:
 def _add_bos_eos(
     tokenizer: Tokenizer, file: GGUFFile, tokens: list[str], *, bos_by_default: bool
 ) -> None:
-    """Make `add_special_tokens` do what the file asks for."""
-    wanted = {}
+    """Set the tokens that `add_special_tokens` adds, as the file specifies."""
+    added = {}
     for side, default in (("bos", bos_by_default), ("eos", False)):
         stated = file.value(f"tokenizer.ggml.add_{side}_token")
         index = file.value(f"tokenizer.ggml.{side}_token_id")
         if (default if stated is None else stated) and index is not None:
-            wanted[side] = (tokens[index], int(index))
-    if not wanted:
+            added[side] = (tokens[index], int(index))
+    if not added:
         return
-    before = ["bos"] if "bos" in wanted else []
-    after = ["eos"] if "eos" in wanted else []
+    before = ["bos"] if "bos" in added else []
+    after = ["eos"] if "eos" in added else []
     tokenizer.post_processor = TemplateProcessing(
         single=[*before, "$A", *after],
         pair=[*before, "$A", *after, *(f"{side}:1" for side in before), "$B:1", *after],
         special_tokens=[
             {"id": side, "ids": [index], "tokens": [token]}
-            for side, (token, index) in wanted.items()
+            for side, (token, index) in added.items()
         ],
     )
 
 
 def _through_transformers(path: Path, kind: str) -> Tokenizer:
-    # Importing transformers takes seconds, and byte-level models do not need it.
+    # Imported on use: importing transformers takes seconds, and byte-level models do not need it.
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     try:
         converted = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
         fast: Tokenizer = converted.backend_tokenizer
-    except Exception as cause:  # whatever a foreign file makes it raise
-        words = re.sub(r"\s+", " ", str(cause))
+    except Exception as cause:  # a damaged file can make it raise anything
+        message = re.sub(r"\s+", " ", str(cause))
         raise ModelError(
-            f"{path.name}: tokenizer.ggml.model: {kind!r} could not be converted: {words}"
+            f"{path.name}: tokenizer.ggml.model: {kind!r} could not be converted: {message}"
         ) from cause
     return fast
 

@@ -1,4 +1,4 @@
-"""The default tokenizer: Hugging Face's tokenizers library on a directory's or a GGUF's files."""
+"""The default tokenizer: Hugging Face's tokenizers library, for directories and GGUF files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TEMPLATE_VARIABLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 @dataclass(frozen=True)
 class _Files:
-    """What a tokenizer's files hold."""
+    """The content of a tokenizer's files."""
 
     tokenizer: FastTokenizer
     chat_template: str | None
@@ -36,7 +36,7 @@ class _Files:
 
 
 class TransformersTokenizer(Tokenizer):
-    """Reads tokenizer.json, or the metadata of a GGUF file; all else through transformers."""
+    """Reads tokenizer.json or the metadata of a GGUF file, other formats through transformers."""
 
     contract = 1
 
@@ -44,7 +44,7 @@ class TransformersTokenizer(Tokenizer):
         """Read the files.
 
         Raises:
-            ModelError: if they are missing, damaged or of an unknown kind.
+            ModelError: they are missing, damaged or of an unknown kind.
         """
         super().__init__(context)
         path = context.files.path
@@ -63,26 +63,26 @@ class TransformersTokenizer(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids, special and added ones included."""
+        """The number of token ids, special and added ones included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     @property
     def eos_token_ids(self) -> Sequence[int]:
-        """The `eos_token` of the files, if they name one."""
+        """The `eos_token` of the files, if they have one."""
         return self._eos
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of `text`; special tokens written in it become their ids."""
+        """Return the token ids of `text`; special tokens in it are recognised."""
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`; bytes that are no text yet become U+FFFD."""
+        """Return the text of `token_ids`; incomplete characters become U+FFFD."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def decode_stream(
         self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> DecodeStream:
-        """Return a decoder for the tokens that follow the prompt."""
+        """Return a decode stream for the output after the prompt."""
         return self._texts[skip_special_tokens].stream(prompt_token_ids)
 
     def apply_chat_template(
@@ -92,11 +92,11 @@ class TransformersTokenizer(Tokenizer):
         add_generation_prompt: bool = True,
         template: str | None = None,
     ) -> str:
-        """Return the prompt text for a conversation; `template` overrides the model's.
+        """Return the prompt text of a conversation; `template` overrides the model's.
 
         Raises:
-            RequestError: if there is no template, the messages are malformed, or the template
-                refuses them.
+            RequestError: there is no template, the messages are malformed, or the template rejects
+                them.
         """
         source = self._chat_template if template is None else template
         if source is None:
@@ -139,12 +139,12 @@ def _fast_tokenizer(path: Path) -> FastTokenizer:
             return FastTokenizer.from_file(str(file))
         except Exception as cause:  # the library raises nothing narrower
             raise ModelError(f"{path.name}/{file.name} is not readable: {cause}") from cause
-    # Importing transformers takes seconds, and most directories do not need it.
+    # Imported on use: importing transformers takes seconds, and most directories do not need it.
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path))
-    except Exception as cause:  # whatever foreign files make it raise
+    except Exception as cause:  # damaged files can make it raise anything
         raise ModelError(
             f"{path.name}: it has no tokenizer.json, and transformers cannot read its "
             f"tokenizer: {cause}"
@@ -168,7 +168,7 @@ def _template(config: Mapping[str, Any]) -> str | None:
 
 
 def _content(token: Any) -> str:
-    """Return a token that is written as a string or as an object with its `content`."""
+    """Return the text of a token, which is a string or an object with `content`."""
     return str(token["content"] if isinstance(token, Mapping) else token)
 
 

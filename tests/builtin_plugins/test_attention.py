@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.builtins.model_harness import Blocks, build_backend
 
-from hardpoint.builtin_plugins.attention.plan import Plan, _groups
+from hardpoint.builtin_plugins.attention.plan import AttentionPlan, _groups
 from hardpoint.plugins import KVSpec
 
 NUM_BLOCKS = 96
@@ -115,11 +115,11 @@ def test_masks_are_shared_by_layers_of_one_window() -> None:
     blocks = Blocks(NUM_BLOCKS, 16)
     blocks.step([("a", 40), ("b", 20)])
     step, _ = blocks.step([("a", 1), ("b", 1)])
-    plan = Plan(step, torch.float32)
-    assert plan.share(None) is plan.share(None)
-    assert plan.share(1000) is plan.share(None)
-    assert plan.share(8) is not plan.share(None)
-    assert plan.share(8).singles[0].length < plan.share(None).singles[0].length
+    plan = AttentionPlan(step, torch.float32)
+    assert plan.for_window(None) is plan.for_window(None)
+    assert plan.for_window(1000) is plan.for_window(None)
+    assert plan.for_window(8) is not plan.for_window(None)
+    assert plan.for_window(8).decodes[0].length < plan.for_window(None).decodes[0].length
 
 
 def test_padding_never_reads_other_sequences() -> None:

@@ -229,7 +229,7 @@ class TestCounters:
         for _ in range(data.draw(st.integers(1, 60))):
             action = data.draw(actions)
             if action == "come":
-                client = counters.begin(data.draw(st.sampled_from("abcdefgh")))
+                client = counters.add(data.draw(st.sampled_from("abcdefgh")))
                 counters.wait(client)
                 naive.wait(client.name)
                 waiting.append(client)
@@ -238,7 +238,7 @@ class TestCounters:
                 counters.run(client)
                 naive.run(client.name)
                 if action == "abort":
-                    counters.end(client)
+                    counters.remove(client)
                 else:
                     running.append(client)
             elif running:
@@ -248,7 +248,7 @@ class TestCounters:
                     naive.wait(client.name)
                     waiting.append(client)
                 elif action == "end":
-                    counters.end(client)
+                    counters.remove(client)
                 else:
                     cost = data.draw(st.integers(1, 9))
                     client.counter += cost
@@ -263,11 +263,11 @@ class TestCounters:
         counters = VirtualCounters({})
         kept = 0
         for number in range(20_000):
-            client = counters.begin(str(number))
+            client = counters.add(str(number))
             counters.wait(client)
             counters.run(client)
             client.counter += number % 7
-            counters.end(client)
+            counters.remove(client)
             kept = max(kept, len(counters), len(counters._heap))
         assert kept <= 1
 
@@ -275,33 +275,33 @@ class TestCounters:
         self,
     ):
         counters = VirtualCounters({})
-        steady = counters.begin("steady")
+        steady = counters.add("steady")
         counters.wait(steady)
         for number in range(100):
-            client = counters.begin(str(number))
+            client = counters.add(str(number))
             counters.wait(client)
             counters.run(client)
             client.counter += 5
-            counters.end(client)
+            counters.remove(client)
         assert len(counters) == 101
-        back = counters.begin("7")
+        back = counters.add("7")
         counters.wait(back)
         assert back.counter == 5
         counters.run(back)
-        counters.end(back)
+        counters.remove(back)
         steady.counter = 6.0
         assert counters.level() == 6
         assert len(counters) == 1
 
     def test_a_tenant_that_flips_while_the_level_stands_has_one_entry(self):
         counters = VirtualCounters({})
-        counters.wait(counters.begin("steady"))
+        counters.wait(counters.add("steady"))
         for _ in range(100):
-            client = counters.begin("flips")
+            client = counters.add("flips")
             counters.wait(client)
             counters.run(client)
             client.counter += 1
-            counters.end(client)
+            counters.remove(client)
         assert len(counters._heap) == 2
 
 

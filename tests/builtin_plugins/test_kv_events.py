@@ -208,7 +208,7 @@ def test_a_flood_and_bytes_that_are_not_zeromq_harm_nobody(context, open_publish
 
 
 def test_a_client_that_reads_nothing_is_given_up(context, open_publisher, monkeypatch):
-    monkeypatch.setattr(kv_event_stream, "_PATIENCE", 0.1)
+    monkeypatch.setattr(kv_event_stream, "_REPLAY_TIMEOUT_S", 0.1)
     turns, send = [], kv_event_stream.Stream._goes_on
 
     def noted(self, identity, replay):

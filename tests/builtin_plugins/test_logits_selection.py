@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hardpoint.builtin_plugins.logits.selection import drop_below_, largest
+from hardpoint.builtin_plugins.logits.truncation import largest, mask_below_
 
 
 def logits_of(seed: int, rows: int, vocab: int, kind: str) -> torch.Tensor:
@@ -52,7 +52,7 @@ def test_what_is_under_the_bound_is_dropped_and_nothing_else(seed, rows, vocab, 
     logits = logits_of(seed, rows, vocab, kind)
     bounds = logits[:, :1].clone() if bound is None else torch.full((rows, 1), bound)
     expected = logits.masked_fill(logits < bounds, -math.inf)
-    result = drop_below_(logits, bounds)
+    result = mask_below_(logits, bounds)
     assert result is logits
     assert torch.equal(result.view(torch.int32), expected.view(torch.int32))
 
@@ -63,4 +63,4 @@ def test_logits_that_do_not_lie_in_one_piece(vocab):
     assert torch.equal(largest(logits, 2), logits.topk(2).values)
     bounds = logits.mean(1, keepdim=True)
     expected = logits.masked_fill(logits < bounds, -math.inf)
-    assert torch.equal(drop_below_(logits, bounds), expected)
+    assert torch.equal(mask_below_(logits, bounds), expected)

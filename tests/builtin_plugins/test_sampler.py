@@ -102,7 +102,7 @@ class TestRepeatable:
         logits[logits < logits.topk(left).values[:, -1:]] = -math.inf
         full = logits - sampler._race(torch.tensor(SEEDS), torch.arange(7))
         for few in (0, 10**6):
-            monkeypatch.setattr(module, "_FEW", few)
+            monkeypatch.setattr(module, "_MAX_GATHERED", few)
             chosen = sampler.sample(logits, rows_of(SEEDS, list(range(7))))
             assert torch.equal(chosen, full.argmax(-1))
 
@@ -206,7 +206,7 @@ class TestNoise:
 class TestDistribution:
     @pytest.mark.parametrize("few", [0, 4096])
     def test_draws_follow_the_probabilities(self, few, monkeypatch):
-        monkeypatch.setattr(module, "_FEW", few)
+        monkeypatch.setattr(module, "_MAX_GATHERED", few)
         probs = torch.tensor([0.4, 0.0, 0.3, 0.2, 0.05, 0.04, 0.009, 0.001], dtype=torch.float64)
         draws = 60000
         logits = probs.log().float().expand(draws, 8)
@@ -245,7 +245,7 @@ class TestDistribution:
 
     @pytest.mark.parametrize("few", [0, 4096])
     def test_a_masked_token_is_never_drawn(self, few, monkeypatch):
-        monkeypatch.setattr(module, "_FEW", few)
+        monkeypatch.setattr(module, "_MAX_GATHERED", few)
         logits = torch.full((5000, 5), -math.inf)
         only = torch.arange(5000) % 5
         logits[torch.arange(5000), only] = -1e4
@@ -254,7 +254,7 @@ class TestDistribution:
 
     @pytest.mark.parametrize("few", [-1, 4096])
     def test_rows_without_a_token_left_give_the_first_and_spare_the_others(self, few, monkeypatch):
-        monkeypatch.setattr(module, "_FEW", few)
+        monkeypatch.setattr(module, "_MAX_GATHERED", few)
         logits = torch.full((4, 6), -math.inf)
         logits[1, 4] = logits[2, 2] = 0.0
         rows = rows_of([1, 2, 3, 4], [0] * 4)

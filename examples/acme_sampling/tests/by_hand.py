@@ -1,4 +1,4 @@
-"""What a processor needs to be tried without an engine."""
+"""Helpers to test a processor without an engine."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What a policy needs to be tried without an engine."""
+"""Helpers to test a policy without an engine."""
 
 from hardpoint.plugins import EngineCoreRequest, Load, PolicyContext, Request, SamplingParams
 

@@ -18,7 +18,7 @@ def test_a_tenant_at_its_cap_is_held_back_with_a_reason():
     policy = build(TenantCap, max_running=2)
     start(policy, of("acme", "a"), of("acme", "b"))
     reason = policy.admit(of("acme", "c"), LOAD)
-    assert reason == "tenant 'acme' has 2 requests running, as many as it may"
+    assert reason == "tenant 'acme' has 2 requests running, which is its limit"
     assert policy.admit(of("zeus", "d"), LOAD) is None
 
 

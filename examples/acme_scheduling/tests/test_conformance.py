@@ -1,4 +1,4 @@
-"""The package's policies keep every rule of the engine: the conformance kit says so."""
+"""The package's policies pass the conformance kit."""
 
 from acme_scheduling import EarliestDeadline, TenantCap
 

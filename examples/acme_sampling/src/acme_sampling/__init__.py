@@ -11,11 +11,11 @@ from hardpoint.plugins import Annotated, LogitsProcessor, Meta, Phase, PrepareCo
 if TYPE_CHECKING:
     import torch
 
-Share = Annotated[float, Meta(gt=0, le=1)]
+Fraction = Annotated[float, Meta(gt=0, le=1)]
 
 
 class TopA(LogitsProcessor):
-    """Keep tokens with p >= a * p_max**2: the surer the model, the fewer stay.
+    """Keeps tokens with p >= a * p_max**2: the more confident the model, the fewer are kept.
 
     Source: BlinkDL, https://github.com/BlinkDL/RWKV-LM#the-top-a-sampling-method
     """
@@ -26,18 +26,18 @@ class TopA(LogitsProcessor):
     after = ("top_k", "top_p", "min_p")
 
     class Options(plugins.Options):
-        """What the operator allows: `max_a`, the largest `a` that a request may ask for."""
+        """Limits set by the operator: `max_a`, the largest `a` of a request."""
 
-        max_a: Share = 1.0
+        max_a: Fraction = 1.0
 
     class Arguments(plugins.Arguments):
-        """What a request asks for: `a`, the share of the squared largest probability."""
+        """Arguments of a request: `a`, the fraction of the squared largest probability."""
 
-        a: Share
+        a: Fraction
 
     @classmethod
     def prepare(cls, arguments: TopA.Arguments, context: PrepareContext) -> TopA.Arguments:
-        """Refuse more than the operator allows."""
+        """Raise ValueError if `a` exceeds the operator's limit."""
         if arguments.a > context.options.max_a:
             raise ValueError(f"a: expected at most {context.options.max_a}, got {arguments.a}")
         return arguments

@@ -9,12 +9,12 @@ from hardpoint.plugins import RequestOutput, hookimpl
 
 
 class Audit:
-    """One count per engine."""
+    """Counts finished requests, one instance per engine."""
 
     contract = 1
 
     def __init__(self) -> None:
-        """Start at nothing."""
+        """Create empty counters."""
         self.finished: Counter[str] = Counter()
 
     @hookimpl

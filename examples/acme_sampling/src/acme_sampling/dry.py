@@ -1,4 +1,4 @@
-"""DRY ("don't repeat yourself") for Hardpoint: punish going on with what was already said."""
+"""DRY ("don't repeat yourself") for Hardpoint: penalise tokens that extend a repetition."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from hardpoint.plugins import (
     SparseLogitsProcessor,
 )
 
-# Longer matches are not told apart, as in the original; it also keeps the power in range.
+# Longer matches count as this long, as in the original; this also limits the power.
 LONGEST = 50
 
 
 class Dry(SparseLogitsProcessor):
-    """Punish each token that would extend a repetition, the more the longer it already is.
+    """Penalises each token that would extend a repetition, the more the longer it is.
 
-    A token that once followed the last n tokens loses multiplier * base ** (n - allowed_length), if
-    n >= allowed_length.
+    A token that has followed the last n tokens before gets the penalty
+    multiplier * base ** (n - allowed_length), if n >= allowed_length.
 
     Source: p-e-w, https://github.com/oobabooga/text-generation-webui/pull/5677
     """
@@ -37,16 +37,16 @@ class Dry(SparseLogitsProcessor):
     after = ("penalties",)
 
     class Arguments(plugins.Arguments):
-        """What a request asks for.
+        """Arguments of a request.
 
         Attributes:
-            multiplier: the penalty of a repetition of `allowed_length`; 0 is off.
-            base: how it grows with each further token.
-            allowed_length: shorter repetitions cost nothing.
-            sequence_breakers: strings that no repetition reaches across, names in a chat format
-                for example; the last token of each counts.
-            breaker_ids: the same as token ids; `sequence_breakers` are resolved into it.
-            range: so many of the newest tokens are looked at; 0 is all.
+            multiplier: penalty of a repetition of `allowed_length`; 0 disables it.
+            base: growth of the penalty with each further token.
+            allowed_length: shorter repetitions have no penalty.
+            sequence_breakers: strings at which repetitions end, such as names in a chat format;
+                the last token of each string is used.
+            breaker_ids: the same as token ids; `prepare` adds the tokens of `sequence_breakers`.
+            range: number of newest tokens to search; 0 is all.
         """
 
         multiplier: Annotated[float, Meta(ge=0, le=100)] = 0.8
@@ -60,7 +60,7 @@ class Dry(SparseLogitsProcessor):
 
     @classmethod
     def prepare(cls, arguments: Dry.Arguments, context: PrepareContext) -> Dry.Arguments:
-        """Resolve the strings to token ids. ValueError if there is no tokenizer for them."""
+        """Encode the strings; raise ValueError if there is no tokenizer."""
         ids = dict.fromkeys(arguments.breaker_ids)
         for text in arguments.sequence_breakers:
             if context.tokenizer is None:
@@ -68,16 +68,16 @@ class Dry(SparseLogitsProcessor):
                     f"sequence_breakers: {text!r} needs a tokenizer, and there is none; "
                     f"give [] here and token ids as breaker_ids"
                 )
-            # A letter before it, so that it is spelt as inside a text, not as at its beginning.
+            # With a letter before it: the encoding inside a text, not at its beginning.
             ids[context.tokenizer.encode(f"a{text}", add_special_tokens=False)[-1]] = None
         return msgspec.structs.replace(arguments, breaker_ids=list(ids))
 
     def start(self, request: LogitsRequest) -> History:
-        """Read prompt and outputs."""
+        """Return the history of prompt and outputs."""
         arguments = request.arguments[self.name]
         history = History(frozenset(arguments.breaker_ids))
         tokens = [*request.prompt_token_ids, *request.output_token_ids]
-        for token in tokens[:-LONGEST]:  # too old for the matches that end now
+        for token in tokens[:-LONGEST]:  # too old for a match at the end
             history.record(token)
         for token in tokens[-LONGEST:]:
             history.add(token)
@@ -95,10 +95,10 @@ class Dry(SparseLogitsProcessor):
     def edits(self, rows: Rows) -> Edits | None:
         """Lower the logits of the tokens that would extend a repetition."""
         found = []
-        for index, (state, asked) in enumerate(zip(rows.states(), rows.arguments(), strict=True)):
-            for follower, length in state.repetitions(asked.range).items():
-                if length >= asked.allowed_length:
-                    penalty = asked.multiplier * asked.base ** (length - asked.allowed_length)
+        for index, (state, own) in enumerate(zip(rows.states(), rows.arguments(), strict=True)):
+            for follower, length in state.repetitions(own.range).items():
+                if length >= own.allowed_length:
+                    penalty = own.multiplier * own.base ** (length - own.allowed_length)
                     found.append((index, follower, -penalty))
         if not found:
             return None
@@ -108,14 +108,14 @@ class Dry(SparseLogitsProcessor):
 
 @dataclass
 class History:
-    """All tokens of a request, and what the newest of them repeat.
+    """All tokens of a request, and the repetitions at its end.
 
     Attributes:
         breakers: tokens that no repetition contains.
-        tokens: all so far.
-        earlier: for each position, the last one before it with the same token, or -1.
-        latest: each token's last position.
-        matches: position to n: the n tokens that end there are the newest n.
+        tokens: all tokens so far.
+        earlier: for each position, the previous one with the same token, or -1.
+        latest: last position of each token.
+        matches: by position, the number n of tokens ending there that equal the last n tokens.
     """
 
     breakers: frozenset[int]
@@ -125,13 +125,13 @@ class History:
     matches: dict[int, int] = field(default_factory=dict)
 
     def copy(self) -> History:
-        """Return a copy that may grow by itself."""
+        """Return an independent copy."""
         return History(
             self.breakers,
             self.tokens.copy(),
             self.earlier.copy(),
             self.latest.copy(),
-            self.matches,  # never changed, only replaced
+            self.matches,  # immutable, replaced by `add`
         )
 
     def record(self, token: int) -> None:
@@ -141,27 +141,27 @@ class History:
         self.tokens.append(token)
 
     def add(self, token: int) -> None:
-        """Append a token. A match goes on where the same token followed it before."""
+        """Append a token; a match continues where it was followed by the same token."""
         self.record(token)
         before, self.matches = self.matches, {}
         if token in self.breakers:
             return
-        at = self.earlier[-1]
-        while at >= 0:
-            self.matches[at] = min(before.get(at - 1, 0) + 1, LONGEST)
-            at = self.earlier[at]
+        position = self.earlier[-1]
+        while position >= 0:
+            self.matches[position] = min(before.get(position - 1, 0) + 1, LONGEST)
+            position = self.earlier[position]
 
     def repetitions(self, size: int) -> dict[int, int]:
-        """Return which tokens would extend a repetition, and its longest length.
+        """Return the tokens that would extend a repetition, with the longest length.
 
         Args:
-            size: only so many of the newest tokens count; 0 is all.
+            size: number of newest tokens to search; 0 is all.
         """
         first = max(len(self.tokens) - size, 0) if size else 0
         longest: dict[int, int] = {}
-        for at, length in self.matches.items():
-            token = self.tokens[at + 1]
-            inside = min(length, at - first + 1)
+        for position, length in self.matches.items():
+            token = self.tokens[position + 1]
+            inside = min(length, position - first + 1)
             if token not in self.breakers and inside > longest.get(token, 0):
                 longest[token] = inside
         return longest

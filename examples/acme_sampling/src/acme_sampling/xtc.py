@@ -1,4 +1,4 @@
-"""XTC ("exclude top choices") for Hardpoint: now and then, leave the beaten track."""
+"""XTC ("exclude top choices") for Hardpoint: sometimes mask the most likely tokens."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Xtc(LogitsProcessor):
-    """With some probability, drop all tokens that reach the threshold but the least likely of them.
+    """With some probability, masks all tokens above a threshold but the least likely of them.
 
-    A position where that would drop a line break or a stop token is left as it is, so that the text
-    keeps its shape and its end.
+    A position where that would mask a line break or a stop token is left unchanged, so that the
+    text keeps its layout and its end.
 
     Source: p-e-w, https://github.com/oobabooga/text-generation-webui/pull/6335
     """
@@ -31,12 +31,12 @@ class Xtc(LogitsProcessor):
     after = ("top_k", "top_p", "min_p")
 
     class Arguments(plugins.Arguments):
-        """What a request asks for.
+        """Arguments of a request.
 
         Attributes:
             threshold: probability that makes a token a top choice; above 0.5 there is only one.
-            probability: how often top choices are dropped.
-            protected: token ids that are never dropped; line break and stop tokens are added.
+            probability: how often top choices are masked.
+            protected: token ids that are never masked; line break and stop tokens are added.
         """
 
         threshold: Annotated[float, Meta(gt=0, le=1)] = 0.1
@@ -45,7 +45,7 @@ class Xtc(LogitsProcessor):
 
     @classmethod
     def prepare(cls, arguments: Xtc.Arguments, context: PrepareContext) -> Xtc.Arguments:
-        """Complete the protected tokens. ValueError for one outside the vocabulary."""
+        """Add the protected tokens; raise ValueError for one outside the vocabulary."""
         for token in arguments.protected:
             if token >= context.vocab_size:
                 raise ValueError(
@@ -59,7 +59,7 @@ class Xtc(LogitsProcessor):
         return msgspec.structs.replace(arguments, protected=inside)
 
     def start(self, request: LogitsRequest) -> Position:
-        """Return the request's place among all output positions."""
+        """Return the position of the request's next output token."""
         seed = request.params.seed or 0
         return Position(seed, request.child_index, len(request.output_token_ids))
 
@@ -68,29 +68,29 @@ class Xtc(LogitsProcessor):
         return state._replace(output=state.output + 1)
 
     def fork(self, state: Position) -> Position:
-        """Return the position itself: it never changes."""
+        """Return the position itself, which is immutable."""
         return state
 
     def apply(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Set the logits of top choices to -inf. `logits` is [rows, vocab]."""
         chosen = [
             row
-            for row, (state, asked) in enumerate(zip(rows.states(), rows.arguments(), strict=True))
-            if coin(state) < asked.probability
+            for row, (state, own) in enumerate(zip(rows.states(), rows.arguments(), strict=True))
+            if coin(state) < own.probability
         ]
         if chosen:
-            asked = rows.arguments()
+            arguments = rows.arguments()
             index = torch.tensor(chosen, device=logits.device)
             logits[index] = exclude_top_choices(
                 logits[index],
                 rows.tensor("threshold")[index],
-                [asked[row].protected for row in chosen],
+                [arguments[row].protected for row in chosen],
             )
         return logits
 
 
 class Position(NamedTuple):
-    """What a coin depends on, and nothing else."""
+    """All that the random number of an output depends on."""
 
     seed: int
     child: int
@@ -98,11 +98,9 @@ class Position(NamedTuple):
 
 
 def coin(position: Position) -> float:
-    """Return a number in [0, 1), always the same for a position.
-
-    A generator would have to be rewound after preemption and for rejected drafts; a hash has
-    nothing to rewind.
-    """
+    """Return a random number in [0, 1), always the same for a position."""
+    # A generator would have to be rewound after preemption and for rejected drafts; a hash has no
+    # state.
     data = struct.pack("<3q", *position)
     return int.from_bytes(hashlib.blake2b(data, digest_size=6, person=b"xtc").digest()) / 2**48
 
@@ -110,7 +108,7 @@ def coin(position: Position) -> float:
 def exclude_top_choices(
     logits: torch.Tensor, threshold: torch.Tensor, protected: Sequence[Sequence[int]]
 ) -> torch.Tensor:
-    """Return logits without their top choices but the least likely; those equal to it stay too.
+    """Return logits with all top choices masked but the least likely and its ties.
 
     Args:
         logits: [rows, vocab].
@@ -119,11 +117,11 @@ def exclude_top_choices(
     """
     probs = logits.softmax(-1)
     least = probs.masked_fill(probs < threshold, math.inf).amin(-1, keepdim=True)
-    dropped = probs > least  # nothing where none reaches the threshold
+    masked = probs > least  # none where no token reaches the threshold
     row = [row for row, tokens in enumerate(protected) for _ in tokens]
     token = [token for tokens in protected for token in tokens]
-    untouched = torch.zeros_like(threshold, dtype=torch.bool)
+    unchanged = torch.zeros_like(threshold, dtype=torch.bool)
     if token:
-        where = torch.tensor([row, token], device=logits.device)
-        untouched[where[0][dropped[where[0], where[1]]]] = True
-    return logits.masked_fill(dropped & ~untouched, -math.inf)
+        index = torch.tensor([row, token], device=logits.device)
+        unchanged[index[0][masked[index[0], index[1]]]] = True
+    return logits.masked_fill(masked & ~unchanged, -math.inf)

@@ -1,4 +1,4 @@
-"""A cap on what runs of each tenant."""
+"""A cap on the running requests of each tenant."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class TenantCap(SchedulingPolicy):
-    """At most so many requests of a tenant run at once; within that, first come, first served."""
+    """Limits the running requests of each tenant; otherwise first come, first served."""
 
     contract = 1
 
     class Options(plugins.Options):
-        """Who the tenants are, and how many requests of each may run.
+        """The tenants and their limits.
 
         Attributes:
-            tag: of a request, its value is the tenant; those without it are one together.
-            max_running: most requests of a tenant that run at once.
-            limits: the same for single tenants.
+            tag: name of the request tag with the tenant; requests without it are one tenant.
+            max_running: limit of running requests of a tenant.
+            limits: the same for particular tenants.
         """
 
         tag: str = "tenant"
@@ -35,7 +35,7 @@ class TenantCap(SchedulingPolicy):
         limits: dict[str, Count] = {}
 
     def __init__(self, context: PolicyContext) -> None:
-        """Begin with nobody running."""
+        """Create a policy without running requests."""
         super().__init__(context)
         self._running: dict[str, set[str]] = {}
 
@@ -48,31 +48,31 @@ class TenantCap(SchedulingPolicy):
         return request.tags.get(self.options.tag, "")
 
     def group_key(self, group: str, now: float) -> int:  # noqa: ARG002
-        """Put tenants at their cap last, so that those behind need not be looked for."""
+        """Order tenants at their cap last, so that a step need not walk through their requests."""
         return int(self._is_full(group))
 
     def admit(self, request: Request, load: Load) -> str | None:  # noqa: ARG002
-        """Hold a request back whose tenant is at its cap."""
+        """Return why a request whose tenant is at its cap must wait; None for others."""
         tenant = self.group(request)
         if not self._is_full(tenant):
             return None
-        return f"tenant {tenant!r} has {self._limit(tenant)} requests running, as many as it may"
+        return f"tenant {tenant!r} has {self._limit(tenant)} requests running, which is its limit"
 
     def added(self, request: Request) -> None:
-        """Count a request that runs already, when this policy takes another one's place."""
+        """Count a request that is running when this policy replaces another one."""
         if request.status is RequestStatus.RUNNING:
             self._start(request)
 
     def scheduled(self, request: Request, tokens: int) -> None:  # noqa: ARG002
-        """Count a request that runs."""
+        """Count a running request."""
         self._start(request)
 
     def preempted(self, request: Request) -> None:
-        """Count a request no more that waits again."""
+        """Uncount a request that waits again."""
         self._stop(request)
 
     def finished(self, request: Request) -> None:
-        """Count a request no more that ended."""
+        """Uncount a finished request."""
         self._stop(request)
 
     def _start(self, request: Request) -> None:

@@ -9,9 +9,9 @@ from hardpoint.plugins import Annotated, Load, Meta, Request, SchedulingPolicy
 
 
 class EarliestDeadline(SchedulingPolicy):
-    """The request whose time ends first runs first; who has most time left gives way.
+    """Runs the request with the earliest deadline first; preempts the one with the latest.
 
-    Nobody starves: a request is overtaken only by those that come before it is due.
+    No request starves: it is overtaken only by those that arrive before its own deadline.
 
     Source: Liu and Layland, "Scheduling Algorithms for Multiprogramming in a Hard-Real-Time
     Environment", Journal of the ACM 20(1), 1973.
@@ -20,7 +20,7 @@ class EarliestDeadline(SchedulingPolicy):
     contract = 1
 
     class Options(plugins.Options):
-        """When the others are due: `horizon` seconds after they came, without a timeout."""
+        """`horizon`: seconds from arrival to the deadline of requests without a timeout."""
 
         horizon: Annotated[float, Meta(ge=0)] = 60.0
 
@@ -31,5 +31,5 @@ class EarliestDeadline(SchedulingPolicy):
         return request.arrival_time + self.options.horizon
 
     def victim(self, running: Sequence[Request], load: Load) -> Request:  # noqa: ARG002
-        """Return the request that is due last, the latest admitted of equals."""
+        """Return the request with the latest deadline, ties the latest admitted."""
         return max(reversed(running), key=self.key)

@@ -54,7 +54,7 @@ def test_a_file_that_is_in_use_is_refused_and_stays_in_use(context, open_publish
 
 def test_a_file_that_is_no_socket_is_not_deleted(open_publisher, tmp_path):
     (tmp_path / "notes").write_text("mine")
-    with pytest.raises(ConfigError, match="there is a file that is no socket"):
+    with pytest.raises(ConfigError, match="the file exists and is no socket"):
         open_publisher(endpoint=f"ipc://{tmp_path}/notes")
     assert (tmp_path / "notes").read_text() == "mine"
 

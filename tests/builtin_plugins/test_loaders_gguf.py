@@ -153,7 +153,7 @@ def test_unknown_architecture_names_the_known_ones(tmp_path: Path) -> None:
 
 def test_file_without_tensors_is_refused(tmp_path: Path) -> None:
     finish(gguf.GGUFWriter(tmp_path / "m.gguf", "llama"))
-    refused(open_loader(GGUFLoader, tmp_path / "m.gguf"), "no tensor token_embd.weight")
+    refused(open_loader(GGUFLoader, tmp_path / "m.gguf"), "the tensor token_embd.weight is missing")
 
 
 @pytest.mark.parametrize(
@@ -163,8 +163,8 @@ def test_file_without_tensors_is_refused(tmp_path: Path) -> None:
         (b"hello, this is no model", "magic"),
         (b"GG", "truncated"),
         (b"GGUF" + struct.pack("<I", 99) + bytes(16), "version 99"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 5), "truncated: its header asks for byte"),
-        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**62), "truncated: its header asks"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 5), "truncated: the header refers to byte"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**62), "truncated: the header refers"),
     ],
 )
 def test_other_files_are_refused(content: bytes, cause: str, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_truncated_file_is_refused(share: float, demo_gguf: Path, tmp_path: Path
     path = tmp_path / "cut.gguf"
     with demo_gguf.open("rb") as source, path.open("wb") as target:
         target.write(source.read(int(demo_gguf.stat().st_size * share)))
-    refused(open_loader(GGUFLoader, path), "cut.gguf .* truncated: its header asks for byte")
+    refused(open_loader(GGUFLoader, path), "cut.gguf .* truncated: the header refers to byte")
 
 
 def test_every_early_cut_is_a_model_error(tmp_path: Path) -> None:

@@ -337,9 +337,7 @@ def show_prefixes(results: list[dict[str, Any]], names: list[str]) -> None:
 def main() -> None:
     """Parse arguments and run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "--sizes", nargs="*", type=int, default=list(SIZES), help="running"
-    )
+    parser.add_argument("--sizes", nargs="*", type=int, default=list(SIZES), help="running")
     parser.add_argument("--steps", type=int, default=48, help="counted steps (default 48)")
     parser.add_argument("--no-waiting", action="store_true", help="no waiting requests")
     parser.add_argument("--json", type=Path, help="also write the result here")

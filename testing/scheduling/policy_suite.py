@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hardpoint.plugins import PolicyContext, SchedulingPolicy
 from hardpoint.plugins.component import Component
 from hardpoint.testing.engine_access import load_default_scheduler
-from hardpoint.testing.scheduling.checks.names import POLICY_CALLS
+from .rules import POLICY_CALLS
 from hardpoint.testing.suite import reject_replaced_tests
 
 from .checks import policy as rules

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hardpoint.plugins import OverloadedError, RequestError, Scheduler
 from hardpoint.plugins.component import Component
-from hardpoint.testing.scheduling.checks.names import REJECTION
+from .rules import REJECTION
 from hardpoint.testing.suite import reject_replaced_tests
 
 from .features import FEATURES, UnsupportedFeatures, find_unsupported

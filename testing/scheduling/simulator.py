@@ -21,15 +21,6 @@ from hardpoint.plugins import (
     Scheduler,
     SchedulerOutput,
 )
-from hardpoint.testing.scheduling.checks.names import (
-    FINISH,
-    GRAMMAR,
-    KV_TRANSFER,
-    LIMITS,
-    PLAN,
-    PROGRESS,
-    STEP_RECORD,
-)
 from hardpoint.testing.scheduling.checks.plan import check_plan, check_record
 from hardpoint.testing.scheduling.checks.state import (
     check_all_finished,
@@ -40,6 +31,15 @@ from hardpoint.testing.scheduling.checks.state import (
 )
 from hardpoint.testing.scheduling.fakes.policy import monitor_policy
 from hardpoint.testing.scheduling.fakes.requests import ExpectedRequest, Script, expected_reply
+from .rules import (
+    FINISH,
+    GRAMMAR,
+    KV_TRANSFER,
+    LIMITS,
+    PLAN,
+    PROGRESS,
+    STEP_RECORD,
+)
 from hardpoint.testing.scripted import history_hash
 
 from .settings import PolicySource, SimulatorSettings, make_policy

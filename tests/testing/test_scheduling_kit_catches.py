@@ -95,14 +95,14 @@ POLICIES = [
 # eviction policy, test that it fails, rule, pattern
 EVICTIONS = [
     (policies.EvictionWithoutContract, "contract", "contract", "add `contract = 1`"),
-    (policies.KeepsTaken, "candidates", "eviction", "is no candidate"),
+    (policies.EvictsTakenBlocks, "candidates", "eviction", "is no candidate"),
     (policies.EvictsTwice, "candidates", "eviction", "with a block twice"),
     (policies.EvictsTooFew, "candidates", "eviction", r"evict\(\d\) returned .*: 3 blocks"),
     (policies.EvictsTooMany, "candidates", "eviction", r"evict\(\d\) returned .*: \d blocks"),
     (policies.EvictsNothing, "candidates", "eviction", "returned None: .* not iterable"),
     (policies.RaisesOnDepth, "candidates", "eviction", "released.*raised IndexError: depth"),
     (policies.KeepsOne, "evict_all", "eviction", "LookupError: the last one stays"),
-    (policies.KeepsTaken, "in_cache", "eviction", "which is no candidate"),
+    (policies.EvictsTakenBlocks, "in_cache", "eviction", "which is no candidate"),
     (policies.EvictsTooMany, "in_cache", "eviction", r"returned more than \d blocks?"),
     (policies.RemembersAll, "memory", "memory", "drop a block in taken.. and in evict"),
     (policies.SortsAll, "speed", "speed", "do not iterate over all candidates in each call"),

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from hardpoint.plugins import SchedulerOutput, StepRecord
 from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.testing.scheduling.fakes.requests import ExpectedRequest
-
-from .names import BATCH, ENCODER, LIMITS, PLAN, POSITIONS, STEP_RECORD
+from hardpoint.testing.scheduling.rules import BATCH, ENCODER, LIMITS, PLAN, POSITIONS, STEP_RECORD
 
 
 def check_plan(

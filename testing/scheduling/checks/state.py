@@ -11,10 +11,7 @@ from hardpoint.plugins import (
     WaitReason,
 )
 from hardpoint.testing.scheduling.fakes.requests import ExpectedRequest
-from hardpoint.testing.scheduling.simulator_state import SimulatorState
-from hardpoint.testing.suite import Violation
-
-from .names import (
+from hardpoint.testing.scheduling.rules import (
     BLOCKS,
     COUNTS,
     FINISH,
@@ -23,6 +20,8 @@ from .names import (
     STEP_RECORD,
     WAIT_REASON,
 )
+from hardpoint.testing.scheduling.simulator_state import SimulatorState
+from hardpoint.testing.suite import Violation
 
 
 def check_paused_plan(state: SimulatorState, plan: SchedulerOutput) -> None:

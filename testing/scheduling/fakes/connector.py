@@ -14,7 +14,7 @@ from hardpoint.plugins import (
     RequestError,
     SchedulerOutput,
 )
-from hardpoint.testing.scheduling.checks.names import KV_TRANSFER
+from hardpoint.testing.scheduling.rules import KV_TRANSFER
 
 from .memory import KVContent, KVMemory, history_hashes
 

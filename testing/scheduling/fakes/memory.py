@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hardpoint.plugins import EngineCoreRequest
-from hardpoint.testing.scheduling.checks.names import KV_CONTENT
+from hardpoint.testing.scheduling.rules import KV_CONTENT
 
 _MODULUS = 2**31 - 1
 _BASE = 1_000_003

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from hardpoint.plugins import Load, Request, SchedulingPolicy
-from hardpoint.testing.scheduling.checks.names import POLICY_CALLS, Rule
+from hardpoint.testing.scheduling.rules import POLICY_CALLS, Rule
 from hardpoint.testing.suite import Violation, short_repr
 
 RETURN_VALUES = Rule(

@@ -17,7 +17,7 @@ from hardpoint.plugins import (
     SchedulerOutput,
 )
 from hardpoint.plugins.requests import TokenLogprobs
-from hardpoint.testing.scheduling.checks.names import FINISH, OUTPUTS, TOKENS
+from hardpoint.testing.scheduling.rules import FINISH, OUTPUTS, TOKENS
 from hardpoint.testing.suite import short_repr
 
 from .connector import NO_TRANSFER, Compile, Transfer

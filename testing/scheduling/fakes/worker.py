@@ -13,7 +13,7 @@ from hardpoint.plugins import (
     SchedulerOutput,
 )
 from hardpoint.plugins.requests import TokenLogprobs
-from hardpoint.testing.scheduling.checks.names import (
+from hardpoint.testing.scheduling.rules import (
     BATCH,
     BLOCKS,
     ENCODER,

@@ -205,7 +205,7 @@ class EvictionWithoutContract(Oldest):
     """States no contract of its own."""
 
 
-class KeepsTaken(Oldest):
+class EvictsTakenBlocks(Oldest):
     contract = 1
 
     def taken(self, block_ids):

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hardpoint.plugins import CachedBlock, EvictionContext, EvictionPolicy
 from hardpoint.plugins.component import Component
 from hardpoint.testing.engine_access import load_default_scheduler
-from .rules import EVICTION
 from hardpoint.testing.snapshots import count_elements
 from hardpoint.testing.suite import Violation, best_cpu_time, reject_replaced_tests, short_repr
 
 from .features import UnsupportedFeatures
+from .rules import EVICTION
 from .scenarios import Scenario, play, scenarios
 from .suite_base import SchedulingSuiteBase
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from hardpoint.plugins import PolicyContext, SchedulingPolicy
 from hardpoint.plugins.component import Component
 from hardpoint.testing.engine_access import load_default_scheduler
-from .rules import POLICY_CALLS
 from hardpoint.testing.suite import reject_replaced_tests
 
 from .checks import policy as rules
 from .features import UnsupportedFeatures
+from .rules import POLICY_CALLS
 from .scenarios import Scenario, play, scenarios
 from .suite_base import SchedulingSuiteBase
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hardpoint.plugins import PauseState, RepetitionDetection, RequestError, Scheduler
 from hardpoint.plugins.requests import LoRARequest, MultiModalFeature
 from hardpoint.testing.scheduling.fakes.connector import Compile, Transfer
-from .rules import EXCEPTIONS, REJECTION
 from hardpoint.testing.suite import ReplayableCase, Violation
 
 from .features import FEATURES, UnsupportedFeatures
+from .rules import EXCEPTIONS, REJECTION
 from .simulator import SchedulerSimulator
 
 EVENTS = (

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from hardpoint.plugins import OverloadedError, RequestError, Scheduler
 from hardpoint.plugins.component import Component
-from .rules import REJECTION
 from hardpoint.testing.suite import reject_replaced_tests
 
 from .features import FEATURES, UnsupportedFeatures, find_unsupported
+from .rules import REJECTION
 from .scenarios import EVENTS, Scenario, pause_scenarios, play, preemption_scenarios, scenarios
 from .simulator import SchedulerSimulator
 from .suite_base import SchedulingSuiteBase

@@ -14,6 +14,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.kv_cache import KVCacheManager
 from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.testing.engine_access import create_kv_cache_manager, load_policy
+
 from .rules import EVICTION
 
 PolicySource = SchedulingPolicy | type[SchedulingPolicy] | Callable[[], SchedulingPolicy] | str

@@ -31,6 +31,8 @@ from hardpoint.testing.scheduling.checks.state import (
 )
 from hardpoint.testing.scheduling.fakes.policy import monitor_policy
 from hardpoint.testing.scheduling.fakes.requests import ExpectedRequest, Script, expected_reply
+from hardpoint.testing.scripted import history_hash
+
 from .rules import (
     FINISH,
     GRAMMAR,
@@ -40,8 +42,6 @@ from .rules import (
     PROGRESS,
     STEP_RECORD,
 )
-from hardpoint.testing.scripted import history_hash
-
 from .settings import PolicySource, SimulatorSettings, make_policy
 from .simulator_state import SimulatorState
 

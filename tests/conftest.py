@@ -7,23 +7,33 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+import support.searching  # noqa: F401 - registers the profiles
+from hypothesis import settings
+from support.once import once
 from support.plugins.fake import Installed
 from support.process.fork_server import STARTS
 from support.processes import ROOT, run
 
 from hardpoint.testing import write_scripted_model
 
-# A machine that others use too may be slow at any moment; that is no finding.
-settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("unhurried")
-
 # A shell has what it starts in the background ignore Ctrl-C, which some tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run what takes long, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("nightly" if config.getoption("all") else "ci")
     STARTS.install()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("all"):
+        for item in items:
+            if item.get_closest_marker("nightly"):
+                item.add_marker(pytest.mark.skip(reason="takes long: scripts/test --all runs it"))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -34,26 +44,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def acme(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the wheel of examples/acme_sampling is installed."""
-    return install_wheel("acme_sampling", tmp_path_factory.mktemp("stranger"))
+    return once(tmp_path_factory, "acme_sampling", install_wheel) / "site"
 
 
 @pytest.fixture(scope="session")
 def acme_scheduling(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the wheel of examples/acme_scheduling is installed."""
-    return install_wheel("acme_scheduling", tmp_path_factory.mktemp("stranger"))
+    return once(tmp_path_factory, "acme_scheduling", install_wheel) / "site"
 
 
-def install_wheel(example: str, work: Path) -> Path:
-    """Build the wheel of an example package and install it as pip does; return the folder."""
+def install_wheel(work: Path) -> None:
+    """Build the wheel of the example that `work` is named after; install it into `work/site`."""
     source = work / "source"
     ignored = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
-    shutil.copytree(ROOT / "examples" / example, source, ignore=ignored)
+    shutil.copytree(ROOT / "examples" / work.name, source, ignore=ignored)
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", str(source), cwd=work)
     (wheel,) = (source / "dist").glob("*.whl")
-    target = work / "site"
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install")
-    run(*pip, "--no-deps", "--target", str(target), str(wheel), cwd=work)
-    return target
+    run(*pip, "--no-deps", "--target", str(work / "site"), str(wheel), cwd=work)
 
 
 @pytest.fixture(scope="session")

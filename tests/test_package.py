@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.once import once
 from support.processes import ROOT
 
 import hardpoint
@@ -26,21 +27,25 @@ FOLDERS = {
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory) -> Path:
-    source = tmp_path_factory.mktemp("source")
+    (built,) = once(tmp_path_factory, "hardpoint_wheel", build_wheel).glob("*.whl")
+    return built
+
+
+def build_wheel(out: Path) -> None:
+    """Build the wheel from a copy of the source; nothing is written into the checkout."""
+    source = out / "source"
+    source.mkdir()
     for name in (*FOLDERS, "pyproject.toml", "README.md", "LICENSE"):
         place = ROOT / name
         if place.is_dir():
             shutil.copytree(place, source / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(place, source)
-    out = tmp_path_factory.mktemp("wheel")
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", out, source],
         check=True,
         capture_output=True,
     )
-    (built,) = out.glob("*.whl")
-    return built
 
 
 @pytest.fixture(scope="session")

@@ -4,9 +4,10 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.builtins.model_harness import Blocks, build_backend
+from support.searching import examples
 
 from hardpoint.builtin_plugins.attention.plan import AttentionPlan, _groups
 from hardpoint.plugins import KVSpec
@@ -64,7 +65,7 @@ def run(spec: KVSpec, steps, *, block_size: int, dtype=torch.float32, tolerance=
         assert (got.float() - expected).abs().max() < tolerance, counts
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     heads=st.sampled_from([(1, 1), (4, 4), (6, 2), (9, 3)]),
     block_size=st.sampled_from([1, 4, 16]),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.builtins.tokenizer_harness import open_tokenizer
+from support.searching import examples
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hardpoint import SamplingParams
@@ -36,7 +37,7 @@ TEXT = st.text(max_size=4)
 ANY_IDS = st.lists(st.integers(0, NUM_TOKENS - 1), max_size=6)
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(parts=st.lists(TEXT | ANY_IDS, max_size=8), cut=st.integers(0, 40), special=st.booleans())
 def test_whatever_comes_joins_to_the_whole(bytewise, parts, cut, special):
     """Cut anywhere, also in the middle of a character."""
@@ -54,7 +55,7 @@ def test_whatever_comes_joins_to_the_whole(bytewise, parts, cut, special):
     assert detokenizer.pop_text(finished=True) == whole
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(text=st.text(min_size=1, max_size=6), cut=st.integers(0, 20))
 def test_a_prompt_may_end_anywhere(bytewise, text, cut):
     ids = [*bytewise.encode("before "), *bytewise.encode(text)]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.searching import examples
 
 from hardpoint.builtin_plugins.kv_cache.eviction import LeastRecentlyUsed
 from hardpoint.plugins import EvictionContext
@@ -43,7 +44,7 @@ def test_used_again_is_young_again():
     assert list(policy.evict(2)) == [3, 1]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(moves=st.lists(st.tuples(st.sampled_from("rte"), st.integers(0, 9)), max_size=80))
 def test_like_a_list(moves):
     policy, order = make_policy(), []

@@ -7,9 +7,10 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.builtins.fake_rows import build, prepared, request_of, rows_of
+from support.searching import examples
 
 from hardpoint.builtin_plugins.logits.penalties import Penalties, TokenCounts
 from hardpoint.plugins import Phase
@@ -93,7 +94,7 @@ def test_rows_without_any_token_stay_as_they_are():
 
 
 @given(prompt=tokens, output=st.lists(st.integers(0, 300), max_size=400))
-@settings(max_examples=30)
+@examples(30)
 def test_counts_equal_counting_again(prompt, output):
     grown = TokenCounts(prompt, [])
     for token in output:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.plugins.policies import LOAD, build, request
+from support.searching import examples
 
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed, Priority, ShortestFirst
 from hardpoint.plugins import ConfigError, EngineConfig, PolicyContext, SchedulingPolicy
@@ -101,7 +102,7 @@ class TestShortestFirst:
         policy = build(ShortestFirst, seconds_per_token=0)
         assert policy.key(request(prompt=500, arrival=3.5)) == 3.5
 
-    @settings(max_examples=50)
+    @examples(50)
     @given(
         st.floats(0, 10),
         st.lists(st.tuples(st.integers(1, 500), st.floats(0, 1000)), min_size=2, max_size=8),

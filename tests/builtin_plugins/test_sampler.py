@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.searching import examples
 
 from hardpoint.builtin_plugins import sampler as module
 from hardpoint.builtin_plugins.sampler import DefaultSampler
@@ -80,7 +81,7 @@ class TestGreedy:
 
 
 class TestRepeatable:
-    @settings(max_examples=25)
+    @examples(25)
     @given(
         rows=st.integers(1, 12),
         vocab=st.integers(1, 3000),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.builtins.scheduler_harness import (
     FirstComeFirstServed,
@@ -12,6 +12,7 @@ from support.builtins.scheduler_harness import (
     next_token,
     reference,
 )
+from support.searching import examples
 
 from hardpoint.plugins import FinishReason, ModelRunnerOutput, RequestStatus, WaitingFor
 from hardpoint.plugins.requests import TokenLogprobs
@@ -119,7 +120,7 @@ def test_results_that_come_late_give_the_same_tokens(depth, policy, blocks):
     assert (rig.scheduler.stats().num_preemptions > 0) == (blocks == 7)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     st.lists(st.tuples(st.integers(1, 15), st.integers(1, 9)), min_size=1, max_size=5),
     st.integers(1, 3),

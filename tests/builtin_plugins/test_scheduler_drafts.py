@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.builtins.scheduler_harness import Rig, next_token, reference
+from support.searching import examples
 
 from hardpoint.plugins import FinishReason
 
@@ -115,7 +116,7 @@ def test_rejected_drafts_leave_nothing_in_the_prefix_cache():
     assert rig.step().new_requests[0].num_computed_tokens == 4
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.lists(st.integers(0, 4), min_size=1), st.lists(st.booleans(), min_size=1), st.booleans())
 def test_tokens_are_the_same_with_any_drafts_accepted_or_not(counts, right, tight):
     rig = Rig(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.builtins.scheduler_harness import Connector, HoldsBack, Rig, admitted, reference
+from support.searching import examples
 
 from hardpoint.plugins import FinishReason, PauseState, WaitingFor
 
@@ -146,7 +147,7 @@ class TestPausedNew:
         assert rig.records[-1].admission_stopped.waiting_for is WaitingFor.PAUSED
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     states=st.lists(st.sampled_from([NEW, ALL, NONE]), min_size=1, max_size=12),
     steps=st.lists(st.integers(0, 3), min_size=1, max_size=12),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.builtins.scheduler_harness import (
     FirstComeFirstServed,
@@ -11,6 +11,7 @@ from support.builtins.scheduler_harness import (
     Rig,
     reference,
 )
+from support.searching import examples
 
 from hardpoint.plugins import FinishReason
 
@@ -117,7 +118,7 @@ JOBS = st.lists(
 )
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     JOBS,
     st.integers(7, 20),

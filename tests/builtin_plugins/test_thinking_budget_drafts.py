@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.builtins.thinking_harness import LONG_END, Request, forced
+from support.searching import examples
 
 
 class TestDrafts:
@@ -103,7 +104,7 @@ marker = st.lists(st.integers(0, 2), min_size=1, max_size=4)
 text = st.lists(st.integers(0, 3), max_size=30)
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(marker, marker, st.integers(0, 5), text, text)
 def test_agrees_with_a_scan_of_the_whole_history(start, end, budget, prompt, output):
     if start == end:
@@ -117,7 +118,7 @@ def test_agrees_with_a_scan_of_the_whole_history(start, end, budget, prompt, out
             request.accept(output[length])
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(marker, marker, st.integers(0, 5), text, text, st.data())
 def test_drafts_give_what_single_steps_give(start, end, budget, prompt, tokens, data):
     """Whatever is drafted and however much of it is accepted."""

@@ -5,9 +5,10 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.builtins.tokenizer_harness import MESSAGES, open_tokenizer, words_of
+from support.searching import examples
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
@@ -85,7 +86,7 @@ class TestDemo:
                 ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
             )
 
-    @settings(max_examples=100)
+    @examples(100)
     @given(text=ANY_TEXT)
     def test_any_text_comes_back(self, text: str, demo) -> None:
         assert demo.decode(demo.encode(text), skip_special_tokens=False) == text
@@ -102,7 +103,7 @@ class TestDemo:
             "Why?<|im_end|>\n<|im_start|>assistant\n"
         )
 
-    @settings(max_examples=100)
+    @examples(100)
     @given(text=ANY_TEXT, cut=st.integers(0, 10))
     def test_chunks_join_to_the_whole(self, text: str, cut: int, demo) -> None:
         ids = demo.encode("He said: " + text + ".", add_special_tokens=False)
@@ -113,7 +114,7 @@ class TestDemo:
         before = demo.decode(ids[:cut], skip_special_tokens=False).rstrip("\ufffd")
         assert before + got == whole or "\ufffd" in text
 
-    @settings(max_examples=60)
+    @examples(60)
     @given(seed=st.integers(0, 10_000))
     def test_random_tokens_join_to_the_whole(self, seed: int, demo) -> None:
         ids = random.Random(seed).choices(range(17, 49152), k=30)

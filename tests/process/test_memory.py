@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 from support.process.harness import run_program
 
 MIB = 1 << 20
 
 
-def test_ten_more_engines_in_one_process_leave_no_memory(tmp_path):
+def cycles(*, short: int, long: int) -> pytest.MarkDecorator:
+    """Run a test with a few cycles, and with many where all tests run."""
+    return pytest.mark.parametrize("count", [short, pytest.param(long, marks=pytest.mark.nightly)])
+
+
+@cycles(short=2, long=10)
+def test_more_engines_in_one_process_leave_no_memory(tmp_path, count):
     source = """
         import ctypes, gc, json, weakref
         import psutil, torch
@@ -35,20 +42,22 @@ def test_ten_more_engines_in_one_process_leave_no_memory(tmp_path):
         cycle()
         baseline, seen = resident(), []
         print(json.dumps({"kept": sum(ref() is not None for ref in weights)}))
-        for _ in range(10):
+        for _ in range(COUNT):
             cycle()
             seen.append(resident() - baseline)
         print(json.dumps({"kept": sum(ref() is not None for ref in weights), "grown": seen,
                           "open": opened[-1], "closed": resident()}))
     """
+    source = source.replace("COUNT", str(count))
     first, last = run_program(source, folder=tmp_path)
-    print(f"\n[measured] grown after each of ten cycles, MiB: {[g // MIB for g in last['grown']]}")
+    print(f"\n[measured] grown after each cycle, MiB: {[g // MIB for g in last['grown']]}")
     assert first["kept"] == last["kept"] == 0
     assert last["grown"][-1] < 30 * MIB
     assert last["open"] - last["closed"] > 150 * MIB  # the room of the weights, given back
 
 
-def test_ten_engine_processes_leave_no_memory_in_their_program(scripted, tmp_path):
+@cycles(short=2, long=5)
+def test_engine_processes_leave_no_memory_in_their_program(scripted, tmp_path, count):
     source = f"""
         import gc, json
         import psutil
@@ -63,10 +72,10 @@ def test_ten_engine_processes_leave_no_memory_in_their_program(scripted, tmp_pat
 
         cycle()
         baseline = psutil.Process().memory_info().rss
-        for _ in range(5):
+        for _ in range({count}):
             cycle()
         print(json.dumps(psutil.Process().memory_info().rss - baseline))
     """
     (grown,) = run_program(source, folder=tmp_path)
-    print(f"\n[measured] grown over five engine processes: {grown / MIB:.1f} MiB")
+    print(f"\n[measured] grown over {count} engine processes: {grown / MIB:.1f} MiB")
     assert grown < 10 * MIB

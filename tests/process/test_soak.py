@@ -1,4 +1,4 @@
-"""2 000 requests with random ends, and then nothing of them is left in either process."""
+"""Many requests with random ends, and then nothing of them is left in either process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from hardpoint import RequestError, RequestOutputKind, SamplingParams
 from hardpoint.core.frontend.input_processor import RequestExtras
 
 MIB = 1 << 20
-COUNT = 2_000
 SETTINGS = {
     "max_model_len": 256,
     "kv_cache": {"block_size": 8, "num_blocks": 120},
@@ -30,7 +29,7 @@ SETTINGS = {
 
 def params(rng: random.Random) -> SamplingParams:
     args = {}
-    if rng.random() < 0.05:
+    if rng.random() < 0.1:
         args["dense"] = {"how": rng.choice(["raise", "nan", "start", ""])}
     if rng.random() < 0.01:
         args["slow"] = {"seconds": 0.01}
@@ -90,19 +89,22 @@ def of_engine(pid: int) -> Counter[str]:
     return Counter(descriptors=process.num_fds(), threads=process.num_threads())
 
 
+@pytest.mark.parametrize(
+    ("count", "least"), [(600, 1), pytest.param(2_000, 21, marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("in_process", [True, False], ids=["in-process", "own-process"])
-def test_nothing_is_left_of_2000_requests(scripted, in_process):
+def test_nothing_is_left_of_many_requests(scripted, in_process, count, least):
     rng = random.Random(11)
     engine = open_engine(scripted, SETTINGS | {"engine": {"in_process": in_process}})
     pid = os.getpid() if in_process else engine.parts.client.pid
     soak(engine, rng, 400)  # what grows once is not counted
     before, threads = holdings(), threading.active_count()
     ours, theirs, of_theirs = resident(os.getpid()), resident(pid), of_engine(pid)
-    ends = soak(engine, rng, COUNT)
+    ends = soak(engine, rng, count)
     print(f"\n[measured] ends: {ends}")
-    assert sum(ends.values()) == COUNT
+    assert sum(ends.values()) == count
     assert {"refused", "aborted", "length", "stop", "timeout", "error"} <= set(ends)
-    assert min(ends.values()) > 20
+    assert min(ends.values()) >= least
 
     def stands_still() -> bool:
         stats = engine.call_utility("scheduler_stats")

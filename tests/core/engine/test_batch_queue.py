@@ -8,9 +8,10 @@ import time
 from concurrent.futures import Future
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.core.engine_harness import Rig, ScriptedExecutor, expected
+from support.searching import examples
 
 from hardpoint.core.engine.batch_queue import Batch, BatchQueue, start_batch
 from hardpoint.plugins import ModelRunnerOutput, SchedulerOutput
@@ -241,7 +242,7 @@ class TestFailures:
         assert rig.tokens["a"] == expected([1, 2, 3], 6)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     depth=st.integers(2, 4),
     lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6),

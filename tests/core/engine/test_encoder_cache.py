@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.searching import examples
 
 from hardpoint import SamplingParams
 from hardpoint.core.engine.encoder_cache import EncoderCacheManager, encoder_budget
@@ -282,7 +283,7 @@ steps = st.lists(
 contents = st.lists(st.lists(st.sampled_from(sorted(LENGTHS)), max_size=4), min_size=4, max_size=4)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.integers(0, 20), contents, steps)
 def test_it_agrees_with_plain_lists_and_workers_have_what_is_held(room, contents, steps):
     cache, naive, worker = EncoderCacheManager(room), Naive(room), set()

@@ -7,9 +7,10 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.plugins.policies import LOAD, request
+from support.searching import examples
 
 from hardpoint.builtin_plugins.policies import Fair, FirstComeFirstServed, Priority
 from hardpoint.core.engine.policy import GuardedPolicy
@@ -430,7 +431,7 @@ class TestKeys:
             "group_key() of groups 'x' and 3 do not compare",
         ]
 
-    @settings(max_examples=100)
+    @examples(100)
     @given(st.lists(st.tuples(values, st.integers(0, 5)), min_size=1, max_size=12))
     def test_a_heap_of_anything_works(self, drawn):
         """Whoever goes in comes out, once; nothing is raised."""
@@ -442,7 +443,7 @@ class TestKeys:
         out = [heapq.heappop(heap)[1] for _ in keys]
         assert sorted(out) == list(range(len(keys)))
 
-    @settings(max_examples=50)
+    @examples(50)
     @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=12))
     def test_sound_keys_come_out_in_order_equal_ones_as_they_came(self, drawn):
         told = Told()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.core.engine_harness import Rig, ScriptedExecutor, expected
+from support.searching import examples
 
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
@@ -309,7 +310,7 @@ def test_the_built_in_executor_refuses_a_bitmask_by_name():
         executor.sample_tokens(SchedulerOutput(), bitmask)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     depth=st.integers(2, 4),
     lengths=st.lists(

@@ -13,9 +13,10 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 import cloudpickle
 import msgspec
 import pytest
-from hypothesis import given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
 from msgspec import Meta
+from support.searching import examples
 
 from hardpoint import plugins
 from hardpoint.core.engine_process.main_module.main_pickle import dumps, loads
@@ -374,7 +375,7 @@ def outcome(cls, values):
     return sorted(msgspec.structs.asdict(made).items(), key=str), msgspec.json.encode(whole)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(families())
 def test_any_struct_behaves_as_the_original(family):
     cls, values = family

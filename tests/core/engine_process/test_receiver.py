@@ -7,9 +7,10 @@ import queue
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.core.engine_harness import request
+from support.searching import examples
 
 from hardpoint.core.engine.request_check import RequestCheck
 from hardpoint.core.engine_process.loop import Abort, LoopQueues, Prepared, Refusal
@@ -241,7 +242,7 @@ GOOD = [
 ]
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(
     frames=st.one_of(
         st.sampled_from(GOOD), st.lists(st.binary(max_size=60), min_size=1, max_size=4)

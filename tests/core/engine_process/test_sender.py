@@ -6,8 +6,9 @@ import threading
 import time
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.searching import examples
 
 from hardpoint.core.engine_process.sender import ClientSendQueues
 from hardpoint.core.wire import UtilityOutput
@@ -208,7 +209,7 @@ class TestWaiting:
         assert 0.1 <= time.monotonic() - began < 10
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     st.lists(
         st.one_of(

@@ -6,8 +6,9 @@ import asyncio
 import tracemalloc
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.searching import examples
 
 from hardpoint import CompletionOutput, Logprob, RequestOutput, RequestOutputKind
 from hardpoint.core.frontend.output_collector import RequestOutputCollector
@@ -175,7 +176,7 @@ Step = st.one_of(
 )
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(steps=st.lists(Step, max_size=30), kind=st.sampled_from([DELTA, CUMULATIVE]))
 def test_a_reader_at_any_pace_sees_the_same(steps, kind):
     """None reads; what is put grows each completion. The oracle is a reader who misses nothing."""

@@ -7,9 +7,10 @@ import struct
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.core.kv_cache_model import make_request
+from support.searching import examples
 
 from hardpoint.core.kv_cache.block_hashes import BlockHashes
 
@@ -52,7 +53,7 @@ def test_unknown_algorithm():
         BlockHashes(4, "md5")
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     tokens=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=60),
     cuts=st.lists(st.integers(0, 60), max_size=5),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from itertools import repeat
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.searching import examples
 
 from hardpoint.core.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from hardpoint.core.kv_cache.eviction import Eviction
@@ -236,7 +237,7 @@ class Erratic(Scripted):
         return {1: [*chosen, 0], 2: chosen[:-1], 3: [0] * count, 4: None}.get(mood, chosen)
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(
     num_blocks=st.integers(1, 8),
     moods=st.lists(st.integers(0, 5), max_size=60),

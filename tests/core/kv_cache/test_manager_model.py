@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.core.kv_cache_model import Live, Model, make_request
+from support.searching import examples
 
 from hardpoint.builtin_plugins.kv_cache.eviction import LeastRecentlyUsed
 from hardpoint.core.kv_cache import BlockManager
@@ -243,5 +243,5 @@ class Cache(RuleBasedStateMachine):
             self.model.check()
 
 
-Cache.TestCase.settings = settings(max_examples=150, stateful_step_count=50)
+Cache.TestCase.settings = examples(150, stateful_step_count=50)
 TestCache = Cache.TestCase

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 import zmq
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from msgspec import msgpack
 from support.core.wire_strategies import BATCHES, FIELDS, PLAIN, REQUESTS
 from support.processes import run
+from support.searching import examples
 
 from hardpoint.core.wire import Decoder, Encoder, WireError
 from hardpoint.plugins import (
@@ -30,7 +31,7 @@ from hardpoint.plugins import (
 )
 
 TENSOR, ARRAY, SLICE = 1, 2, 3
-FEW = settings(max_examples=60)
+FEW = examples(60)
 DTYPES = [
     *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.searching import examples
 
 from hardpoint.core.wire import (
     Decoder,
@@ -40,7 +41,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.requests import LoRARequest, TokenLogprobs
 
 MUTATED = 100_000
-FEW = settings(max_examples=200)
+FEW = examples(200)
 
 MESSAGES = [
     EngineCoreRequest(

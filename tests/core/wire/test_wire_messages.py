@@ -7,9 +7,10 @@ import weakref
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import msgpack
+from support.searching import examples
 
 from hardpoint.core import wire
 from hardpoint.core.wire import (
@@ -122,7 +123,7 @@ def decode_plain(type_, plain):
     return Decoder(type_).decode(msgpack.encode(plain))
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(EVERYTHING)
 def test_messages_are_lossless(message):
     assert Decoder(type(message)).decode(encoded(message)) == message

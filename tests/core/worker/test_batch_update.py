@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.searching import examples
 
 from hardpoint import SamplingParams
 from hardpoint.core.worker.input_batch import BatchUpdateBuilder
@@ -194,7 +195,7 @@ class TestRowMap:
         assert state(rows) == {0: 0.1, 1: 0.2, 3: 0.05}
         assert len(rows) == 3
 
-    @settings(max_examples=200)
+    @examples(200)
     @given(st.data())
     def test_against_a_dict_of_rows(self, data):
         rows = RowMap(lambda a: a.output_token_ids[0])

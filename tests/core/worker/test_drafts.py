@@ -7,8 +7,9 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.searching import examples
 
 from hardpoint import SamplingParams, plugins
 from hardpoint.builtin_plugins.logits import (
@@ -179,7 +180,7 @@ def without_drafts(count: int) -> list[list[int]]:
 EXPECTED = without_drafts(30)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.integers(0, 10**6))
 def test_any_drafts_give_the_tokens_of_no_drafts(seed):
     """Accepted, rejected, partly accepted, none: the outputs are the same."""

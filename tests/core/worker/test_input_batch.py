@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.searching import examples
 
 from hardpoint import SamplingParams
 from hardpoint.core.worker.input_batch import InputBatch
@@ -20,7 +21,7 @@ def add(batch: InputBatch, request_id: str, prompt: list[int], outputs: list[int
     batch.add(request, outputs, blocks, done)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data())
 def test_rows_follow_their_requests(data):
     """After any mix of joins, leaves and steps, each request's tokens, places and blocks hold."""

@@ -1,0 +1,25 @@
+"""How many examples the searches of the tests try: profile `ci`, or `nightly` with `--all`."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+LONG = 25
+"""Examples of a search that takes more than a second, in the profile `ci`."""
+
+_NIGHTLY = 500
+
+# On a machine that others use too, slowness is no finding.
+_OPTIONS = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("ci", max_examples=100, **_OPTIONS)
+settings.register_profile("nightly", max_examples=_NIGHTLY, **_OPTIONS)
+
+
+def examples(count: int, **options: object) -> settings:
+    """Return settings with so many examples in the profile `ci`, in `nightly` at least 500.
+
+    Args:
+        options: other fields of the settings.
+    """
+    nightly = settings.default.max_examples == _NIGHTLY
+    return settings(max_examples=max(count, _NIGHTLY) if nightly else count, **options)

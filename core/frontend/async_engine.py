@@ -33,7 +33,7 @@ from .input_processor import NO_EXTRAS, AsyncTokenizer, RequestExtras
 from .output_collector import RequestOutputCollector
 from .plugin_health import Health
 from .prompts import Prompt
-from .restart import Restarter
+from .lifecycle import Restarter
 
 _DEATH_NOTICE_S, _POLL_INTERVAL_S = 20.0, 0.01
 

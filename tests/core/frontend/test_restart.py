@@ -20,7 +20,7 @@ from hardpoint import (
     RequestOutputKind,
     SamplingParams,
 )
-from hardpoint.core.frontend.restart import Restarter
+from hardpoint.core.frontend.lifecycle import Restarter
 from hardpoint.plugins import ModelError
 from hardpoint.testing import scripted_config
 

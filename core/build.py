@@ -22,8 +22,8 @@ from hardpoint.core.engine_process.launch import Interpreter
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.frontend import EngineParts
-from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.lifecycle import Restarter
+from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.statistics import Statistics, open_statistics
 from hardpoint.core.worker.worker import WorkerSpec
 from hardpoint.plugins import (

@@ -27,13 +27,12 @@ from hardpoint.plugins import (
 from hardpoint.plugins.errors import EngineClosedError, EngineDeadError
 from hardpoint.plugins.manifest import Manifest
 
-from .engine_state import EngineLifecycle, EngineState
 from .frontend import EngineParts, Frontend, Submission
 from .input_processor import NO_EXTRAS, AsyncTokenizer, RequestExtras
+from .lifecycle import EngineLifecycle, EngineState, Restarter
 from .output_collector import RequestOutputCollector
 from .plugin_health import Health
 from .prompts import Prompt
-from .lifecycle import Restarter
 
 _DEATH_NOTICE_S, _POLL_INTERVAL_S = 20.0, 0.01
 
@@ -42,7 +41,7 @@ class AsyncEngine:
     """Joins frontend and engine process in an event loop.
 
     Everything but the constructor and `close` is for one loop: that of the first use. The states
-    are in `engine_state`.
+    are in `lifecycle`.
     """
 
     def __init__(self, parts: EngineParts, bridge: EventLoopBridge, restarter: Restarter) -> None:

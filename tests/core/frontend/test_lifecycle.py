@@ -6,14 +6,14 @@ import re
 
 import pytest
 
-from hardpoint.core.frontend import engine_state
-from hardpoint.core.frontend.engine_state import EngineLifecycle, EngineState
+from hardpoint.core.frontend import lifecycle as module
+from hardpoint.core.frontend.lifecycle import EngineLifecycle, EngineState
 from hardpoint.plugins.errors import EngineDeadError
 
 
 def documented() -> set[tuple[EngineState, EngineState]]:
     """Return the transitions that the module's docstring lists."""
-    lines = re.findall(r"^ +([A-Z, ]+) -+\(.*\)-+> ([A-Z]+)$", engine_state.__doc__, re.MULTILINE)
+    lines = re.findall(r"^ +([A-Z, ]+) -+\(.*\)-+> ([A-Z]+)$", module.__doc__, re.MULTILINE)
     return {
         (EngineState[state], EngineState[to])
         for states, to in lines

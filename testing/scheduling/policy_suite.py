@@ -60,7 +60,7 @@ class SchedulingPolicySuite(SchedulingSuiteBase):
         )
 
     def test_groups(self) -> None:
-        """Groups hash, and their keys order them."""
+        """Groups are hashable, and their keys order them."""
         if "group" not in vars(self.policy) and self.policy.group is SchedulingPolicy.group:
             pytest.skip("group is not overridden: all requests wait in one queue")
         self._search(

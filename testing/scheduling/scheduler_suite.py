@@ -137,14 +137,14 @@ class SchedulerSuite(SchedulingSuiteBase):
         self._situation(80, always=("swaps",), sometimes=sometimes, events=("swap", "abort"))
 
     def test_pauses(self) -> None:
-        """Some requests get no tokens for a while, or none of them."""
+        """A pause holds new requests, or all of them."""
         sometimes = ("asynchronous", "transfers", "drafts", "grammars", "timeouts")
         events = ("pause_new", "pause_all", "resume", "abort", "advance", "reset_all")
         self._situation(150, always=("pauses",), sometimes=sometimes, events=events)
         self._situation(150, pause_scenarios(self._unsupported()))
 
     def test_together(self) -> None:
-        """Everything at once."""
+        """All features and events are combined."""
         self._situation(300, sometimes=tuple(FEATURES), events=EVENTS)
 
     def test_rejections(self) -> None:

@@ -1,4 +1,4 @@
-"""Every built-in logits processor passes the kit that is offered to others."""
+"""Every built-in logits processor passes the public conformance kit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TestTopP(LogitsProcessorSuite):
     processor = TopP
     arguments = st.builds(TopP.Arguments, top_p=st.floats(0, 1, exclude_min=True))
     vocab_size = 1100  # wider than the first two looks at the best tokens
-    budget_us_per_row = 10_000.0  # in flat logits every token counts, so all must be sorted
+    budget_us_per_row = 10_000.0  # in flat logits no token can be dropped, so all are sorted
 
 
 class TestTemperature(LogitsProcessorSuite):
@@ -109,7 +109,7 @@ class TestRequestCallables(LogitsProcessorSuite):
     )
 
 
-def test_every_builtin_has_its_class_here():
+def test_every_builtin_has_a_suite():
     group = entry_points(group="hardpoint.logits_processors")
     builtins = {p.value for p in group if p.value.startswith("hardpoint.")}
     suites = [c for c in globals().values() if isinstance(c, type) and c.__name__[:4] == "Test"]

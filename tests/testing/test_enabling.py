@@ -1,4 +1,4 @@
-"""How the kit comes into somebody's tests: by one line, and never by itself."""
+"""The kit is enabled by one line in a conftest, and never by installing it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_a_failure_says_how_to_see_it_again_and_so_it_is_seen(folder):
+def test_a_failure_is_replayed_by_the_command_that_it_prints(folder):
     output = run_pytest(folder, "-k", "test_advance")
     assert "hardpoint conformance suites: HARDPOINT_SEED not set, random" in output
     assert "test_shy.Shy breaks a rule." in output
@@ -73,7 +73,7 @@ def test_a_failure_says_how_to_see_it_again_and_so_it_is_seen(folder):
     assert "Warning" not in output
 
 
-def test_being_installed_switches_nothing_on(folder):
+def test_installing_enables_nothing(folder):
     assert not [e for e in entry_points(group="pytest11") if e.value.startswith("hardpoint")]
     output = run_pytest(folder, "--noconftest", "-k", "test_contract")
     assert "1 passed" in output
@@ -93,7 +93,7 @@ def test_the_scripted_model_needs_neither_pytest_nor_hypothesis():
     assert "pytest" in done.stdout
 
 
-def test_unknown_names_are_refused():
+def test_unknown_names_are_rejected():
     import hardpoint.testing
 
     with pytest.raises(AttributeError, match=r"'hardpoint\.testing' has no attribute 'Suit'"):
@@ -110,7 +110,7 @@ class Bent(LogitsProcessorSuite):
     processor = Bias
 
     def test_history(self):
-        """Nothing to see here."""
+        """Replaces a test of the suite."""
 
 
 class Excused(LogitsProcessorSuite):
@@ -133,7 +133,9 @@ def test_a_test_may_be_excused_with_a_reason():
 
 
 def test_the_same_seed_finds_the_same_case(monkeypatch):
-    monkeypatch.setattr(kit_suite, "_SHRINKING_SECONDS", 60.0)  # to the very smallest
+    monkeypatch.setattr(
+        kit_suite, "_SHRINKING_SECONDS", 60.0
+    )  # time to shrink to the smallest case
 
     class Suite(LogitsProcessorSuite):
         processor = MixesRows

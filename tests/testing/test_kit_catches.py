@@ -161,7 +161,7 @@ def test_a_broken_processor_passes_the_other_rules(cls, given, fails):
 
 
 @pytest.mark.parametrize(("cls", "given"), RIGHT, ids=lambda x: getattr(x, "__name__", ""))
-def test_the_right_ones_pass(cls, given):
+def test_correct_components_pass(cls, given):
     suite = suite_of(cls, given)
     assert {test: m for test in TESTS if (m := outcome(suite, test)) is not None} == {}
 

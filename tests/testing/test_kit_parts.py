@@ -1,4 +1,4 @@
-"""The kit's own tools: comparing states, telling syncs, making logits and histories."""
+"""The kit's own tools: snapshots, detection of host syncs, logits and histories."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ class TestSnapshot:
             lambda n: np.random.default_rng(n),
         ],
     )
-    def test_equal_contents_and_only_they_are_equal(self, make):
+    def test_snapshots_are_equal_exactly_for_equal_contents(self, make):
         assert snapshot(make(1)) == snapshot(make(1))
         assert snapshot(make(1)) != snapshot(make(2))
 
-    def test_it_does_not_change_with_the_original(self):
+    def test_a_snapshot_does_not_change_with_the_original(self):
         state = Plain([torch.zeros(2)])
         before = snapshot(state)
         state.value[0] += 1
         assert snapshot(state) != before
 
-    def test_it_ends_for_what_holds_itself(self):
+    def test_cyclic_objects_have_snapshots(self):
         loop = [1]
         loop.append(loop)
         assert snapshot(loop) == snapshot(loop)
@@ -78,16 +78,16 @@ class TestSnapshot:
         assert snapshot(torch.zeros(2, 3)) != snapshot(torch.zeros(3, 2))
 
 
-class TestWeigh:
+class TestCountElements:
     @pytest.mark.parametrize(
         "make",
         [lambda n: list(range(n)), lambda n: {i: i for i in range(n)}, lambda n: np.zeros(n),
          lambda n: Plain({"t": torch.zeros(n)}), lambda n: [[i] for i in range(n)]],
     )  # fmt: skip
-    def test_more_weighs_more(self, make):
+    def test_larger_objects_count_more(self, make):
         assert count_elements(make(1000)) - count_elements(make(500)) >= 500
 
-    def test_what_is_shared_weighs_once(self):
+    def test_shared_objects_count_once(self):
         part = list(range(1000))
         assert count_elements([part, part]) < 1100
 
@@ -97,7 +97,7 @@ LOGITS = torch.empty(3, 7, device=META)
 
 class TestNoValues:
     @pytest.mark.parametrize(
-        ("asks", "pattern"),
+        ("reads", "pattern"),
         [
             (lambda x: x.max().item(), r"\.item\(\)"),
             (lambda x: float(x[0, 0]), r"float\(\)"),
@@ -112,9 +112,9 @@ class TestNoValues:
             (lambda x: x + torch.zeros(3, 7), "mixes a tensor on the host"),
         ],
     )
-    def test_who_asks_for_values_is_named(self, asks, pattern):
+    def test_reads_of_values_are_named(self, reads, pattern):
         with pytest.raises(HostSyncError, match=pattern), no_values():
-            asks(LOGITS)
+            reads(LOGITS)
 
     @pytest.mark.parametrize(
         "works",
@@ -126,11 +126,11 @@ class TestNoValues:
             lambda x: x.scatter_add(1, torch.tensor([[1]]).to(META), x),
         ],
     )
-    def test_what_needs_none_runs(self, works):
+    def test_code_without_reads_runs(self, works):
         with no_values():
             works(LOGITS)
 
-    def test_any_other_error_is_no_verdict(self):
+    def test_other_errors_are_undecidable(self):
         with pytest.raises(UndecidableError, match="ZeroDivisionError"), no_values():
             1 / 0  # noqa: B018
 
@@ -140,8 +140,8 @@ def subject(cls=broken.Bias):
 
 
 class TestHistories:
-    def test_they_hold_all_that_happens_to_a_batch(self, monkeypatch):
-        """Counted over a few searches, so that a change to the drawing cannot empty them."""
+    def test_drawn_histories_have_every_change_of_a_batch(self, monkeypatch):
+        """Count events over many cases, so that a change of the strategies cannot lose some."""
         seen = Counts()
 
         class Watcher(broken.BatchBias):
@@ -197,7 +197,7 @@ class TestLogits:
         assert torch.equal(make_logits(3, 2, 50), make_logits(3, 2, 50))
         assert not torch.equal(make_logits(3, 2, 50), make_logits(4, 2, 50))
 
-    def test_each_kind_is_what_it_says(self):
+    def test_each_kind_has_its_values(self):
         made = {
             kind: make_logits(1, 4, 100, kind)
             for kind in ("plain", "ties", "masked", "flat", "huge", "survivor")
@@ -210,7 +210,7 @@ class TestLogits:
         left = (made["masked"] > -torch.inf).sum(-1)
         assert ((left > 40) & (left < 90)).all()
 
-    def test_a_difference_says_where(self):
+    def test_a_difference_names_the_token(self):
         row = torch.zeros(5)
         assert difference(row, row.clone()) is None
         other = row.clone()
@@ -224,14 +224,14 @@ class TestLogits:
 
 
 class TestSubject:
-    def test_a_refused_request_is_no_violation(self):
+    def test_a_rejected_request_is_no_violation(self):
         with pytest.raises(RequestRejectedError, match="by: not today"):
             subject(broken.RejectsAll).case({"by": 1.0}, SamplingParams())
 
-    def test_a_request_that_gives_nothing_does_not_use_it(self):
+    def test_a_request_without_arguments_does_not_use_it(self):
         assert not subject().case(None, SamplingParams()).uses
 
-    def test_what_takes_no_arguments_is_for_everybody(self):
+    def test_a_processor_without_arguments_is_used_by_every_request(self):
         assert subject(broken.DropsTies).case(None, SamplingParams()).uses
 
     def test_swaps_change_rows_and_nothing_else(self):
@@ -244,7 +244,7 @@ class TestSubject:
 
 
 class CachesByVersion(broken.Bias):
-    """Right: rebuilds its column when the rows change."""
+    """Correct: rebuilds its column when the rows change."""
 
     contract = 1
     cached = (None, None)
@@ -256,7 +256,7 @@ class CachesByVersion(broken.Bias):
         return logits
 
 
-def test_rows_made_apart_after_a_fault_are_each_their_own():
+def test_rows_run_one_by_one_equal_those_of_the_batch():
     mine = subject(CachesByVersion)
     cases = [mine.case({"by": float(by)}, SamplingParams()) for by in (1, 2, 3)]
     batch = BatchFixture(mine, cases)

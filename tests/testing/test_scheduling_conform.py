@@ -1,4 +1,4 @@
-"""Every built-in scheduler and policy passes the kit that is offered to others."""
+"""Every built-in scheduler and policy passes the public conformance kit."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class TestLeastRecentlyUsed(EvictionPolicySuite):
         ("eviction_policies", "eviction"),
     ],
 )
-def test_every_builtin_has_its_class_here(kind, attribute):
+def test_every_builtin_has_a_suite(kind, attribute):
     group = entry_points(group=f"hardpoint.{kind}")
     builtins = {point.load() for point in group if point.value.startswith("hardpoint.")}
     suites = [c for c in globals().values() if isinstance(c, type) and c.__name__[:4] == "Test"]
@@ -97,10 +97,10 @@ def test_a_scheduler_without_pauses_skips_their_test():
         TestTinyScheduler().test_pauses()
 
 
-# The simulator shows what happens, so that a check which sees nothing does not go unnoticed.
+# These runs contain what the rules check, so that a check which never applies is noticed.
 
 
-def test_a_run_has_what_the_rules_are_about():
+def test_a_run_has_preemptions_and_cache_hits():
     simulator = SchedulerSimulator(
         DefaultScheduler, blocks=5, block_size=2, max_num_batched_tokens=6
     )
@@ -122,7 +122,7 @@ def test_drafts_are_accepted_and_rejected():
     assert 0 < simulator.worker.accepted < simulator.worker.verified
 
 
-def test_results_come_a_step_late():
+def test_asynchronous_results_arrive_a_step_late():
     simulator = SchedulerSimulator(DefaultScheduler, asynchronous=True)
     simulator.add("a", [1, 2], max_tokens=3)
     simulator.step()
@@ -140,7 +140,7 @@ def test_what_fails_to_load_is_computed(steps):
     simulator.add("a", [1, 2, 3, 4, 5, 6, 7, 8], transfer=transfer)
     assert simulator.run() == {"a": simulator.reply([1, 2, 3, 4, 5, 6, 7, 8], 4)}
     loaded = simulator.requests["a"].cached
-    assert loaded in (2, 6)  # what came before the block that failed, or what was hoped for
+    assert loaded in (2, 6)  # the tokens before the failed block, or all external ones
     assert not simulator.worker.transfers.has_jobs
 
 
@@ -166,7 +166,7 @@ def test_features_and_adapters_take_turns():
     assert encoded == [["a"], ["b"], ["c"]]
 
 
-def test_a_lost_plan_is_made_good():
+def test_a_lost_plan_is_scheduled_again():
     simulator = SchedulerSimulator(DefaultScheduler)
     simulator.add("a", [1, 2, 3], max_tokens=3)
     simulator.step()

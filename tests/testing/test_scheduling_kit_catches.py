@@ -162,7 +162,7 @@ def test_a_broken_eviction_policy_fails_its_rule(cls, test, rule, pattern):
 
 
 @pytest.mark.parametrize(("suite", "attribute", "cls"), RIGHT, ids=name)
-def test_the_right_ones_pass(suite, attribute, cls):
+def test_correct_components_pass(suite, attribute, cls):
     tests = [test for test in dir(suite) if test.startswith("test_")]
     messages = {test: outcome(suite, attribute, cls, test[5:]) for test in tests}
     assert {test: message for test, message in messages.items() if message} == {}

@@ -1,4 +1,4 @@
-"""Scheduling and eviction policies with one mistake each, of the kinds that people make."""
+"""Scheduling and eviction policies with one typical mistake each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hardpoint.plugins import EvictionPolicy, SchedulingPolicy
 
 
 class Fcfs(SchedulingPolicy):
-    """Right: the order of arrival."""
+    """Correct: the order of arrival."""
 
     contract = 1
 
@@ -179,7 +179,7 @@ class ImportFails(Fcfs):
 
 
 class Oldest(EvictionPolicy):
-    """Right: in the order of release."""
+    """Correct: in the order of release."""
 
     contract = 1
 

@@ -1,4 +1,4 @@
-"""Logits processors with one mistake each, of the kinds that people make."""
+"""Logits processors with one typical mistake each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hardpoint.plugins import (
 
 
 class Bias(LogitsProcessor):
-    """Right: adds a number to token 0."""
+    """Correct: adds a number to token 0."""
 
     contract = 1
     phase = Phase.BIAS
@@ -105,7 +105,7 @@ class MixesRows(Bias):
 
 
 class Rounds(Bias):
-    """Calculates in an order that depends on the number of rows."""
+    """Rounds differently for other numbers of rows."""
 
     contract = 1
 
@@ -114,7 +114,7 @@ class Rounds(Bias):
 
 
 class BatchBias(BatchLogitsProcessor):
-    """Right: the same in the batch form."""
+    """Correct: the same in the batch form."""
 
     contract = 1
     phase = Phase.BIAS
@@ -203,7 +203,7 @@ class DropsTheBest(LogitsProcessor):
 
 
 class DropsTies(LogitsProcessor):
-    """Keeps one of the best only: the highest id."""
+    """Keeps only one of the tied best tokens, the one with the highest id."""
 
     contract = 1
     phase = Phase.TRUNCATE
@@ -216,7 +216,7 @@ class DropsTies(LogitsProcessor):
 
 
 class Counter(SparseLogitsProcessor):
-    """Right: adds the number of output tokens, kept as a list, to token 0."""
+    """Correct: adds the number of output tokens, kept as a list, to token 0."""
 
     contract = 1
     phase = Phase.PENALTY
@@ -293,7 +293,7 @@ class LooksPastDrafts(Bias):
 
 
 class DeviceCounter(LogitsProcessor):
-    """Right: counts tokens on the device."""
+    """Correct: counts tokens on the device."""
 
     contract = 1
     phase = Phase.PENALTY

@@ -1,4 +1,4 @@
-"""Schedulers with one mistake each, of the kinds that people make."""
+"""Schedulers with one typical mistake each."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
         }
         print(json.dumps(shown, indent=2))
         return 0
-    rows = [(path, _words(value), config_sources.of(path)) for path, value in values.items()]
+    rows = [(path, _formatted(value), config_sources.of(path)) for path, value in values.items()]
     print_table(("path", "value", "origin"), rows, dim=[row[2] == "default" for row in rows])
     return 0
 
@@ -55,7 +55,7 @@ def _flat(table: dict[str, Any], prefix: str) -> dict[str, Any]:
     return flat
 
 
-def _words(value: Any) -> str:
+def _formatted(value: Any) -> str:
     """Return a value as one would write it in TOML; None, which TOML lacks, is `none`."""
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
 

@@ -187,14 +187,20 @@ class OutputProcessor:
             reason = state.finish_reason
             if reason is not None and (parts is None or not parts.ends_one(reason)):
                 parts = None
-                self.drop([output.request_id], reason)
-                if not output.finished:
-                    processed.aborts.append(output.request_id)
+                self._finish(output, reason, processed)
             if (request_output := state.output()) is not None:
                 processed.request_outputs.append((state.parent, request_output))
             if reason is not None and parts is not None:
                 parts.finish(in_engine=output.finished)
         return processed
+
+    def _finish(
+        self, output: EngineCoreOutput, reason: FinishReason, processed: ProcessedOutputs
+    ) -> None:
+        """Forget a request that has ended; abort it where only the frontend ended it."""
+        self.drop([output.request_id], reason)
+        if not output.finished:
+            processed.aborts.append(output.request_id)
 
     def _reject(self, state: _State, output: EngineCoreOutput, processed: ProcessedOutputs) -> None:
         """End a prompt of which the engine rejected a completion: all of them run, or none."""

@@ -1,4 +1,4 @@
-"""What crosses the border between engine and workers: the plan of a step and its result."""
+"""Messages between engine and workers: the plan of a step and its result."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = [
 ]
 
 NO_DRAFT = -1
-"""Stands in a plan where a draft is to be put in later, or where there is none; never accepted."""
+"""Placeholder in a plan for a draft that is not known yet, or does not exist; never accepted."""
 
 
 class NewRequest(msgspec.Struct, frozen=True):
-    """A request that a worker has not seen, or has forgotten when it was preempted.
+    """A request that a worker does not have: a new one, or one that was preempted.
 
     Attributes:
-        output_token_ids: outputs so far; empty unless it was preempted.
+        output_token_ids: output so far; empty unless it was preempted.
         block_ids: its whole block table, one list per group.
         num_computed_tokens: leading tokens whose keys and values are in those blocks.
         resumed: whether it was preempted before.
@@ -44,12 +44,12 @@ class NewRequest(msgspec.Struct, frozen=True):
 
 
 class CachedRequests(msgspec.Struct, frozen=True):
-    """The requests of a step that the worker has in its batch: only what is new.
+    """Changes of the requests of a step that the worker already has.
 
     Attributes:
         request_ids: in the scheduler's order.
         num_computed_tokens: one per request id, before this step.
-        new_block_ids: by request id, blocks to append per group; few requests need some.
+        new_block_ids: blocks to append per group, by request id, for those that get any.
     """
 
     request_ids: Sequence[str] = ()
@@ -62,21 +62,20 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         step: serial number of the plan, from 1.
-        new_requests: in full, also those that come back after preemption.
-        cached_requests: as differences.
+        new_requests: requests sent in full, those that resume after preemption included.
+        cached_requests: requests that the worker has, sent as changes.
         num_scheduled_tokens: per request id, at least 1.
         total_num_scheduled_tokens: their sum.
-        draft_token_ids: per request id, drafts to verify; part of its scheduled tokens. Where they
-            are not known yet, NO_DRAFT keeps their places: the engine puts them in once the step
-            before is done, so that the plan comes back with them.
+        draft_token_ids: per request id, drafts to verify; part of its scheduled tokens. NO_DRAFT
+            reserves places for drafts of a step that still runs; the engine fills them in, and
+            the plan comes back to the scheduler with them.
         encoder_inputs: per request id, indices of the features to encode in this step.
-        freed_encoder_inputs: identifiers whose embeddings a worker forgets, before it encodes;
-            each is told once, and a worker may never have had it.
-        structured_request_ids: request id to its place among the scheduled ones, of those that a
-            grammar constrains.
-        preempted_request_ids: leave the batch and may come back.
-        finished_request_ids: ended since the last plan; each is told once.
-        kv_connector_metadata: what the KV connector's scheduler half tells its worker half.
+        freed_encoder_inputs: identifiers whose embeddings a worker drops, before it encodes;
+            each is sent once, also to workers that never had it.
+        structured_request_ids: requests with a grammar, with their index among the scheduled ones.
+        preempted_request_ids: requests that leave the batch and may resume.
+        finished_request_ids: requests that ended since the last plan; each is sent once.
+        kv_connector_metadata: from the KV connector's scheduler half to its worker half.
     """
 
     step: int = 0
@@ -94,11 +93,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftTokenIds(msgspec.Struct, array_like=True, frozen=True):
-    """What a speculator expects to follow, to be verified by a later step.
+    """Draft tokens of a speculator, to be verified by a later step.
 
     Attributes:
-        request_ids: whose drafts.
-        draft_token_ids: one list per request id, in order.
+        draft_token_ids: one list per request id.
     """
 
     request_ids: list[str]
@@ -108,18 +106,18 @@ class DraftTokenIds(msgspec.Struct, array_like=True, frozen=True):
         """Return the drafts by request id.
 
         Raises:
-            ValueError: there are not as many lists as ids.
+            ValueError: the numbers of lists and ids differ.
         """
         return dict(zip(self.request_ids, self.draft_token_ids, strict=True))
 
 
 class GrammarBitmask(msgspec.Struct, array_like=True, frozen=True):
-    """Which tokens the grammars of a step allow.
+    """Tokens that the grammars of a step allow.
 
     Attributes:
-        request_ids: of each row. A request with drafts has a row per draft and one more, one
-            behind the other, in the order of its tokens; requests without a grammar have none.
-        bitmask: int32 array [rows, ceil(vocab_size / 32)]; token t is allowed where bit t % 32 of
+        request_ids: of each row. A request with drafts has consecutive rows, one per draft and one
+            more; a request without a grammar has none.
+        bitmask: int32 array [rows, ceil(vocab_size / 32)]; token t is allowed if bit t % 32 of
             column t // 32 is set.
     """
 
@@ -128,11 +126,11 @@ class GrammarBitmask(msgspec.Struct, array_like=True, frozen=True):
 
 
 class RequestFault(msgspec.Struct, array_like=True, frozen=True):
-    """Why a request cannot go on.
+    """The error that ends a request.
 
     Attributes:
-        message: what failed and who is to blame.
-        plugin: name of the guilty logits processor; None if the model is to blame.
+        message: what failed, and in which plugin or model.
+        plugin: name of the responsible logits processor; None if it is the model.
     """
 
     message: str
@@ -141,22 +139,21 @@ class RequestFault(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(slots=True)
 class ModelRunnerOutput:
-    """What a step produced.
+    """The result of a step.
 
     Attributes:
-        sampled_token_ids: per request that reached its last known token, what was sampled:
-            accepted drafts, then one token more.
+        sampled_token_ids: per request computed up to its last token: accepted drafts, then one
+            sampled token.
         logprobs: per request that asked for them, one entry per sampled token.
         prompt_logprobs: per request that asked for them, those of the prompt positions of this
-            step; None stands for the first position.
-        faults: requests that must end with an error; nothing was sampled for them.
-        kv_loaded: requests whose keys and values came from elsewhere and are all there now.
-        kv_saved: ended requests whose blocks the KV connector needs no more.
-        invalid_block_ids: blocks that could not be loaded; what they should hold is computed.
-        num_nans_in_logits: per request whose logits were damaged, how many were.
-        pooler_output: per request that pools and is computed to its end, what came of it; it
-            ends, and nothing is sampled for it.
-        routed_experts: per request that asked for them, what a mixture of experts chose.
+            step; None for the first position.
+        faults: requests that must end with an error; no token was sampled for them.
+        kv_loaded: requests whose keys and values are now all loaded by the KV connector.
+        kv_saved: ended requests whose blocks the KV connector no longer needs.
+        invalid_block_ids: blocks that could not be loaded; their content is computed instead.
+        num_nans_in_logits: number of NaN logits, per request that had any.
+        pooler_output: result per completed pooling request; no token is sampled for it.
+        routed_experts: expert choices of a mixture of experts, per request that asked for them.
     """
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)

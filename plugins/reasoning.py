@@ -1,4 +1,4 @@
-"""Reasoning parsers: where a model thinks aloud, and how that is told from the answer."""
+"""Reasoning parsers: separate a model's reasoning from its answer."""
 
 from __future__ import annotations
 
@@ -15,46 +15,41 @@ __all__ = ["ReasoningContext", "ReasoningMarkers", "ReasoningParser"]
 
 @dataclass(frozen=True)
 class ReasoningMarkers:
-    """The token ids around a model's thinking; either may be empty.
-
-    Attributes:
-        start: begins it.
-        end: ends it.
-    """
+    """The token ids that start and end a model's reasoning; either may be empty."""
 
     start: Sequence[int]
     end: Sequence[int]
 
     def ended(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last marker in a prompt ends thinking."""
+        """Return whether the last marker in a prompt ends the reasoning."""
         return self.thinking_since(token_ids) is None and _end_of_last(self.end, token_ids) > 0
 
     def thinking_since(self, token_ids: Sequence[int]) -> int | None:
-        """Return the index behind the start marker that a prompt leaves open; None if it does not.
+        """Return the index after the start marker that a prompt leaves open; None without one.
 
-        A prompt may be long and may speak of the markers: the last one decides.
+        A prompt may contain several markers; the last one decides.
         """
         opened, closed = _end_of_last(self.start, token_ids), _end_of_last(self.end, token_ids)
-        # Where both end at one place, one ends with the other; the longer one was meant.
+        # If both end at the same index, one is a suffix of the other and the longer one counts.
         opens = opened > closed or (opened == closed > 0 and len(self.start) > len(self.end))
         return opened if opens else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningContext(Context["ReasoningParser"]):
-    """What a reasoning parser is built with."""
+    """Context of a reasoning parser."""
 
     tokenizer: Tokenizer
 
 
 class ReasoningParser(Component):
-    """Splits reasoning from content. Lives in the frontend."""
+    """Splits reasoning from content, in the frontend."""
 
     context: ReasoningContext
 
     @abstractmethod
     def markers(self) -> ReasoningMarkers:
-        """Return the token ids between which the model thinks."""
+        """Return the token ids that enclose the reasoning."""
 
     def split(self, text: str) -> tuple[str | None, str]:
         """Return a whole output as (reasoning, content); reasoning is None if there is none.
@@ -68,12 +63,12 @@ class ReasoningParser(Component):
 
 
 def _end_of_last(marker: Sequence[int], token_ids: Sequence[int]) -> int:
-    """Return the index behind the marker's last occurrence; 0 if it does not occur."""
+    """Return the index after the marker's last occurrence; 0 if it does not occur."""
     if not marker:
         return 0
     needle, text = array("q", marker).tobytes(), array("q", token_ids).tobytes()
     width = array("q").itemsize
     found = text.rfind(needle)
-    while found > 0 and found % width:  # equal bytes, but across tokens
+    while found > 0 and found % width:  # a match that begins inside a token
         found = text.rfind(needle, 0, found + len(needle) - 1)
     return found // width + len(marker) if found >= 0 else 0

@@ -11,7 +11,7 @@ __all__ = ["Request", "RequestStatus"]
 
 
 class RequestStatus(Enum):
-    """Where a live request stands."""
+    """Status of a live request."""
 
     WAITING = "waiting"
     WAITING_FOR_GRAMMAR = "waiting for its grammar"
@@ -22,26 +22,26 @@ class RequestStatus(Enum):
 
 
 class Request:
-    """A live request. A scheduler writes to it; everybody else reads.
+    """A live request. Only the scheduler modifies it.
 
     Attributes:
-        source: the request as it came in.
+        source: the request as received.
         request_id: unique among live requests.
         arrival_time: seconds on the engine's clock.
         priority: smaller is more important.
-        order: rises with each request that a scheduler takes.
-        output_token_ids: what was generated; extended by `append` alone.
+        order: serial number in order of arrival.
+        output_token_ids: output so far; extended only by `append`.
         num_prompt_tokens: length of the prompt.
         num_tokens: length of prompt and output together.
-        num_computed_tokens: leading tokens whose keys and values are in the cache, or will be when
-            the steps that were planned have run.
+        num_computed_tokens: leading tokens whose keys and values are in the cache, or will be after
+            the planned steps.
         num_output_placeholders: tokens that planned steps will sample and that are not known yet.
-        draft_token_ids: guesses of what follows, to be verified by the next step.
-        num_cached_tokens: tokens that needed no computing when it first ran; -1 before.
-        num_prompt_logprobs: prompt positions whose log-probabilities were delivered.
-        num_preemptions: how often it lost its blocks.
-        num_overtaken: steps in which another one was admitted before it while it was set aside.
-        events: what happened and was not delivered yet.
+        draft_token_ids: drafts to be verified by the next step.
+        num_cached_tokens: tokens that needed no computing when it was first scheduled; -1 before.
+        num_prompt_logprobs: prompt positions whose log-probabilities were sent.
+        num_preemptions: number of preemptions.
+        num_overtaken: steps that admitted another request first while it was set aside.
+        events: events not sent yet.
     """
 
     __slots__ = (
@@ -65,7 +65,7 @@ class Request:
     )
 
     def __init__(self, source: EngineCoreRequest, order: int = 0) -> None:
-        """Begin with nothing computed."""
+        """Create a request with no computed tokens."""
         self.source = source
         self.request_id = source.request_id
         self.arrival_time = source.arrival_time
@@ -86,17 +86,17 @@ class Request:
 
     @property
     def params(self) -> SamplingParams:
-        """What was asked for."""
+        """Its sampling parameters."""
         return self.source.params
 
     @property
     def tags(self) -> dict[str, str]:
-        """Free words about it, such as {"tenant": "acme"}."""
+        """User-defined labels, such as {"tenant": "acme"}."""
         return self.source.tags
 
     @property
     def deadline(self) -> float | None:
-        """Seconds on the engine's clock at which it ends unfinished; None is never."""
+        """Time on the engine's clock at which it ends unfinished; None is never."""
         timeout = self.source.timeout
         return None if timeout is None else self.arrival_time + timeout
 
@@ -106,7 +106,7 @@ class Request:
         self.num_tokens += 1
 
     def token_ids(self, start: int, end: int) -> list[int]:
-        """Return known tokens from position `start` up to `end`, prompt and output alike."""
+        """Return the known tokens from position `start` up to `end`, of prompt and output."""
         prompt = self.source.prompt_token_ids
         split = self.num_prompt_tokens
         if end <= split:
@@ -115,7 +115,7 @@ class Request:
         return prompt[start:] + outputs if start < split else outputs
 
     def __repr__(self) -> str:
-        """Return what helps in a failing test."""
+        """Return id, status and progress."""
         return (
             f"<Request {self.request_id!r} {self.status.value}: "
             f"{self.num_computed_tokens} of {self.num_tokens} tokens computed>"

@@ -1,4 +1,4 @@
-"""Requests and outputs: what crosses the border between frontend and engine, and what users see."""
+"""Requests and outputs: messages between frontend and engine, and results for users."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class FinishReason(IntEnum):
-    """Why a request ended; `str()` gives the public word."""
+    """Why a request ended; `str()` returns the public name."""
 
     STOP = 0
     LENGTH = 1
@@ -45,11 +45,11 @@ class FinishReason(IntEnum):
 
 
 class LoRARequest(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The adapter that a request runs with.
+    """The LoRA adapter of a request.
 
     Attributes:
-        name: tells adapters apart; part of the prefix cache's keys.
-        id: 1 or more; small numbers that workers know adapters by.
+        name: identifies the adapter; part of the prefix cache's keys.
+        id: 1 or more; identifies the adapter in workers.
     """
 
     name: str
@@ -62,7 +62,7 @@ class MultiModalFeature(msgspec.Struct, array_like=True, frozen=True, gc=False):
     Attributes:
         identifier: a hash of the content; equal content is encoded once.
         offset: prompt position of its first placeholder token.
-        length: placeholder tokens that it covers, which is also what encoding it costs.
+        length: placeholder tokens that it covers; also its cost in the encoder budget.
     """
 
     identifier: str
@@ -80,28 +80,29 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, kw_
         eos_token_ids: the model's own end-of-sequence tokens; empty under `ignore_eos`.
         plugin_args: per logits processor that this request uses, its checked arguments as
             plain data.
-        arrival_time: seconds on the engine's clock; 0 is when the frontend gets it.
+        arrival_time: seconds on the engine's clock; 0 is set by the frontend.
         priority: smaller is more important.
-        child_index: which of the `n` completions this is.
-        client_index: which frontend sent it; its outputs go back there.
-        tags: free words about it, such as {"tenant": "acme"}; for policies and sinks.
+        child_index: index among the `n` completions.
+        client_index: of the frontend that sent it and gets its outputs.
+        tags: user-defined labels, such as {"tenant": "acme"}, for policies and sinks.
         timeout: seconds from `arrival_time` after which it ends unfinished; None is never.
         cache_salt: requests with different salts never share cached blocks.
         lora: its adapter.
-        features: images and the like, by offset.
-        kv_transfer_params: for the KV connector alone.
-        external_req_id: the id by which the user knows it; the frontend gives it.
-        data_parallel_rank: the engine that it shall run on; None leaves it to the balancer.
+        features: multimodal features, by offset.
+        kv_transfer_params: for the KV connector.
+        external_req_id: the user's id; set by the frontend.
+        data_parallel_rank: of the engine to run on; None lets the balancer choose.
         current_wave: of data-parallel engines, when it was sent.
-        trace_headers: of the trace that it belongs to.
-        resumable: more of its prompt may follow.
-        reasoning_ended: whether the last thing that the prompt says of thinking is that it ends;
-            None where the model has no reasoning parser.
-        pooling_params: it pools, and gives no tokens; of `params`, only `output_kind` counts.
-        prompt_embeds: a tensor [tokens, hidden] in place of token ids.
-        prompt_is_token_ids: where only some of the prompt is embeddings, whether each position is
-            a token id; None where all or none are.
-        reasoning_parser_kwargs: what the reasoning parser is built with for this request.
+        trace_headers: of its trace.
+        resumable: whether more of its prompt may follow.
+        reasoning_ended: whether the last reasoning marker in the prompt ends the reasoning; None
+            without a reasoning parser.
+        pooling_params: of a pooling request, which generates no tokens; of `params`, only
+            `output_kind` is used.
+        prompt_embeds: a tensor [tokens, hidden] instead of token ids.
+        prompt_is_token_ids: for a mixed prompt, whether each position is a token id; None if all or
+            none are.
+        reasoning_parser_kwargs: arguments of the reasoning parser for this request.
     """
 
     request_id: str
@@ -132,12 +133,12 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, kw_
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """Every token id that ends the request: the model's own and those asked for."""
+        """All token ids that end the request: the model's and the requested ones."""
         return [*self.eos_token_ids, *self.params.stop_token_ids]
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
-    """Log-probabilities at one position, best first, the chosen token in front.
+    """Log-probabilities at one position: of the chosen token, then of the likeliest ones.
 
     Attributes:
         token_ids: the chosen token, then the likeliest ones asked for.
@@ -151,7 +152,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
 
 
 class EngineCoreEventType(IntEnum):
-    """What happened to a request in the scheduler."""
+    """Type of a request's event in the scheduler."""
 
     QUEUED = 1
     SCHEDULED = 2
@@ -159,7 +160,7 @@ class EngineCoreEventType(IntEnum):
 
 
 class EngineCoreEvent(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Something that happened to a request.
+    """An event of a request.
 
     Attributes:
         timestamp: seconds on the engine's clock, by default now; comparable within one engine
@@ -175,8 +176,8 @@ class PrefillStats(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     Attributes:
         num_prompt_tokens: its length.
-        num_cached_tokens: those that needed no computing.
-        num_external_tokens: of these, those that a KV connector brought.
+        num_cached_tokens: those that were not computed.
+        num_external_tokens: those of the cached ones that a KV connector loaded.
     """
 
     num_prompt_tokens: int
@@ -185,26 +186,25 @@ class PrefillStats(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, kw_only=True, gc=False):
-    """What one step added to one request.
+    """Output of one step for one request.
 
     Attributes:
-        new_token_ids: in order; empty while a prompt is still being computed.
-        stop_reason: the stop token id that ended it, if it was one of `stop_token_ids`; text where
-            an engine looks for stop strings itself.
-        prompt_logprobs: those of the prompt positions computed since the last output; the
-            first position of a prompt has None.
-        error: with FinishReason.ERROR, what failed and who is to blame.
-        faulty_plugin: with FinishReason.ERROR, the name of the plugin to blame, if one is.
-        events: what happened since the last output; only where statistics are on.
-        num_cached_tokens: with the request's first output, prompt tokens that needed no
-            computing.
-        kv_transfer_params: with the last output, what the KV connector has to say.
-        error_kind: the engine refused the request with `error`; the name of the error's class.
-        pooling_output: of a model that pools.
-        num_nans_in_logits: more than 0 marks damaged output.
-        prefill_stats: with the output of the step that completed the prompt.
-        routed_experts: chosen by a mixture of experts, per token and layer.
-        trace_headers: with the last output, those of the request.
+        new_token_ids: empty while the prompt is being computed.
+        stop_reason: the stop token id that ended it, if in `stop_token_ids`; the stop string if the
+            engine matches stop strings.
+        prompt_logprobs: of the prompt positions computed since the last output; None at the
+            prompt's first position.
+        error: with FinishReason.ERROR, what failed, and in which plugin or model.
+        faulty_plugin: with FinishReason.ERROR, the name of the responsible plugin, if any.
+        events: since the last output; only with statistics.
+        num_cached_tokens: in the first output, prompt tokens that were not computed.
+        kv_transfer_params: in the last output, from the KV connector.
+        error_kind: name of the error's class, if the engine refused the request with `error`.
+        pooling_output: result of a pooling request.
+        num_nans_in_logits: number of NaN logits; more than 0 means that the output is damaged.
+        prefill_stats: in the output of the step that completed the prompt.
+        routed_experts: expert choices of a mixture of experts, per token and layer.
+        trace_headers: in the last output, those of the request.
     """
 
     request_id: str
@@ -234,16 +234,16 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, kw_o
 class EngineCoreOutputs(
     msgspec.Struct, array_like=True, omit_defaults=True, kw_only=True, tag=True, gc=False
 ):
-    """What one step has for one client.
+    """Outputs of one step for one client.
 
     Attributes:
         timestamp: seconds on the engine's clock; 0.0 becomes now on construction.
-        finished_requests: ids that ended since the last step. Where nobody asked for them, only
-            those that the engine aborted or refused; None is none.
-        engine_index: which engine it comes from.
-        scheduler_stats: how its scheduler stands; None where nobody asked.
-        wave_complete: the wave of data-parallel engines that has ended.
-        start_wave: the wave that idle engines shall begin.
+        finished_requests: ids that ended since the last step; unless `report_finished` is set, only
+            those that the engine aborted or refused. None is none.
+        engine_index: of the engine that sends them.
+        scheduler_stats: of its scheduler; None unless statistics are collected.
+        wave_complete: the wave of data-parallel engines that ended.
+        start_wave: the wave that idle engines are to start.
     """
 
     outputs: list[EngineCoreOutput] = []
@@ -263,10 +263,10 @@ class Logprob(msgspec.Struct, frozen=True):
     """Log-probability of one token at one position.
 
     Attributes:
-        logprob: natural logarithm; of the logits as the model gave them, unless the
-            configuration says `sampler.logprobs = "processed"`.
-        rank: 1 is the likeliest; None where it is unknown.
-        decoded_token: the token's own text.
+        logprob: natural logarithm; of the model's logits, unless configured with
+            `sampler.logprobs = "processed"`.
+        rank: 1 is the likeliest; None if unknown.
+        decoded_token: text of the token.
     """
 
     logprob: float
@@ -278,7 +278,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     """One completion of a prompt.
 
     Attributes:
-        index: which of the `n` completions.
+        index: among the `n` completions.
         text: detokenised output; empty with `detokenize=False`.
         token_ids: output tokens; the stop token, if any, is the last.
         cumulative_logprob: sum over the whole output so far; None unless logprobs were asked for.
@@ -286,10 +286,9 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
         finish_reason: "stop", "length", "abort", "error", "repetition" or "timeout"; None while
             running.
         stop_reason: the stop string or stop token id that ended it, if one did.
-        error: with "error", what failed and who is to blame.
-        error_kind: with "error", the name of the error's class, where the engine refused the
-            request.
-        metrics: with its last output, how it went; None unless `stats.request_metrics` is on.
+        error: with "error", what failed, and in which plugin or model.
+        error_kind: with "error", the name of the error's class, if the engine refused the request.
+        metrics: in the last output; None unless `stats.request_metrics` is on.
     """
 
     index: int
@@ -309,12 +308,12 @@ class RequestOutput(msgspec.Struct, kw_only=True):
 
     Attributes:
         request_id: the user's.
-        prompt: its text, where it was given as text or messages.
+        prompt: its text, if it was given as text or messages.
         prompt_logprobs: per prompt position, token id to Logprob; the first is None.
         outputs: by completion index.
         finished: whether every completion has ended.
-        num_cached_tokens: prompt tokens that needed no computing; None until that is known.
-        kv_transfer_params: at the end, what the KV connector has to say.
+        num_cached_tokens: prompt tokens that were not computed; None until known.
+        kv_transfer_params: in the last output, from the KV connector.
     """
 
     request_id: str
@@ -328,21 +327,20 @@ class RequestOutput(msgspec.Struct, kw_only=True):
 
     @property
     def metrics(self) -> RequestMetrics | None:
-        """How its first completion went; see `CompletionOutput.metrics`."""
+        """Metrics of its first completion; see `CompletionOutput.metrics`."""
         return self.outputs[0].metrics if self.outputs else None
 
 
 class PoolingRequestOutput(msgspec.Struct, kw_only=True):
-    """What a model that pools makes of one prompt.
+    """The result of a pooling request.
 
     Attributes:
         request_id: the user's.
-        outputs: the result, of the task that `PoolingParams` names; None while there is none.
+        outputs: result of the task of `PoolingParams`; None before it is known.
         finished: whether it has ended.
         finish_reason: as of a CompletionOutput.
-        error: with "error", what failed and who is to blame.
-        error_kind: with "error", the name of the error's class, where the engine refused the
-            request.
+        error: with "error", what failed, and in which plugin or model.
+        error_kind: with "error", the name of the error's class, if the engine refused the request.
     """
 
     request_id: str

@@ -16,7 +16,7 @@ __all__ = ["Sampler", "SamplerContext", "SamplingRows"]
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerContext(Context["Sampler"]):
-    """What a sampler is built with, in each worker."""
+    """Context of a sampler, in each worker."""
 
     device: torch.device
     vocab_size: int
@@ -27,11 +27,11 @@ class SamplingRows:
     """The rows of one step, as tensors on the device.
 
     Attributes:
-        greedy: bool [rows]; True where the likeliest token is wanted.
-        all_greedy: whether every row is; known without a sync.
-        any_greedy: whether some row is; known without a sync.
-        seeds: int64 [rows]; a request's seed, mixed with its completion index.
-        positions: int64 [rows]; output position to be chosen, 0 for the first.
+        greedy: bool [rows]; whether to choose the likeliest token.
+        all_greedy: whether all rows are greedy; known without a sync.
+        any_greedy: whether any row is greedy; known without a sync.
+        seeds: int64 [rows]; the request's seed, mixed with its completion index.
+        positions: int64 [rows]; output position of the token to choose, 0 for the first.
     """
 
     greedy: torch.Tensor
@@ -50,12 +50,12 @@ class Sampler(Component):
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """Return the chosen token ids.
 
-        The choice in a row must depend on nothing but that row's logits, seed and position, so
-        that a request gets the same tokens alone and in any batch.
+        The token of a row must depend only on the row's logits, seed and position, so that a
+        request gets the same tokens alone and in any batch.
 
         Args:
             logits: float32 [rows, vocab], after every processor.
-            rows: how each row wants to be sampled.
+            rows: sampling settings of each row.
 
         Returns:
             int64 [rows].

@@ -1,4 +1,4 @@
-"""Schedulers: which request gets how many tokens in a step."""
+"""Schedulers: assign the token budget of each step to requests."""
 
 from __future__ import annotations
 
@@ -30,115 +30,114 @@ __all__ = [
 
 
 class PauseState(Enum):
-    """Who may be given tokens."""
+    """Which requests may be scheduled."""
 
     UNPAUSED = "unpaused"
-    """Everybody."""
+    """All requests."""
     PAUSED_NEW = "paused_new"
-    """Who has begun: was in a plan, or has blocks that a connector loaded. Others are held."""
+    """Those that were in a plan or have blocks loaded by a connector; others are held."""
     PAUSED_ALL = "paused_all"
-    """Nobody: all are held."""
+    """None; all are held."""
 
 
 class KVConnectorScheduler(Protocol):
-    """The half of a KV connector that lives beside the scheduler."""
+    """The scheduler half of a KV connector."""
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Say what can be loaded beyond what is computed.
+        """Return how many tokens can be loaded after the computed ones.
 
         Args:
             request: about to be admitted.
             num_computed_tokens: leading tokens that the local cache has.
 
         Returns:
-            How many tokens after those can be loaded (None: not known yet, ask again), and
-            whether loading goes on beside the steps. Then the request waits until
-            `ModelRunnerOutput.kv_loaded` names it.
+            The number of tokens (None: not known yet, ask again), and whether they are loaded
+            asynchronously. If so, the request waits until `ModelRunnerOutput.kv_loaded` names it.
         """
 
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
-        """Note that a request has its blocks, also where nothing is to be loaded."""
+        """Record the blocks allocated for a request, also if nothing is to be loaded."""
 
     def build_connector_meta(self, plan: SchedulerOutput) -> Any:
-        """Return what the workers' half has to do in this step; forget what was said."""
+        """Return the metadata of a step for the worker half, and clear it."""
 
     def request_finished(
         self, request: Request, block_ids: BlockIds
     ) -> tuple[bool, Mapping[str, Any] | None]:
-        """Note that a request ended.
+        """Record the end of a request.
 
         Returns:
-            Whether its blocks must be kept until `ModelRunnerOutput.kv_saved` names it, and what
-            its last output shall carry as `kv_transfer_params`.
+            Whether its blocks must be kept until `ModelRunnerOutput.kv_saved` names it, and the
+            `kv_transfer_params` of its last output.
         """
 
 
 class EncoderCache(Protocol):
-    """Embeddings of images and the like, by identifier; each is encoded once while it is held."""
+    """Encoder outputs by identifier; each is encoded once while a request references it."""
 
     def holds(self, request: Request, index: int) -> bool:
-        """Whether a feature is there; if so, the request holds it from now on."""
+        """Return whether a feature is cached; if so, the request references it."""
 
     def can_allocate(self, request: Request, index: int, reserved: int) -> bool:
-        """Whether a feature finds room beside `reserved` tokens that are promised already."""
+        """Return whether there is room for a feature and `reserved` other tokens."""
 
     def allocate(self, request: Request, index: int) -> None:
-        """Reserve room for a feature; the request holds it."""
+        """Reserve room for a feature, referenced by the request."""
 
     def cancel(self, request: Request, index: int) -> None:
-        """Undo `allocate`: nobody will encode it in this step. Whoever held it holds it no more."""
+        """Undo `allocate`; the feature is not encoded, and no request references it."""
 
     def free_input(self, request: Request, index: int) -> None:
-        """Note that a request needs a feature no more."""
+        """Release a feature of a request."""
 
     def free(self, request: Request) -> None:
-        """Note that a request needs no feature any more."""
+        """Release all features of a request."""
 
     def take_freed(self) -> Sequence[str]:
-        """Return the identifiers that were dropped since the last call."""
+        """Return the identifiers dropped since the last call."""
 
 
 class Grammars(Protocol):
-    """The grammars of structured output: who is in one, and what it allows."""
+    """The grammars of structured output: which requests have one, and the tokens allowed."""
 
     def uses(self, request: Request) -> bool:
-        """Whether a grammar constrains a request."""
+        """Return whether a grammar constrains a request."""
 
     def ready(self, request: Request) -> bool:
-        """Whether its grammar is compiled.
+        """Return whether the grammar of a request is compiled.
 
         Raises:
-            RequestError: it cannot be compiled; the request ends with these words.
+            RequestError: it cannot be compiled; the request ends with this message.
         """
 
     def bitmask(self, plan: SchedulerOutput) -> GrammarBitmask | None:
-        """Return which tokens may be sampled in a step; None if every one may.
+        """Return the tokens that may be sampled in a step; None for all.
 
-        It is asked while the model runs, and only where `plan.structured_request_ids` has some.
+        Called while the model runs, and only if `plan.structured_request_ids` is not empty.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerLimits:
-    """What no step may exceed, and how steps are made.
+    """Limits of a step, and how steps are planned.
 
-    Raises ConfigError for limits that cannot work together.
+    Raises ConfigError for limits that conflict.
 
     Attributes:
-        max_num_seqs: most requests that run at once.
-        max_num_batched_tokens: most tokens of one step.
-        max_model_len: longest prompt plus output.
+        max_num_seqs: maximum number of running requests.
+        max_num_batched_tokens: maximum tokens of a step.
+        max_model_len: maximum length of prompt plus output.
         chunked_prefill: whether a prompt may be computed over several steps.
-        long_prefill_token_threshold: most tokens that one request gets in a step; 0 is no limit.
-        max_waiting: most requests that wait; one more is refused. None is no limit.
-        num_draft_tokens: most drafts of a request in a step.
-        num_lookahead_tokens: blocks are had for so many tokens beyond those of the step.
-        max_loras: most adapters in one step; 0 is no limit.
-        max_encoder_tokens: most tokens that encoders work on in one step.
+        long_prefill_token_threshold: maximum tokens of one request in a step; 0 is no limit.
+        max_waiting: maximum number of waiting requests; further ones are refused. None is no limit.
+        num_draft_tokens: maximum drafts of a request in a step.
+        num_lookahead_tokens: tokens after those of the step that get blocks too.
+        max_loras: maximum number of adapters in a step; 0 is no limit.
+        max_encoder_tokens: maximum tokens to encode in a step.
         asynchronous: whether a step may be planned before the results of the last one are in.
     """
 
@@ -155,7 +154,7 @@ class SchedulerLimits:
     asynchronous: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse limits that cannot work together."""
+        """Refuse limits that conflict."""
         if self.asynchronous and self.num_draft_tokens:
             raise ConfigError(
                 "scheduler.asynchronous: steps cannot be planned ahead together with a speculator, "
@@ -178,21 +177,21 @@ class SchedulerLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerContext(Context["Scheduler"]):
-    """What a scheduler is built with: everything that it may know of the outside.
+    """Context of a scheduler: everything outside that it may use.
 
     Attributes:
-        policy: the configured scheduling policy. Its faults are caught: whatever the plugin does,
-            these calls return something of the right type.
-        clock: seconds; the only time a scheduler may read.
-        watermark: share of the blocks that must stay free when a request is admitted beside
-            others, so that running ones can grow.
-        policy_fault: to be told in words when a decision of the policy could not be followed.
-        connector: loads and stores KV blocks elsewhere.
-        encoder_cache: of models that see or hear.
+        policy: the configured scheduling policy, with its faults caught: its methods always return
+            a valid value.
+        clock: seconds; the only clock that a scheduler may read.
+        watermark: share of the blocks that stays free when a request is admitted while others
+            run, so that those can grow.
+        policy_fault: called with a message when a decision of the policy could not be followed.
+        connector: loads and stores KV blocks outside of the cache.
+        encoder_cache: of multimodal models.
         grammars: of structured output.
-        record: takes what each step decided. None: nobody listens, so make no record.
+        record: called with the record of each step; None if no record is needed.
         log_stats: whether outputs carry events.
-        report_finished: whether `EngineCoreOutputs.finished_requests` is to be filled in.
+        report_finished: whether to fill in `EngineCoreOutputs.finished_requests`.
     """
 
     limits: SchedulerLimits
@@ -200,7 +199,7 @@ class SchedulerContext(Context["Scheduler"]):
     policy: SchedulingPolicy
     clock: Callable[[], float]
     watermark: float = 0.0
-    policy_fault: Callable[[str], None] = lambda _words: None
+    policy_fault: Callable[[str], None] = lambda _message: None
     connector: KVConnectorScheduler | None = None
     encoder_cache: EncoderCache | None = None
     grammars: Grammars | None = None
@@ -210,22 +209,22 @@ class SchedulerContext(Context["Scheduler"]):
 
 
 class Scheduler(Component):
-    """Hands out each step's token budget. Knows no phases: tokens computed and tokens wanted.
+    """Assigns each step's token budget to requests, by tokens computed and tokens wanted.
 
-    The engine calls it from one thread. Each plan of `schedule` comes back once, in the order in
-    which they were made, to `update` or to `plan_lost`; where `update` raised or was interrupted,
-    to `plan_lost` after it. Under `limits.asynchronous` further plans may be made in between.
+    The engine calls it from one thread. It returns each plan of `schedule` once, in order, to
+    `update` or to `plan_lost`; if `update` raises or is interrupted, `plan_lost` follows. With
+    `limits.asynchronous` further plans may be made before.
     """
 
     context: SchedulerContext
 
     @abstractmethod
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Take a new request; its id is not among the live ones.
+        """Add a request; its id differs from those of live requests.
 
         Raises:
-            RequestError: it could never run; nothing else is disturbed.
-            OverloadedError: too many wait.
+            RequestError: it can never run; other requests are not affected.
+            OverloadedError: too many requests wait.
         """
 
     @abstractmethod
@@ -236,21 +235,21 @@ class Scheduler(Component):
     def update(
         self, plan: SchedulerOutput, result: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Take the outcome of a plan; return what is new, by client index."""
+        """Process the result of a plan; return the new outputs, by client index."""
 
     @abstractmethod
     def plan_lost(self, plan: SchedulerOutput) -> None:
-        """Take it that a plan may not have been carried out: an error or interrupt came between.
+        """Handle a plan that an error or interrupt may have kept from running.
 
-        What it told of finished requests is told again; requests that were in it, or in a later
-        plan, are computed anew. One whose results were all taken is no loss.
+        Its finished requests are sent again; requests in it, or in a later plan, are recomputed. A
+        plan whose results were all processed changes nothing.
         """
 
     @abstractmethod
     def finish_requests(
         self, request_ids: Iterable[str] | None, reason: FinishReason
     ) -> dict[int, EngineCoreOutputs]:
-        """End live requests from outside; unknown ids are ignored, None is all of them.
+        """End live requests on behalf of a caller; unknown ids are ignored, None is all requests.
 
         Returns:
             The last output of each request that was live, by client index.
@@ -262,24 +261,24 @@ class Scheduler(Component):
 
     @abstractmethod
     def has_requests(self) -> bool:
-        """Whether a step has anything to do: live requests, or finished ones to tell workers.
+        """Return whether a step has work: live requests, or finished ones to report to workers.
 
-        Requests that a pause holds are nothing to do, until their deadline has passed. During a
-        pause, what a connector still loads or keeps is something to do: its memory is in use.
+        Requests held by a pause are no work until their deadline passes. During a pause, transfers
+        of a connector are work, since they use memory.
         """
 
     @abstractmethod
     def stats(self) -> SchedulerStats:
-        """Return how it stands."""
+        """Return current statistics."""
 
     def live_request(self, request_id: str) -> Request | None:  # noqa: ARG002
-        """Return a live request, for reading; None if there is none of that id."""
+        """Return a live request, not to be modified; None if the id is unknown."""
         raise self._lacks("shows no live requests")
 
     def why_waiting(self, request_id: str) -> WaitReason | None:  # noqa: ARG002
         """Return why a live request got no tokens in the last step; None if it got some.
 
-        While a pause holds it and no step is planned, there is a reason too.
+        A request that a pause holds has a reason even if no step is planned.
 
         Raises:
             RequestError: no live request has that id.
@@ -287,33 +286,33 @@ class Scheduler(Component):
         raise self._lacks("does not say why a request waits")
 
     def update_drafts(self, draft_token_ids: Mapping[str, Sequence[int]]) -> None:  # noqa: ARG002
-        """Take drafts for the next step, by request id; ids that are not live are skipped."""
+        """Set the drafts of the next step, by request id; unknown ids are skipped."""
         raise self._lacks("takes no drafts")
 
     def set_policy(self, policy: SchedulingPolicy) -> None:  # noqa: ARG002
-        """Put another policy in the place of `context.policy`, between two steps.
+        """Replace `context.policy` between two steps.
 
-        No request is lost; those that wait are put in the new order.
+        No request is lost; waiting ones are reordered.
         """
         raise self._lacks("cannot change its policy while it runs")
 
     def set_pause(self, state: PauseState) -> None:  # noqa: ARG002
-        """Let only some requests have tokens from the next plan on, or all of them again.
+        """Set which requests may be scheduled from the next plan on.
 
-        Requests that are held stay live: they can be aborted, they end when their deadline has
-        passed, and after the pause they get the tokens that they would have had. Results of
-        earlier plans are taken and loads go on as ever. Who is not held runs to its end, so that
-        `has_requests` becomes False.
+        Held requests stay live: they can be aborted, they end when their deadline passes, and after
+        the pause they get the tokens that they would have had. Results of earlier plans are
+        processed and loads continue. Requests that are not held run to their end, after which
+        `has_requests` returns False.
         """
         raise self._lacks("cannot be paused")
 
     def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:  # noqa: ARG002
-        """Forget cached content.
+        """Drop cached content.
 
         Args:
-            recompute_running: also preempt what runs, for example after the weights changed.
+            recompute_running: also preempt running requests, for example after a weight update.
         """
         raise self._lacks("has no prefix cache to reset")
 
-    def _lacks(self, words: str) -> NotImplementedError:
-        return NotImplementedError(f"the scheduler {self.name!r} {words}")
+    def _lacks(self, message: str) -> NotImplementedError:
+        return NotImplementedError(f"the scheduler {self.name!r} {message}")

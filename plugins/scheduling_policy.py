@@ -1,4 +1,4 @@
-"""Scheduling policies: who goes first and who gives way."""
+"""Scheduling policies: the order of requests and the choice of preemption victims."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _OPTIONAL_METHODS = (
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How full the engine is at the moment of a decision.
+    """Load of the engine at the time of a decision.
 
     Attributes:
-        now: seconds on the engine's clock; one reading per step.
-        num_running: requests that run.
-        max_num_seqs: most that may.
+        now: seconds on the engine's clock, read once per step.
+        num_running: running requests.
+        max_num_seqs: maximum of these.
         num_waiting: requests that do not run.
-        token_budget: tokens that this step may still give away.
-        num_free_blocks: KV blocks that nobody holds, cached content included.
+        token_budget: tokens of this step not assigned yet.
+        num_free_blocks: KV blocks that no request references, those with cached content included.
         num_blocks: all KV blocks.
     """
 
@@ -48,22 +48,22 @@ class Load:
 
 
 class PolicyContext(Context["SchedulingPolicy"]):
-    """What a scheduling policy is built with."""
+    """Context of a scheduling policy."""
 
 
 class SchedulingPolicy(Component):
-    """Decides who goes first and who gives way. Only `key` must be written.
+    """Orders waiting requests and chooses preemption victims. Only `key` must be implemented.
 
-    A step costs what it schedules, not what waits: keys are static, and only groups are compared
-    anew in each step. To order by something that changes with time, turn it into a static key
-    (waiting longer is arriving earlier) or into a few groups.
+    The cost of a step does not depend on the number of waiting requests: keys are static, and only
+    groups are compared again in each step. To order by something that changes with time, express it
+    as a static key (waiting longer is arriving earlier) or as a few groups.
 
-    Where a method raises or returns nonsense, `fcfs` takes that one decision, and
-    `LLM.health()` counts it.
+    If a method raises or returns an invalid value, `fcfs` makes that decision and `LLM.health()`
+    counts the fault.
 
     Attributes:
-        state_format: names the layout of `export_state`; policies with the same words hand over
-            their books when one takes the other's place on a running engine. Empty: none do.
+        state_format: name of the format of `export_state`. A policy that replaces another one of
+            the same format on a running engine gets its state; empty: no state is passed on.
     """
 
     context: PolicyContext
@@ -83,74 +83,74 @@ class SchedulingPolicy(Component):
 
     @abstractmethod
     def key(self, request: Request) -> Any:
-        """Return what orders waiting requests within their group, smallest first.
+        """Return the sort key of a waiting request within its group, smallest first.
 
-        Read when a request enters the queue: once when it comes, and at each preemption. Keys of
-        one policy compare with each other; equal keys keep their order of arrival. A preempted
-        request re-enters ahead of waiting ones with an equal key.
+        Called when a request enters the queue: on arrival and at each preemption. Keys of one
+        policy must be comparable; equal keys keep their order of arrival. A preempted request
+        re-enters ahead of waiting ones with an equal key.
         """
 
     def group(self, request: Request) -> Hashable:  # noqa: ARG002
-        """Return the queue in which a request waits. By default there is one, None.
+        """Return the group in which a request waits; by default all are in one, None.
 
-        Read whenever `key` is.
+        Called whenever `key` is.
         """
         return None
 
     def group_key(self, group: Hashable, now: float) -> Any:  # noqa: ARG002
-        """Return what orders the groups, smallest first; their best requests compete.
+        """Return the sort key of a group; the group with the smallest one is admitted from first.
 
-        Read for every group in which somebody waits: at the first admission of a step, and again
-        for a group from which one was admitted, after `scheduled`. Never with a single group.
+        Called for every group with waiting requests at the first admission of a step, and again
+        for a group after an admission from it, after `scheduled`. Not called for a single group.
 
         Args:
-            group: what `group` returned.
+            group: as returned by `group`.
             now: seconds on the engine's clock.
         """
         return 0
 
     def admit(self, request: Request, load: Load) -> str | None:  # noqa: ARG002
-        """Return None to let a waiting request run, or in words why it is held back this step.
+        """Return None to admit a waiting request, or the reason to hold it back in this step.
 
-        Those behind it may go first. A policy never keeps the engine idle: when nothing runs, the
-        first request that it holds back is admitted all the same.
+        Later requests may be admitted first. A policy cannot keep the engine idle: if nothing runs,
+        the first request that it holds back is admitted anyway.
         """
         return None
 
     def victim(self, running: Sequence[Request], load: Load) -> Request:  # noqa: ARG002
-        """Return the request to preempt when blocks run out. By default the latest admitted.
+        """Return the request to preempt when blocks run out; by default the last admitted.
 
         Args:
             running: in order of admission, never empty.
-            load: how full the engine is.
+            load: of the engine.
         """
         return running[-1]
 
     def added(self, request: Request) -> None:
-        """Note that a new request came; `key` and `group` follow.
+        """Handle a new request; calls of `key` and `group` follow.
 
-        A policy that takes another one's place on a running engine is told of every live request,
-        in order of arrival; those that run have status RUNNING, and no `key` follows.
+        A policy that replaces another one on a running engine gets a call for every live request,
+        in order of arrival; for those with status RUNNING no call of `key` follows.
         """
 
     def scheduled(self, request: Request, tokens: int) -> None:
-        """Note that a step computes so many tokens of a request, drafts included.
+        """Handle the assignment of a step's tokens to a request, drafts included.
 
-        `request.num_computed_tokens` does not count them yet.
+        `request.num_computed_tokens` does not include them yet.
         """
 
     def preempted(self, request: Request) -> None:
-        """Note that a request lost its blocks; what it had computed is computed anew."""
+        """Handle the preemption of a request; it lost its blocks and is computed again."""
 
     def finished(self, request: Request) -> None:
-        """Note that a request ended, for whatever reason, whether it ran or not."""
+        """Handle the end of a request, for any reason, whether it ran or not."""
 
     def export_state(self) -> Any:
-        """Return the books as plain data, for a policy that takes this one's place."""
+        """Return the state as plain data, for a policy that replaces this one."""
         return None
 
     def import_state(self, state: Any) -> None:
-        """Take over the books of a policy with the same `state_format`.
+        """Load the state of a policy with the same `state_format`.
 
-        Called before any request is handed over.
+        Called before `added` is called for any request.
         """

@@ -24,12 +24,12 @@ __all__ = [
 
 
 class PrefixCacheStats(msgspec.Struct, array_like=True, gc=False):
-    """What the prefix cache did since the start.
+    """Prefix cache totals since the start.
 
     Attributes:
-        requests: lookups.
-        queried_tokens: tokens of the requests that were looked up.
-        hit_tokens: those of them that were there.
+        requests: number of lookups.
+        queried_tokens: tokens of the requests looked up.
+        hit_tokens: those of them that were cached.
     """
 
     requests: int = 0
@@ -38,13 +38,13 @@ class PrefixCacheStats(msgspec.Struct, array_like=True, gc=False):
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, kw_only=True, gc=False):
-    """How a scheduler stands now, with totals since the start.
+    """State of a scheduler, with totals since the start.
 
     Attributes:
-        num_waiting: requests that do not run, for whatever reason.
-        kv_cache_usage: share of the blocks that requests hold, from 0 to 1.
-        num_preemptions: so far.
-        num_drafts, num_accepted_drafts: draft tokens verified and accepted so far.
+        num_waiting: requests that do not run, for any reason.
+        kv_cache_usage: share of the blocks that requests reference, from 0 to 1.
+        num_preemptions: total.
+        num_drafts, num_accepted_drafts: total of draft tokens verified and accepted.
     """
 
     num_running: int
@@ -57,20 +57,20 @@ class SchedulerStats(msgspec.Struct, array_like=True, kw_only=True, gc=False):
 
 
 class RequestMetrics(msgspec.Struct, kw_only=True, frozen=True):
-    """How one completion of a prompt went; durations are in seconds.
+    """Metrics of one completion of a prompt; durations are in seconds.
 
-    Those in the engine are taken on its clock, the others on the frontend's. None is what it did
-    not come to, as far as the frontend was told.
+    Durations in the engine are measured on its clock, the others on the frontend's. None stands for
+    a stage that the completion did not reach.
 
     Attributes:
-        num_cached_tokens: prompt tokens that needed no computing.
-        num_generation_tokens: output tokens, as the user has them.
-        num_preemptions: how often it lost its blocks to others.
-        queue_seconds: in the engine, from its coming to its first step.
-        prefill_seconds: in the engine, from its first step to its first token.
-        decode_seconds: in the engine, from its first token to its last.
-        time_to_first_token: in the frontend, from the request's arrival.
-        e2e_seconds: in the frontend, from the request's arrival to its end.
+        num_cached_tokens: prompt tokens that were not computed.
+        num_generation_tokens: output tokens that the user gets.
+        num_preemptions: number of preemptions.
+        queue_seconds: in the engine, from arrival to first step.
+        prefill_seconds: in the engine, from first step to first token.
+        decode_seconds: in the engine, from first token to last token.
+        time_to_first_token: in the frontend, from arrival to first token.
+        e2e_seconds: in the frontend, from arrival to end.
     """
 
     num_prompt_tokens: int
@@ -100,20 +100,20 @@ class FinishedRequest(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class IterationStats(msgspec.Struct, kw_only=True):
-    """What one batch of an engine's outputs brought. Each completion counts as a request.
+    """Statistics of one batch of engine outputs. Each completion counts as a request.
 
     Attributes:
-        engine_index: which engine it comes from.
-        num_prompt_tokens: of prompts whose first token came.
-        num_cached_tokens: those of them that needed no computing.
-        num_generation_tokens: new output tokens, as users have them.
-        num_preemptions: how often requests lost their blocks.
-        time_to_first_token: seconds from arrival, of each request whose first token came; on the
-            frontend's clock.
-        inter_token_latency: seconds between two outputs of a request that brought tokens, usually
-            one; on the engine's clock.
-        finished: requests that ended, in this batch or without one since the last.
-        scheduler: how the scheduler stood afterwards; None where the engine did not say.
+        engine_index: of the engine.
+        num_prompt_tokens: of prompts whose first token arrived.
+        num_cached_tokens: those of them that were not computed.
+        num_generation_tokens: new output tokens that users get.
+        num_preemptions: number of preemptions.
+        time_to_first_token: seconds from arrival to first token, of each request whose first token
+            arrived; on the frontend's clock.
+        inter_token_latency: seconds between two outputs of a request with tokens, usually one
+            token each; on the engine's clock.
+        finished: requests that ended since the last batch.
+        scheduler: state of the scheduler after the step; None if the engine did not send it.
     """
 
     engine_index: int = 0
@@ -128,13 +128,13 @@ class IterationStats(msgspec.Struct, kw_only=True):
 
 
 class PluginMeter(msgspec.Struct, array_like=True):
-    """What a plugin cost so far, in one worker.
+    """Costs of a plugin in one worker since the start.
 
     Attributes:
-        steps: steps in which it ran.
-        rows: rows that it was given, all steps together.
+        steps: number of steps in which it ran.
+        rows: number of rows that it processed, all steps together.
         seconds: host time in its methods.
-        faults: requests that ended because of it.
+        faults: number of requests that ended because of it.
     """
 
     steps: int = 0
@@ -144,11 +144,11 @@ class PluginMeter(msgspec.Struct, array_like=True):
 
 
 class StepFault(msgspec.Struct, array_like=True, frozen=True):
-    """Decisions that a plugin did not take, so that the built-in default did.
+    """Faults of a plugin's decisions, which the built-in default made instead.
 
     Attributes:
-        count: so far.
-        message: the first one in words, beginning with who is to blame.
+        count: total since the start.
+        message: of the first fault, beginning with the responsible plugin.
     """
 
     count: int
@@ -157,12 +157,12 @@ class StepFault(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class StatSinkContext(Context["StatSink"]):
-    """What a stat sink is built with.
+    """Context of a stat sink.
 
     Attributes:
-        clock: seconds; the frontend's.
-        model: as the configuration names it.
-        engine_index: of the engine whose figures come, the first one of several.
+        clock: of the frontend, in seconds.
+        model: as configured.
+        engine_index: of the engine, the first one of several.
     """
 
     clock: Callable[[], float]
@@ -171,20 +171,20 @@ class StatSinkContext(Context["StatSink"]):
 
 
 class StatSink(Component):
-    """Is told how the engine does: for a log, a dashboard, a bill. May not block.
+    """Receives statistics: for a log, a dashboard, a bill. Must not block.
 
-    One call comes at a time, though not always in the same thread. A call that raises is counted
-    in `LLM.health()`; requests and other sinks do not notice. `close` comes last.
+    Calls do not overlap, but may come from different threads. A call that raises is counted in
+    `LLM.health()` and affects neither requests nor other sinks. `close` is the last call.
     """
 
     context: StatSinkContext
 
     @abstractmethod
     def record(self, stats: IterationStats) -> None:
-        """Take what a batch of outputs brought; for reading, since all sinks get the same."""
+        """Record the statistics of a batch; do not modify them, for all sinks share the object."""
 
     def report(self) -> None:
-        """Show what was gathered; called about every `stats.interval_seconds`, and at the end.
+        """Report collected statistics; called about every `stats.interval_seconds`, and at the end.
 
-        `AsyncLLM` calls it also while nothing happens, `LLM` and `LLMEngine` only where they step.
+        `AsyncLLM` also calls it while idle, `LLM` and `LLMEngine` only in steps.
         """

@@ -1,4 +1,4 @@
-"""What a step decided, and why a request waits."""
+"""The record of a step's decisions, and the reasons why requests wait."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ __all__ = ["StepRecord", "WaitReason", "WaitingFor"]
 
 
 class WaitingFor(Enum):
-    """What a request lacks."""
+    """What a request waits for."""
 
     BEHIND = "behind"
-    """Others stand before it in the queue."""
+    """Requests before it in the queue."""
     BUDGET = "budget"
-    """The step has no tokens left for it."""
+    """Token budget: the step has no tokens left."""
     SLOT = "slot"
-    """As many requests run as may."""
+    """A slot: the maximum number of requests runs."""
     BLOCKS = "blocks"
-    """There are not enough free KV blocks."""
+    """Free KV blocks."""
     POLICY = "policy"
-    """The scheduling policy holds it back."""
+    """The scheduling policy, which holds it back."""
     REMOTE_KV = "remote_kv"
-    """Its keys and values are on their way."""
+    """Keys and values that a KV connector is loading."""
     GRAMMAR = "grammar"
-    """Its grammar is being compiled."""
+    """The compilation of its grammar."""
     LORA_SLOT = "lora_slot"
-    """As many adapters are active as may."""
+    """An adapter slot: the maximum number of adapters is active."""
     ENCODER = "encoder"
-    """The step's encoder budget or the encoder cache is full."""
+    """Room in the step's encoder budget or in the encoder cache."""
     RESULTS = "results"
-    """It runs, and everything it can compute is in steps whose results are not in."""
+    """Results of earlier steps: it runs, and all its known tokens are scheduled."""
     NEXT_STEP = "next_step"
-    """It came, or lost its blocks, after the last step was planned."""
+    """The next step: it arrived, or was preempted, after the last step was planned."""
     PAUSED = "paused"
-    """The engine is paused."""
+    """The end of a pause."""
 
 
 class WaitReason(msgspec.Struct, frozen=True):
     """Why a request got no tokens in a step.
 
     Attributes:
-        message: the same in words, with the numbers.
-        needed: how much of it the request needs: tokens, blocks, slots.
-        available: how much there is.
-        ahead: how many requests stand before it in the queue; None where that is not the reason.
+        message: the reason as text, with the numbers.
+        needed: amount that the request needs: tokens, blocks, slots.
+        available: amount that is available.
+        ahead: number of requests before it in the queue; None if that is not the reason.
     """
 
     waiting_for: WaitingFor
@@ -57,22 +57,22 @@ class WaitReason(msgspec.Struct, frozen=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step decided.
+    """The decisions of one step.
 
     Attributes:
         step: serial number of the plan.
-        timestamp: seconds on the engine's clock, at the step's beginning.
+        timestamp: seconds on the engine's clock, at the start of the step.
         scheduled: tokens by request id.
         new: ids of requests that were admitted for the first time.
-        resumed: ids of requests that came back after a preemption.
-        preempted: ids of requests that lost their blocks, with the reason in words.
-        finished: ids that the plan tells workers to forget.
+        resumed: ids of requests that were admitted again after a preemption.
+        preempted: ids of requests that were preempted, with the reason.
+        finished: ids that the plan reports to workers as finished.
         timed_out: ids whose deadline passed.
-        waiting: requests that the step looked at and left, with their reasons. Whoever is not
-            in it and waits is behind one of them.
-        num_running, num_waiting: after the step was planned.
-        num_free_blocks: KV blocks that nobody holds, after the step was planned.
-        token_budget: tokens that the step could have given away.
+        waiting: requests that the step considered and gave no tokens, with their reasons. Other
+            waiting requests are behind one of them.
+        num_running, num_waiting: after planning.
+        num_free_blocks: KV blocks that no request references, after planning.
+        token_budget: tokens that the step could assign.
     """
 
     step: int

@@ -15,10 +15,10 @@ __all__ = ["DecodeStream", "Tokenizer", "TokenizerContext"]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerContext(Context["Tokenizer"]):
-    """What a tokenizer is built with.
+    """Context of a tokenizer.
 
     Attributes:
-        files: where the tokenizer's own files are; usually the model's.
+        files: location of the tokenizer's files; usually the model's.
     """
 
     files: ModelFiles
@@ -28,11 +28,11 @@ class DecodeStream(Protocol):
     """Decodes one token at a time."""
 
     def step(self, token_id: int) -> str | None:
-        """Take one token; return the text that became certain, or None."""
+        """Add a token; return the text that is final now, or None."""
 
 
 class Tokenizer(Component):
-    """Text to token ids and back, and the chat template. Lives in the frontend."""
+    """Converts text to token ids and back, and applies the chat template, in the frontend."""
 
     context: TokenizerContext
 
@@ -48,18 +48,18 @@ class Tokenizer(Component):
     @property
     @abstractmethod
     def eos_token_ids(self) -> Sequence[int]:
-        """The end-of-sequence tokens that the tokenizer itself names; may be empty."""
+        """End-of-sequence tokens of the tokenizer; may be empty."""
 
     @abstractmethod
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`.
 
-        May be called in another thread than the other methods, while one of them runs.
+        May be called concurrently with the other methods, from another thread.
         """
 
     @abstractmethod
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`; bytes that are no text yet become U+FFFD."""
+        """Return the text of `token_ids`; incomplete characters become U+FFFD."""
 
     @abstractmethod
     def decode_stream(
@@ -78,5 +78,5 @@ class Tokenizer(Component):
         """Return the prompt text for a conversation.
 
         Raises:
-            RequestError: if the model has no chat template or the template refuses the messages.
+            RequestError: the model has no chat template, or the template refuses the messages.
         """

@@ -1,4 +1,4 @@
-"""Typed values at the edge: conversion whose errors give path, value and what would be right."""
+"""Typed options and arguments: conversion with errors that name path, value and valid values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(msgspec.field,))
 class _StrictMeta(msgspec.StructMeta):
-    """Makes every subclass frozen, keyword-only and closed without each having to say so."""
+    """Makes every subclass frozen, keyword-only and closed to unknown fields."""
 
     def __new__(
         cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **config: Any
@@ -59,8 +59,8 @@ def convert(
 ) -> T:
     """Convert `value` (plain data or an instance) to `type_`, checking every constraint.
 
-    Constructing a msgspec Struct checks nothing, so instances are converted too. Numbers must
-    be finite, and whole ones fit a tensor.
+    Constructors of msgspec Structs check nothing, so instances are converted too. Numbers must be
+    finite, and whole numbers must fit 64 bits.
 
     Raises:
         `error`, with a message such as `plugin_args.dry.base: expected a number > 1, got 0.5`.
@@ -68,26 +68,26 @@ def convert(
     try:
         plain = msgspec.to_builtins(value, str_keys=False, enc_hook=_scalar)
     except TypeError as cause:
-        where = _odd_path(value, path) or "value"
+        where = _non_data_path(value, path) or "value"
         raise error(f"{where}: expected plain data: {cause}") from None
     unusual = _has_unusual_number(plain)
-    if unusual and (odd := _first_number(plain, _is_endless)) is not None:
-        where = join_path(path, *odd.steps)
-        raise error(f"{where}: expected a finite number, got {odd.number}")
+    if unusual and (invalid := _first_number(plain, _is_infinite)) is not None:
+        where = join_path(path, *invalid.steps)
+        raise error(f"{where}: expected a finite number, got {invalid.number}")
     try:
         converted = msgspec.convert(plain, type_)
     except msgspec.ValidationError as cause:
         raise error(_explain(str(cause), plain, type_, path)) from None
-    if unusual and (odd := _first_number(plain, _is_wide)) is not None:
-        where = join_path(path, *odd.steps)
-        raise error(f"{where}: expected a whole number of at most 64 bits, got {odd.number}")
+    if unusual and (invalid := _first_number(plain, _is_too_large)) is not None:
+        where = join_path(path, *invalid.steps)
+        raise error(f"{where}: expected a whole number of at most 64 bits, got {invalid.number}")
     return converted
 
 
 def json_schema(type_: type[msgspec.Struct]) -> dict[str, Any]:
     """Return the JSON Schema of an Options, Arguments or configuration type.
 
-    What docstrings say about a table and its fields becomes their descriptions.
+    Docstrings become the descriptions of tables and fields.
     """
     schema = msgspec.json.schema(type_)
     tables = {table.__name__: table for table in walk_structs(type_)}
@@ -117,12 +117,12 @@ def join_path(*parts: str) -> str:
 
 
 def split_setting(text: str, option: str, example: str) -> tuple[list[str], str]:
-    """Split `a.b=text` into its path and what is right of the first `=`.
+    """Split `a.b=text` at the first `=` into path and value.
 
     Args:
         text: the setting.
-        option: the option that it was given to, for the message.
-        example: a setting that would be right, for the message.
+        option: name of the command-line option, for the error message.
+        example: a valid setting, for the error message.
 
     Raises:
         ConfigError: there is no `=`, or a part of the path is empty.
@@ -135,7 +135,7 @@ def split_setting(text: str, option: str, example: str) -> tuple[list[str], str]
 
 
 def parse_value(text: str) -> Any:
-    """Return the TOML value that a text is (`5`, `true`, `[1, 2]`, `"x"`), else the text itself."""
+    """Return a text's TOML value (`5`, `true`, `[1, 2]`, `"x"`); the text itself if it has none."""
     try:
         document = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -146,24 +146,24 @@ def parse_value(text: str) -> Any:
 
 
 def _scalar(value: Any) -> Any:
-    """Return a number of numpy or torch as Python's own."""
+    """Convert a scalar of numpy or torch to a Python number."""
     if callable(item := getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:
         return item()
     raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} is none")
 
 
-def _odd_path(value: Any, path: str) -> str:
-    """Return the path of the innermost part that is no plain data."""
+def _non_data_path(value: Any, path: str) -> str:
+    """Return the path of the innermost part that is not plain data."""
     for step, part in _parts(value):
         try:
             msgspec.to_builtins(part, str_keys=False, enc_hook=_scalar)
         except TypeError:
-            return _odd_path(part, join_path(path, step))
+            return _non_data_path(part, join_path(path, step))
     return path
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a value holds, with the step that leads there."""
+    """Yield the parts of a value with their path steps."""
     if isinstance(value, msgspec.Struct):
         for field in value.__struct_fields__:
             yield field, getattr(value, field)
@@ -173,25 +173,25 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{index}]", item) for index, item in enumerate(value))
 
 
-class _Odd(NamedTuple):
-    """A number that cannot be taken, and the steps that lead to it."""
+class _InvalidNumber(NamedTuple):
+    """An invalid number and its path."""
 
     number: float
     steps: list[str]
 
 
-def _is_endless(number: float) -> bool:
+def _is_infinite(number: float) -> bool:
     return isinstance(number, float) and not math.isfinite(number)
 
 
-def _is_wide(number: float) -> bool:
+def _is_too_large(number: float) -> bool:
     return isinstance(number, int) and not -(2**63) <= number < 2**63
 
 
 def _has_unusual_number(value: Any) -> bool:
-    """Return whether plain data has a number beyond 64 bits or none that is finite.
+    """Return whether plain data has a number that is infinite, NaN or beyond 64 bits.
 
-    One call per table and list: almost all data has none, so that no number is looked at closer.
+    Makes one call per table and list, since almost all data has no such number.
     """
     items: Iterable[Any] = value if isinstance(value, list) else (value,)
     if isinstance(value, dict):
@@ -205,18 +205,18 @@ def _has_unusual_number(value: Any) -> bool:
     return False
 
 
-def _first_number(value: Any, is_odd: Callable[[float], bool]) -> _Odd | None:
-    """Return the first odd number of plain data; its path is made only if there is one."""
+def _first_number(value: Any, is_invalid: Callable[[float], bool]) -> _InvalidNumber | None:
+    """Return the first invalid number in plain data."""
     if isinstance(value, int | float):
-        return _Odd(value, []) if is_odd(value) else None
+        return _InvalidNumber(value, []) if is_invalid(value) else None
     if isinstance(value, dict):
         for key, item in value.items():
-            if (odd := _first_number(item, is_odd)) is not None:
-                return _Odd(odd.number, [str(key), *odd.steps])
+            if (invalid := _first_number(item, is_invalid)) is not None:
+                return _InvalidNumber(invalid.number, [str(key), *invalid.steps])
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            if (odd := _first_number(item, is_odd)) is not None:
-                return _Odd(odd.number, [f"[{index}]", *odd.steps])
+            if (invalid := _first_number(item, is_invalid)) is not None:
+                return _InvalidNumber(invalid.number, [f"[{index}]", *invalid.steps])
     return None
 
 
@@ -225,7 +225,7 @@ _MISSING = re.compile(r"missing required field `(.*)`")
 
 
 def _explain(message: str, value: Any, type_: Any, path: str) -> str:
-    """Return an error message with full path, plain words and the value that was given."""
+    """Return an error message with full path, expected type and given value."""
     text, steps, in_key = parse_error(message)
     steps = failing_keys(type_, value, steps)
     where = join_path(path, *steps)

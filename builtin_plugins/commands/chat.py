@@ -22,7 +22,7 @@ _HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops
 
 
 class _Conversation:
-    """Messages so far, and the model that answers."""
+    """The messages so far and the model that answers."""
 
     def __init__(self, generator: Generator, params: SamplingParams, system: str | None) -> None:
         self._generator = generator
@@ -31,14 +31,13 @@ class _Conversation:
         self._messages: list[dict[str, Any]] = []
 
     def reset(self) -> None:
-        """Forget everything but the system message."""
+        """Remove all messages but the system message."""
         self._messages = []
 
     def ask(self, text: str) -> bool:
-        """Print the answer to a message as it comes; return whether there was no error.
+        """Print the answer to a message as it comes; return False on an error.
 
-        A message that could not be answered is forgotten. Ctrl-C ends the answer, of which the
-        part that came stays.
+        After an error the message is removed. Ctrl-C ends the answer and keeps the part received.
         """
         question = {"role": "user", "content": text}
         answer, error = "", None
@@ -92,7 +91,7 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
 
 
 def _talk(conversation: _Conversation, *, interactive: bool) -> int:
-    """Answer every message; piped, an error ends the conversation with exit code 1."""
+    """Answer all messages; if not interactive, an error ends with exit code 1."""
     for line in _typed_lines() if interactive else sys.stdin:
         text = line.strip()
         if text == "/exit":
@@ -117,9 +116,9 @@ def _typed_lines() -> Iterator[str]:
 
 
 def _enable_editing() -> None:
-    """Give the prompt arrow keys and history, where Python has readline."""
+    """Enable arrow keys and history in the prompt, if Python has readline."""
     try:
-        import readline  # noqa: F401, PLC0415 - it works by being imported
+        import readline  # noqa: F401, PLC0415 - the import enables it
     except ImportError:
         pass
 

@@ -1,4 +1,4 @@
-"""`hardpoint config`: what is configured, by whom, and what can be."""
+"""`hardpoint config`: the configuration, the sources of its values, and its schema."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from .tables import print_table
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options] COMMAND ..."
-    parser.description = (
-        "Show the configuration: its values with their config_sources, or its schema."
-    )
+    parser.description = "Show the configuration: its values with their sources, or its schema."
     actions = parser.add_subparsers(
         dest="action", required=True, metavar="COMMAND", prog=parser.prog
     )
@@ -41,13 +39,13 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
         }
         print(json.dumps(shown, indent=2))
         return 0
-    rows = [(path, _formatted(value), config_sources.of(path)) for path, value in values.items()]
+    rows = [(path, _toml(value), config_sources.of(path)) for path, value in values.items()]
     print_table(("path", "value", "origin"), rows, dim=[row[2] == "default" for row in rows])
     return 0
 
 
 def _flat(table: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Return every value that is no table by its dotted path; empty tables count as values."""
+    """Return the values by dotted path; an empty table counts as a value."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         path = f"{prefix}.{key}" if prefix else key
@@ -55,8 +53,8 @@ def _flat(table: dict[str, Any], prefix: str) -> dict[str, Any]:
     return flat
 
 
-def _formatted(value: Any) -> str:
-    """Return a value as one would write it in TOML; None, which TOML lacks, is `none`."""
+def _toml(value: Any) -> str:
+    """Return a value in TOML syntax; None, which TOML lacks, is `none`."""
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 

@@ -26,7 +26,7 @@ from .sampling import add_sampling_options, sampling_params
 
 @dataclass
 class _Completion:
-    """One completion, put together from what came."""
+    """One completion, assembled from its outputs."""
 
     index: int
     text: str = ""

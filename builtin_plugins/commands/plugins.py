@@ -1,4 +1,4 @@
-"""`hardpoint plugins`: what is installed, what is on, and why."""
+"""`hardpoint plugins`: the installed and enabled plugins, and the reasons."""
 
 from __future__ import annotations
 

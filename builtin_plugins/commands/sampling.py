@@ -1,4 +1,4 @@
-"""The options that `generate` and `chat` share: how tokens are chosen."""
+"""The sampling options of `generate` and `chat`."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) ->
 
 
 def sampling_params(options: argparse.Namespace) -> SamplingParams:
-    """Return what the options ask for, checked; a field whose option was not given is not set.
+    """Return checked parameters from the options; fields without an option keep their defaults.
 
     Raises:
-        RequestError: naming the field, its value and what would be right.
+        RequestError: a field is invalid; names its value and what would be right.
         ConfigError: a `--plugin-args` is not of the form NAME.KEY=VALUE.
     """
     given = {name: getattr(options, name, None) for name in _FIELDS}

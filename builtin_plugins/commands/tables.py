@@ -1,4 +1,4 @@
-"""Tables: coloured and fitted on a terminal, plain aligned columns everywhere else."""
+"""Tables: styled and fitted to a terminal, plain aligned columns otherwise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def print_table(
     Args:
         headers: one per column.
         rows: cells, as many per row as there are headers.
-        dim: per row, whether it matters less; shown on a terminal only.
+        dim: per row, whether it is dimmed on a terminal.
     """
     if sys.stdout.isatty():
         _print_rich(headers, rows, dim or [False] * len(rows))

@@ -308,5 +308,5 @@ def test_config_schema_describes_itself(capsys):
         "type": "integer",
         "minimum": 1,
         "default": EngineConfig().scheduler.max_num_seqs,
-        "description": "most requests that run at once.",
+        "description": "maximum number of running requests.",
     }

@@ -116,7 +116,7 @@ def test_every_value_of_the_configuration_is_documented_in_its_schema():
     schema = json_schema(EngineConfig)
     engine = schema["$defs"]["EngineConfig"]
     assert engine["description"] == "The whole configuration of an engine."
-    assert engine["properties"]["seed"]["description"].startswith("of everything that a request")
+    assert engine["properties"]["seed"]["description"].startswith("for requests without a seed")
     undocumented = [
         (name, key)
         for name, table in schema["$defs"].items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.config import ConfigSources
 
 from .open_model import OpenModel
-from .progress import ProgressDisplay
+from .progress import ProgressDisplay, draw_outputs
 from .requests import (
     OpenCalls,
     OutputStream,
@@ -98,8 +98,8 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
     def _open(
         self, config: EngineConfig, config_sources: ConfigSources, progress: bool | None
     ) -> None:
-        self._progress = progress
-        with ProgressDisplay(progress) as display:
+        self._draws_progress = sys.stderr.isatty() if progress is None else progress
+        with ProgressDisplay(self._draws_progress) as display:
             self._engine = build_engine(config, config_sources, progress=display.report)
         self._calls = OpenCalls(self._engine)
 
@@ -289,19 +289,16 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
     def _run(self, ids: list[str]) -> list[RequestOutput]:
         """Step until all are finished; return them in the order of `ids`."""
         results: dict[str, RequestOutput] = {}
-        began, prompt, tokens = time.perf_counter(), 0, 0
+        outputs = self._calls.outputs(ids)
+        if self._draws_progress:
+            outputs = draw_outputs(outputs, len(ids))
         try:
-            with ProgressDisplay(self._progress) as display:
-                outputs = self._calls.outputs(ids)
-                while len(results) < len(ids):
-                    output = next(outputs)
-                    results[output.request_id] = output
-                    prompt += len(output.prompt_token_ids)
-                    tokens += sum(len(completion.token_ids) for completion in output.outputs)
-                    seconds = time.perf_counter() - began
-                    note = f"{prompt / seconds:.0f} prompt, {tokens / seconds:.0f} output tokens/s"
-                    display.report("Generating", len(results), len(ids), note)
+            # The outputs of the engine never end, so the last one is known by counting.
+            while len(results) < len(ids):
+                output = next(outputs)
+                results[output.request_id] = output
         finally:
+            del outputs  # stops drawing
             self._calls.drop(ids)
         return [results[request_id] for request_id in ids]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Iterator
 from types import TracebackType
 
 from rich.console import Console
@@ -15,7 +17,9 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-__all__ = ["ProgressDisplay"]
+from hardpoint.plugins import RequestOutput
+
+__all__ = ["ProgressDisplay", "draw_outputs"]
 
 
 class ProgressDisplay:
@@ -60,3 +64,16 @@ class ProgressDisplay:
         if what not in self._tasks:
             self._tasks[what] = self._progress.add_task(what, total=total, note=note)
         self._progress.update(self._tasks[what], completed=done, total=total, note=note)
+
+
+def draw_outputs(outputs: Iterator[RequestOutput], total: int) -> Iterator[RequestOutput]:
+    """Yield the outputs; draw how many of `total` have come, and tokens per second so far."""
+    began, prompt, tokens = time.perf_counter(), 0, 0
+    with ProgressDisplay(enabled=True) as display:
+        for done, output in enumerate(outputs, 1):
+            prompt += len(output.prompt_token_ids)
+            tokens += sum(len(completion.token_ids) for completion in output.outputs)
+            seconds = time.perf_counter() - began
+            note = f"{prompt / seconds:.0f} prompt, {tokens / seconds:.0f} output tokens/s"
+            display.report("Generating", done, total, note)
+            yield output

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from hardpoint.plugins import ForwardBatch, KVSpec, Model, ModelContext
 
 from .hf_config import ConfigFields
-from .layers import Embedding, Layer, Linear, RMSNorm
-from .rope import RotaryEmbedding
+from .layers import Embedding, Layer, Linear, RMSNorm, RotaryEmbedding
 
 
 @dataclass(frozen=True)

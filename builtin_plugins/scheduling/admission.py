@@ -185,6 +185,8 @@ def _admit(
     if request.request_id in tracker.loaded:
         return _schedule(tracker, request, CachedPrefix(), 0, step)
     prefix = tracker.cache.lookup(request)
+    if tracker.context.connector is None:
+        return _schedule(tracker, request, prefix, 0, step)
     external, asynchronous = match_external(tracker, request, prefix)
     if external is None:
         step.waiting[request.request_id] = wait_reasons.remote_kv(None)

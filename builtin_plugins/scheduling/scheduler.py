@@ -111,7 +111,7 @@ class DefaultScheduler(Scheduler):
             step.timed_out.append(request.request_id)
             tracker.finish_in_planning(request, FinishReason.TIMEOUT)
         poll_blocked(tracker, step)
-        if self._pause is not PauseState.PAUSED_ALL:
+        if tracker.running and self._pause is not PauseState.PAUSED_ALL:
             schedule_running(tracker, step)
         if "scheduled" in tracker.policy_hooks:
             for request_id, running in step.running.items():

@@ -143,7 +143,10 @@ class Frontend:
             parts.tokenizer, config.engine.stream_interval, parts.statistics
         )
         self._prebuilt = PrebuiltRequestValidator(self.input, parts.model_config.vocab_size)
-        self._received = RequestReceivedHook(parts.hooks, self._prebuilt, self._arguments)
+        self._received_hook: RequestReceivedHook | None = None
+        if parts.hooks.has("request_received"):
+            self._received_hook = RequestReceivedHook(parts.hooks, self._prebuilt, self._arguments)
+        self._has_finished_hook = parts.hooks.has("request_finished")
         self._random_ids = config.engine.random_request_ids
         if not self._random_ids:
             _log.warning("engine.random_request_ids is off: two live requests cannot share an id")
@@ -192,7 +195,9 @@ class Frontend:
         n = request.params.n if request.pooling_params is None else 1
         internal_id = self._internal_id(request_id, n)
         parent = ParentRequest(request_id, internal_id, n, sink)
-        children = [self._received(child) for child in parent.children(request)]
+        children = parent.children(request)
+        if self._received_hook is not None:
+            children = [self._received_hook(child) for child in children]
         for child in children:
             self.output.add_request(child, text, parent, arrived)
         return Submission(parent, children)
@@ -309,7 +314,7 @@ class Frontend:
             self._health.record(*fault)
         outputs: list[AnyOutput] = []
         for parent, output in processed.request_outputs:
-            if output.finished and isinstance(output, RequestOutput) and not _aborted(output):
+            if self._has_finished_hook and isinstance(output, RequestOutput):
                 self._call_finished_hook(output)
             if parent.sink is None:
                 outputs.append(output)
@@ -318,13 +323,12 @@ class Frontend:
         return ProcessedBatch(outputs, processed.aborts)
 
     def _call_finished_hook(self, output: RequestOutput) -> None:
+        """Call the hook for the last output of a request that was not aborted."""
+        aborted = any(completion.finish_reason == _ABORTED for completion in output.outputs)
+        if aborted or not output.finished:
+            return
         try:
             self._hooks.call("request_finished", output=output)
         except PluginFaultError as fault:
             for completion in output.outputs:
                 completion.finish_reason, completion.error = "error", str(fault)
-
-
-def _aborted(last: RequestOutput) -> bool:
-    """Return whether a request was aborted."""
-    return any(output.finish_reason == _ABORTED for output in last.outputs)

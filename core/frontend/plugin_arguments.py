@@ -140,7 +140,8 @@ class PluginArguments:
         for processor in self._used(processors, request.params):
             name = processor.entry.name
             arguments = self._given(processor, request.params)
-            self._health.check(name)
+            if name in self._health.ended:
+                self._health.check(name)
             prepared = self._prepared(processor, arguments, request)
             resolved[name] = msgspec.to_builtins(prepared, str_keys=False)
         return resolved

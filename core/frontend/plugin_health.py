@@ -36,6 +36,9 @@ class PluginHealth:
     """Counts the requests that each plugin ended; quarantines third-party ones.
 
     A built-in is never quarantined: too much depends on it.
+
+    Attributes:
+        ended: by plugin name, the requests that it ended.
     """
 
     def __init__(self, plugins: PluginSet, quarantine_after: int) -> None:
@@ -46,12 +49,12 @@ class PluginHealth:
             if entry.distribution == DISTRIBUTION
         }
         self._quarantine_after = quarantine_after
-        self._ended: dict[str, set[str]] = {}
+        self.ended: dict[str, set[str]] = {}
         self._first: dict[str, str] = {}
 
     def record(self, plugin: str, request_id: str, message: str) -> None:
         """Record that a plugin ended a request."""
-        self._ended.setdefault(plugin, set()).add(request_id)
+        self.ended.setdefault(plugin, set()).add(request_id)
         self._first.setdefault(plugin, message)
 
     def check(self, plugin: str) -> None:
@@ -63,18 +66,18 @@ class PluginHealth:
         if self._quarantined(plugin):
             raise RequestError(
                 f"plugin_args.{plugin}: the plugin is quarantined, for it ended "
-                f"{len(self._ended[plugin])} requests; the first: {self._first[plugin]}"
+                f"{len(self.ended[plugin])} requests; the first: {self._first[plugin]}"
             )
 
     def report(self, fallbacks: dict[str, StepFault], restarts: int = 0) -> Health:
         """Return the health, with the faults that the engine reports of its own plugins."""
         return Health(
-            faults={plugin: len(ended) for plugin, ended in self._ended.items()},
-            quarantined={p: self._first[p] for p in self._ended if self._quarantined(p)},
+            faults={plugin: len(ended) for plugin, ended in self.ended.items()},
+            quarantined={p: self._first[p] for p in self.ended if self._quarantined(p)},
             fallbacks=fallbacks,
             restarts=restarts,
         )
 
     def _quarantined(self, plugin: str) -> bool:
-        ended = len(self._ended.get(plugin, ()))
+        ended = len(self.ended.get(plugin, ()))
         return plugin not in self._builtin and 0 < self._quarantine_after <= ended

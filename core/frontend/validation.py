@@ -102,7 +102,7 @@ class RequestReceivedHook:
     def __init__(
         self, hooks: HookSet, prebuilt: PrebuiltRequestValidator, arguments: PluginArguments
     ) -> None:
-        """Do nothing for requests unless a plugin implements the hook."""
+        """Store the validator; a plugin implements the hook."""
         self._hooks = hooks
         self._check = prebuilt.checked
         self._arguments = arguments
@@ -113,8 +113,6 @@ class RequestReceivedHook:
         Raises:
             RequestError: a hook refused it, failed, or made it invalid.
         """
-        if not self._hooks.has("request_received"):
-            return request
         before = msgspec.structs.replace(request, plugin_args=copy.deepcopy(request.plugin_args))
         try:
             self._hooks.call("request_received", request=request)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.builtins.model_harness import Blocks, build_backend
 from support.searching import examples
 
-from hardpoint.builtin_plugins.attention.plan import AttentionPlan, _groups
+from hardpoint.builtin_plugins.attention.torch import AttentionPlan, _groups
 from hardpoint.plugins import KVSpec
 
 NUM_BLOCKS = 96
@@ -85,7 +85,7 @@ def test_any_mix_of_steps_equals_naive_attention(heads, block_size, window, step
 
 @pytest.mark.parametrize("window", [None, 40, 200])
 def test_decode_of_very_different_lengths_is_split_and_right(window, monkeypatch) -> None:
-    monkeypatch.setattr("hardpoint.builtin_plugins.attention.plan._SPLIT_TOKENS", 16)
+    monkeypatch.setattr("hardpoint.builtin_plugins.attention.torch._SPLIT_TOKENS", 16)
     rng = random.Random(1)
     lengths = {f"s{i}": rng.choice([1, 3, 5, 150, 300]) for i in range(9)}
     singles = [(name, 1) for name in lengths]

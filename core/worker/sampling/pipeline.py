@@ -35,7 +35,7 @@ class LogitsPipeline:
         self._batch_followers = [
             runner
             for runner in runners
-            if runner.device_state or isinstance(runner.processor, BatchLogitsProcessor)
+            if runner.has_device_state or isinstance(runner.processor, BatchLogitsProcessor)
         ]
         # Of the step's rows, derived again when those change.
         self._requests: list[LogitsRequest] = []
@@ -65,7 +65,7 @@ class LogitsPipeline:
                 with runner.measured():
                     if runner.has_state:
                         request.state[name] = runner.processor.start(request)
-                    if runner.device_state:
+                    if runner.has_device_state:
                         runner.device_state.start(request)
             except Exception as cause:
                 return runner.fault("start", cause)
@@ -132,7 +132,7 @@ class LogitsPipeline:
         for runner in self._advancing:
             self._advance_host(runner, requests, tokens, faults)
         for runner in self._batch_followers:
-            if runner.device_state:
+            if runner.has_device_state:
                 faults.update(self._advance_device(runner, requests, device_ids))
         return faults
 
@@ -182,7 +182,7 @@ class LogitsPipeline:
             drafts: the draft token that a view has more than the view before it.
         """
         for runner in self._batch_followers:
-            if not runner.device_state:
+            if not runner.has_device_state:
                 continue
             before: LogitsRequest | None = None
             for view, token in zip(views, drafts, strict=True):

@@ -76,6 +76,7 @@ class ProcessorRunner:
             self.processor.phase is Phase.TEMPERATURE
         )
         self.device_state = DeviceState(self.processor, self.max_rows, self.device)
+        self.has_device_state = bool(self.device_state)
 
     def fault(self, method: str, cause: Exception | str) -> RequestFault:
         """Count a fault of this processor, and return it for the request that it ends.
@@ -116,7 +117,7 @@ class ProcessorRunner:
 
         A broken processor, whose users have ended since, is rebuilt from `full_update`.
         """
-        if update is not None and self.device_state:
+        if update is not None and self.has_device_state:
             self.device_state.move(update)
         if not isinstance(self.processor, BatchLogitsProcessor):
             return

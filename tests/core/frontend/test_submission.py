@@ -115,12 +115,12 @@ def test_a_prompt_that_comes_again_is_cached(scripted, in_process):
 
 def test_the_progress_bar_tells_both_speeds(scripted, capfd, monkeypatch):
     clock = SimpleNamespace(perf_counter=itertools.count(step=0.001).__next__)
-    monkeypatch.setattr("hardpoint.llm.time", clock)
+    monkeypatch.setattr("hardpoint.progress.time", clock)
     with LLM(config=scripted_config(scripted), progress=True) as llm:
         capfd.readouterr()
         llm.generate(["say abc", "long"], GREEDY)
         shown = capfd.readouterr().err
-        llm._progress = False
+        llm._draws_progress = False
         llm.generate("say abc", GREEDY)
         assert capfd.readouterr().err == ""
     assert "Generating" in shown

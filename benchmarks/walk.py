@@ -63,6 +63,8 @@ def in_package(filename: str) -> bool:
 
 def relative(filename: str) -> str | None:
     """Return a file's path as in the checkout, None for files of others."""
+    if filename == __file__:
+        return None
     path = Path(filename)
     resolved = path.resolve() if path.exists() else path
     for root in (PACKAGE, CHECKOUT):

@@ -50,12 +50,15 @@ class _Processor:
 
     Attributes:
         fields: of SamplingParams that are its own.
+        uses: the answer of `LogitsPlugin.uses`, which is the same for all requests; None for a
+            class that overrides it.
     """
 
     entry: PluginEntry
     cls: type[LogitsPlugin]
     options: Any
     fields: frozenset[str]
+    uses: bool | None
 
 
 class PluginArguments:
@@ -82,6 +85,7 @@ class PluginArguments:
                 cls,
                 plugins.options(entry),
                 frozenset(cls.params_fields),
+                _same_for_all(cls),
             )
             for entry, cls in plugins.logits_processors()
         ]
@@ -152,18 +156,13 @@ class PluginArguments:
         """Yield the processors that a request uses: by arguments, by a field, or unasked."""
         changed = {f for f in self._honoured if getattr(params, f) != getattr(_DEFAULTS, f)}
         for processor in processors:
-            used = processor.entry.name in params.plugin_args
-            if not used and changed.isdisjoint(processor.fields):
-                try:
-                    used = processor.cls.uses(params)
-                except Exception as cause:
-                    raise RequestError(
-                        f"{processor.entry.source}: its uses failed: "
-                        f"{type(cause).__name__}: {cause}"
-                    ) from cause
-                if not used:
-                    continue
-            yield processor
+            if (
+                processor.entry.name in params.plugin_args
+                or not changed.isdisjoint(processor.fields)
+                or processor.uses
+                or (processor.uses is None and _asked(processor, params))
+            ):
+                yield processor
 
     def reasoning_ended(self, prompt_token_ids: Sequence[int]) -> bool | None:
         """Return whether a prompt's last marker ends reasoning; None without a reasoning parser.
@@ -262,6 +261,21 @@ class PluginArguments:
                 f"{field}: no logits processor that is on honours it, so {value!r} would be "
                 f"ignored; enable one, or leave it at {getattr(_DEFAULTS, field)!r}"
             )
+
+
+def _same_for_all(cls: type[LogitsPlugin]) -> bool | None:
+    """Return the answer of the default `uses`, None if the class has its own."""
+    default = cls.uses.__func__ is LogitsPlugin.uses.__func__  # type: ignore[attr-defined]
+    return cls.uses(_DEFAULTS) if default else None
+
+
+def _asked(processor: _Processor, params: SamplingParams) -> bool:
+    try:
+        return processor.cls.uses(params)
+    except Exception as cause:
+        raise RequestError(
+            f"{processor.entry.source}: its uses failed: {type(cause).__name__}: {cause}"
+        ) from cause
 
 
 def _converted(processor: _Processor, given: Any, path: str) -> Any:

@@ -128,14 +128,14 @@ def build_async_engine(
         ConfigError, PluginError, ModelError, EngineDeadError: as `build_engine`.
     """
     began = time.perf_counter()
-    relay = EventLoopBridge()
+    bridge = EventLoopBridge()
     with _spawned() as spawned:
         prepared = _prepare(config, config_sources or ConfigSources(), progress, time.monotonic)
-        parts = _in_own_process(prepared, spawned, relay)
+        parts = _in_own_process(prepared, spawned, bridge)
     restarter = Restarter(
         _connect, enabled=restart, max_per_minute=config.engine.max_restarts_per_minute
     )
-    engine = AsyncEngine(parts, relay, restarter)
+    engine = AsyncEngine(parts, bridge, restarter)
     _start_hooks(parts, prepared, engine.close, time.perf_counter() - began)
     return engine
 
@@ -244,11 +244,11 @@ def _in_own_process(
 def _connect(parts: EngineParts) -> tuple[ProcessClient, EventLoopBridge]:
     """Start another engine process with the configuration of a dead one."""
     assert isinstance(parts.client, ProcessClient)
-    relay = EventLoopBridge()
+    bridge = EventLoopBridge()
     start = dataclasses.replace(
         parts.client.start, config=parts.config, manifest=parts.plugins.manifest
     )
-    return ProcessClient(start, relay), relay
+    return ProcessClient(start, bridge), bridge
 
 
 def _log_level() -> str:

@@ -62,7 +62,7 @@ class ClientSendQueues:
         """
         with self._changed:
             while True:
-                waiting = [client for client, queue in enumerate(self._queues) if len(queue)]
+                waiting = [client for client, queue in enumerate(self._queues) if queue.messages]
                 for client in waiting:
                     if can_send(client):
                         return client, self._queues[client].pop()
@@ -81,28 +81,30 @@ class ClientSendQueues:
 class _ClientQueue:
     """Unsent messages of one client in order; merged outputs keep the place of the first of them.
 
-    So a result that a client gets is never earlier than the outputs that came before it.
+    So a client never gets a utility result before the outputs that came before it.
+
+    Attributes:
+        messages: utility results and, while there are unsent outputs, `_outputs`, once.
     """
 
     def __init__(self) -> None:
         self._outputs = OutputCoalescer()
-        # `_outputs` is in here, once, while it holds a batch: at the place of that batch.
-        self._messages: deque[UtilityOutput | OutputCoalescer] = deque()
+        self.messages: deque[UtilityOutput | OutputCoalescer] = deque()
 
     def __len__(self) -> int:
         """Return the number of utility results and outputs. In any thread."""
-        return len(self._messages) + max(len(self._outputs) - 1, 0)
+        return len(self.messages) + max(len(self._outputs) - 1, 0)
 
     def put(self, message: Message) -> None:
         if isinstance(message, UtilityOutput):
-            self._messages.append(message)
+            self.messages.append(message)
             return
         if not self._outputs:
-            self._messages.append(self._outputs)
+            self.messages.append(self._outputs)
         self._outputs.put(message)
 
     def pop(self) -> Message:
-        message = self._messages.popleft()
+        message = self.messages.popleft()
         if isinstance(message, UtilityOutput):
             return message
         outputs = message.pop()

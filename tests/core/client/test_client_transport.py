@@ -360,17 +360,17 @@ def test_a_busy_loop_finds_one_entry_per_request(serve):
         params = SamplingParams(
             temperature=0.0, max_tokens=600, ignore_eos=True, output_kind=RequestOutputKind.DELTA
         )
-        relay, known = llm._engine._bridge, llm._engine._frontend.output
+        bridge, known = llm._engine._bridge, llm._engine._frontend.output
         async with stopped(llm):
             tasks = [asyncio.create_task(collect(llm, [n + 1], params)) for n in range(8)]
             await until(lambda: known.num_unfinished_requests() == 8, "all to be sent")
         # the loop stands still, as in a careless program
-        wait_until(lambda: relay.num_waiting >= 8, PATIENCE_S, "an entry per request")
-        most = relay.num_waiting
+        wait_until(lambda: bridge.num_waiting >= 8, PATIENCE_S, "an entry per request")
+        most = bridge.num_waiting
         while not all(task.done() for task in tasks):
             await asyncio.sleep(0.01)
             time.sleep(0.1)
-            most = max(most, relay.num_waiting)
+            most = max(most, bridge.num_waiting)
         assert most == 8
         for task in tasks:
             assert sum(len(each.outputs[0].token_ids) for each in task.result()) == 600

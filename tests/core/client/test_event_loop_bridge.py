@@ -54,17 +54,17 @@ def in_thread(call) -> None:
 
 
 def connected() -> tuple[EventLoopBridge, Taker]:
-    relay, taker = EventLoopBridge(), Taker()
-    relay.connect(asyncio.get_running_loop(), taker.take)
-    return relay, taker
+    bridge, taker = EventLoopBridge(), Taker()
+    bridge.connect(asyncio.get_running_loop(), taker.take)
+    return bridge, taker
 
 
 def test_a_loop_that_keeps_up_gets_the_very_batches():
     async def main():
-        relay, taker = connected()
+        bridge, taker = connected()
         sent = [batch(number, "ab") for number in range(5)]
         for each in sent:
-            in_thread(lambda each=each: relay(each))
+            in_thread(lambda each=each: bridge(each))
             await settle()
         assert [taken is each for taken, each in zip(taker.items, sent, strict=True)] == [True] * 5
         assert taker.threads == {threading.main_thread()}
@@ -74,13 +74,13 @@ def test_a_loop_that_keeps_up_gets_the_very_batches():
 
 def test_a_busy_loop_finds_one_entry_per_request():
     async def main():
-        relay, taker = connected()
+        bridge, taker = connected()
         names = [f"r{number}" for number in range(32)]
-        in_thread(lambda: [relay(batch(token, names)) for token in range(1000)])
-        assert relay.num_waiting == 32
+        in_thread(lambda: [bridge(batch(token, names)) for token in range(1000)])
+        assert bridge.num_waiting == 32
         assert len(asyncio.get_running_loop()._ready) <= 2
         await settle()
-        assert relay.num_waiting == 0
+        assert bridge.num_waiting == 0
         assert taker.tokens() == {name: list(range(1000)) for name in names}
         assert len(taker.items) == 1
 
@@ -91,7 +91,7 @@ def test_chunks_leave_the_loop_to_others(monkeypatch):
     monkeypatch.setattr(module, "_CHUNK_SIZE", 4)
 
     async def main():
-        relay, taker = connected()
+        bridge, taker = connected()
         turns = []
 
         async def other():
@@ -101,7 +101,7 @@ def test_chunks_leave_the_loop_to_others(monkeypatch):
 
         task = asyncio.create_task(other())
         await asyncio.sleep(0)
-        relay(batch(1, [f"r{number}" for number in range(14)]))
+        bridge(batch(1, [f"r{number}" for number in range(14)]))
         await task
         assert [len(item.outputs) for item in taker.items] == [4, 4, 4, 2]
         assert {1, 2, 3} <= set(turns)
@@ -114,12 +114,12 @@ def test_what_comes_between_chunks_comes_after_them(monkeypatch):
     monkeypatch.setattr(module, "_CHUNK_SIZE", 1)
 
     async def main():
-        relay, taker = connected()
-        relay(batch(1, "abc"))
+        bridge, taker = connected()
+        bridge(batch(1, "abc"))
         await asyncio.sleep(0)
-        relay(batch(2, "abc"))
-        relay(batch(3, "abc", finish_reason=FinishReason.STOP))
-        relay(END)
+        bridge(batch(2, "abc"))
+        bridge(batch(3, "abc", finish_reason=FinishReason.STOP))
+        bridge(END)
         await settle()
         assert taker.tokens() == {name: [1, 2, 3] for name in "abc"}
         assert taker.items[-1] is END
@@ -129,16 +129,16 @@ def test_what_comes_between_chunks_comes_after_them(monkeypatch):
 
 
 def test_what_came_before_the_loop_waits_for_it():
-    relay, taker = EventLoopBridge(), Taker()
-    assert relay.failure is None
+    bridge, taker = EventLoopBridge(), Taker()
+    assert bridge.failure is None
     for token in range(3):
-        relay(batch(token, "a"))
-    relay(END)
-    assert relay.failure is END
+        bridge(batch(token, "a"))
+    bridge(END)
+    assert bridge.failure is END
 
     async def main():
-        relay.connect(asyncio.get_running_loop(), taker.take)
-        assert relay.failure is None  # it is on its way to those who wait
+        bridge.connect(asyncio.get_running_loop(), taker.take)
+        assert bridge.failure is None  # it is on its way to those who wait
         assert taker.items == []
         await settle()
 
@@ -157,11 +157,11 @@ def test_an_error_of_the_taker_does_not_lose_the_rest(monkeypatch):
                 raise ValueError("broken")
 
     async def main():
-        relay, taker, failures = EventLoopBridge(), Breaks(), []
+        bridge, taker, failures = EventLoopBridge(), Breaks(), []
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: failures.append(str(context["exception"])))
-        relay.connect(loop, taker.take)
-        relay(batch(1, "abc"))
+        bridge.connect(loop, taker.take)
+        bridge(batch(1, "abc"))
         await settle()
         assert taker.tokens() == {name: [1] for name in "abc"}
         assert failures == ["broken"]
@@ -171,15 +171,15 @@ def test_an_error_of_the_taker_does_not_lose_the_rest(monkeypatch):
 
 def test_it_keeps_nobody_alive():
     async def main():
-        relay, taker = connected()
+        bridge, taker = connected()
         items = taker.items
         del taker
         gc.collect()
         for token in range(100):
-            relay(batch(token, "ab"))
+            bridge(batch(token, "ab"))
         await settle()
         assert items == []
-        assert relay.num_waiting <= 2
+        assert bridge.num_waiting <= 2
 
     asyncio.run(main())
 
@@ -189,18 +189,18 @@ def test_a_closed_loop_is_nobody(item):
     async def main():
         return connected()
 
-    relay, taker = asyncio.run(main())
-    relay(item)
+    bridge, taker = asyncio.run(main())
+    bridge(item)
     assert taker.items == []
 
 
 def test_nothing_comes_after_a_disconnect():
     async def main():
-        relay, taker = connected()
-        relay(batch(1, "ab"))
-        relay.disconnect()
-        relay(batch(2, "ab"))
-        relay(END)
+        bridge, taker = connected()
+        bridge(batch(1, "ab"))
+        bridge.disconnect()
+        bridge(batch(2, "ab"))
+        bridge(END)
         await settle()
         assert taker.items == []
 

@@ -19,48 +19,48 @@ def batch(*tokens: int) -> EngineCoreOutputs:
 
 
 def test_who_keeps_up_gets_the_very_batches():
-    inbox = OutputQueue()
+    queue = OutputQueue()
     for number in (1, 2):
         sent = batch(number)
-        inbox.put(sent)
-        assert inbox.get(None) is sent
+        queue.put(sent)
+        assert queue.get(None) is sent
 
 
 def test_what_waits_is_merged():
-    inbox = OutputQueue()
+    queue = OutputQueue()
     for number in range(1000):
-        inbox.put(batch(number))
-    assert len(inbox) == 1
-    assert inbox.get(None).outputs[0].new_token_ids == list(range(1000))
-    assert len(inbox) == 0
+        queue.put(batch(number))
+    assert len(queue) == 1
+    assert queue.get(None).outputs[0].new_token_ids == list(range(1000))
+    assert len(queue) == 0
 
 
 def test_a_batch_without_outputs_is_one_too():
-    inbox = OutputQueue()
-    inbox.put(batch())
-    assert len(inbox) == 1
-    assert inbox.get(None).outputs == []
+    queue = OutputQueue()
+    queue.put(batch())
+    assert len(queue) == 1
+    assert queue.get(None).outputs == []
 
 
 def test_the_end_comes_after_the_outputs_and_stays():
-    inbox = OutputQueue()
-    inbox.put(batch(1))
-    inbox.put(END)
-    assert inbox.get(0).outputs[0].new_token_ids == [1]
-    assert [inbox.get(seconds) for seconds in (0, None, 5)] == [END] * 3
+    queue = OutputQueue()
+    queue.put(batch(1))
+    queue.put(END)
+    assert queue.get(0).outputs[0].new_token_ids == [1]
+    assert [queue.get(seconds) for seconds in (0, None, 5)] == [END] * 3
 
 
 def test_waiting_no_longer_than_asked():
-    inbox = OutputQueue()
+    queue = OutputQueue()
     began = time.monotonic()
-    assert inbox.get(0) is None
+    assert queue.get(0) is None
     assert time.monotonic() - began < 5
-    assert inbox.get(0.1) is None
+    assert queue.get(0.1) is None
     assert 0.1 <= time.monotonic() - began < 10
 
 
 def test_what_comes_wakes_who_waits():
     for item in (batch(1), END):
-        inbox = OutputQueue()
-        threading.Timer(0.05, inbox.put, (item,)).start()
-        assert inbox.get(20) is item
+        queue = OutputQueue()
+        threading.Timer(0.05, queue.put, (item,)).start()
+        assert queue.get(20) is item

@@ -31,82 +31,82 @@ def output(name, tokens=(), **fields):
     return EngineCoreOutput(request_id=name, new_token_ids=list(tokens), **fields)
 
 
-def taken(outbox, client=0):
+def taken(queues, client=0):
     """Everything that waits for a client."""
-    outbox.end(0)
+    queues.end(0)
     messages = []
-    while (item := outbox.pop(lambda number: number == client)) is not None:
+    while (item := queues.pop(lambda number: number == client)) is not None:
         messages.append(item[1])
     return messages
 
 
 class TestOrder:
     def test_a_client_that_keeps_up_gets_the_very_messages(self):
-        outbox, first = ClientSendQueues(), batch(output("a", [1]))
-        outbox.put(0, first)
-        client, message = outbox.pop(lambda _: True)
+        queues, first = ClientSendQueues(), batch(output("a", [1]))
+        queues.put(0, first)
+        client, message = queues.pop(lambda _: True)
         assert client == 0
         assert message is first
 
     def test_outputs_come_before_answers_that_came_after_them(self):
-        outbox = ClientSendQueues()
-        outbox.put(0, batch(output("a", finish_reason=FinishReason.ABORT)))
-        outbox.put(0, UtilityOutput.succeeded(1, None))
-        outbox.put(0, UtilityOutput.succeeded(2, None))
-        outputs, *answers = taken(outbox)
+        queues = ClientSendQueues()
+        queues.put(0, batch(output("a", finish_reason=FinishReason.ABORT)))
+        queues.put(0, UtilityOutput.succeeded(1, None))
+        queues.put(0, UtilityOutput.succeeded(2, None))
+        outputs, *answers = taken(queues)
         assert outputs.outputs[0].request_id == "a"
         assert [answer.call_id for answer in answers] == [1, 2]
 
     def test_nothing_is_held_up_by_outputs_that_keep_coming(self):
-        outbox = ClientSendQueues()
+        queues = ClientSendQueues()
         order = []
-        outbox.put(0, batch(output("a", [0])))
+        queues.put(0, batch(output("a", [0])))
         for number in range(4):
-            outbox.put(0, UtilityOutput.succeeded(number, None))
-            order.append(type(outbox.pop(lambda _: True)[1]))
-            outbox.put(0, batch(output("a", [number + 1])))
+            queues.put(0, UtilityOutput.succeeded(number, None))
+            order.append(type(queues.pop(lambda _: True)[1]))
+            queues.put(0, batch(output("a", [number + 1])))
         assert order == [EngineCoreOutputs, UtilityOutput, EngineCoreOutputs, UtilityOutput]
-        kinds = [getattr(message, "call_id", "outputs") for message in taken(outbox)]
+        kinds = [getattr(message, "call_id", "outputs") for message in taken(queues)]
         assert kinds == [2, "outputs", 3]
 
     def test_clients_have_nothing_to_do_with_each_other(self):
-        outbox = ClientSendQueues(2)
+        queues = ClientSendQueues(2)
         for token in range(3):
-            outbox.put(0, batch(output("a", [token])))
-            outbox.put(1, batch(output("a", [token + 10])))
-        assert taken(outbox, 1)[0].outputs[0].new_token_ids == [10, 11, 12]
-        assert taken(outbox, 0)[0].outputs[0].new_token_ids == [0, 1, 2]
+            queues.put(0, batch(output("a", [token])))
+            queues.put(1, batch(output("a", [token + 10])))
+        assert taken(queues, 1)[0].outputs[0].new_token_ids == [10, 11, 12]
+        assert taken(queues, 0)[0].outputs[0].new_token_ids == [0, 1, 2]
 
     def test_a_client_that_there_is_not_gets_nothing(self, caplog):
-        outbox = ClientSendQueues(2)
-        outbox.put(2, batch(output("a", [1])))
-        outbox.put(-1, batch(output("a", [1])))
-        assert taken(outbox) == []
+        queues = ClientSendQueues(2)
+        queues.put(2, batch(output("a", [1])))
+        queues.put(-1, batch(output("a", [1])))
+        assert taken(queues) == []
         assert "dropped a message for client 2: there are 2" in caplog.text
 
 
 class TestMerging:
     def test_one_entry_per_request(self):
-        outbox = ClientSendQueues()
+        queues = ClientSendQueues()
         for token in range(1000):
-            outbox.put(0, batch(output("a", [token]), output("b", [token])))
-        (merged,) = taken(outbox)
+            queues.put(0, batch(output("a", [token]), output("b", [token])))
+        (merged,) = taken(queues)
         assert [o.request_id for o in merged.outputs] == ["a", "b"]
         assert merged.outputs[0].new_token_ids == list(range(1000))
 
     def test_the_batch_of_the_engine_is_not_changed(self):
-        outbox, first = ClientSendQueues(), batch(output("a", [1]))
-        outbox.put(0, first)
-        outbox.put(0, batch(output("a", [2]), output("b", [3])))
-        taken(outbox)
+        queues, first = ClientSendQueues(), batch(output("a", [1]))
+        queues.put(0, first)
+        queues.put(0, batch(output("a", [2]), output("b", [3])))
+        taken(queues)
         assert first.outputs == [output("a", [1])]
 
     def test_a_request_that_got_the_id_of_an_ended_one_is_another_one(self):
-        outbox = ClientSendQueues()
-        outbox.put(0, batch(output("a", [1], finish_reason=FinishReason.STOP)))
-        outbox.put(0, batch(output("a", [2])))
-        outbox.put(0, batch(output("a", [3], finish_reason=FinishReason.LENGTH)))
-        (merged,) = taken(outbox)
+        queues = ClientSendQueues()
+        queues.put(0, batch(output("a", [1], finish_reason=FinishReason.STOP)))
+        queues.put(0, batch(output("a", [2])))
+        queues.put(0, batch(output("a", [3], finish_reason=FinishReason.LENGTH)))
+        (merged,) = taken(queues)
         assert [(o.new_token_ids, o.finish_reason) for o in merged.outputs] == [
             ([1], FinishReason.STOP),
             ([2, 3], FinishReason.LENGTH),
@@ -137,10 +137,10 @@ class TestMerging:
         assert held == output("a", [1, 2])
 
     def test_batches_are_merged_too(self):
-        outbox = ClientSendQueues()
-        outbox.put(0, batch(timestamp=1.0, finished_requests={"x"}, wave_complete=4))
-        outbox.put(0, batch(timestamp=2.0, finished_requests={"y"}))
-        (merged,) = taken(outbox)
+        queues = ClientSendQueues()
+        queues.put(0, batch(timestamp=1.0, finished_requests={"x"}, wave_complete=4))
+        queues.put(0, batch(timestamp=2.0, finished_requests={"y"}))
+        (merged,) = taken(queues)
         assert merged.timestamp == 2.0
         assert merged.finished_requests == {"x", "y"}
         assert merged.wave_complete == 4
@@ -148,64 +148,64 @@ class TestMerging:
 
 class TestBounds:
     def test_what_is_held_grows_with_requests_and_not_with_steps(self):
-        outbox = ClientSendQueues()
+        queues = ClientSendQueues()
         for token in range(20_000):
-            outbox.put(0, batch(output("a", [token])))
-        assert not outbox.is_full(0)
+            queues.put(0, batch(output("a", [token])))
+        assert not queues.is_full(0)
 
     def test_many_requests_that_a_client_does_not_read_are_many(self):
-        outbox = ClientSendQueues(2)
+        queues = ClientSendQueues(2)
         for number in range(9000):
-            outbox.put(0, batch(output(f"r{number}", [1], finish_reason=FinishReason.LENGTH)))
-        assert outbox.is_full(0)
-        assert not outbox.is_full(1)
-        outbox.pop(lambda _: True)
-        assert not outbox.is_full(0)
+            queues.put(0, batch(output(f"r{number}", [1], finish_reason=FinishReason.LENGTH)))
+        assert queues.is_full(0)
+        assert not queues.is_full(1)
+        queues.pop(lambda _: True)
+        assert not queues.is_full(0)
 
     def test_so_are_answers(self):
-        outbox = ClientSendQueues()
+        queues = ClientSendQueues()
         for number in range(9000):
-            outbox.put(0, UtilityOutput.succeeded(number, None))
-        assert outbox.is_full(0)
+            queues.put(0, UtilityOutput.succeeded(number, None))
+        assert queues.is_full(0)
 
 
 class TestWaiting:
     def test_a_message_wakes_who_waits(self):
-        outbox, got = ClientSendQueues(), []
-        thread = threading.Thread(target=lambda: got.append(outbox.pop(lambda _: True)))
+        queues, got = ClientSendQueues(), []
+        thread = threading.Thread(target=lambda: got.append(queues.pop(lambda _: True)))
         thread.start()
         time.sleep(0.05)
         assert got == []
-        outbox.put(0, UtilityOutput.succeeded(1, None))
+        queues.put(0, UtilityOutput.succeeded(1, None))
         thread.join(20)
         assert got == [(0, UtilityOutput.succeeded(1, None))]
 
     def test_a_client_that_can_take_nothing_holds_up_nobody(self):
-        outbox = ClientSendQueues(2)
-        outbox.put(0, batch(output("a", [1])))
-        outbox.put(1, batch(output("b", [2])))
-        assert outbox.pop(lambda client: client == 1)[0] == 1
+        queues = ClientSendQueues(2)
+        queues.put(0, batch(output("a", [1])))
+        queues.put(1, batch(output("b", [2])))
+        assert queues.pop(lambda client: client == 1)[0] == 1
 
     def test_once_it_can_it_is_asked_again(self):
-        outbox = ClientSendQueues()
-        outbox.put(0, batch(output("a", [1])))
+        queues = ClientSendQueues()
+        queues.put(0, batch(output("a", [1])))
         ready = threading.Event()
         threading.Timer(0.05, ready.set).start()
-        assert outbox.pop(lambda _: ready.is_set())[0] == 0
+        assert queues.pop(lambda _: ready.is_set())[0] == 0
 
     def test_the_end_waits_until_everything_is_taken(self):
-        outbox = ClientSendQueues()
-        outbox.put(0, batch(output("a", [1])))
-        outbox.end(60)
-        assert outbox.pop(lambda _: True) is not None
-        assert outbox.pop(lambda _: True) is None
+        queues = ClientSendQueues()
+        queues.put(0, batch(output("a", [1])))
+        queues.end(60)
+        assert queues.pop(lambda _: True) is not None
+        assert queues.pop(lambda _: True) is None
 
     def test_but_not_for_ever(self):
-        outbox = ClientSendQueues()
-        outbox.put(0, batch(output("a", [1])))
+        queues = ClientSendQueues()
+        queues.put(0, batch(output("a", [1])))
         began = time.monotonic()
-        outbox.end(0.1)
-        assert outbox.pop(lambda _: False) is None
+        queues.end(0.1)
+        assert queues.pop(lambda _: False) is None
         assert 0.1 <= time.monotonic() - began < 10
 
 
@@ -225,11 +225,11 @@ class TestWaiting:
     st.sets(st.integers(0, 29)),
 )
 def test_a_client_gets_the_same_tokens_whenever_it_reads(actions, ends):
-    outbox, sent, got = ClientSendQueues(), {}, {}
+    queues, sent, got = ClientSendQueues(), {}, {}
 
     def read():
-        while len(outbox._queues[0]):
-            _, message = outbox.pop(lambda _: True)
+        while len(queues._queues[0]):
+            _, message = queues.pop(lambda _: True)
             for each in message.outputs:
                 got.setdefault(each.request_id, []).append((each.new_token_ids, each.finished))
 
@@ -238,7 +238,7 @@ def test_a_client_gets_the_same_tokens_whenever_it_reads(actions, ends):
             read()
             continue
         reason = FinishReason.STOP if place in ends else None
-        outbox.put(0, batch(*(output(name, t, finish_reason=reason) for name, t in action)))
+        queues.put(0, batch(*(output(name, t, finish_reason=reason) for name, t in action)))
         for name, tokens in action:
             sent.setdefault(name, []).append((tokens, reason is not None))
     read()

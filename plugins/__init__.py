@@ -1,4 +1,7 @@
-"""The contract: everything that a plugin author imports, and nothing else.
+"""The contract: what a plugin author imports, and nothing else.
+
+Beside these names, `hardpoint.plugins.commands`, `hardpoint.plugins.typed` and
+`hardpoint.plugins.errors` are public.
 
 Start with the interface of your kind (`LogitsProcessor`, `SchedulingPolicy`, ...), state
 `contract = 1` in your class, and register it under the entry-point group `hardpoint.<kind>`.

@@ -93,9 +93,7 @@ class PluginSet:
         key = (entry.kind, entry.name)
         if key not in self._targets:
             target = load_component(KINDS[entry.kind], entry.source)
-            options_type = getattr(target, "Options", typed.Options)
-            options = typed.convert(entry.options, options_type, path=f"plugin.{entry.name}")
-            self._targets[key] = configured(target, options)
+            self._targets[key] = configured(target, _checked_options(entry, target))
         return self._targets[key]
 
     def loaded(self, entry: PluginEntry) -> Any:
@@ -104,7 +102,7 @@ class PluginSet:
 
     def options(self, entry: PluginEntry) -> Any:
         """Return an entry's checked options."""
-        return typed.convert(entry.options, self.target(entry).Options, path=f"plugin.{entry.name}")
+        return _checked_options(entry, self.target(entry))
 
     def create(self, entry: PluginEntry, context_type: type[Context[C]], **fields: Any) -> C:
         """Build an entry's component.
@@ -200,6 +198,11 @@ def resolve_plugins(
         for item in chosen
     )
     return PluginSet(Manifest(hardpoint=installed_version(), entries=entries), found, targets)
+
+
+def _checked_options(entry: PluginEntry, target: Any) -> Any:
+    options_type = getattr(target, "Options", typed.Options)
+    return typed.convert(entry.options, options_type, path=f"plugin.{entry.name}")
 
 
 def _check_on_error(

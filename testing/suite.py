@@ -187,12 +187,12 @@ def reject_replaced_tests(derived: type, suite: type) -> None:
     """
     for name, test in inspect.getmembers(suite, inspect.isfunction):
         override = getattr(derived, name)
-        replaced = override is not test and not _is_expected_to_fail(override)
+        replaced = override is not test and not _is_left_out_with_reason(override)
         if name.startswith("test_") and replaced:
             raise Violation(
                 f"{derived.__name__} replaces {name}",
                 "give the additional test another name; to leave a rule out, override its "
-                "test with one that is marked pytest.mark.xfail(reason=...)",
+                "test with one that is marked pytest.mark.xfail(reason=...) or skip(reason=...)",
             )
 
 
@@ -222,6 +222,6 @@ def _describe(drawn: Mapping[str, Any]) -> str:
     return "\n".join(f"    {name} = {short_repr(value)}" for name, value in drawn.items())
 
 
-def _is_expected_to_fail(test: Any) -> bool:
+def _is_left_out_with_reason(test: Any) -> bool:
     marks = getattr(test, "pytestmark", [])
     return any(mark.name in ("xfail", "skip") and mark.kwargs.get("reason") for mark in marks)

@@ -75,7 +75,7 @@ class DefaultScheduler(Scheduler):
         self._pause = PauseState.UNPAUSED
         self._num_added = 0
         self._num_steps = 0
-        self._last_step = self._new_step()
+        self._last_step = self._new_step()  # number 0: that before the first plan
         self._num_added_at_last_step = 0
 
     def add_request(self, request: EngineCoreRequest) -> None:

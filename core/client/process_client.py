@@ -28,7 +28,7 @@ from hardpoint.plugins.kinds import KINDS, Process
 from hardpoint.plugins.manifest import Manifest, PluginEntry
 
 from .output_queue import OutputQueue
-from .sockets import Attempt, EngineSockets
+from .sockets import READER_THREAD, Attempt, EngineSockets
 
 _POLL_INTERVAL_MS = 20
 _FAILURE_REPORT_TIMEOUT_S = 0.7
@@ -106,7 +106,7 @@ class EngineMonitor:
             sentinels.register(descriptor, select.POLLIN)
         sockets.read(sink, self._outputs_ended, self.check_process)
         self._watcher = threading.Thread(
-            target=self._watch, args=(sentinels,), name="EngineWatch", daemon=True
+            target=self._watch, args=(sentinels,), name=_WATCHER_THREAD, daemon=True
         )
         self._watcher.start()
 
@@ -129,7 +129,7 @@ class EngineMonitor:
             self._changed.notify_all()
         if os.getpid() != self._owner_pid:  # a fork has neither the threads nor the engine
             return
-        if threading.current_thread().name in _MONITOR_THREADS:
+        if threading.current_thread().name in (READER_THREAD, _WATCHER_THREAD):
             # The collector runs in one of the threads that closing waits for.
             threading.Thread(target=self._close, name="EngineClose").start()
         else:
@@ -182,7 +182,7 @@ class EngineMonitor:
                 self._sink(engine_dead(error))
 
 
-_MONITOR_THREADS = ("EngineCoreOutputs", "EngineWatch")
+_WATCHER_THREAD = "EngineWatch"
 
 
 def _wait_until_ready(
@@ -280,7 +280,7 @@ class ProcessClient:
         self._sockets.send(RequestType.ADD, request)
 
     def offer_request(self, request: EngineCoreRequest) -> Attempt:
-        """Return a function that tries to send a request without waiting; may be called again.
+        """Return a function that tries to send a request without waiting.
 
         Raises:
             RequestError: the request cannot be encoded.
@@ -289,7 +289,7 @@ class ProcessClient:
         return self._sockets.attempt(RequestType.ADD, request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """End requests; they give no more outputs. Does not wait; later requests come after it."""
+        """End requests without waiting; a request sent later reaches the engine after this."""
         if ids := list(request_ids):
             with contextlib.suppress(EngineDeadError):  # its requests have ended with it
                 self._sockets.post(RequestType.ABORT, ids)

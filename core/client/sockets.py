@@ -47,9 +47,12 @@ _STOP, _FLUSH = b"stop", b"flush"  # what the reader thread is woken up for
 _FLUSH_INTERVAL_MS = 20  # how often the reader retries the backlog
 _RETRY_INTERVAL_S = 0.002
 
+READER_THREAD = "EngineCoreOutputs"
+"""Name of the thread that reads outputs."""
+
 Attempt = Callable[[], bool]
-"""Tries to send one message without waiting; returns whether it was sent. Not to be called again
-after that.
+"""Tries to send one message without waiting; returns whether it was sent. It may be called again
+until it returns true, and not after that.
 """
 
 OnOutputs = Callable[[EngineCoreOutputs], None]
@@ -78,7 +81,8 @@ class EngineSockets:
     """Sends messages to one engine from any thread, and reads its outputs in a thread of its own.
 
     While the engine accepts no messages, small ones that must not be lost (aborts and utility
-    calls) wait in a backlog; requests, which may be large and many, are rejected.
+    calls) wait in a backlog. Requests, which may be large and many, do not: their senders retry
+    for `SEND_TIMEOUT_S`.
 
     Attributes:
         identity: the ZMQ identity of the engine.
@@ -171,7 +175,7 @@ class EngineSockets:
         """
         self._check_process = check_process or _no_check
         self._reader = threading.Thread(
-            target=self._read, args=(on_outputs, on_end), name="EngineCoreOutputs", daemon=True
+            target=self._read, args=(on_outputs, on_end), name=READER_THREAD, daemon=True
         )
         self._reader.start()
 
@@ -191,7 +195,7 @@ class EngineSockets:
             time.sleep(_RETRY_INTERVAL_S)
 
     def attempt(self, kind: RequestType, message: Any) -> Attempt:
-        """Encode one message; return a function that tries to send it and may be called again.
+        """Encode one message; return a function that tries to send it.
 
         Raises:
             RequestError: the message cannot be encoded.

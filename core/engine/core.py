@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterable
 
@@ -38,7 +39,11 @@ class EngineCore(EngineUtilities):
         self.step = steps.step_fn
         self._pause = PauseController(
             PauseDependencies(
-                parts.scheduler, parts.executor, steps.abort_all, steps.settle, parts.sleep_levels
+                parts.scheduler,
+                parts.executor,
+                functools.partial(steps.abort_later, None),
+                steps.settle,
+                parts.sleep_levels,
             )
         )
 
@@ -114,7 +119,7 @@ class EngineCore(EngineUtilities):
         return self._steps.flush()
 
     def leave_loop(self, message: str) -> None:
-        """Unregister the busy loop; fail the pauses that are not complete."""
+        """Fail the pauses that are not complete; the loop has ended, the core is closed next."""
         self._pause.fail_pending(message)
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ class PauseDependencies:
     """The parts of an engine core that the pause controller calls.
 
     Attributes:
-        abort_all: ends every request; the next step reports that to the clients.
+        abort_all: ends every request; one of the next steps reports that to the clients.
         settle: completes all steps that are under way.
         sleep_levels: levels that the workers support, in addition to 0.
     """

@@ -109,7 +109,7 @@ class StepRunner:
             if result is None:
                 raise no_result(plan)
             if aborted := late_aborts():
-                self.abort(aborted)
+                self.abort_later(aborted)
             outputs = self._scheduler.update(plan, result)
         except BaseException as error:
             self._step_failed(plan, error)
@@ -158,7 +158,7 @@ class StepRunner:
                 return {}, False
             result = batch.result()
             if aborted := late_aborts():
-                self.abort(aborted)
+                self.abort_later(aborted)
             outputs = self._scheduler.update(batch.plan, result)
         except BaseException as error:
             self._step_failed(batch.plan if batch else None, error)
@@ -235,17 +235,13 @@ class StepRunner:
         unsent, self._unsent = self._unsent, []
         return unsent
 
-    def abort(self, request_ids: Sequence[str] | None) -> None:
-        """Abort requests, None is all of them; the next step returns their outputs."""
+    def abort_later(self, request_ids: Sequence[str] | None) -> None:
+        """Abort requests, None is all of them; one of the next steps returns their outputs."""
         if outputs := self.abort_requests(request_ids):
             self._unsent.append(outputs)
 
-    def abort_all(self) -> None:
-        """Abort every request; the next step returns their outputs."""
-        self.abort(None)
-
     def settle(self) -> None:
-        """Complete all steps that are under way; the next step returns their outputs."""
+        """Complete all steps that are under way; each of the next steps returns outputs of one."""
         while len(self._batches):
             outputs, _ = self._finish_oldest(tuple)
             self._unsent.append(outputs)

@@ -87,7 +87,7 @@ class Wakeup:
 
 
 @dataclass(frozen=True)
-class Failure:
+class LoopFailure:
     """The error that ends the loop: of the executor, or of an IO thread."""
 
     error: BaseException
@@ -126,7 +126,7 @@ class Abort:
     is_handled: bool = False
 
 
-Message = Prepared | Abort | UtilityCall | Refusal | Failure | Wakeup
+Message = Prepared | Abort | UtilityCall | Refusal | LoopFailure | Wakeup
 """The input of a loop."""
 
 
@@ -207,7 +207,7 @@ class EngineLoop:
     def _executor_failed(self, error: BaseException) -> None:
         failed = EngineDeadError(f"the executor failed: {type(error).__name__}: {error}")
         failed.__cause__ = error
-        self._queues.input.put(Failure(failed))
+        self._queues.input.put(LoopFailure(failed))
 
     def _is_over(self) -> bool:
         """Advance the shutdown, if one was requested; return whether the loop may end."""
@@ -219,8 +219,9 @@ class EngineLoop:
             _log.info("shutting down: %d requests may go on for %g s", live, seconds)
         if self._state is ShutdownState.RUNNING:
             return False
-        all_paused = not self._core.has_requests()  # if any requests are left
-        if all_paused or self._signals > 1 or self._clock() >= self._drain_until:
+        # Without work, requests that are left are held by a pause: to wait for them is in vain.
+        nothing_can_run = not self._core.has_requests()
+        if nothing_can_run or self._signals > 1 or self._clock() >= self._drain_until:
             self._state = ShutdownState.SHUTTING_DOWN
             self._send(self._core.abort_requests(None))
         return self._core.num_unfinished_requests() == 0
@@ -270,7 +271,7 @@ class EngineLoop:
                 self._call(message)
             case Refusal():
                 self._reject(message.request_id, message.client_index, message.error)
-            case Failure():
+            case LoopFailure():
                 raise message.error
             case Wakeup():
                 pass

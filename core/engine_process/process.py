@@ -21,7 +21,7 @@ from .__main__ import LENGTH
 from .launch import Interpreter, Launch
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
+class FailureReport(msgspec.Struct, frozen=True, kw_only=True):
     """The report of an exception that ended another process.
 
     Attributes:
@@ -37,7 +37,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     traceback: str
 
     @classmethod
-    def of(cls, frame: bytes) -> Failure | None:
+    def of(cls, frame: bytes) -> FailureReport | None:
         """Return the report in a frame of the launch socket, None if the frame is incomplete."""
         if len(frame) < LENGTH.size:
             return None
@@ -174,7 +174,7 @@ class EngineProcess:
     @property
     def reported(self) -> bool:
         """Whether the child itself has reported its failure, as far as `failure` has read."""
-        return Failure.of(bytes(self._received)) is not None
+        return FailureReport.of(bytes(self._received)) is not None
 
     def failure(self) -> HardpointError | None:
         """Return the error that the child reported, else its exit status; None while it serves.
@@ -239,7 +239,7 @@ class EngineProcess:
     def _reported_failure(self) -> HardpointError | None:
         """Return the error that the child has reported."""
         self._receive()
-        failure = Failure.of(bytes(self._received))
+        failure = FailureReport.of(bytes(self._received))
         return None if failure is None else failure.error(self.pid)
 
     def _receive(self) -> None:

@@ -22,7 +22,7 @@ from hardpoint.core.wire import (
 )
 from hardpoint.plugins import EngineCoreOutputs
 
-from .loop import Failure, LoopQueues
+from .loop import LoopFailure, LoopQueues
 from .receiver import Check, HashPrompt, MessageReader
 from .sender import OutputEncoder
 
@@ -179,7 +179,7 @@ class EngineIO:
                     connections.append(connection)
                 self._read_until_stopped(stop, connections)
             except BaseException as error:
-                self._queues.input.put(Failure(error))
+                self._queues.input.put(LoopFailure(error))
 
     def _read_until_stopped(
         self, stop: zmq.Socket[bytes], connections: Sequence[DealerConnection]
@@ -219,7 +219,7 @@ class EngineIO:
                 for socket in sockets:
                     _send_marker(socket)
         except BaseException as error:
-            self._queues.input.put(Failure(error))
+            self._queues.input.put(LoopFailure(error))
         finally:
             for socket in sockets:
                 socket.close(self._linger_ms)

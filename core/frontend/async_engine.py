@@ -34,7 +34,9 @@ from .output_collector import RequestOutputCollector
 from .plugin_health import Health
 from .prompts import Prompt
 
-_DEATH_NOTICE_S, _POLL_INTERVAL_S = 20.0, 0.01
+# How long a send that found the engine dead waits for the client to report its end.
+_DEATH_NOTICE_S = 20.0
+_POLL_INTERVAL_S = 0.01
 
 
 class AsyncEngine:
@@ -326,7 +328,7 @@ class AsyncEngine:
         """Process outputs, or the error that ended them, from the client's threads."""
         if isinstance(item, Exception):
             self._engine_died(item)
-        elif item.outputs and self._lifecycle.has_engine:
+        elif item.outputs and self._lifecycle.takes_outputs:
             self._process_outputs(item)
 
     def _process_outputs(self, batch: EngineCoreOutputs) -> None:
@@ -353,7 +355,7 @@ class AsyncEngine:
         Args:
             final: the frontend failed: whether its process is well or not, the engine is dead.
         """
-        if not self._lifecycle.has_engine:
+        if not self._lifecycle.takes_outputs:
             return
         self._bridge.disconnect()
         self._frontend.fail_all(lambda: engine_dead(error) if final else _retryable(error))

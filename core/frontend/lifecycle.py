@@ -101,8 +101,8 @@ class EngineLifecycle:
         self._lock = threading.Lock()
 
     @property
-    def has_engine(self) -> bool:
-        """Return whether outputs of the current engine count."""
+    def takes_outputs(self) -> bool:
+        """Return whether outputs are delivered: those of a dead engine are until its end is."""
         return self.state in (EngineState.SERVING, EngineState.DRAINING)
 
     def move(self, state: EngineState) -> bool:

@@ -54,14 +54,14 @@ class _Choice(NamedTuple):
 class SamplingStage:
     """The logits processors, then the sampler.
 
-    A step takes one pass. Two more follow where processors fail, both on fresh logits, so that
-    only the requests at fault end and the others get the tokens that they would have got without
-    them:
+    A step takes one pass. Where processors fail, more follow on fresh logits, so that only the
+    requests at fault end and the others get the tokens that they would have got without them:
 
     - normal: each processor runs on all of its rows at once.
-    - isolate: processors that raised run row by row.
-    - check: for each row without a finite choice, its processors are tried on that row alone, and
-      run row by row in all other rows; rows are checked after each batch-level processor.
+    - isolate, at most once: processors that raised run row by row.
+    - check, repeated while a row is bad: for each row without a finite choice, its processors are
+      tried on that row alone, and run row by row in all other rows; rows are checked after each
+      batch-level processor.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from support.core.launch_harness import LIMIT_S, failure_of, launch, said
 from support.processes import ROOT
 
 from hardpoint.core.engine_process.launch import Interpreter, Launch, decode_launch, main_objects
-from hardpoint.core.engine_process.process import Failure
+from hardpoint.core.engine_process.process import FailureReport
 from hardpoint.plugins import ConfigError, HardpointError, ModelError
 from hardpoint.plugins.errors import EngineDeadError, PluginLoadError
 
@@ -244,8 +244,8 @@ def test_main_object_that_cannot_be_rebuilt(child):
 def test_half_a_report_is_none(cut):
     body = json.dumps({"types": ["a:B"], "message": "m", "notes": [], "traceback": ""}).encode()
     frame = len(body).to_bytes(8, "big") + body
-    assert Failure.of(frame[:cut]) is None
-    assert str(Failure.of(frame).error(5)) == "the engine process (pid 5) failed: a.B: m"
+    assert FailureReport.of(frame[:cut]) is None
+    assert str(FailureReport.of(frame).error(5)) == "the engine process (pid 5) failed: a.B: m"
 
 
 def test_nothing_of_main_is_nothing():

@@ -13,7 +13,7 @@ from support.core.launch_harness import LIMIT_S
 from hardpoint.core.engine_process import process as engine_process
 from hardpoint.core.engine_process.__main__ import LAUNCH_TIMEOUT_S, LENGTH
 from hardpoint.core.engine_process.launch import Interpreter
-from hardpoint.core.engine_process.process import Failure
+from hardpoint.core.engine_process.process import FailureReport
 
 PROGRAM = """
 from hardpoint.core.engine_process import __main__ as entry
@@ -57,7 +57,7 @@ def test_the_child_ends_by_itself(sent, words):
         assert child.wait(LIMIT_S) == 1
     assert child.stderr.read() == b""
     child.stderr.close()
-    failure = Failure.of(heard)
+    failure = FailureReport.of(heard)
     assert failure.types[0] == "builtins:TimeoutError"
     assert failure.message == words
 

@@ -21,7 +21,7 @@ from support.core.engine_harness import (
 )
 from support.processes import ROOT
 
-from hardpoint.core.engine_process.loop import Abort, Failure, LoopOptions, Refusal
+from hardpoint.core.engine_process.loop import Abort, LoopFailure, LoopOptions, Refusal
 from hardpoint.core.wire import UtilityCall
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.errors import EngineDeadError
@@ -317,7 +317,7 @@ class TestFailures:
 
     def test_a_failure_of_a_thread_ends_it_too(self):
         with LoopRig() as rig:
-            rig.send(Failure(OSError("too many open files")))
+            rig.send(LoopFailure(OSError("too many open files")))
             rig.join()
         assert str(rig.error) == "too many open files"
 

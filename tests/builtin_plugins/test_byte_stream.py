@@ -88,7 +88,7 @@ def test_bytes_that_never_become_characters_cost_no_more_the_longer_it_goes_on(
     assert bytewise.decode([token] * 2000).startswith("".join(pieces))
 
 
-def test_an_invalid_byte_is_told_at_once(bytewise):
+def test_an_invalid_byte_is_reported_at_once(bytewise):
     stream = bytewise.decode_stream([])
     lone = bytewise.encode("\u00e9")[1]  # a byte that continues a character
     assert [stream.step(lone) for _ in range(3)] == ["\ufffd"] * 3

@@ -51,7 +51,7 @@ class TestCharges:
         fair.scheduled(it, 1)
         assert fair.group_key("", 0.0) == 1
 
-    def test_what_is_computed_anew_was_paid(self):
+    def test_what_is_computed_again_was_paid(self):
         fair = build(Fair)
         it = request("a", prompt=10)
         fair.added(it)
@@ -82,7 +82,7 @@ class TestCharges:
         """Chunks, cached prefixes, preemptions and aborts; alone a tenant is never lifted."""
         fair = build(Fair, weights={"a": 2.0}, input_cost=1, output_cost=2)
         loop = loop_of(fair, data.draw(st.integers(1, 30)))
-        loop.add(Job("a", 1, 60))  # stays, so that the books do
+        loop.add(Job("a", 1, 60))  # stays, so that its client is kept
         for _ in range(data.draw(st.integers(1, 25))):
             for _ in range(data.draw(st.integers(0, 2))):
                 prompt = data.draw(st.integers(1, LONGEST))
@@ -196,7 +196,7 @@ class TestBound:
 
 
 class NaiveCounters:
-    """The paper's algorithm 2 as it stands: nobody is ever forgotten."""
+    """The paper's algorithm 2 unchanged: no client is ever dropped."""
 
     def __init__(self):
         self.counters, self.waiting, self.last = {}, {}, None
@@ -221,7 +221,7 @@ class NaiveCounters:
 class TestCounters:
     @examples(150)
     @given(st.data())
-    def test_agree_with_those_that_forget_nobody(self, data):
+    def test_agree_with_those_that_forget_no_client(self, data):
         counters, naive = VirtualCounters({}), NaiveCounters()
         waiting, running, level = [], [], -math.inf
         actions = st.sampled_from(
@@ -357,7 +357,7 @@ class TestSwap:
             it.status = RequestStatus.RUNNING
         return fair, live
 
-    def test_the_books_go_on(self):
+    def test_imported_state_goes_on(self):
         old, live = self.busy()
         new = build(Fair, weights={"big": 2.0})
         assert new.state_format == old.state_format
@@ -424,18 +424,18 @@ class TestSwap:
         fair.added(runs)
         fair.scheduled(runs, 40)
         fair.added(waits)
-        assert fair.group_key("b", 0.0) == 0  # nobody waited before it
+        assert fair.group_key("b", 0.0) == 0  # no client waited before it
         fair.preempted(runs)
         fair.finished(runs)
         fair.finished(waits)
 
-    def test_broken_books_are_refused(self):
+    def test_invalid_state_is_refused(self):
         with pytest.raises(KeyError, match="charged"):
             build(Fair).import_state({})
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"weights": {"a": 0}}, "plugin.it.weights.a: expected a number > 0, got 0"),
         ({"weights": {"a": "x"}}, "plugin.it.weights.a: expected a number"),
@@ -443,6 +443,6 @@ class TestSwap:
         ({"tags": "x"}, "plugin.it.tags: unknown field"),
     ],
 )
-def test_wrong_options_are_refused(options, words):
-    with pytest.raises(ConfigError, match=words):
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
         build(Fair, **options)

@@ -69,7 +69,7 @@ def test_a_topic_is_filtered_by(context, open_publisher):
     assert not other.socket.poll(100)
 
 
-def test_without_subscribers_batches_are_dropped_and_nobody_waits(open_publisher):
+def test_without_subscribers_batches_are_dropped_and_no_caller_waits(open_publisher):
     publisher = open_publisher()
     for number in range(1000):
         publisher.publish(batch(number))
@@ -77,7 +77,7 @@ def test_without_subscribers_batches_are_dropped_and_nobody_waits(open_publisher
     assert publisher.replay_endpoint is None
 
 
-def test_a_subscriber_that_does_not_read_loses_batches_and_nobody_waits(context, open_publisher):
+def test_a_subscriber_that_does_not_read_loses_batches_and_no_caller_waits(context, open_publisher):
     publisher = open_publisher(hwm=1, replay_endpoint="tcp://127.0.0.1:*", buffer_steps=20_000)
     slow = Subscriber(context, publisher, hwm=1)
     slow.is_there(publisher)
@@ -147,7 +147,7 @@ def test_only_the_newest_batches_can_be_had_again(context, open_publisher):
     assert [number for number, _ in replay(context, publisher, 0)] == [7, 8, 9]
 
 
-def test_a_long_replay_arrives_whole_beside_the_live_stream(context, open_publisher):
+def test_a_long_replay_arrives_whole_during_the_live_stream(context, open_publisher):
     """More messages than ZeroMQ keeps for a client: a plain send would drop some."""
     publisher = open_publisher(replay_endpoint="tcp://127.0.0.1:*")
     sent(context, publisher, 8000)
@@ -195,7 +195,7 @@ def test_a_request_that_makes_no_sense_gets_the_end_alone(context, publisher, fr
     assert len(replay(context, publisher, 0)) == 3
 
 
-def test_a_flood_and_bytes_that_are_not_zeromq_harm_nobody(context, open_publisher):
+def test_a_flood_and_bytes_that_are_not_zeromq_do_no_harm(context, open_publisher):
     publisher = open_publisher(replay_endpoint="tcp://127.0.0.1:*")
     sent(context, publisher, 3)
     ask(context, publisher, b"", b"x" * 1_000_000)  # disconnected for its length
@@ -240,7 +240,7 @@ def listen(live, replay_endpoint, ready):
     time.sleep(60)
 
 
-def test_a_subscriber_that_is_killed_in_a_replay_harms_nobody(context, publisher):
+def test_a_subscriber_that_is_killed_in_a_replay_does_no_harm(context, publisher):
     sent(context, publisher, 6000)
     survivor = Subscriber(context, publisher)
     survivor.is_there(publisher, first=6000)

@@ -72,7 +72,7 @@ def test_a_folder_that_is_not_there_is_refused(open_publisher, tmp_path):
 
 
 def free_port():
-    """A port that nobody has now."""
+    """A free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -168,7 +168,7 @@ def test_a_process_that_forgets_to_close_ends():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_an_error_in_the_thread_is_told_to_the_engine(open_publisher):
+def test_an_error_in_the_thread_is_reported_to_the_engine(open_publisher):
     publisher = open_publisher()
     publisher.publish(object())  # cannot be encoded
     publisher._stream._thread.join(20)

@@ -74,12 +74,12 @@ def test_the_example_fills_gaps_and_forgets_what_it_cannot_know():
     kept.clear()
     follower.receive(9, encoded(stored("x")))  # 6 to 8 are lost: anything may have been removed
     assert names_of(follower) == ["x0"]
-    follower.receive(0, encoded(stored("y")))  # the engine started anew
+    follower.receive(0, encoded(stored("y")))  # the engine was restarted
     assert names_of(follower) == ["y0"]
     assert follower.num_resets == 2
 
 
-def test_the_example_runs_beside_an_engine(context, open_publisher):
+def test_the_example_runs_next_to_an_engine(context, open_publisher):
     publisher = open_publisher(replay_endpoint="tcp://127.0.0.1:*")
     sent(context, publisher, 300)
     command = [sys.executable, "-c", PATIENTLY, "--endpoint", publisher.endpoint]

@@ -81,7 +81,7 @@ class TestSafetensors:
             assert found == {"temperature": 1.0, "top_k": 20}
 
     @pytest.mark.parametrize(
-        ("name", "fields", "words"),
+        ("name", "fields", "message"),
         [
             ("config.json", {"architectures": None}, "architectures: expected a list .* got None"),
             ("config.json", {"architectures": [3]}, r"architectures\[0\]: expected a string"),
@@ -97,9 +97,9 @@ class TestSafetensors:
             ),
         ],
     )
-    def test_wrong_fields_are_refused(self, name, fields, words, folder: Path) -> None:
+    def test_wrong_fields_are_refused(self, name, fields, message, folder: Path) -> None:
         self.edit(folder, name, **fields)
-        refused(open_loader(SafetensorsLoader, folder), f"model/{name}: .*{words}|{words}")
+        refused(open_loader(SafetensorsLoader, folder), f"model/{name}: .*{message}|{message}")
 
     def test_missing_and_invalid_config_are_refused(self, folder: Path) -> None:
         (folder / "config.json").write_text("{")

@@ -128,7 +128,7 @@ def test_llama3_rope_factors_are_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"block_count": None}, "tiny.gguf: llama.block_count: missing"),
         ({"block_count": 0}, r"llama: block_count: expected a whole number >= 1, got 0"),
@@ -138,9 +138,9 @@ def test_llama3_rope_factors_are_used(tmp_path: Path) -> None:
         ({"rope.scaling.type": "longrope"}, "expected none, linear or yarn, got 'longrope'"),
     ],
 )
-def test_wrong_metadata_is_refused(changes, words, tmp_path: Path) -> None:
+def test_wrong_metadata_is_refused(changes, message, tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", random_model("Llama"), "llama", changes=changes)
-    refused(open_loader(GGUFLoader, tmp_path / "tiny.gguf"), words)
+    refused(open_loader(GGUFLoader, tmp_path / "tiny.gguf"), message)
 
 
 def test_unknown_architecture_names_the_known_ones(tmp_path: Path) -> None:

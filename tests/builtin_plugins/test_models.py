@@ -219,7 +219,7 @@ def test_missing_weights_are_named_when_the_model_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ({"hidden_size": None}, "LlamaForCausalLM config: hidden_size: missing"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: expected a whole number >= 1, got 0"),
@@ -240,12 +240,12 @@ def test_missing_weights_are_named_when_the_model_runs(tmp_path: Path) -> None:
         ({"rope_parameters": {"full_attention": {}}}, "a set per layer type is not supported"),
     ],
 )
-def test_unsupported_configs_are_refused(fields: dict, words: str) -> None:
+def test_unsupported_configs_are_refused(fields: dict, message: str) -> None:
     hf = TINY | {"architectures": ["LlamaForCausalLM"]} | fields
     config = ModelConfig(
         architecture="LlamaForCausalLM", hf=hf, vocab_size=97, max_position_embeddings=256
     )
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(ModelError, match=message):
         build_model(Llama, config, dtype=torch.float32)
 
 

@@ -36,7 +36,7 @@ class TestFcfs:
         b = request("b", arrival=1.0, prompt=100)
         assert order(build(FirstComeFirstServed), a, b) == "ba"
 
-    def test_who_came_together_stays_in_order(self):
+    def test_a_request_that_came_together_stays_in_order(self):
         policy = build(FirstComeFirstServed)
         assert policy.key(request(arrival=1.0)) == policy.key(request(arrival=1.0, prompt=9))
 
@@ -80,7 +80,7 @@ class TestShortestFirst:
         c = request("c", prompt=10, max_tokens=500)
         assert order(policy, a, b, c) == "bac"
 
-    def test_who_waited_long_enough_goes_before_shorter_ones(self):
+    def test_a_request_that_waited_long_enough_goes_before_shorter_ones(self):
         policy = build(ShortestFirst, seconds_per_token=0.5)
         old = request("a", prompt=20, max_tokens=1)
         assert order(policy, old, request("b", prompt=1, max_tokens=1, arrival=9.4)) == "ba"
@@ -107,7 +107,7 @@ class TestShortestFirst:
         st.floats(0, 10),
         st.lists(st.tuples(st.integers(1, 500), st.floats(0, 1000)), min_size=2, max_size=8),
     )
-    def test_nobody_overtakes_after_the_stated_time(self, seconds, jobs):
+    def test_no_request_overtakes_after_the_stated_time(self, seconds, jobs):
         """The bound: seconds_per_token times the lead in work."""
         policy = build(ShortestFirst, seconds_per_token=seconds, output_weight=0)
         requests = [request(str(i), prompt=p, arrival=t) for i, (p, t) in enumerate(jobs)]
@@ -118,13 +118,13 @@ class TestShortestFirst:
                     assert policy.key(early) < policy.key(late)
 
     @pytest.mark.parametrize(
-        ("options", "words"),
+        ("options", "message"),
         [
             ({"seconds_per_token": -1}, "plugin.it.seconds_per_token: expected a number >= 0"),
             ({"output_weight": "x"}, "plugin.it.output_weight: expected a number >= 0, got 'x'"),
             ({"seconds": 1}, "plugin.it.seconds: unknown field"),
         ],
     )
-    def test_wrong_options_are_refused(self, options, words):
-        with pytest.raises(ConfigError, match=words):
+    def test_wrong_options_are_refused(self, options, message):
+        with pytest.raises(ConfigError, match=message):
             build(ShortestFirst, **options)

@@ -59,7 +59,7 @@ def test_agrees_with_comparing_whole_copies(tokens, one, other, count):
 
 
 def test_the_worst_output_costs_little_per_token():
-    """Comparing anew for every length would take hundreds of millions of comparisons."""
+    """Comparing again for every length would take hundreds of millions of comparisons."""
     tokens = [1] * 80_000 + [2] + [1] * 40_000
     assert has_repetition(tokens, detection(10_000, shortest=10_000, count=4))
     began = time.thread_time()
@@ -99,12 +99,12 @@ class TestInTheEngine:
         wanted = RepetitionDetection(max_pattern=3, min_count=3)
         assert only(engine, "once", repetition_detection=wanted)[:2] == ("la la land.", "stop")
 
-    def test_repetition_is_told_rather_than_length(self, engine):
+    def test_repetition_is_reported_rather_than_length(self, engine):
         wanted = RepetitionDetection(max_pattern=3, min_count=4)
         assert only(engine, "loop", repetition_detection=wanted, max_tokens=15)[1] == "repetition"
         assert only(engine, "loop", repetition_detection=wanted, max_tokens=14)[1] == "length"
 
-    def test_a_stop_token_is_told_rather_than_repetition(self, engine):
+    def test_a_stop_token_is_reported_rather_than_repetition(self, engine):
         tokenizer = engine.parts.tokenizer
         (space,) = tokenizer.encode(" ", add_special_tokens=False)
         wanted = RepetitionDetection(max_pattern=3, min_count=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from support.builtins.scheduler_harness import Rig, next_token, reference
+from support.builtins.scheduler_harness import Simulator, next_token, reference
 from support.searching import examples
 
 from hardpoint.plugins import FinishReason
@@ -19,76 +19,76 @@ def guess(history, count):
 
 
 def drafting(prompt=4, **fields):
-    rig = Rig(num_draft_tokens=4)
-    rig.add("a", prompt=[7] * prompt, **fields)
-    rig.step()
-    return rig, [7] * prompt + rig.tokens["a"]
+    sim = Simulator(num_draft_tokens=4)
+    sim.add("a", prompt=[7] * prompt, **fields)
+    sim.step()
+    return sim, [7] * prompt + sim.tokens["a"]
 
 
 def test_right_drafts_are_all_accepted_and_one_token_more_is_sampled():
-    rig, history = drafting()
+    sim, history = drafting()
     drafts = guess(history, 3)
-    rig.scheduler.update_drafts({"a": drafts})
-    outputs = rig.update(rig.plan())
+    sim.scheduler.update_drafts({"a": drafts})
+    outputs = sim.update(sim.plan())
     assert outputs["a"].new_token_ids == guess(history, 4)
-    live = rig.live("a")
+    live = sim.live("a")
     assert (live.num_tokens, live.num_computed_tokens) == (9, 8)
 
 
 def test_positions_of_rejected_drafts_are_computed_again():
-    rig, history = drafting()
+    sim, history = drafting()
     first = guess(history, 1)
-    rig.scheduler.update_drafts({"a": [*first, -1, -2]})
-    outputs = rig.update(rig.plan())
+    sim.scheduler.update_drafts({"a": [*first, -1, -2]})
+    outputs = sim.update(sim.plan())
     assert outputs["a"].new_token_ids == guess(history, 2)
-    assert rig.live("a").num_computed_tokens == 6
-    plan = rig.plan()
+    assert sim.live("a").num_computed_tokens == 6
+    plan = sim.plan()
     assert plan.cached_requests.num_computed_tokens == [6]
     assert plan.num_scheduled_tokens == {"a": 1}
 
 
 def test_drafts_are_counted():
-    rig, history = drafting()
-    rig.scheduler.update_drafts({"a": [*guess(history, 1), -1, -2]})
-    rig.step()
-    stats = rig.scheduler.stats()
+    sim, history = drafting()
+    sim.scheduler.update_drafts({"a": [*guess(history, 1), -1, -2]})
+    sim.step()
+    stats = sim.scheduler.stats()
     assert (stats.num_drafts, stats.num_accepted_drafts) == (3, 1)
 
 
 def test_there_are_no_more_drafts_than_allowed():
-    rig, _ = drafting()
-    rig.scheduler.update_drafts({"a": [1, 2, 3, 4, 5, 6]})
-    assert rig.step().draft_token_ids == {"a": [1, 2, 3, 4]}
+    sim, _ = drafting()
+    sim.scheduler.update_drafts({"a": [1, 2, 3, 4, 5, 6]})
+    assert sim.step().draft_token_ids == {"a": [1, 2, 3, 4]}
 
 
 def test_drafts_are_for_one_step():
-    rig, _ = drafting()
-    rig.scheduler.update_drafts({"a": [1, 2]})
-    rig.step()
-    assert rig.step().draft_token_ids == {}
+    sim, _ = drafting()
+    sim.scheduler.update_drafts({"a": [1, 2]})
+    sim.step()
+    assert sim.step().draft_token_ids == {}
 
 
 def test_an_unfinished_prompt_takes_no_drafts():
-    rig = Rig(num_draft_tokens=4, max_num_batched_tokens=4)
-    rig.add("a", prompt=10)
-    rig.step()
-    rig.scheduler.update_drafts({"a": [1, 2]})
-    assert rig.step().num_scheduled_tokens == {"a": 4}
+    sim = Simulator(num_draft_tokens=4, max_num_batched_tokens=4)
+    sim.add("a", prompt=10)
+    sim.step()
+    sim.scheduler.update_drafts({"a": [1, 2]})
+    assert sim.step().num_scheduled_tokens == {"a": 4}
 
 
 def test_a_waiting_request_takes_no_drafts():
-    rig = Rig(num_draft_tokens=4, max_num_seqs=1)
-    rig.add("a")
-    rig.add("b")
-    rig.step()
-    rig.scheduler.update_drafts({"b": [1, 2]})
-    assert rig.live("b").draft_token_ids == []
+    sim = Simulator(num_draft_tokens=4, max_num_seqs=1)
+    sim.add("a")
+    sim.add("b")
+    sim.step()
+    sim.scheduler.update_drafts({"b": [1, 2]})
+    assert sim.live("b").draft_token_ids == []
 
 
 def test_accepted_drafts_beyond_the_end_are_thrown_away():
-    rig, history = drafting(max_tokens=3)
-    rig.scheduler.update_drafts({"a": guess(history, 4)})
-    outputs = rig.update(rig.plan())
+    sim, history = drafting(max_tokens=3)
+    sim.scheduler.update_drafts({"a": guess(history, 4)})
+    outputs = sim.update(sim.plan())
     assert outputs["a"].new_token_ids == guess(history, 2)
     assert outputs["a"].finish_reason is FinishReason.LENGTH
 
@@ -96,30 +96,30 @@ def test_accepted_drafts_beyond_the_end_are_thrown_away():
 def test_a_stop_token_among_the_accepted_ends_it_there():
     history = [7, 7, 7, 7]
     stop = guess(history, 3)[2]
-    rig = Rig(num_draft_tokens=4)
-    rig.add("a", prompt=history, eos_token_ids=[stop])
-    rig.step()
-    rig.scheduler.update_drafts({"a": guess([*history, *rig.tokens["a"]], 4)})
-    outputs = rig.update(rig.plan())
+    sim = Simulator(num_draft_tokens=4)
+    sim.add("a", prompt=history, eos_token_ids=[stop])
+    sim.step()
+    sim.scheduler.update_drafts({"a": guess([*history, *sim.tokens["a"]], 4)})
+    outputs = sim.update(sim.plan())
     assert outputs["a"].new_token_ids == guess(history, 3)[1:]
     assert outputs["a"].finish_reason is FinishReason.STOP
 
 
 def test_rejected_drafts_leave_nothing_in_the_prefix_cache():
-    rig = Rig(num_draft_tokens=4, block_size=4)
-    rig.add("a", prompt=[7] * 5, max_tokens=4)
-    rig.step()
-    rig.scheduler.update_drafts({"a": [1, 2, 3]})  # would fill the second block
-    rig.step()
-    rig.run()
-    rig.add("b", prompt=[*[7] * 5, *rig.tokens["a"][:1], 1, 2, 3, 4])
-    assert rig.step().new_requests[0].num_computed_tokens == 4
+    sim = Simulator(num_draft_tokens=4, block_size=4)
+    sim.add("a", prompt=[7] * 5, max_tokens=4)
+    sim.step()
+    sim.scheduler.update_drafts({"a": [1, 2, 3]})  # would fill the second block
+    sim.step()
+    sim.run()
+    sim.add("b", prompt=[*[7] * 5, *sim.tokens["a"][:1], 1, 2, 3, 4])
+    assert sim.step().new_requests[0].num_computed_tokens == 4
 
 
 @examples(40)
 @given(st.lists(st.integers(0, 4), min_size=1), st.lists(st.booleans(), min_size=1), st.booleans())
 def test_tokens_are_the_same_with_any_drafts_accepted_or_not(counts, right, tight):
-    rig = Rig(
+    sim = Simulator(
         num_draft_tokens=4,
         num_lookahead_tokens=2,
         blocks=7 if tight else 64,
@@ -128,18 +128,18 @@ def test_tokens_are_the_same_with_any_drafts_accepted_or_not(counts, right, tigh
     )
     adds = [(name, {"prompt": [i] * (5 + i), "max_tokens": 9}) for i, name in enumerate("abc")]
     for name, fields in adds:
-        rig.add(name, **fields)
+        sim.add(name, **fields)
     for i in range(200):
-        if not rig.scheduler.has_requests():
+        if not sim.scheduler.has_requests():
             break
-        rig.step()
+        sim.step()
         drafts = {}
         for name in "abc":
-            if live := rig.live(name):
+            if live := sim.live(name):
                 history = live.token_ids(0, live.num_tokens)
                 drafts[name] = guess(history, counts[i % len(counts)])
                 if drafts[name] and not right[i % len(right)]:
                     drafts[name][-1] = -5
-        rig.scheduler.update_drafts(drafts)
-    assert rig.tokens == reference(*adds)
-    assert rig.cache.num_free_blocks == rig.cache.num_blocks
+        sim.scheduler.update_drafts(drafts)
+    assert sim.tokens == reference(*adds)
+    assert sim.cache.num_free_blocks == sim.cache.num_blocks

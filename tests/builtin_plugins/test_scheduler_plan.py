@@ -8,7 +8,7 @@ from support.builtins.scheduler_harness import (
     FirstComeFirstServed,
     Grammars,
     Priority,
-    Rig,
+    Simulator,
     reference,
 )
 from support.searching import examples
@@ -17,95 +17,95 @@ from hardpoint.plugins import FinishReason
 
 
 def test_plans_are_numbered_from_one():
-    rig = Rig()
-    rig.add("a")
-    assert [rig.step().step for _ in range(3)] == [1, 2, 3]
+    sim = Simulator()
+    sim.add("a")
+    assert [sim.step().step for _ in range(3)] == [1, 2, 3]
 
 
-def test_a_step_with_nothing_to_do_is_a_valid_plan_that_tells_who_ended():
-    rig = Rig()
-    rig.add("a", max_tokens=1)
-    rig.step()
-    assert rig.scheduler.has_requests()
-    plan = rig.step()
+def test_a_step_with_nothing_to_do_is_a_valid_plan_that_reports_finished_requests():
+    sim = Simulator()
+    sim.add("a", max_tokens=1)
+    sim.step()
+    assert sim.scheduler.has_requests()
+    plan = sim.step()
     assert plan.total_num_scheduled_tokens == 0
     assert plan.num_scheduled_tokens == {}
     assert plan.finished_request_ids == {"a"}
-    assert not rig.scheduler.has_requests()
-    assert rig.step().finished_request_ids == frozenset()
+    assert not sim.scheduler.has_requests()
+    assert sim.step().finished_request_ids == frozenset()
 
 
-def test_what_ended_between_two_steps_is_told_once():
-    rig = Rig()
+def test_what_ended_between_two_steps_is_reported_once():
+    sim = Simulator()
     for name in "abc":
-        rig.add(name)
-    rig.add("d", max_tokens=1)
-    rig.step()
-    rig.abort("a", "b", reason=FinishReason.ABORT)
-    plan = rig.step()
+        sim.add(name)
+    sim.add("d", max_tokens=1)
+    sim.step()
+    sim.abort("a", "b", reason=FinishReason.ABORT)
+    plan = sim.step()
     assert plan.finished_request_ids == {"a", "b", "d"}
-    rig.abort("c", reason=FinishReason.ABORT)
-    assert rig.step().finished_request_ids == {"c"}
+    sim.abort("c", reason=FinishReason.ABORT)
+    assert sim.step().finished_request_ids == {"c"}
     assert plan.finished_request_ids == {"a", "b", "d"}  # what was handed out does not change
 
 
-def test_preempted_ids_are_told_once():
-    rig = Rig()
-    rig.add("a")
-    rig.step()
-    rig.scheduler.reset_prefix_cache(recompute_running=True)
-    plan = rig.step()
+def test_preempted_ids_are_reported_once():
+    sim = Simulator()
+    sim.add("a")
+    sim.step()
+    sim.scheduler.reset_prefix_cache(recompute_running=True)
+    plan = sim.step()
     assert plan.preempted_request_ids == {"a"}
     assert [entry.source.request_id for entry in plan.new_requests] == ["a"]
-    assert rig.step().preempted_request_ids == frozenset()
+    assert sim.step().preempted_request_ids == frozenset()
 
 
 def test_a_running_request_may_be_absent_from_a_plan():
-    rig = Rig(max_num_batched_tokens=4, num_draft_tokens=3)
-    rig.add("a", prompt=2)
-    rig.add("b", prompt=2)
-    rig.step()
-    rig.scheduler.update_drafts({"a": [1, 2, 3]})
-    plan = rig.step()
+    sim = Simulator(max_num_batched_tokens=4, num_draft_tokens=3)
+    sim.add("a", prompt=2)
+    sim.add("b", prompt=2)
+    sim.step()
+    sim.scheduler.update_drafts({"a": [1, 2, 3]})
+    plan = sim.step()
     assert plan.num_scheduled_tokens == {"a": 4}
     assert plan.cached_requests.request_ids == ["a"]
-    assert rig.scheduler.stats().num_running == 2
+    assert sim.scheduler.stats().num_running == 2
 
 
 def test_structured_requests_of_the_step_and_no_others():
-    rig = Rig(surroundings={"grammars": Grammars()}, max_num_batched_tokens=4, num_draft_tokens=3)
-    rig.add("g1", prompt=2)
-    rig.add("g2", prompt=2)
-    rig.step()
-    rig.scheduler.update_drafts({"g1": [1, 2, 3]})
-    plan = rig.step()
+    sim = Simulator(context={"grammars": Grammars()}, max_num_batched_tokens=4, num_draft_tokens=3)
+    sim.add("g1", prompt=2)
+    sim.add("g2", prompt=2)
+    sim.step()
+    sim.scheduler.update_drafts({"g1": [1, 2, 3]})
+    plan = sim.step()
     assert plan.structured_request_ids == {"g1": 0}
     assert plan.draft_token_ids == {"g1": [1, 2, 3]}  # the mask covers their positions, too
 
 
-def test_without_grammars_nobody_is_structured():
-    rig = Rig()
-    rig.add("g1")
-    assert rig.step().structured_request_ids == {}
+def test_without_grammars_no_request_is_structured():
+    sim = Simulator()
+    sim.add("g1")
+    assert sim.step().structured_request_ids == {}
 
 
 def test_computed_tokens_advance_before_the_model_has_run():
-    rig = Rig(max_num_batched_tokens=4, asynchronous=True)
-    rig.add("a", prompt=10)
-    plans = [rig.plan() for _ in range(3)]
+    sim = Simulator(max_num_batched_tokens=4, asynchronous=True)
+    sim.add("a", prompt=10)
+    plans = [sim.plan() for _ in range(3)]
     assert [plan.num_scheduled_tokens["a"] for plan in plans] == [4, 4, 2]
     assert plans[1].cached_requests.num_computed_tokens == [4]
     assert plans[2].cached_requests.num_computed_tokens == [8]
 
 
 def test_events_of_the_cache_are_there_after_the_plan():
-    rig = Rig(events=True)
-    rig.add("a", prompt=9)
-    assert rig.cache.take_events() == []
-    rig.plan()
-    (stored,) = rig.cache.take_events()
+    sim = Simulator(events=True)
+    sim.add("a", prompt=9)
+    assert sim.cache.take_events() == []
+    sim.plan()
+    (stored,) = sim.cache.take_events()
     assert len(stored.block_hashes) == 2
-    quiet = Rig()
+    quiet = Simulator()
     quiet.add("a", prompt=9)
     quiet.plan()
     assert quiet.cache.take_events() == []
@@ -131,7 +131,7 @@ def test_whatever_comes_limits_hold_and_tokens_are_those_of_each_alone(
     jobs, blocks, budget, threshold, by_priority, depth
 ):
     """The harness checks each plan, each record and each cache slot that is read."""
-    rig = Rig(
+    sim = Simulator(
         blocks=blocks,
         block_size=4,
         policy=Priority if by_priority else FirstComeFirstServed,
@@ -144,8 +144,8 @@ def test_whatever_comes_limits_hold_and_tokens_are_those_of_each_alone(
     for i, (prompt, outputs, priority, kind) in enumerate(jobs):
         fields = {"prompt": [kind] * prompt, "max_tokens": outputs}
         adds.append((str(i), fields))
-        rig.add(str(i), priority=priority, **fields)
+        sim.add(str(i), priority=priority, **fields)
         if i % 2 and not depth:
-            rig.step()
-    assert rig.run(400, depth=depth) == reference(*adds)
-    assert rig.cache.num_free_blocks == blocks
+            sim.step()
+    assert sim.run(400, depth=depth) == reference(*adds)
+    assert sim.cache.num_free_blocks == blocks

@@ -7,7 +7,7 @@ from support.builtins.scheduler_harness import (
     Connector,
     FirstComeFirstServed,
     Priority,
-    Rig,
+    Simulator,
     adapter,
     feature,
     make_policy,
@@ -31,37 +31,37 @@ class PreemptsTheFirst(FirstComeFirstServed):
 
 
 def crowd(policy=FirstComeFirstServed, names="abc", **settings):
-    """Return a rig whose requests fill the pool to the last token of their only blocks."""
-    rig = Rig(blocks=len(names), block_size=4, policy=policy, **settings)
+    """Return a sim whose requests fill the pool to the last token of their only blocks."""
+    sim = Simulator(blocks=len(names), block_size=4, policy=policy, **settings)
     for name in names:
-        rig.add(name, prompt=3)
-    rig.step()
-    rig.step()
-    assert rig.cache.num_free_blocks == 0
-    return rig
+        sim.add(name, prompt=3)
+    sim.step()
+    sim.step()
+    assert sim.cache.num_free_blocks == 0
+    return sim
 
 
 def test_fcfs_preempts_the_latest_admitted_until_there_is_room():
-    rig = crowd()
-    plan = rig.step()
+    sim = crowd()
+    plan = sim.step()
     assert plan.num_scheduled_tokens == {"a": 1}
     assert plan.preempted_request_ids == {"b", "c"}
-    victim = rig.live("c")
+    victim = sim.live("c")
     assert victim.status is RequestStatus.PREEMPTED
     assert victim.num_computed_tokens == 0
     assert victim.num_preemptions == 1
-    assert rig.cache.block_ids(victim) == []
-    assert rig.scheduler.stats().num_preemptions == 2
+    assert sim.cache.block_ids(victim) == []
+    assert sim.scheduler.stats().num_preemptions == 2
 
 
 def test_several_victims_come_back_at_the_head_in_their_order():
-    rig = crowd(names="abcd")
-    rig.add("z", prompt=3)
-    assert rig.step().preempted_request_ids == {"c", "d"}
-    assert list(rig.records[-1].preempted) == ["d", "c"]
-    rig.abort("a", "b", reason=FinishReason.ABORT)
-    assert [entry.source.request_id for entry in rig.step().new_requests] == ["c", "d"]
-    assert rig.why("z").waiting_for is WaitingFor.BLOCKS
+    sim = crowd(names="abcd")
+    sim.add("z", prompt=3)
+    assert sim.step().preempted_request_ids == {"c", "d"}
+    assert list(sim.records[-1].preempted) == ["d", "c"]
+    sim.abort("a", "b", reason=FinishReason.ABORT)
+    assert [entry.source.request_id for entry in sim.step().new_requests] == ["c", "d"]
+    assert sim.why("z").waiting_for is WaitingFor.BLOCKS
 
 
 def test_of_equal_keys_a_preempted_request_goes_first():
@@ -69,74 +69,74 @@ def test_of_equal_keys_a_preempted_request_goes_first():
         def key(self, request):
             return 0
 
-    rig = Rig(blocks=4, block_size=4, policy=Careless, max_loras=1)
-    rig.add("a", prompt=3, lora=adapter(1))
-    rig.add("b", prompt=3, lora=adapter(2))
-    rig.add("c", prompt=11)
-    rig.step()
-    assert rig.why("b").waiting_for is WaitingFor.LORA_SLOT
-    rig.step()
-    assert rig.step().preempted_request_ids == {"c"}
-    assert rig.why("b").ahead == 1
+    sim = Simulator(blocks=4, block_size=4, policy=Careless, max_loras=1)
+    sim.add("a", prompt=3, lora=adapter(1))
+    sim.add("b", prompt=3, lora=adapter(2))
+    sim.add("c", prompt=11)
+    sim.step()
+    assert sim.why("b").waiting_for is WaitingFor.LORA_SLOT
+    sim.step()
+    assert sim.step().preempted_request_ids == {"c"}
+    assert sim.why("b").ahead == 1
 
 
 def test_priority_preempts_the_largest_number_and_of_equals_the_latest_arrival():
-    rig = Rig(blocks=3, block_size=4, policy=Priority)
-    rig.add("a", prompt=3, priority=1, arrival_time=5.0)
-    rig.add("b", prompt=3, priority=1, arrival_time=6.0)
-    rig.add("c", prompt=3, priority=0, arrival_time=9.0)
-    rig.step()
-    rig.step()
-    plan = rig.step()
+    sim = Simulator(blocks=3, block_size=4, policy=Priority)
+    sim.add("a", prompt=3, priority=1, arrival_time=5.0)
+    sim.add("b", prompt=3, priority=1, arrival_time=6.0)
+    sim.add("c", prompt=3, priority=0, arrival_time=9.0)
+    sim.step()
+    sim.step()
+    plan = sim.step()
     assert plan.preempted_request_ids == {"a", "b"}
     assert plan.num_scheduled_tokens == {"c": 1}
-    assert list(rig.records[-1].preempted) == ["b", "a"]
+    assert list(sim.records[-1].preempted) == ["b", "a"]
 
 
 def test_a_victim_that_was_scheduled_in_this_step_is_taken_back_completely():
-    rig = Rig(
+    sim = Simulator(
         blocks=4,
         block_size=4,
         policy=PreemptsTheFirst,
         num_draft_tokens=3,
         max_num_batched_tokens=7,
     )
-    rig.add("a", prompt=2)
-    rig.add("b", prompt=4)
-    rig.add("c", prompt=12)
-    assert rig.step().num_scheduled_tokens == {"a": 2, "b": 4, "c": 1}
-    rig.scheduler.update_drafts({"a": [5, 6, 7]})
-    plan = rig.step()  # a gets 4 tokens and the last block, then b needs one
+    sim.add("a", prompt=2)
+    sim.add("b", prompt=4)
+    sim.add("c", prompt=12)
+    assert sim.step().num_scheduled_tokens == {"a": 2, "b": 4, "c": 1}
+    sim.scheduler.update_drafts({"a": [5, 6, 7]})
+    plan = sim.step()  # a gets 4 tokens and the last block, then b needs one
     assert plan.preempted_request_ids == {"a"}
     assert plan.num_scheduled_tokens == {"b": 1, "c": 6}
     assert plan.total_num_scheduled_tokens == 7
     assert plan.draft_token_ids == {}
     assert plan.cached_requests.request_ids == ["b", "c"]
     assert sorted(plan.cached_requests.new_block_ids) == ["b", "c"]
-    assert rig.live("a").draft_token_ids == []
+    assert sim.live("a").draft_token_ids == []
 
 
-def test_a_policy_is_not_told_of_tokens_that_were_taken_back():
+def test_a_policy_is_not_charged_tokens_that_were_taken_back():
     class Counts(PreemptsTheFirst):
         def __init__(self, context):
             super().__init__(context)
-            self.told = []
+            self.reported = []
 
         def scheduled(self, request, tokens):
-            self.told.append((request.request_id, tokens))
+            self.reported.append((request.request_id, tokens))
 
-    rig = Rig(blocks=2, block_size=4, policy=Counts)
-    rig.add("a", prompt=2)
-    rig.add("b", prompt=4)
-    rig.step()
-    rig.policy.told.clear()
-    assert rig.step().preempted_request_ids == {"a"}
-    assert rig.policy.told == [("b", 1)]
+    sim = Simulator(blocks=2, block_size=4, policy=Counts)
+    sim.add("a", prompt=2)
+    sim.add("b", prompt=4)
+    sim.step()
+    sim.policy.reported.clear()
+    assert sim.step().preempted_request_ids == {"a"}
+    assert sim.policy.reported == [("b", 1)]
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_what_was_to_be_encoded_for_a_victim_is_taken_back(shared):
-    rig = Rig(
+    sim = Simulator(
         blocks=5 if shared else 4,
         block_size=4,
         policy=PreemptsTheFirst,
@@ -144,206 +144,206 @@ def test_what_was_to_be_encoded_for_a_victim_is_taken_back(shared):
         long_prefill_token_threshold=4,
     )
     image = feature("x", 8, 4)
-    rig.add("a", prompt=12, features=[image])
+    sim.add("a", prompt=12, features=[image])
     if shared:
-        rig.add("b", prompt=12, features=[image])
+        sim.add("b", prompt=12, features=[image])
     else:
-        rig.add("b", prompt=3)
-    rig.step()
-    rig.step()
-    plan = rig.plan()
+        sim.add("b", prompt=3)
+    sim.step()
+    sim.step()
+    plan = sim.plan()
     assert plan.preempted_request_ids == {"a"}
     assert plan.encoder_inputs == ({"b": [0]} if shared else {})
-    assert rig.around["encoder_cache"].num_free_tokens == (0 if shared else 4)
-    rig.update(plan)
-    rig.abort("b", reason=FinishReason.ABORT)
-    encoded = [rig.step().encoder_inputs for _ in range(3)]
+    assert sim.context_fields["encoder_cache"].num_free_tokens == (0 if shared else 4)
+    sim.update(plan)
+    sim.abort("b", reason=FinishReason.ABORT)
+    encoded = [sim.step().encoder_inputs for _ in range(3)]
     assert encoded == ([{}] * 3 if shared else [{"a": [0]}, {}, {}])
 
 
 def test_a_request_after_a_victim_is_not_skipped():
-    rig = Rig(blocks=4, block_size=4, policy=PreemptsTheFirst)
-    rig.add("a", prompt=2)
-    rig.add("b", prompt=3)
-    rig.add("c", prompt=2)
-    rig.add("d", prompt=2)
-    rig.step()
-    rig.step()
-    plan = rig.step()
+    sim = Simulator(blocks=4, block_size=4, policy=PreemptsTheFirst)
+    sim.add("a", prompt=2)
+    sim.add("b", prompt=3)
+    sim.add("c", prompt=2)
+    sim.add("d", prompt=2)
+    sim.step()
+    sim.step()
+    plan = sim.step()
     assert plan.preempted_request_ids == {"a"}
     assert list(plan.num_scheduled_tokens) == ["b", "c", "d"]
 
 
-def test_who_preempts_itself_ends_the_pass():
-    rig = Rig(blocks=3, block_size=4, policy=Priority)
-    rig.add("a", prompt=3, priority=5)
-    rig.step()
-    rig.add("b", prompt=2, priority=0)
-    rig.add("c", prompt=2, priority=0)
-    rig.step()
-    plan = rig.step()
+def test_a_request_that_preempts_itself_ends_the_pass():
+    sim = Simulator(blocks=3, block_size=4, policy=Priority)
+    sim.add("a", prompt=3, priority=5)
+    sim.step()
+    sim.add("b", prompt=2, priority=0)
+    sim.add("c", prompt=2, priority=0)
+    sim.step()
+    plan = sim.step()
     assert plan.preempted_request_ids == {"a"}
     assert plan.num_scheduled_tokens == {}
-    reason = rig.why("b")
+    reason = sim.why("b")
     assert reason.waiting_for is WaitingFor.BLOCKS
     assert "'a' needed KV blocks, 0 were free" in reason.message
-    assert list(rig.step().num_scheduled_tokens) == ["b", "c"]
+    assert list(sim.step().num_scheduled_tokens) == ["b", "c"]
 
 
-def test_nobody_is_admitted_in_a_step_that_preempts():
-    rig = Rig(blocks=4, block_size=4)
-    rig.add("a", prompt=3)
-    rig.add("b", prompt=11)
-    rig.step()
-    rig.step()
-    rig.add("c", prompt=1)
-    plan = rig.step()
+def test_no_request_is_admitted_in_a_step_that_preempts():
+    sim = Simulator(blocks=4, block_size=4)
+    sim.add("a", prompt=3)
+    sim.add("b", prompt=11)
+    sim.step()
+    sim.step()
+    sim.add("c", prompt=1)
+    plan = sim.step()
     assert plan.preempted_request_ids == {"b"}
     assert plan.new_requests == []
-    assert rig.cache.num_free_blocks > 0
-    assert rig.records[-1].admission_stopped.waiting_for is WaitingFor.BLOCKS
-    assert rig.why("c").ahead == 1
+    assert sim.cache.num_free_blocks > 0
+    assert sim.records[-1].admission_stopped.waiting_for is WaitingFor.BLOCKS
+    assert sim.why("c").ahead == 1
 
 
-def test_who_is_first_in_the_queue_of_such_a_step_is_told_why():
-    rig = Rig(blocks=4, block_size=4, policy=Priority)
-    rig.add("a", prompt=3, priority=1)
-    rig.add("b", prompt=11, priority=2)
-    rig.step()
-    rig.step()
-    rig.add("c", prompt=1, priority=0)
-    rig.step()
-    assert rig.why("c").waiting_for is WaitingFor.BLOCKS
-    assert rig.why("c").message == (
+def test_a_request_that_is_first_in_the_queue_of_such_a_step_is_given_the_reason():
+    sim = Simulator(blocks=4, block_size=4, policy=Priority)
+    sim.add("a", prompt=3, priority=1)
+    sim.add("b", prompt=11, priority=2)
+    sim.step()
+    sim.step()
+    sim.add("c", prompt=1, priority=0)
+    sim.step()
+    assert sim.why("c").waiting_for is WaitingFor.BLOCKS
+    assert sim.why("c").message == (
         "no request is admitted while running requests lack KV blocks: "
         "'a' needed KV blocks, 0 were free"
     )
 
 
-def test_events_tell_of_a_preemption_only_with_statistics():
+def test_events_report_a_preemption_only_with_statistics():
     for wanted in (False, True):
-        rig = crowd(names="ab", surroundings={"log_stats": wanted})
-        rig.step()
-        types = [event.type for event in rig.live("b").events]
+        sim = crowd(names="ab", context={"log_stats": wanted})
+        sim.step()
+        types = [event.type for event in sim.live("b").events]
         assert types == ([EngineCoreEventType.PREEMPTED] if wanted else [])
 
 
 def test_a_victim_drops_drafts_and_embeddings():
-    rig = Rig(blocks=3, block_size=4, encoder_tokens=4, num_draft_tokens=2)
-    rig.add("a", prompt=3)
-    rig.add("b", prompt=7, features=[feature("x", 5, 2)])
-    rig.step()
-    rig.step()
-    rig.scheduler.update_drafts({"b": [1]})
-    rig.step()
-    rig.step()
-    victim = rig.live("b")
+    sim = Simulator(blocks=3, block_size=4, encoder_tokens=4, num_draft_tokens=2)
+    sim.add("a", prompt=3)
+    sim.add("b", prompt=7, features=[feature("x", 5, 2)])
+    sim.step()
+    sim.step()
+    sim.scheduler.update_drafts({"b": [1]})
+    sim.step()
+    sim.step()
+    victim = sim.live("b")
     assert victim.num_preemptions == 1
     assert victim.draft_token_ids == []
     assert victim.num_output_placeholders == 0
-    assert rig.around["encoder_cache"].num_free_tokens == 4
+    assert sim.context_fields["encoder_cache"].num_free_tokens == 4
 
 
 def test_a_resumed_request_comes_in_full_with_its_outputs():
-    rig = crowd(names="ab")
-    rig.step()
-    outputs = list(rig.tokens["b"])
-    rig.abort("a", reason=FinishReason.ABORT)
-    (entry,) = rig.step().new_requests
+    sim = crowd(names="ab")
+    sim.step()
+    outputs = list(sim.tokens["b"])
+    sim.abort("a", reason=FinishReason.ABORT)
+    (entry,) = sim.step().new_requests
     assert entry.source.request_id == "b"
     assert entry.resumed
     assert list(entry.output_token_ids) == outputs
     assert len(entry.block_ids[0]) == 2
-    assert rig.records[-1].resumed == ["b"]
-    assert rig.records[-1].new == []
+    assert sim.records[-1].resumed == ["b"]
+    assert sim.records[-1].new == []
 
 
 def test_preemption_changes_no_token():
     adds = [(name, {"prompt": [i] * (3 + i), "max_tokens": 12}) for i, name in enumerate("abcd")]
     for settings in ({}, {"caching": False}, {"policy": Priority}, {"policy": PreemptsTheFirst}):
-        rig = Rig(blocks=6, block_size=4, **settings)
+        sim = Simulator(blocks=6, block_size=4, **settings)
         for i, (name, fields) in enumerate(adds):
-            rig.add(name, priority=-i, **fields)
-        assert rig.run() == reference(*adds)
-        assert rig.scheduler.stats().num_preemptions > 0
-        assert rig.cache.num_free_blocks == 6
+            sim.add(name, priority=-i, **fields)
+        assert sim.run() == reference(*adds)
+        assert sim.scheduler.stats().num_preemptions > 0
+        assert sim.cache.num_free_blocks == 6
 
 
 # Too large for the whole cache
 
 
 def test_a_request_that_outgrows_the_whole_pool_ends_with_the_numbers():
-    rig = Rig(blocks=2, block_size=4)
-    rig.add("a", prompt=6, max_tokens=50)
-    tokens = rig.run()["a"]
+    sim = Simulator(blocks=2, block_size=4)
+    sim.add("a", prompt=6, max_tokens=50)
+    tokens = sim.run()["a"]
     assert len(tokens) == 3
     assert tokens == reference(("a", {"prompt": 6, "max_tokens": 3}))["a"]
-    assert rig.ends["a"].finish_reason is FinishReason.ERROR
-    assert rig.ends["a"].error == (
+    assert sim.ends["a"].finish_reason is FinishReason.ERROR
+    assert sim.ends["a"].error == (
         "the KV cache is too small: 9 tokens need 3 blocks of 4 tokens, the cache has 2"
     )
-    assert rig.records[-1].waiting == {}
+    assert sim.records[-1].waiting == {}
 
 
 def test_the_others_run_on_when_one_outgrows_the_pool():
-    rig = Rig(blocks=3, block_size=4)
-    rig.add("a", prompt=6, max_tokens=50)
-    rig.add("b", prompt=3, max_tokens=6)
-    rig.run()
-    assert rig.ends["a"].finish_reason is FinishReason.ERROR
-    assert rig.ends["b"].finish_reason is FinishReason.LENGTH
+    sim = Simulator(blocks=3, block_size=4)
+    sim.add("a", prompt=6, max_tokens=50)
+    sim.add("b", prompt=3, max_tokens=6)
+    sim.run()
+    assert sim.ends["a"].finish_reason is FinishReason.ERROR
+    assert sim.ends["b"].finish_reason is FinishReason.LENGTH
     assert (
-        rig.tokens["b"]
+        sim.tokens["b"]
         == reference(("x", {}), ("b", {"prompt": [2000, 2001, 2002], "max_tokens": 6}))["b"]
     )
 
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_lookahead_that_no_longer_fits_is_an_error_and_no_endless_loop(caching):
-    rig = Rig(blocks=4, block_size=4, num_lookahead_tokens=4, caching=caching)
-    rig.add("a", prompt=10, max_tokens=50)
-    rig.run(60)
-    assert rig.ends["a"].error == (
+    sim = Simulator(blocks=4, block_size=4, num_lookahead_tokens=4, caching=caching)
+    sim.add("a", prompt=10, max_tokens=50)
+    sim.run(60)
+    assert sim.ends["a"].error == (
         "the KV cache is too small: 13 tokens and 4 of lookahead need 5 blocks of 4 tokens, "
         "the cache has 4"
     )
 
 
 def test_lookahead_stops_at_the_longest_length():
-    rig = Rig(blocks=4, block_size=4, num_lookahead_tokens=4, max_model_len=16)
-    rig.add("a", prompt=10, max_tokens=None)
-    assert len(rig.run(60)["a"]) == 6
-    assert rig.ends["a"].finish_reason is FinishReason.LENGTH
+    sim = Simulator(blocks=4, block_size=4, num_lookahead_tokens=4, max_model_len=16)
+    sim.add("a", prompt=10, max_tokens=None)
+    assert len(sim.run(60)["a"]) == 6
+    assert sim.ends["a"].finish_reason is FinishReason.LENGTH
 
 
 def test_one_that_became_too_long_while_others_ran_does_not_wait_for_ever():
-    rig = Rig(blocks=4, block_size=4, num_lookahead_tokens=8)
-    rig.add("a", prompt=3, max_tokens=6)
-    rig.add("b", prompt=6, max_tokens=50)
-    rig.run(100)
-    assert rig.ends["a"].finish_reason is FinishReason.LENGTH
-    assert rig.ends["b"].finish_reason is FinishReason.ERROR
+    sim = Simulator(blocks=4, block_size=4, num_lookahead_tokens=8)
+    sim.add("a", prompt=3, max_tokens=6)
+    sim.add("b", prompt=6, max_tokens=50)
+    sim.run(100)
+    assert sim.ends["a"].finish_reason is FinishReason.LENGTH
+    assert sim.ends["b"].finish_reason is FinishReason.ERROR
 
 
 def test_loaded_requests_that_hold_all_blocks_give_way():
     connector = Connector(b=(7, True), c=(7, True))
-    rig = Rig(blocks=5, block_size=4, surroundings={"connector": connector})
-    rig.add("b", prompt=8, max_tokens=2, priority=1)
-    rig.add("c", prompt=8, max_tokens=2)
-    plan = rig.plan()
+    sim = Simulator(blocks=5, block_size=4, context={"connector": connector})
+    sim.add("b", prompt=8, max_tokens=2, priority=1)
+    sim.add("c", prompt=8, max_tokens=2)
+    plan = sim.plan()
     assert plan.num_scheduled_tokens == {}
-    assert rig.cache.num_free_blocks == 1
+    assert sim.cache.num_free_blocks == 1
     for name in "bc":
-        request = rig.live(name)
-        rig.executor.fill(request, rig.cache.block_ids(request), 7)
-    rig.add("a", prompt=12, max_tokens=2, arrival_time=0.0)
-    rig.update(plan, kv_loaded=frozenset("bc"))
+        request = sim.live(name)
+        sim.executor.fill(request, sim.cache.block_ids(request), 7)
+    sim.add("a", prompt=12, max_tokens=2, arrival_time=0.0)
+    sim.update(plan, kv_loaded=frozenset("bc"))
     connector.found.clear()
-    rig.step()
-    assert rig.cache.block_ids(rig.live("b")) != []
-    assert rig.cache.block_ids(rig.live("c")) == []  # the latest to come gives way
-    assert len(rig.run(30)) == 3
-    assert {end.finish_reason for end in rig.ends.values()} == {FinishReason.LENGTH}
+    sim.step()
+    assert sim.cache.block_ids(sim.live("b")) != []
+    assert sim.cache.block_ids(sim.live("c")) == []  # the latest to come gives way
+    assert len(sim.run(30)) == 3
+    assert {end.finish_reason for end in sim.ends.values()} == {FinishReason.LENGTH}
 
 
 def test_a_victim_that_does_not_run_cannot_happen_to_a_guarded_policy():
@@ -353,23 +353,23 @@ def test_a_victim_that_does_not_run_cannot_happen_to_a_guarded_policy():
         def key(self, request):
             return 0
 
-    rig = crowd(make_policy(Odd), names="ab")
-    assert rig.step().preempted_request_ids == {"b"}  # the default of the contract: the latest
+    sim = crowd(make_policy(Odd), names="ab")
+    assert sim.step().preempted_request_ids == {"b"}  # the default of the contract: the latest
 
 
 def test_one_that_would_just_fit_alone_is_no_error():
-    rig = Rig(blocks=2, block_size=4, policy=Priority)
-    rig.add("a", prompt=3, priority=5, max_tokens=4)
-    rig.step()
-    rig.add("b", prompt=2, max_tokens=2)
-    rig.step()
-    assert rig.step().preempted_request_ids == {"a"}
-    rig.run()
-    assert rig.ends["a"].finish_reason is FinishReason.LENGTH
+    sim = Simulator(blocks=2, block_size=4, policy=Priority)
+    sim.add("a", prompt=3, priority=5, max_tokens=4)
+    sim.step()
+    sim.add("b", prompt=2, max_tokens=2)
+    sim.step()
+    assert sim.step().preempted_request_ids == {"a"}
+    sim.run()
+    assert sim.ends["a"].finish_reason is FinishReason.LENGTH
 
 
 def test_what_a_victim_shares_with_others_is_encoded_for_them():
-    rig = Rig(
+    sim = Simulator(
         blocks=7,
         block_size=4,
         policy=PreemptsTheFirst,
@@ -377,13 +377,13 @@ def test_what_a_victim_shares_with_others_is_encoded_for_them():
         long_prefill_token_threshold=4,
     )
     for name in "ab":
-        rig.add(name, prompt=12, features=[feature("x", 8, 4)])
-    rig.add("c", prompt=3)
-    rig.step()
-    rig.step()
-    plan = rig.plan()
+        sim.add(name, prompt=12, features=[feature("x", 8, 4)])
+    sim.add("c", prompt=3)
+    sim.step()
+    sim.step()
+    plan = sim.plan()
     assert plan.preempted_request_ids == {"a"}
     assert list(plan.num_scheduled_tokens) == ["b", "c"]
     assert plan.encoder_inputs == {"b": [0]}
     assert list(plan.freed_encoder_inputs) == []
-    assert rig.around["encoder_cache"].num_free_tokens == 0
+    assert sim.context_fields["encoder_cache"].num_free_tokens == 0

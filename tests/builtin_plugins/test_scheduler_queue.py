@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.builtins.scheduler_harness import HoldsBack, Rig, adapter, admitted
+from support.builtins.scheduler_harness import HoldsBack, Simulator, adapter, admitted
 
 from hardpoint.builtin_plugins.scheduling.waiting_queue import WaitingQueue
 from hardpoint.plugins import EngineCoreRequest, SamplingParams, WaitingFor
@@ -10,49 +10,49 @@ from hardpoint.plugins import EngineCoreRequest, SamplingParams, WaitingFor
 # Overtaking is bounded
 
 
-def overtaken(rig):
+def overtaken(sim):
     """Count the steps in which somebody is admitted before "b", which waits for a LoRA slot."""
-    rig.add("a", lora=adapter(1), max_tokens=100)
-    rig.add("b", lora=adapter(2))
+    sim.add("a", lora=adapter(1), max_tokens=100)
+    sim.add("b", lora=adapter(2))
     steps = 0
     for i in range(40):
-        rig.add(f"c{i}", prompt=1, max_tokens=1)
-        rig.add(f"d{i}", prompt=1, max_tokens=1)
-        new = admitted(rig.step())
+        sim.add(f"c{i}", prompt=1, max_tokens=1)
+        sim.add(f"d{i}", prompt=1, max_tokens=1)
+        new = admitted(sim.step())
         steps += any(name[0] in "cd" for name in new)
     return steps
 
 
 def test_one_that_is_set_aside_is_passed_in_so_many_steps_only():
-    rig = Rig(max_loras=1, options={"max_overtaken": 3}, blocks=200)
-    assert overtaken(rig) == 3
-    assert rig.live("b").num_overtaken == 3
-    assert rig.records[-1].admission_stopped.waiting_for is WaitingFor.LORA_SLOT
-    assert rig.why("c20").waiting_for is WaitingFor.BEHIND
+    sim = Simulator(max_loras=1, options={"max_overtaken": 3}, blocks=200)
+    assert overtaken(sim) == 3
+    assert sim.live("b").num_overtaken == 3
+    assert sim.records[-1].admission_stopped.waiting_for is WaitingFor.LORA_SLOT
+    assert sim.why("c20").waiting_for is WaitingFor.BEHIND
 
 
-def test_nobody_is_passed_where_none_may():
-    assert overtaken(Rig(max_loras=1, options={"max_overtaken": 0}, blocks=200)) == 0
+def test_no_request_is_passed_where_none_may():
+    assert overtaken(Simulator(max_loras=1, options={"max_overtaken": 0}, blocks=200)) == 0
 
 
 def test_being_set_aside_without_being_passed_does_not_count():
-    rig = Rig(max_loras=1, options={"max_overtaken": 3})
-    rig.add("a", lora=adapter(1))
-    rig.add("b", lora=adapter(2))
+    sim = Simulator(max_loras=1, options={"max_overtaken": 3})
+    sim.add("a", lora=adapter(1))
+    sim.add("b", lora=adapter(2))
     for _ in range(9):
-        rig.step()
-    assert rig.live("b").num_overtaken == 0
+        sim.step()
+    assert sim.live("b").num_overtaken == 0
 
 
 def test_a_step_sets_so_many_aside_only():
-    rig = Rig(max_loras=1, options={"max_set_aside": 2})
-    rig.add("a", lora=adapter(1))
+    sim = Simulator(max_loras=1, options={"max_set_aside": 2})
+    sim.add("a", lora=adapter(1))
     for name in "bcd":
-        rig.add(name, lora=adapter(2))
-    rig.add("e")
-    assert admitted(rig.step()) == ["a"]
-    assert list(rig.records[-1].waiting) == ["b", "c"]
-    assert (rig.why("d").waiting_for, rig.why("d").ahead) == (WaitingFor.BEHIND, 2)
+        sim.add(name, lora=adapter(2))
+    sim.add("e")
+    assert admitted(sim.step()) == ["a"]
+    assert list(sim.records[-1].waiting) == ["b", "c"]
+    assert (sim.why("d").waiting_for, sim.why("d").ahead) == (WaitingFor.BEHIND, 2)
 
 
 # What waits costs nothing
@@ -76,23 +76,23 @@ class Counts(HoldsBack):
 
 def work_of_steps(waiting, monkeypatch):
     """Return the calls of the policy, of the queue and of the cache in four steps."""
-    rig = Rig(policy=Counts, max_num_seqs=2)
+    sim = Simulator(policy=Counts, max_num_seqs=2)
     params = SamplingParams(max_tokens=2)
     for i in range(waiting):
         request = EngineCoreRequest(request_id=str(i), prompt_token_ids=[1], params=params)
-        rig.tokens[str(i)] = []
-        rig.scheduler.add_request(request)
+        sim.tokens[str(i)] = []
+        sim.scheduler.add_request(request)
     touched = []
     for name in ("heap_of", "_is_current", "push", "remove", "restore"):
         method = getattr(WaitingQueue, name)
         monkeypatch.setattr(
             WaitingQueue, name, lambda *args, f=method: touched.append(1) or f(*args)
         )
-    lookups, calls = rig.cache.stats().requests, rig.policy.calls
+    lookups, calls = sim.cache.stats().requests, sim.policy.calls
     for _ in range(4):
-        rig.step()
+        sim.step()
     monkeypatch.undo()
-    return rig.policy.calls - calls, len(touched), rig.cache.stats().requests - lookups
+    return sim.policy.calls - calls, len(touched), sim.cache.stats().requests - lookups
 
 
 def test_a_hundred_thousand_waiting_requests_add_no_work_to_a_step(monkeypatch):

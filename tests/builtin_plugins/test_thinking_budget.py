@@ -68,7 +68,7 @@ class TestTracking:
             assert Request(prompt=[8], output=tokens).state == went_on.state
 
     def test_equal_bytes_across_tokens_are_no_marker(self):
-        # As 64-bit words, 256 and 1 hold the bytes of 1 and of 2**56 a byte further on.
+        # As 64-bit message, 256 and 1 hold the bytes of 1 and of 2**56 a byte further on.
         assert Request(prompt=[256, 0], start=[1], budget=0).forced is None
         assert Request(prompt=[1, 256, 0], start=[1], budget=2).forced == 2
 
@@ -157,7 +157,7 @@ class TestForcingLogits:
         probs = applied(it.edits(self.rows(it, 0)), logits).softmax(-1)
         assert probs[0].tolist() == [float(token == 2) for token in range(10)]
 
-    def test_with_nobody_ending_the_logits_are_untouched(self):
+    def test_with_no_request_ending_the_logits_are_untouched(self):
         it = processor()
         rows = self.rows(it, 5, None, 9)
         assert it.edits(rows) is None

@@ -67,7 +67,7 @@ class TestDrafts:
     def test_a_draft_that_opens_thinking_counts_those_after_it(self):
         assert Request(budget=1).drafted(1, 7, 7) == [None, None, 2, 2]
 
-    def test_a_fork_lives_on_its_own(self):
+    def test_a_fork_is_independent(self):
         request = Request(prompt=[1], budget=1)
         one = request.processor.advance(request.processor.fork(request.state), 7)
         other = request.processor.advance(request.processor.fork(request.state), 2)
@@ -76,7 +76,7 @@ class TestDrafts:
 
 
 def naive(prompt, output, start, end, budget):
-    """Return the forced token, from the whole history anew."""
+    """Return the forced token, computed from the whole history."""
     history = [*prompt, *output]
 
     def ends(marker):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.builtins.tokenizer_harness import MESSAGES, open_tokenizer, words_of
+from support.builtins.tokenizer_harness import MESSAGES, open_tokenizer, token_texts
 from support.searching import examples
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -56,10 +56,10 @@ def theirs(demo_gguf: Path):
 
 @pytest.fixture(scope="module")
 def spaced() -> Tokenizer:
-    """A small tokenizer that writes words with a leading mark, as Llama 2 does."""
-    words = ["<unk>", "<s>", "\u2581hello", "\u2581world", "s", "!"]
-    words += [f"<0x{byte:02X}>" for byte in range(256)]
-    vocab = {word: index for index, word in enumerate(words)}
+    """A small tokenizer that writes message with a leading mark, as Llama 2 does."""
+    message = ["<unk>", "<s>", "\u2581hello", "\u2581world", "s", "!"]
+    message += [f"<0x{byte:02X}>" for byte in range(256)]
+    vocab = {word: index for index, word in enumerate(message)}
     tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
     tokenizer.decoder = decoders.Sequence(
         [
@@ -92,7 +92,7 @@ class TestDemo:
         assert demo.decode(demo.encode(text), skip_special_tokens=False) == text
 
     def test_digits_are_single_tokens(self, demo: TransformersTokenizer) -> None:
-        assert words_of(demo, "in  2026") == ["in", "  ", "2", "0", "2", "6"]
+        assert token_texts(demo, "in  2026") == ["in", "  ", "2", "0", "2", "6"]
 
     def test_chat_template_equals_transformers(self, demo, theirs) -> None:
         for add in (True, False):
@@ -214,7 +214,7 @@ class TestDirectory:
         assert open_tokenizer(folder).apply_chat_template(MESSAGES) == "JWhy?"
 
     @pytest.mark.parametrize(
-        ("messages", "words"),
+        ("messages", "message"),
         [
             ("hello", 'expected a list of {"role": ..., "content": ...}, got \'hello\''),
             ({"role": "user"}, "messages: expected a list"),
@@ -227,13 +227,13 @@ class TestDirectory:
             ([{"role": "pirate", "content": "x"}], "chat template refuses them: Unknown role!"),
         ],
     )
-    def test_malformed_messages_are_refused(self, messages, words, folder: Path) -> None:
+    def test_malformed_messages_are_refused(self, messages, message, folder: Path) -> None:
         template = (
             "{% for m in messages %}{% if m.role == 'pirate' %}"
             "{{ raise_exception('Unknown role!') }}{% endif %}{% endfor %}"
         )
         tokenizer = self.configure(folder, chat_template=template)
-        with pytest.raises(RequestError, match=words):
+        with pytest.raises(RequestError, match=message):
             tokenizer.apply_chat_template(messages)
 
     @pytest.mark.parametrize("template", ["{% if %}", "{{ 1 + 'a' }}", "{{ x.y.z }}"])

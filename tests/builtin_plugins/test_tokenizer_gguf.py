@@ -4,7 +4,7 @@ from pathlib import Path
 
 import gguf
 import pytest
-from support.builtins.tokenizer_harness import MESSAGES, open_tokenizer, words_of
+from support.builtins.tokenizer_harness import MESSAGES, open_tokenizer, token_texts
 from tokenizers import pre_tokenizers
 
 from hardpoint.plugins import ModelError, RequestError
@@ -53,10 +53,10 @@ def write_gguf(path: Path, **changes) -> Path:
 )
 def test_pre_tokenizers(pre: str, expected: list[str], tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "t.gguf", pre=pre, add_bos_token=False)
-    assert words_of(open_tokenizer(path), "a 123412") == expected
+    assert token_texts(open_tokenizer(path), "a 123412") == expected
 
 
-def test_llama3_begins_with_bos_unless_told_otherwise(tmp_path: Path) -> None:
+def test_llama3_begins_with_bos_unless_specified_otherwise(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "t.gguf", pre="llama-bpe")
     assert open_tokenizer(path).encode("a")[0] == 0
     path = write_gguf(tmp_path / "t.gguf", pre="llama-bpe", add_bos_token=False)
@@ -100,7 +100,7 @@ def test_sentencepiece_goes_through_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"model": None}, "t.gguf: tokenizer.ggml.model: missing"),
         ({"model": "rwkv"}, "tokenizer.ggml.model: 'rwkv' could not be converted"),
@@ -110,9 +110,9 @@ def test_sentencepiece_goes_through_transformers(tmp_path: Path) -> None:
         ({"pre": "tekken"}, "pre: expected one of .*smollm, got 'tekken'; set tokenizer.path"),
     ],
 )
-def test_unsupported_files_are_refused(changes, words, tmp_path: Path) -> None:
+def test_unsupported_files_are_refused(changes, message, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "t.gguf", **changes)
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(ModelError, match=message):
         open_tokenizer(path)
 
 

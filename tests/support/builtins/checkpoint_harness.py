@@ -94,6 +94,6 @@ def permute_as_llama_cpp(array: np.ndarray, heads: int) -> np.ndarray:
     return out
 
 
-def refused(loader: WeightLoader, words: str) -> None:
-    with pytest.raises(ModelError, match=words):
+def refused(loader: WeightLoader, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
         loader.config()

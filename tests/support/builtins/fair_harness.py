@@ -49,7 +49,7 @@ class Service:
 class Loop:
     """Running first, then whom the policy puts first; one token budget per step.
 
-    A request is admitted when it fits with all it may become, as in the paper, so nobody has to
+    A request is admitted when it fits with all it may become, as in the paper, so none has to
     be preempted; `preempt` does it all the same.
     """
 

@@ -97,7 +97,7 @@ class Subscriber:
             assert time.monotonic() < deadline, "nothing came"
 
     def has_all(self, publisher, first=0):
-        """Do as `is_there`, and read what was published meanwhile; return the last number."""
+        """Do as `is_there`, and read what was published since; return the last number."""
         if self.is_there(publisher, first) < self.published:
             self.read_up_to(self.published)
         return self.published

@@ -1,4 +1,4 @@
-"""The default scheduler with scripted surroundings, and an executor without a model.
+"""The default scheduler with a scripted context, and an executor without a model.
 
 The executor's next token is a function of the whole history. It writes into each cache slot what a
 model would, and checks whatever it reads.
@@ -34,7 +34,7 @@ __all__ = [
     "Grammars",
     "HoldsBack",
     "Priority",
-    "Rig",
+    "Simulator",
     "adapter",
     "admitted",
     "feature",
@@ -76,9 +76,9 @@ class Connector:
     """The scheduler's half of a KV connector.
 
     Attributes:
-        found: by request id, what can be loaded: tokens (None: not known), and whether beside.
+        found: by request id, what can be loaded: tokens (None: not known), and whether asynchronously.
         keep: ids whose blocks must be kept when they end.
-        allocated: what `update_state_after_alloc` was told: (id, number of blocks, tokens).
+        allocated: what `update_state_after_alloc` was given: (id, number of blocks, tokens).
         ended: ids with the number of their blocks.
     """
 
@@ -193,8 +193,8 @@ class Executor:
         self.memory[self._slot(table, position)] = tuple(history)
 
 
-class Rig:
-    """A scheduler and everything around it. Every plan and record is checked for consistency."""
+class Simulator:
+    """A scheduler and its context. Every plan and record is checked for consistency."""
 
     def __init__(  # noqa: PLR0913  all have names and defaults
         self,
@@ -206,7 +206,7 @@ class Rig:
         caching=True,
         events=False,
         options=None,
-        surroundings=None,
+        context=None,
         encoder_tokens=0,
         **limits,
     ):
@@ -220,10 +220,10 @@ class Rig:
         self.records = []
         self.faults = []
         self.policy = make_policy(policy) if isinstance(policy, type) else policy
-        around = {"record": self.records.append} | (surroundings or {})
+        fields = {"record": self.records.append} | (context or {})
         if encoder_tokens:
-            around.setdefault("encoder_cache", EncoderCacheManager(encoder_tokens))
-        self.around = around
+            fields.setdefault("encoder_cache", EncoderCacheManager(encoder_tokens))
+        self.context_fields = fields
         self.scheduler = DefaultScheduler(
             SchedulerContext(
                 name="default",
@@ -233,7 +233,7 @@ class Rig:
                 policy=self.policy,
                 clock=self.clock,
                 policy_fault=self.faults.append,
-                **around,
+                **fields,
             )
         )
         self.executor = Executor(block_size)
@@ -272,9 +272,9 @@ class Rig:
         result = self.executor.execute(plan) if result is None else result
         for name, value in changes.items():
             setattr(result, name, value)
-        return self.take(self.scheduler.update(plan, result))
+        return self.record_outputs(self.scheduler.update(plan, result))
 
-    def take(self, by_client):
+    def record_outputs(self, by_client):
         outputs = {}
         for client in by_client.values():
             for output in client.outputs:
@@ -293,12 +293,12 @@ class Rig:
         return plan
 
     def abort(self, *names, reason):
-        return self.take(self.scheduler.finish_requests(names, reason))
+        return self.record_outputs(self.scheduler.finish_requests(names, reason))
 
-    def run(self, most=300, depth=0):
+    def run(self, max_steps=300, depth=0):
         """Run to the end, with results that come `depth` steps late; return all tokens."""
         late = deque()
-        for _ in range(most):
+        for _ in range(max_steps):
             if not self.scheduler.has_requests() and not late:
                 self._check_empty()
                 return self.tokens
@@ -306,7 +306,7 @@ class Rig:
             late.append((plan, self.executor.execute(plan)))
             while len(late) > depth or (late and not self.scheduler.has_requests()):
                 self.update(*late.popleft())
-        raise AssertionError(f"after {most} steps some are not done: {self.scheduler.stats()}")
+        raise AssertionError(f"after {max_steps} steps some are not done: {self.scheduler.stats()}")
 
     def _check(self, plan):
         limits, given = self.limits, plan.num_scheduled_tokens
@@ -366,7 +366,7 @@ def reference(*adds, **settings):
     """Return the tokens of requests that are alone in a scheduler with room for everything."""
     tokens = {}
     for name, fields in adds:
-        rig = Rig(blocks=500, **settings)
-        rig.add(name, **fields)
-        tokens |= rig.run(500)
+        sim = Simulator(blocks=500, **settings)
+        sim.add(name, **fields)
+        tokens |= sim.run(500)
     return tokens

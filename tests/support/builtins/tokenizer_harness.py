@@ -17,5 +17,5 @@ def open_tokenizer(path: Path) -> TransformersTokenizer:
     )
 
 
-def words_of(tokenizer: TransformersTokenizer, text: str) -> list[str]:
+def token_texts(tokenizer: TransformersTokenizer, text: str) -> list[str]:
     return [tokenizer.decode([i], skip_special_tokens=False) for i in tokenizer.encode(text)]

@@ -59,7 +59,7 @@ def test_the_head_stays_where_it_is_when_admission_stops():
     assert (sim.why("c").ahead, sim.why("c").message) == (1, "1 requests are ahead of it")
     assert (
         sim.live("a").status is RequestStatus.RUNNING
-    )  # no request is preempted for a waiting one
+    )  # no preemption for a waiting request
     sim.abort("a", reason=FinishReason.ABORT)
     assert admitted(sim.step()) == ["b", "c"]
 

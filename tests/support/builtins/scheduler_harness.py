@@ -76,7 +76,7 @@ class Connector:
     """The scheduler's half of a KV connector.
 
     Attributes:
-        found: by request id, what can be loaded: tokens (None: not known), and whether asynchronously.
+        found: by request id, tokens to load (None: not known), and whether asynchronously.
         keep: ids whose blocks must be kept when they end.
         allocated: what `update_state_after_alloc` was given: (id, number of blocks, tokens).
         ended: ids with the number of their blocks.

@@ -57,9 +57,7 @@ def test_the_head_stays_where_it_is_when_admission_stops():
     assert reason.message == "it needs up to 3 KV blocks, 2 are free"
     assert sim.why("c").waiting_for is WaitingFor.BEHIND
     assert (sim.why("c").ahead, sim.why("c").message) == (1, "1 requests are ahead of it")
-    assert (
-        sim.live("a").status is RequestStatus.RUNNING
-    )  # no preemption for a waiting request
+    assert sim.live("a").status is RequestStatus.RUNNING  # no preemption for a waiting request
     sim.abort("a", reason=FinishReason.ABORT)
     assert admitted(sim.step()) == ["b", "c"]
 

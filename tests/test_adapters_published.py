@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.driving import run
+from support.internals import engine_of
 
 from hardpoint import LLM, SamplingParams
 
@@ -57,13 +58,13 @@ def results(llm):
         jobs += [job(f"old {which}", plugin_args=old(which))]
         jobs += [job(f"new {which}", plugin_args=new(which))]
     jobs += [job("last")]
-    found = run(llm._engine, jobs)
+    found = run(engine_of(llm), jobs)
     assert all(result[0][0][3] == "length" for result in found.values()), found
     return {name: (result[0][0][1], result[0][0][2]) for name, result in found.items()}
 
 
 def test_bystanders_get_what_they_get_without(llm, results):
-    without = run(llm._engine, [job("plain"), job("other", "Bread is")])
+    without = run(engine_of(llm), [job("plain"), job("other", "Bread is")])
     for name in ("plain", "other"):
         assert results[name] == without[name][0][0][1:3]
     assert results["last"] == results["plain"]

@@ -12,6 +12,7 @@ import copy
 import pytest
 import torch
 from support.driving import run
+from support.internals import engine_of
 
 from hardpoint import LLM, RequestOutputKind, SamplingParams
 from hardpoint.core.engine.prepare import find_files
@@ -66,9 +67,9 @@ def greedy(llm: LLM, per_step: int | None) -> dict[str, tuple[list[int], list[in
     if per_step == 0:
         results = {}
         for job in jobs:
-            results.update(run(llm._engine, [job]))
+            results.update(run(engine_of(llm), [job]))
     else:
-        results = run(llm._engine, jobs, per_step)
+        results = run(engine_of(llm), jobs, per_step)
     found = {}
     for prompt, ((_, tokens, _, _, _, logprobs),) in ((p, r[0]) for p, r in results.items()):
         values = [entry[t][0] for t, entry in zip(tokens, logprobs, strict=True)]

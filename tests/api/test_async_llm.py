@@ -8,6 +8,7 @@ import threading
 
 import pytest
 from support.async_requests import GREEDY, Hooked, collect, config, endless
+from support.internals import client_of, engine_of, output_processor_of
 from support.waiting import PATIENCE_S, HeldSteps, until
 
 from hardpoint import (
@@ -53,7 +54,7 @@ def run(shared):
 
     async def checked(main):
         result = await asyncio.wait_for(main(llm), 60)
-        assert llm._engine._frontend.output.num_unfinished_requests() == 0
+        assert output_processor_of(engine_of(llm)).num_unfinished_requests() == 0
         for _ in range(2000):
             stats = await llm.scheduler_stats()
             if (stats.num_running, stats.num_waiting) == (0, 0):
@@ -283,7 +284,7 @@ class TestPace:
         monkeypatch.setattr(relay, "_CHUNK_SIZE", 4)
 
         async def main(llm):
-            engine, sizes, turns = llm._engine, [], []
+            engine, sizes, turns = engine_of(llm), [], []
             take = engine._process_outputs
 
             def noted(batch):
@@ -371,7 +372,7 @@ class TestQuestions:
                     await llm.scheduler_stats()
                 held.let_go()
                 await task
-                llm._engine._client._timeout_s = PATIENCE_S  # from here on there shall be an answer
+                client_of(llm)._timeout_s = PATIENCE_S  # from here on there shall be an answer
                 assert (await llm.scheduler_stats()).num_running == 0
 
         asyncio.run(main())

@@ -48,7 +48,7 @@ class TestEnd:
             llm = AsyncLLM(config=config(folder))
             tasks = [asyncio.create_task(collect(llm.generate("x", endless()))) for _ in range(3)]
             await asyncio.sleep(0.2)
-            pid = llm._engine._client.pid
+            pid = llm.engine_pid
             llm.close()
             llm.close()
             for result in await asyncio.gather(*tasks, return_exceptions=True):
@@ -65,7 +65,7 @@ class TestEnd:
     def test_a_death_is_told_to_all_at_once(self, folder):
         async def main():
             async with AsyncLLM(config=config(folder)) as llm:
-                pid, streaming = llm._engine._client.pid, set()
+                pid, streaming = llm.engine_pid, set()
 
                 async def stream(number):
                     async for _ in llm.generate([number + 1], endless(0.001)):
@@ -96,7 +96,7 @@ class TestEnd:
 
     def test_a_death_before_the_first_use_is_told_too(self, folder):
         llm = AsyncLLM(config=config(folder))
-        os.kill(llm._engine._client.pid, signal.SIGKILL)
+        os.kill(llm.engine_pid, signal.SIGKILL)
         wait_until(lambda: not llm.is_running, PATIENCE_S, "the word of its death")
         with pytest.raises(EngineDeadError, match="was killed by signal 9"):
             asyncio.run(collect(llm.generate("x", GREEDY)))
@@ -106,7 +106,7 @@ class TestEnd:
         async def main():
             llm = AsyncLLM(config=config(folder))
             await collect(llm.generate("say abc", GREEDY))
-            return llm._engine._client.pid
+            return llm.engine_pid
 
         pid = asyncio.run(main())
         gc.collect()

@@ -7,6 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
+from support.internals import core_of
 
 from hardpoint import LLM, EngineClosedError, RequestError, RequestOutputKind, SamplingParams
 from hardpoint.testing import scripted_config
@@ -117,7 +118,7 @@ def test_min_tokens_must_fit_what_is_left(llm):
 def test_closing_lets_go_of_everything(scripted):
     llm = LLM(config=scripted_config(scripted))
     llm.generate("say abc", GREEDY)
-    core = llm.llm_engine.parts.client._core
+    core = core_of(llm.llm_engine)
     held = [weakref.ref(core), weakref.ref(core._executor._worker.runner._model)]
     del core
     llm.close()

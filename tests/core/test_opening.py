@@ -9,6 +9,7 @@ import os
 import signal
 
 import pytest
+from support.internals import engine_of, input_processor_of
 
 from hardpoint import (
     LLM,
@@ -112,7 +113,7 @@ class TestDefaultParams:
         with LLM(config=scripted_config(folder)) as llm:
             assert llm.default_sampling_params() == RECOMMENDED
             received = []
-            client = llm._engine.parts.client
+            client = llm.llm_engine.parts.client
             add = client.add_request
             monkeypatch.setattr(client, "add_request", lambda r: (received.append(r), add(r)))
             given = "x" if call in ("generate", "stream") else [{"role": "user", "content": "x"}]
@@ -133,7 +134,7 @@ class TestDefaultParams:
 
     def test_they_are_made_at_first_use_and_once(self, folder):
         with LLM(config=scripted_config(folder)) as llm:
-            assert llm._engine._frontend.input._default_params is None
+            assert input_processor_of(engine_of(llm))._default_params is None
             assert llm.default_sampling_params() is llm.default_sampling_params()
 
     def test_without_a_word_they_are_the_plain_ones(self, scripted):

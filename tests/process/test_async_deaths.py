@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.internals import engine_of, output_processor_of, states_of
 from support.process.harness import (
     PATIENCE_S,
     alive,
@@ -46,7 +47,7 @@ def long(max_tokens: int = 30_000, slow: dict[str, Any] | None = None) -> Sampli
 
 
 def pid_of(llm: AsyncLLM) -> int:
-    return llm._engine.parts.client.pid
+    return llm.engine_pid
 
 
 @contextlib.asynccontextmanager
@@ -287,7 +288,7 @@ def test_cancelled_tasks_end_their_requests(endless):
                 await asyncio.sleep(0.005)
             told("cancelled, engine idle", time.monotonic() - began, 10)
             assert (await llm.scheduler_stats()).kv_cache_usage == 0
-            assert not llm._engine._frontend.output._states
+            assert not states_of(output_processor_of(engine_of(llm)))
 
     asyncio.run(main())
 

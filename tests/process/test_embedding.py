@@ -148,13 +148,14 @@ def test_a_processor_that_the_script_itself_defines(scripted, tmp_path):
         + body(scripted, plugin="__main__:Only", how=ONLY)
         + textwrap.dedent("""
         import msgspec
-        request, _ = llm._engine._frontend.input.process(
+        from support.internals import input_processor_of
+        request, _ = input_processor_of(llm.llm_engine).process(
             "bad", "say abc", params, __import__("hardpoint.core.frontend.input_processor",
             fromlist=["NO_EXTRAS"]).NO_EXTRAS, arrival_time=0.0
         )
         request.plugin_args["only"] = {"token": 999}  # as a client that checks nothing would
-        llm._engine.parts.client.add_request(request)
-        (output,) = llm._engine.parts.client.get_output(wait=True).outputs
+        llm.llm_engine.parts.client.add_request(request)
+        (output,) = llm.llm_engine.parts.client.get_output(wait=True).outputs
         print(json.dumps([str(output.finish_reason), output.error]))
         print(json.dumps(llm.generate("say abc", params)[0].outputs[0].text))
         """)

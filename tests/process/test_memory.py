@@ -18,6 +18,7 @@ def test_more_engines_in_one_process_leave_no_memory(tmp_path, count):
     source = """
         import ctypes, gc, json, weakref
         import psutil, torch
+        from support.internals import worker_of
         from hardpoint import LLM, SamplingParams
 
         weights, opened = [], []
@@ -26,7 +27,7 @@ def test_more_engines_in_one_process_leave_no_memory(tmp_path, count):
             with LLM("smollm2", max_model_len=256) as llm:
                 llm.generate(["Once", "The sea is"], SamplingParams(temperature=0, max_tokens=4))
                 opened.append(resident())
-                worker = llm._engine.parts.client._core._executor._worker
+                worker = worker_of(llm.llm_engine)
                 model = worker.runner._model
                 tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor]
                 largest = max(tensors, key=lambda t: t.numel() if t.device.type == "cpu" else 0)

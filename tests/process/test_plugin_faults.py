@@ -211,7 +211,7 @@ class Planned:
 def test_a_hook_that_raises_in_the_engine_is_counted_and_told(scripted):
     hook = {"plugins": {"enable": ["test_plugin_faults:Planned"]}}
     with LLM(config=process_config(scripted, hook)) as llm:
-        pid = llm._engine.parts.client.pid
+        pid = llm.llm_engine.parts.client.pid
         (output,) = llm.generate("say abc", SamplingParams(temperature=0.0, max_tokens=20))
         assert output.outputs[0].text == " abc abc abc"
         fallback = llm.health().fallbacks["step_planned"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from support.internals import core_of
 from support.process.harness import open_engine
 
 from hardpoint import (
@@ -282,7 +283,7 @@ def test_a_failure_of_the_engine_itself(scripted, monkeypatch):
     def broken(*_):
         raise cause
 
-    monkeypatch.setattr(engine.parts.client._core, "step", broken)
+    monkeypatch.setattr(core_of(engine), "step", broken)
     with pytest.raises(EngineDeadError, match="^the engine failed: ZeroDivisionError: by nobody$"):
         engine.step()
     with pytest.raises(EngineClosedError):

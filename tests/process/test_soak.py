@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.internals import keeps_nothing, output_processor_of
 from support.process.harness import PATIENCE_S, holdings, nothing_left, open_engine, wait_until
 
 from hardpoint import RequestError, RequestOutputKind, SamplingParams
@@ -111,10 +112,8 @@ def test_nothing_is_left_of_many_requests(scripted, in_process, count, least):
         return (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0)
 
     wait_until(stands_still, PATIENCE_S, "the last aborts")
-    kept = engine._frontend.output
-    assert not kept._states
-    assert not kept._by_parent
-    assert not kept._by_external
+    kept = output_processor_of(engine)
+    assert keeps_nothing(kept)
     nothing_left(before)
     wait_until(lambda: threading.active_count() <= threads, PATIENCE_S, "threads")
     wait_until(lambda: not of_engine(pid) - of_theirs, PATIENCE_S, "descriptors and threads")

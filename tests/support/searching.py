@@ -23,3 +23,13 @@ def examples(count: int, **options: object) -> settings:
     """
     nightly = settings.default.max_examples == _NIGHTLY
     return settings(max_examples=max(count, _NIGHTLY) if nightly else count, **options)
+
+
+def kit_examples(share: float = 1.0) -> float:
+    """Return `examples` of a conformance suite: a part of what the kit tries, in `nightly` more.
+
+    Args:
+        share: of that in `nightly`, for a suite like another one.
+    """
+    nightly = settings.default.max_examples == _NIGHTLY
+    return 5.0 * share if nightly else 0.3

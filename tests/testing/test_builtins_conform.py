@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 
 from hypothesis import strategies as st
+from support.searching import kit_examples
 
 from hardpoint.builtin_plugins.logits.bias import LogitBias
 from hardpoint.builtin_plugins.logits.masks import AllowedTokenIds, BadWords, MinTokens
@@ -22,16 +23,19 @@ tokens = st.integers(0, 4) | st.integers(0, 130)
 
 
 class TestMinP(LogitsProcessorSuite):
+    examples = kit_examples()
     processor = MinP
     arguments = st.builds(MinP.Arguments, min_p=st.floats(0, 1))
 
 
 class TestTopK(LogitsProcessorSuite):
+    examples = kit_examples()
     processor = TopK
     arguments = st.builds(TopK.Arguments, top_k=st.integers(-1, 140))
 
 
 class TestTopP(LogitsProcessorSuite):
+    examples = kit_examples()
     processor = TopP
     arguments = st.builds(TopP.Arguments, top_p=st.floats(0, 1, exclude_min=True))
     vocab_size = 1100  # wider than the first two looks at the best tokens
@@ -39,11 +43,13 @@ class TestTopP(LogitsProcessorSuite):
 
 
 class TestTemperature(LogitsProcessorSuite):
+    examples = kit_examples()
     processor = Temperature
     arguments = st.builds(Temperature.Arguments, temperature=st.floats(0, 1e300))
 
 
 class TestLogitBias(LogitsProcessorSuite):
+    examples = kit_examples()
     processor = LogitBias
     arguments = st.builds(
         LogitBias.Arguments,
@@ -52,6 +58,7 @@ class TestLogitBias(LogitsProcessorSuite):
 
 
 class TestPenalties(LogitsProcessorSuite):
+    examples = kit_examples()
     processor = Penalties
     arguments = st.builds(
         Penalties.Arguments,
@@ -62,6 +69,7 @@ class TestPenalties(LogitsProcessorSuite):
 
 
 class TestAllowedTokenIds(LogitsProcessorSuite):
+    examples = kit_examples()
     processor = AllowedTokenIds
     arguments = st.builds(
         AllowedTokenIds.Arguments, allowed_token_ids=st.lists(tokens, min_size=1, max_size=5)
@@ -69,6 +77,7 @@ class TestAllowedTokenIds(LogitsProcessorSuite):
 
 
 class TestBadWords(LogitsProcessorSuite):
+    examples = kit_examples()
     processor = BadWords
     arguments = st.builds(
         BadWords.Arguments,
@@ -77,11 +86,13 @@ class TestBadWords(LogitsProcessorSuite):
 
 
 class TestMinTokens(LogitsProcessorSuite):
+    examples = kit_examples()
     processor = MinTokens
     arguments = st.builds(MinTokens.Arguments, min_tokens=st.integers(0, 20))
 
 
 class TestThinkingBudget(LogitsProcessorSuite):
+    examples = kit_examples()
     processor = ThinkingBudget
     arguments = st.builds(
         ThinkingBudget.Arguments,
@@ -101,6 +112,7 @@ def prefer_even(output_ids, logits):
 
 
 class TestRequestCallables(LogitsProcessorSuite):
+    examples = kit_examples()
     processor = RequestCallables
     params = st.builds(
         SamplingParams,

@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 
 import pytest
 from support.processes import ROOT
+from support.searching import kit_examples
 
 from hardpoint.builtin_plugins.kv_cache.eviction import LeastRecentlyUsed
 from hardpoint.builtin_plugins.policies import (
@@ -34,44 +35,50 @@ pytest_plugins = ["hardpoint.testing"]
 
 
 class TestDefaultScheduler(SchedulerSuite):
+    examples = kit_examples()
     scheduler = DefaultScheduler
 
 
 class TestDefaultSchedulerWithOtherOptions(SchedulerSuite):
     scheduler = DefaultScheduler
     options = {"max_overtaken": 0, "max_set_aside": 1}
-    examples = 0.3
+    examples = kit_examples(0.3)
 
 
 class TestTinyScheduler(SchedulerSuite):
     scheduler = TinyScheduler
     uses_policy = False
-    examples = 0.3
+    examples = kit_examples(0.3)
 
 
 class TestFirstComeFirstServed(SchedulingPolicySuite):
+    examples = kit_examples()
     policy = FirstComeFirstServed
 
 
 class TestPriority(SchedulingPolicySuite):
+    examples = kit_examples()
     policy = Priority
 
 
 class TestShortestFirst(SchedulingPolicySuite):
+    examples = kit_examples()
     policy = ShortestFirst
 
 
 class TestFair(SchedulingPolicySuite):
+    examples = kit_examples()
     policy = Fair
 
 
 class TestFairByWeight(SchedulingPolicySuite):
     policy = Fair
     options = {"weights": {"acme": 3.0}, "input_cost": 0.5}
-    examples = 0.3
+    examples = kit_examples(0.3)
 
 
 class TestLeastRecentlyUsed(EvictionPolicySuite):
+    examples = kit_examples()
     eviction = LeastRecentlyUsed
 
 

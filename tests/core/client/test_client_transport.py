@@ -12,6 +12,7 @@ import time
 import pytest
 import zmq
 from support.core.serial_engine import GREEDY, config, slowed, still_serves
+from support.internals import engine_of, output_processor_of, send_queue_of
 from support.waiting import PATIENCE_S, HeldSteps, until, wait_until
 
 from hardpoint import (
@@ -46,7 +47,7 @@ def output_of(llm):
     """A socket at the place where the engine's outputs go."""
     context = zmq.Context()
     socket = context.socket(zmq.PUSH)
-    socket.connect(llm._engine.parts.client._sockets.addresses.outputs[0])
+    socket.connect(llm.llm_engine.parts.client._sockets.addresses.outputs[0])
     yield socket
     context.destroy(0)
 
@@ -86,7 +87,7 @@ def test_the_text_of_a_prompt_stays_here(own, monkeypatch):
 
 
 def test_a_step_that_waits_no_longer_than_asked(own, tmp_path):
-    engine, held = own._engine, HeldSteps(tmp_path)
+    engine, held = engine_of(own), HeldSteps(tmp_path)
     engine.add_request("a", "x", slowed(held.slow(), 1))
     began = time.monotonic()
     with pytest.raises(EngineTimeoutError, match="^the engine gave no outputs within 0.2 s$"):
@@ -100,7 +101,7 @@ def test_a_step_that_waits_no_longer_than_asked(own, tmp_path):
 
 
 def test_a_batch_without_outputs_is_a_step_without_any(own, tmp_path):
-    engine, held = own._engine, HeldSteps(tmp_path)
+    engine, held = engine_of(own), HeldSteps(tmp_path)
     engine.add_request("a", "x", slowed(held.slow(), 1))
     with output_of(own) as socket:
         socket.send_multipart(Encoder().encode(EngineCoreOutputs()))
@@ -114,7 +115,7 @@ def test_who_never_steps_holds_one_entry_per_request(scripted):
     prompts = [[number + 1] for number in range(32)]
     settings = {"engine": {"in_process": False}, "scheduler": {"max_num_seqs": 32}}
     with LLM(config=scripted_config(scripted, settings)) as llm:
-        engine, client = llm._engine, llm._engine.parts.client
+        engine, client = engine_of(llm), llm.llm_engine.parts.client
         expected = [output.outputs[0] for output in llm.generate(prompts, LONG)]
         for number, prompt in enumerate(prompts):
             engine.add_request(str(number), prompt, LONG)
@@ -140,8 +141,8 @@ def test_who_never_steps_holds_one_entry_per_request(scripted):
 def test_nonsense_at_the_output_address_ends_all_waiting(scripted, tmp_path):
     held = HeldSteps(tmp_path)
     with LLM(config=config(scripted)) as llm:
-        client = llm._engine.parts.client
-        llm._engine.add_request("a", "x", slowed(held.slow(), 1))
+        client = llm.llm_engine.parts.client
+        llm.llm_engine.add_request("a", "x", slowed(held.slow(), 1))
         wait_until(held.have_begun, PATIENCE_S, "the step")
         ends: list[tuple[float, BaseException]] = []
 
@@ -191,12 +192,12 @@ def roomy(tmp_path_factory):
 @contextlib.asynccontextmanager
 async def stopped(llm):
     """The engine process gets no time, until this is left."""
-    os.kill(llm._engine._client.pid, signal.SIGSTOP)
+    os.kill(llm.engine_pid, signal.SIGSTOP)
     try:
         yield
     finally:
         with contextlib.suppress(ProcessLookupError):  # it may have been killed meanwhile
-            os.kill(llm._engine._client.pid, signal.SIGCONT)
+            os.kill(llm.engine_pid, signal.SIGCONT)
 
 
 class Pulse:
@@ -225,7 +226,7 @@ async def until_it_takes_no_more(llm) -> list[asyncio.Task]:
     """Send large requests, one after another, until one of them waits to be sent, for good."""
     tasks, looks = [], 0
     while looks < 30:  # until then ZMQ's own threads may still find room
-        if llm._engine._send_queue.num_waiting:
+        if send_queue_of(llm).num_waiting:
             looks += 1
         else:
             looks = 0
@@ -244,9 +245,7 @@ def shared(roomy):
     }
     with asyncio.Runner() as runner:
         llm = AsyncLLM(config=scripted_config(roomy, settings))
-        llm._engine._send_queue._timeout_s = (
-            60.0  # who waits for an engine that stands still, waits on
-        )
+        send_queue_of(llm)._timeout_s = 60.0  # who waits for an engine that stands still, waits on
         runner.run(collect(llm, "say abc"))
         yield runner, llm
         runner.run(llm.aclose())
@@ -269,8 +268,8 @@ def serve(shared):
             raise AssertionError("the engine still has requests")
         (*_, last) = await collect(llm, "say abc")
         assert last.outputs[0].text == " abc abc abc"
-        assert llm._engine._frontend.output.num_unfinished_requests() == 0
-        assert llm._engine._send_queue.num_waiting == 0
+        assert output_processor_of(engine_of(llm)).num_unfinished_requests() == 0
+        assert send_queue_of(llm).num_waiting == 0
         assert (llm.is_running, llm.dead_error) == (True, None)
 
     return lambda main: runner.run(asyncio.wait_for(checked(main), 60))
@@ -305,7 +304,7 @@ def test_a_request_that_cannot_be_sent_is_told_so(serve, monkeypatch):
         async with stopped(llm):
             tasks = await until_it_takes_no_more(llm)
             tasks[-1].cancel()  # the one that waits
-            monkeypatch.setattr(llm._engine._send_queue, "_timeout_s", 0.2)
+            monkeypatch.setattr(send_queue_of(llm), "_timeout_s", 0.2)
             began = time.monotonic()
             attempts = (collect(llm, [1] * 8000), collect(llm, "x", LONG))
             for attempt in [asyncio.create_task(each) for each in attempts]:
@@ -326,7 +325,7 @@ def test_a_request_that_is_aborted_before_it_is_sent_never_runs(serve):
             params = SamplingParams(max_tokens=20_000, ignore_eos=True, n=2)
             outputs = llm.generate([3] * 8000, params, "mine")
             task = asyncio.create_task(anext(outputs))
-            await until(lambda: llm._engine._send_queue.num_waiting > 1, "it to wait")
+            await until(lambda: send_queue_of(llm).num_waiting > 1, "it to wait")
             await llm.abort("mine")
             output = await asyncio.wait_for(task, PATIENCE_S)
             assert [each.finish_reason for each in output.outputs] == ["abort", "abort"]
@@ -345,9 +344,9 @@ def test_those_that_wait_to_be_sent_hear_of_the_death(roomy):
             async with stopped(llm):
                 tasks = await until_it_takes_no_more(llm)
                 tasks += [asyncio.create_task(collect(llm, [7] * 8000)) for _ in range(5)]
-                await until(lambda: llm._engine._send_queue.num_waiting == 6, "all to wait")
+                await until(lambda: send_queue_of(llm).num_waiting == 6, "all to wait")
                 began = time.monotonic()
-                os.kill(llm._engine._client.pid, signal.SIGKILL)
+                os.kill(llm.engine_pid, signal.SIGKILL)
                 ends = await asyncio.gather(*tasks, return_exceptions=True)
                 assert time.monotonic() - began < 5  # no try to send would take ten
                 assert {type(end) for end in ends} == {EngineDeadError}
@@ -360,7 +359,7 @@ def test_a_busy_loop_finds_one_entry_per_request(serve):
         params = SamplingParams(
             temperature=0.0, max_tokens=600, ignore_eos=True, output_kind=RequestOutputKind.DELTA
         )
-        bridge, known = llm._engine._bridge, llm._engine._frontend.output
+        bridge, known = engine_of(llm)._bridge, output_processor_of(engine_of(llm))
         async with stopped(llm):
             tasks = [asyncio.create_task(collect(llm, [n + 1], params)) for n in range(8)]
             await until(lambda: known.num_unfinished_requests() == 8, "all to be sent")

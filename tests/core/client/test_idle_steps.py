@@ -10,6 +10,7 @@ import time
 import pytest
 import zmq
 from support.core.engine_harness import LoopRig, ScriptedExecutor, expected, request
+from support.internals import client_of, engine_of
 
 from hardpoint import LLM, AsyncLLM, RequestOutputKind, SamplingParams
 from hardpoint.core.client.base import InprocClient
@@ -135,16 +136,16 @@ def whispering(client, count: int = 40):
 def test_a_program_that_steps_gets_all_it_would(scripted):
     with LLM(config=scripted_config(scripted, {"engine": {"in_process": False}})) as llm:
         (alone,) = llm.generate("x", LONG)
-        with whispering(llm._engine.parts.client):
+        with whispering(llm.llm_engine.parts.client):
             (among,) = llm.generate("x", LONG)
         assert among.outputs[0].token_ids == alone.outputs[0].token_ids
         assert len(among.outputs[0].token_ids) == 150
-        with whispering(llm._engine.parts.client, 4):
+        with whispering(llm.llm_engine.parts.client, 4):
             time.sleep(0.1)
-            assert llm._engine.step() == []  # nothing runs, so nothing is waited for
+            assert llm.llm_engine.step() == []  # nothing runs, so nothing is waited for
         began = time.monotonic()
         with pytest.raises(TimeoutError):
-            starved(llm._engine)
+            starved(engine_of(llm))
         assert time.monotonic() - began < 20
 
 
@@ -167,14 +168,14 @@ def test_a_task_is_woken_by_its_own_outputs_only(scripted):
         llm = AsyncLLM(config=scripted_config(scripted))
         try:
             alone = [each async for each in llm.generate("x", LONG)]
-            with whispering(llm._engine.parts.client):
+            with whispering(client_of(llm)):
                 among = [each async for each in llm.generate("x", LONG)]
                 assert all(each.outputs[0].token_ids or each.finished for each in among)
             assert tokens(among) == tokens(alone)
             assert len(tokens(among)) == 150
             await llm.pause("keep")
             task = asyncio.create_task(anext(llm.generate("x", LONG)))
-            with whispering(llm._engine.parts.client, 8):
+            with whispering(client_of(llm), 8):
                 await asyncio.sleep(0.3)
             assert not task.done()
             await llm.resume()

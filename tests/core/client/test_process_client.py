@@ -10,6 +10,7 @@ import time
 import msgspec
 import pytest
 from support.core.serial_engine import GREEDY, config, slowed, still_serves
+from support.internals import engine_of, output_processor_of
 from support.waiting import PATIENCE_S, HeldSteps, wait_until
 
 from hardpoint import (
@@ -78,7 +79,7 @@ class TestRefusals:
             "overloaded: 3 requests wait, which is the most that may (scheduler.max_waiting); "
             "try again later"
         )
-        assert not llm._engine.has_unfinished_requests()
+        assert not llm.llm_engine.has_unfinished_requests()
         assert still_serves(llm)
 
     def test_completions_too_many(self, llm):
@@ -94,7 +95,7 @@ class TestRefusals:
         assert str(error.value) == (
             "prompt: expected at most 511 tokens (max_model_len 512 less one to generate), got 600"
         )
-        assert not llm._engine.has_unfinished_requests()
+        assert not llm.llm_engine.has_unfinished_requests()
         assert still_serves(llm)
 
     def test_in_a_stream(self, llm):
@@ -146,7 +147,7 @@ def test_callables_are_for_this_process(own, here):
 
 
 def test_questions_over_the_wire(own):
-    engine = own._engine
+    engine = engine_of(own)
     engine.add_request("a", "x", slow(0.03))
     engine.add_request("b", "x", slow(0.03))
     engine.step()
@@ -162,7 +163,7 @@ def test_questions_over_the_wire(own):
 
 
 def test_only_what_is_declared_can_be_called(own):
-    client = own._engine.parts.client
+    client = own.llm_engine.parts.client
     with pytest.raises(RequestError, match="method: expected one of add_lora, .*, got 'close'"):
         client.call("close").result(PATIENCE_S)
     with pytest.raises(RequestError, match="request_ids: expected a list, got 'r'"):
@@ -173,27 +174,27 @@ def test_only_what_is_declared_can_be_called(own):
 
 
 def test_a_step_without_requests_returns_at_once(own):
-    assert own._engine.step() == []
+    assert own.llm_engine.step() == []
 
 
 def test_a_question_that_is_not_answered_in_time(scripted, tmp_path):
     held = HeldSteps(tmp_path)
     with LLM(config=config(scripted, call_timeout_seconds=0.2)) as llm:
-        llm._engine.add_request("a", "x", slowed(held.slow(), 1))
+        llm.llm_engine.add_request("a", "x", slowed(held.slow(), 1))
         wait_until(held.have_begun, PATIENCE_S, "the step")
         words = r"did not answer scheduler_stats within 0.2 s \(engine.call_timeout_seconds\)"
         with pytest.raises(EngineTimeoutError, match=words):
             llm.scheduler_stats()
         held.let_go()
-        while llm._engine.has_unfinished_requests():
-            llm._engine.step()
-        llm._engine.parts.client._timeout_s = PATIENCE_S  # from here on there shall be an answer
+        while llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
+        llm.llm_engine.parts.client._timeout_s = PATIENCE_S  # from here on there shall be an answer
         assert llm.scheduler_stats().num_running == 0  # the late answer disturbs nobody
         assert still_serves(llm)
 
 
 def test_ctrl_c_ends_the_requests_and_leaves_the_engine(own, tmp_path):
-    held, known = HeldSteps(tmp_path), own._engine._frontend.output
+    held, known = HeldSteps(tmp_path), output_processor_of(engine_of(own))
 
     def interrupt():
         wait_until(
@@ -206,7 +207,7 @@ def test_ctrl_c_ends_the_requests_and_leaves_the_engine(own, tmp_path):
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         own.generate(["x", "y"], slowed(held.slow(0.05)))
-    assert not own._engine.has_unfinished_requests()
+    assert not own.llm_engine.has_unfinished_requests()
     assert len(own._calls) == 0
     assert still_serves(own)
     stats = own.scheduler_stats()
@@ -216,7 +217,7 @@ def test_ctrl_c_ends_the_requests_and_leaves_the_engine(own, tmp_path):
 def test_what_is_sent_while_its_death_is_told_is_refused(scripted, monkeypatch):
     """It would be lost, and its sender would wait for the news only."""
     with LLM(config=config(scripted)) as llm:
-        client = llm._engine.parts.client
+        client = llm.llm_engine.parts.client
         sockets = client._sockets
         telling, go_on = threading.Event(), threading.Event()
         fail = sockets.fail
@@ -240,8 +241,8 @@ def test_all_who_wait_are_told_of_its_death(scripted, tmp_path):
     """A batch, and several questions, at once."""
     held = HeldSteps(tmp_path)
     with LLM(config=config(scripted)) as llm:
-        client = llm._engine.parts.client
-        llm._engine.add_request("a", "x", slowed(held.slow(), 1))
+        client = llm.llm_engine.parts.client
+        llm.llm_engine.add_request("a", "x", slowed(held.slow(), 1))
         wait_until(held.have_begun, PATIENCE_S, "the step")
         futures = [client.call("scheduler_stats") for _ in range(5)]
         os.kill(client.pid, signal.SIGKILL)

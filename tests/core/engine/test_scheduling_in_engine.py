@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.driving import run
+from support.internals import core_of, scheduler_of
 
 from hardpoint import (
     ConfigError,
@@ -68,7 +69,7 @@ class TestTimeouts:
         assert output.outputs[0].finish_reason == "timeout"
         assert output.outputs[0].token_ids == []
         finish(engine)
-        assert engine.parts.client._core._scheduler.stats().kv_cache_usage == 0
+        assert scheduler_of(engine).stats().kv_cache_usage == 0
         engine.close()
 
     @pytest.mark.parametrize("timeout", [0, -1, "soon", float("nan")])
@@ -305,7 +306,7 @@ class TestLiveSwap:
         ):
             engine.set_policy(f"{__name__}:LastFirst", {"sgn": 1})
         engine.set_policy(f"{__name__}:LastFirst", {"sign": 1})
-        policy = engine.parts.client._core._parts.policy.policy.wrapped
+        policy = core_of(engine)._parts.policy.policy.wrapped
         assert policy.inherited == ["a", "b", "c", "d"]
         assert order(engine) == ["a", "b", "c", "d"]
         engine.close()
@@ -444,7 +445,7 @@ def test_an_interrupted_step_loses_nothing_that_follows(scripted):
     """An error between plan and result: the batch is computed anew, finished ids are told again."""
     engine = scripted_engine(scripted)
     expected = run(engine, [("again", [3] * 40, ENDLESS)])
-    core = engine.parts.client._core
+    core = core_of(engine)
     execute = core._executor.execute_model
     engine.add_request("a", [3] * 40, ENDLESS)
     engine.step()

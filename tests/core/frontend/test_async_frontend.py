@@ -9,6 +9,7 @@ import threading
 from concurrent.futures import Future
 
 import pytest
+from support.internals import client_of, engine_of, output_processor_of, send_queue_of, states_of
 from support.waiting import PATIENCE_S, until, until_told_of_its_death, wait_until
 
 from hardpoint import AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams
@@ -92,7 +93,7 @@ def test_a_cancelled_call_is_given_up(run, monkeypatch):
         await llm.health()
         pending: Future = Future()
         called = threading.Event()
-        monkeypatch.setattr(llm._engine._client, "call", lambda *_: called.set() or pending)
+        monkeypatch.setattr(client_of(llm), "call", lambda *_: called.set() or pending)
         task = asyncio.create_task(llm.scheduler_stats())
         await until(called.is_set, "the call")
         task.cancel()
@@ -109,9 +110,9 @@ def test_one_cancelled_while_it_is_sent_counts_as_aborted(run, monkeypatch):
         await llm.health()
         Ends.reasons.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(llm._engine._client, "offer_request", lambda _: lambda: False)
+            patch.setattr(client_of(llm), "offer_request", lambda _: lambda: False)
             task = asyncio.create_task(collect(llm.generate("say abc", GREEDY)))
-            await until(lambda: llm._engine._send_queue.num_waiting, "the attempt to send it")
+            await until(lambda: send_queue_of(llm).num_waiting, "the attempt to send it")
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -130,13 +131,15 @@ def test_a_second_attempt_gives_nothing_of_the_first(scripted):
         )
         async with AsyncLLM(config=scripted_config(scripted), restart="on_failure") as llm:
             expected = await collect(llm.generate("say abc", params))
-            client, offer = llm._engine._client, llm._engine._client.offer_request
+            client, offer = client_of(llm), client_of(llm).offer_request
 
             def offered(request):
                 attempt = offer(request)
                 if request.child_index == 0:
                     return attempt
-                state = llm._engine._frontend.output._states[f"0_{request.request_id[2:]}"]
+                state = states_of(output_processor_of(engine_of(llm)))[
+                    f"0_{request.request_id[2:]}"
+                ]
                 state.parent.sink(expected[0])
                 os.kill(llm.engine_pid, signal.SIGKILL)
                 until_told_of_its_death(client)

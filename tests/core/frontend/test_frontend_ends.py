@@ -9,6 +9,7 @@ from concurrent.futures import Future
 import msgspec
 import psutil
 import pytest
+from support.internals import core_of, engine_of, output_processor_of, states_of
 from support.waiting import until
 
 from hardpoint import AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams, plugins
@@ -108,7 +109,7 @@ def test_it_does_so_in_an_event_loop_and_the_process_is_gone(scripted, monkeypat
 def test_a_call_in_flight_hears_why_it_ended(scripted):
     async def main():
         async with AsyncLLM(config=scripted_config(scripted)) as llm:
-            engine = llm._engine
+            engine = engine_of(llm)
             await llm.health()
             engine._client.call = lambda *_: pending
             pending = Future()
@@ -127,7 +128,7 @@ def test_an_interrupt_while_outputs_are_taken_leaves_no_request_half_told(script
     for name in ("a", "b"):
         engine.add_request(name, "long", ENDLESS)
     engine.step()
-    states = list(engine._frontend.output._states.values())
+    states = list(states_of(output_processor_of(engine)).values())
 
     def interrupted(_output):
         raise KeyboardInterrupt
@@ -136,7 +137,7 @@ def test_an_interrupt_while_outputs_are_taken_leaves_no_request_half_told(script
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     assert not engine.has_unfinished_requests()
-    assert engine.parts.client._core.num_unfinished_requests() == 0
+    assert core_of(engine).num_unfinished_requests() == 0
     engine.add_request("c", "say abc", GREEDY)
     assert drive(engine)[-1].outputs[0].text == " abc abc abc"
     engine.close()
@@ -161,7 +162,7 @@ def test_in_an_event_loop_they_hear_it_at_once(scripted):
         config = scripted_config(scripted, {**SINK, "engine": {"in_process": False}})
         async with AsyncLLM(config=config) as llm:
             await anext(llm.generate("long", ENDLESS))
-            llm._engine._engine_died(EngineDeadError("gone"))
+            engine_of(llm)._engine_died(EngineDeadError("gone"))
             assert Sink.seen[-1].scheduler.num_running == 0  # not only with the next report
 
     asyncio.run(main())

@@ -7,6 +7,7 @@ import math
 
 import pytest
 from support.driving import run
+from support.internals import core_of, scheduler_of
 
 from hardpoint import RequestOutputKind, SamplingParams
 from hardpoint.testing import EOS, scripted_engine
@@ -91,7 +92,7 @@ def test_no_text_of_a_stop_string_is_ever_shown(engine):
 
 def test_a_request_ended_by_a_stop_string_leaves_the_engine_empty(engine):
     last(engine, "long", stop="3")
-    core = engine.parts.client._core
+    core = core_of(engine)
     cache = core._scheduler.context.kv_cache
     assert cache.num_free_blocks == cache.num_blocks
 
@@ -213,7 +214,7 @@ def test_abort_ends_a_request_and_frees_its_blocks(engine):
         seen += engine.step()
     assert {o.request_id for o in seen} == {"stays"}
     assert seen[-1].outputs[0].text == " abc abc abc"
-    cache = engine.parts.client._core._scheduler.context.kv_cache
+    cache = scheduler_of(engine).context.kv_cache
     assert cache.num_free_blocks == cache.num_blocks
 
 

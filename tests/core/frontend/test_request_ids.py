@@ -6,6 +6,7 @@ import logging
 import re
 
 import pytest
+from support.internals import input_processor_of, keeps_nothing, output_processor_of
 
 from hardpoint import LLM, RequestError, RequestOutputKind, SamplingParams
 from hardpoint.core.frontend.input_processor import RequestExtras
@@ -41,8 +42,8 @@ def engine(scripted):
 def _nothing_left(engine):
     Seen.requests.clear()
     yield
-    kept = engine._frontend.output
-    assert [kept._states, kept._by_parent, kept._by_external] == [{}, {}, {}]
+    kept = output_processor_of(engine)
+    assert keeps_nothing(kept)
 
 
 def finish(engine) -> list:
@@ -123,7 +124,7 @@ def test_ids_that_look_like_others_harm_nobody(engine):
 
 class TestReadyMade:
     def request(self, engine, **fields) -> EngineCoreRequest:
-        request, _ = engine._frontend.input.process("x", "say abc", GREEDY)
+        request, _ = input_processor_of(engine).process("x", "say abc", GREEDY)
         for name, value in fields.items():
             setattr(request, name, value)
         return request

@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+from support.internals import client_of, engine_of
 from support.waiting import PATIENCE_S, alive, until, until_told_of_its_death
 
 from hardpoint import (
@@ -36,7 +37,7 @@ ENDLESS = SamplingParams(
 
 
 def pid_of(llm) -> int:
-    return llm._engine._client.pid
+    return llm.engine_pid
 
 
 async def collect(outputs) -> list:
@@ -99,7 +100,7 @@ def test_one_that_is_dead_when_a_request_comes_is_restarted(scripted):
         async with AsyncLLM(config=scripted_config(scripted), restart="on_failure") as llm:
             assert await serves(llm)
             os.kill(pid_of(llm), signal.SIGKILL)
-            until_told_of_its_death(llm._engine._client)
+            until_told_of_its_death(client_of(llm))
             assert llm.is_running  # the loop has had no time to hear of it
             assert await serves(llm)
             assert (await llm.health()).restarts == 1
@@ -149,7 +150,7 @@ def test_closing_while_it_is_restarted(scripted):
     async def main():
         llm = AsyncLLM(config=scripted_config(scripted), restart="on_failure")
         assert await serves(llm)
-        restarter, started, go_on = llm._engine._restarter, [], threading.Event()
+        restarter, started, go_on = engine_of(llm)._restarter, [], threading.Event()
         connect = restarter._connect
 
         def held_up(parts):

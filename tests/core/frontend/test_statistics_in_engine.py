@@ -14,6 +14,7 @@ import weakref
 import msgspec
 import pytest
 from support.core.engine_harness import Rig, ScriptedExecutor
+from support.internals import engine_of
 from support.waiting import until
 
 from hardpoint import (
@@ -341,7 +342,7 @@ def test_an_engine_that_was_dropped_is_not_kept_by_its_reports(scripted):
         extra = {"stats": stats("Recorder", interval_seconds=0.02)}
         llm = AsyncLLM(config=scripted_config(scripted, extra))
         await last(llm.generate("say abc", GREEDY))
-        dropped = weakref.ref(llm._engine)
+        dropped = weakref.ref(engine_of(llm))
         del llm
         gc.collect()
         assert dropped() is None
@@ -360,7 +361,7 @@ def test_reports_go_on_when_the_engine_is_started_anew(scripted):
         async with AsyncLLM(config=config, restart="on_failure") as llm:
             stream = llm.generate("x", SLOWLY, request_id="lost")
             await anext(stream)
-            os.kill(llm._engine._client.pid, signal.SIGKILL)
+            os.kill(llm.engine_pid, signal.SIGKILL)
             with pytest.raises(EngineDeadError):
                 await last(stream)
             await until(finished, "a report of its end")

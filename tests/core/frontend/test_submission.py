@@ -8,6 +8,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from support.internals import client_of, core_of, engine_of, output_processor_of
 
 from hardpoint import LLM, AsyncLLM, SamplingParams
 from hardpoint.testing import scripted_config, scripted_engine
@@ -23,7 +24,7 @@ def llm(scripted):
 
 
 def test_one_tokenizer_for_all(llm):
-    frontend = llm._engine._frontend
+    frontend = engine_of(llm)._frontend
     assert frontend.input._tokenizer is llm.tokenizer
     assert frontend.output._tokenizer is llm.tokenizer
 
@@ -31,7 +32,7 @@ def test_one_tokenizer_for_all(llm):
 def test_prompts_are_rendered_one_at_a_time(llm, monkeypatch):
     """The first request is in the engine before the last prompt was looked at."""
     events = []
-    client, encode = llm._engine.parts.client, llm.tokenizer.encode
+    client, encode = llm.llm_engine.parts.client, llm.tokenizer.encode
     add = client.add_request
 
     def noted_encode(text, **given):
@@ -52,7 +53,7 @@ def test_prompts_are_rendered_one_at_a_time(llm, monkeypatch):
 
 def test_registration_comes_before_sending(scripted):
     engine = scripted_engine(scripted)
-    client, known = engine.parts.client, engine._frontend.output
+    client, known = engine.parts.client, output_processor_of(engine)
     add, sent = client.add_request, []
 
     def noted(request):
@@ -68,7 +69,7 @@ def test_registration_comes_before_sending(scripted):
 def test_in_an_event_loop_too(scripted):
     async def main():
         async with AsyncLLM(config=scripted_config(scripted)) as llm:
-            client, known = llm._engine.parts.client, llm._engine._frontend.output
+            client, known = client_of(llm), output_processor_of(engine_of(llm))
             offer, sent = client.offer_request, []
 
             def noted(request):
@@ -84,7 +85,7 @@ def test_in_an_event_loop_too(scripted):
 
 
 def test_an_interrupt_while_prompts_are_added_leaves_none_behind(llm, monkeypatch):
-    engine = llm._engine
+    engine = engine_of(llm)
     add, calls = engine.add_request, []
 
     def interrupted(*given):
@@ -98,7 +99,7 @@ def test_an_interrupt_while_prompts_are_added_leaves_none_behind(llm, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b", "c"], GREEDY)
     assert not engine.has_unfinished_requests()
-    assert engine.parts.client._core.num_unfinished_requests() == 0
+    assert core_of(engine).num_unfinished_requests() == 0
     assert len(llm._calls) == 0
     monkeypatch.undo()
     assert llm.generate("a", GREEDY)[0].finished

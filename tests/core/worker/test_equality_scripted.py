@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.driving import FINAL, alone, run, varied_jobs
+from support.internals import core_of
 
 from hardpoint import SamplingParams
 from hardpoint.core.frontend.input_processor import RequestExtras
@@ -70,7 +71,7 @@ def test_preemption_really_happens(scripted):
         scripted, {"max_model_len": 64, "kv_cache": {"block_size": 4, "memory_bytes": 4 * 8 * 16}}
     )
     plans = []
-    core = engine.parts.client._core
+    core = core_of(engine)
     schedule = core._scheduler.schedule
     core._scheduler.schedule = lambda: plans.append(schedule()) or plans[-1]
     jobs = [

@@ -7,6 +7,7 @@ import math
 import pytest
 from support.driving import run, summary
 from support.fault_cases import DENSE_MESSAGES, SPARSE_MESSAGES, jobs, run_all
+from support.internals import scheduler_of, worker_of
 from support.plugins.faulty import Dense
 
 from hardpoint import (
@@ -70,7 +71,7 @@ def test_31_of_32_are_as_without_it(scripted, without, name, how, words, using):
     assert meters[name].faults == 1
     assert engine.health().faults == {name: 1}
     assert engine.health().ok
-    cache = engine.parts.client._core._scheduler.context.kv_cache
+    cache = scheduler_of(engine).context.kv_cache
     assert cache.num_free_blocks == cache.num_blocks
     engine.close()
 
@@ -168,7 +169,7 @@ def test_a_faulty_sampler_ends_the_engine(scripted):
 
 def test_nan_from_the_model_names_the_model(scripted):
     engine = scripted_engine(scripted)
-    model = engine.parts.client._core._executor._worker.runner._model
+    model = worker_of(engine).runner._model
     original = model.compute_logits
     model.compute_logits = lambda hidden: original(hidden) * NAN
     final = run_all(engine, [("r", "x", SamplingParams())])["r"].outputs[0]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from support.driving import run
+from support.internals import core_of, worker_of
 
 from hardpoint import LLM, ConfigError, HardpointError, SamplingParams
 from hardpoint.core.frontend.input_processor import RequestExtras
-from hardpoint.core.worker.worker import LocalWorker
 from hardpoint.plugins.requests import LoRARequest
 from hardpoint.testing import ScriptedClock, scripted_config, scripted_engine
 
@@ -41,15 +41,11 @@ def wanted(scripted):
     return {name: result[0][0][1] for name, result in results.items()}
 
 
-def worker_of(engine) -> LocalWorker:
-    return engine.parts.client._core._executor._worker
-
-
 class TestMemory:
     @pytest.mark.parametrize("level", [1, 2])
     def test_requests_go_on_after_a_sleep_with_the_same_tokens(self, scripted, wanted, level):
         engine = scripted_engine(scripted)
-        core = engine.parts.client._core
+        core = core_of(engine)
         add_jobs(engine)
         for _ in range(5):
             engine.step()
@@ -61,7 +57,7 @@ class TestMemory:
 
     def test_level_1_gives_the_cache_back_and_level_2_the_model_too(self, scripted):
         engine = scripted_engine(scripted)
-        core, worker = engine.parts.client._core, worker_of(engine)
+        core, worker = core_of(engine), worker_of(engine)
         model = worker.runner._model
         core.sleep(1).result(0)
         assert worker.runner._caches == []
@@ -77,7 +73,7 @@ class TestMemory:
 
     def test_after_level_2_weights_come_first(self, scripted, wanted):
         engine = scripted_engine(scripted)
-        core = engine.parts.client._core
+        core = core_of(engine)
         core.sleep(2).result(0)
         with pytest.raises(HardpointError, match="tags: expected weights before kv_cache"):
             core.wake_up(["kv_cache"])
@@ -90,14 +86,14 @@ class TestMemory:
 
     def test_an_engine_that_sleeps_can_be_closed(self, scripted):
         engine = scripted_engine(scripted)
-        engine.parts.client._core.sleep(2).result(0)
+        core_of(engine).sleep(2).result(0)
         engine.close()
 
     @pytest.mark.parametrize("ends", ["aborted", "late"])
     def test_a_request_may_end_while_only_the_weights_are_awake(self, scripted, ends):
         clock = ScriptedClock()
         engine = scripted_engine(scripted, clock=clock)
-        core = engine.parts.client._core
+        core = core_of(engine)
         engine.add_request("a", [1] * 9, GREEDY, RequestExtras(timeout=5.0))
         engine.add_request("b", [2] * 9, GREEDY)
         engine.step()
@@ -117,7 +113,7 @@ class TestMemory:
 class TestRefusals:
     def test_workers_hold_no_adapters(self, scripted):
         engine = scripted_engine(scripted)
-        core = engine.parts.client._core
+        core = core_of(engine)
         assert core.list_loras() == set()
         for call in (
             lambda: core.add_lora(LoRARequest("poems", 1)),
@@ -130,7 +126,7 @@ class TestRefusals:
 
     def test_profiles_need_a_folder(self, scripted):
         engine = scripted_engine(scripted)
-        core = engine.parts.client._core
+        core = core_of(engine)
         with pytest.raises(ConfigError, match="^engine.profile_dir: expected a folder to write"):
             core.start_profile()
         with pytest.raises(HardpointError, match="no profile is being recorded"):
@@ -141,7 +137,7 @@ class TestRefusals:
 def test_a_profile_shows_what_ran(scripted, tmp_path):
     folder = tmp_path / "profiles"
     engine = scripted_engine(scripted, {"engine": {"profile_dir": str(folder)}})
-    core = engine.parts.client._core
+    core = core_of(engine)
     core.start_profile()
     with pytest.raises(HardpointError, match="a profile is being recorded"):
         core.start_profile()
@@ -164,7 +160,7 @@ def llm(scripted, tmp_path_factory):
 
 class TestInAnotherProcess:
     def call(self, llm, method, *args):
-        return llm._engine.parts.client.call(method, *args).result(30)
+        return llm.llm_engine.parts.client.call(method, *args).result(30)
 
     def test_sleep_and_wake(self, llm):
         before = llm.generate("say abc", GREEDY)[0].outputs[0].token_ids

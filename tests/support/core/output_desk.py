@@ -9,6 +9,7 @@ from hardpoint.core.frontend.output_processor import OutputProcessor
 from hardpoint.core.frontend.request_state import ParentRequest
 from hardpoint.plugins import EngineCoreOutput, EngineCoreRequest, FinishReason
 from hardpoint.plugins.requests import TokenLogprobs
+from support.internals import keeps_nothing
 
 DELTA, CUMULATIVE, FINAL_ONLY = (
     RequestOutputKind.DELTA,
@@ -71,7 +72,7 @@ class Desk:
     @property
     def is_empty(self):
         kept = self.processor
-        return kept._states == kept._by_parent == kept._by_external == {}
+        return keeps_nothing(kept)
 
 
 def completion(output):

@@ -66,7 +66,7 @@ class Opened:
 
 def pid_of(llm: LLM) -> int:
     """The process id of an engine."""
-    return llm._engine.parts.client.pid
+    return llm.llm_engine.parts.client.pid
 
 
 def hangs(begun: Path) -> SamplingParams:

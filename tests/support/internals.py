@@ -1,0 +1,64 @@
+"""Where tests reach into engines for what has no public name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hardpoint import LLM, AsyncLLM
+from hardpoint.core.client.event_loop import SendQueue
+from hardpoint.core.client.process_client import ProcessClient
+from hardpoint.core.engine.core import EngineCore
+from hardpoint.core.frontend.async_engine import AsyncEngine
+from hardpoint.core.frontend.input_processor import InputProcessor
+from hardpoint.core.frontend.llm_engine import LLMEngine
+from hardpoint.core.frontend.output_processor import OutputProcessor
+
+
+def engine_of(llm: LLM | AsyncLLM) -> Any:
+    """Return the engine behind an LLM or AsyncLLM."""
+    return llm._engine
+
+
+def client_of(llm: LLM | AsyncLLM) -> ProcessClient:
+    """Return the client with which the frontend reaches its engine process."""
+    return llm._engine._client
+
+
+def send_queue_of(llm: AsyncLLM) -> SendQueue:
+    """Return the queue of tasks that wait to send a request."""
+    return llm._engine._send_queue
+
+
+def core_of(engine: LLMEngine) -> EngineCore:
+    """Return the engine core that runs in this process."""
+    return engine.parts.client._core
+
+
+def scheduler_of(engine: LLMEngine) -> Any:
+    """Return the scheduler of an engine core that runs in this process."""
+    return core_of(engine)._scheduler
+
+
+def worker_of(engine: LLMEngine) -> Any:
+    """Return the worker of an engine core that runs in this process."""
+    return core_of(engine)._executor._worker
+
+
+def input_processor_of(engine: LLMEngine | AsyncEngine) -> InputProcessor:
+    """Return what makes requests of prompts."""
+    return engine._frontend.input
+
+
+def output_processor_of(engine: LLMEngine | AsyncEngine) -> OutputProcessor:
+    """Return what makes outputs of tokens."""
+    return engine._frontend.output
+
+
+def states_of(output: OutputProcessor) -> dict[str, Any]:
+    """Return the states that an output processor keeps, by internal request id."""
+    return output._states
+
+
+def keeps_nothing(output: OutputProcessor) -> bool:
+    """Whether an output processor has forgotten all requests."""
+    return output._states == output._by_parent == output._by_external == {}

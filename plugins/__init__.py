@@ -1,6 +1,6 @@
 """The contract: what a plugin author imports, and nothing else.
 
-Beside these names, `hardpoint.plugins.commands`, `hardpoint.plugins.typed` and
+Besides these names, `hardpoint.plugins.commands`, `hardpoint.plugins.typed` and
 `hardpoint.plugins.errors` are public.
 
 Start with the interface of your kind (`LogitsProcessor`, `SchedulingPolicy`, ...), state

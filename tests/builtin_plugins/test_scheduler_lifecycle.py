@@ -286,35 +286,35 @@ def test_another_policy_chooses_the_victims():
 
 
 def test_another_policy_is_given_all_live_requests_in_order_of_arrival():
-    class Listens(FirstComeFirstServed):
+    class RecordsCalls(FirstComeFirstServed):
         def __init__(self, context):
             super().__init__(context)
-            self.added = []
+            self.calls = []
 
         def added(self, request):
-            self.added.append(request.request_id)
+            self.calls.append(request.request_id)
 
         def scheduled(self, request, tokens):
-            self.added.append((request.request_id, tokens))
+            self.calls.append((request.request_id, tokens))
 
         def finished(self, request):
-            self.added.append(f"end of {request.request_id}")
+            self.calls.append(f"end of {request.request_id}")
 
         def preempted(self, request):
-            self.added.append(f"{request.request_id} preempted")
+            self.calls.append(f"{request.request_id} preempted")
 
     sim = Simulator(max_num_seqs=1, context={"grammars": Grammars(compiling={"g"})})
     sim.add("a")
     sim.step()
     sim.add("g")
     sim.add("b", max_tokens=1)
-    policy = make_policy(Listens)
+    policy = make_policy(RecordsCalls)
     sim.scheduler.set_policy(policy)
-    assert policy.added == ["a", "g", "b"]
+    assert policy.calls == ["a", "g", "b"]
     sim.scheduler.reset_prefix_cache(recompute_running=True)
     sim.abort("g", reason=FinishReason.ABORT)
     sim.step()
-    assert policy.added[3:] == ["a preempted", "end of g", ("a", 5)]
+    assert policy.calls[3:] == ["a preempted", "end of g", ("a", 5)]
 
 
 def test_no_request_is_lost_when_policies_change_all_the_time():

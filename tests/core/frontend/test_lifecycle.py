@@ -44,6 +44,6 @@ def test_dying_keeps_the_first_error(state):
     assert str(lifecycle.dead_error) == ("gone" if dies else "None")
 
 
-def test_outputs_count_while_there_is_an_engine():
-    counted = [state for state in EngineState if in_state(state).has_engine]
+def test_outputs_are_taken_until_the_end_of_the_engine_is_delivered():
+    counted = [state for state in EngineState if in_state(state).takes_outputs]
     assert counted == [EngineState.SERVING, EngineState.DRAINING]

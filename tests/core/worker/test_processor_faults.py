@@ -255,6 +255,7 @@ def test_a_wish_that_raises_refuses_the_request_and_names_the_plugin(scripted, m
     def uses(cls, params):
         raise LookupError("cannot tell")
 
+    monkeypatch.setattr(Dense, "uses", classmethod(lambda cls, params: False))
     engine = engine_with(scripted, "Dense")
     monkeypatch.setattr(Dense, "uses", classmethod(uses))
     with pytest.raises(RequestError, match=r"plugin 'dense'.*its uses failed: LookupError: cannot"):

@@ -93,7 +93,9 @@ class PluginSet:
         key = (entry.kind, entry.name)
         if key not in self._targets:
             target = load_component(KINDS[entry.kind], entry.source)
-            self._targets[key] = configured(target, _checked_options(entry, target))
+            self._targets[key] = configured(
+                target, _checked_options(target, entry.options, f"plugin.{entry.name}")
+            )
         return self._targets[key]
 
     def loaded(self, entry: PluginEntry) -> Any:
@@ -102,7 +104,7 @@ class PluginSet:
 
     def options(self, entry: PluginEntry) -> Any:
         """Return an entry's checked options."""
-        return _checked_options(entry, self.target(entry))
+        return _checked_options(self.target(entry), entry.options, f"plugin.{entry.name}")
 
     def create(self, entry: PluginEntry, context_type: type[Context[C]], **fields: Any) -> C:
         """Build an entry's component.
@@ -200,9 +202,9 @@ def resolve_plugins(
     return PluginSet(Manifest(hardpoint=installed_version(), entries=entries), found, targets)
 
 
-def _checked_options(entry: PluginEntry, target: Any) -> Any:
-    options_type = getattr(target, "Options", typed.Options)
-    return typed.convert(entry.options, options_type, path=f"plugin.{entry.name}")
+def _checked_options(target: Any, options: Mapping[str, Any], path: str) -> Any:
+    """Return options as the target's own type; hooks have none of their own."""
+    return typed.convert(options, getattr(target, "Options", typed.Options), path=path)
 
 
 def _check_on_error(
@@ -244,9 +246,8 @@ def _options_by_component(
         if key not in targets:  # loaded by name; checked when it is
             result[key] = dict(table)
             continue
-        options_type = getattr(targets[key], "Options", typed.Options)
         try:
-            checked = typed.convert(table, options_type, path=path or f"plugin.{item.name}")
+            checked = _checked_options(targets[key], table, path or f"plugin.{item.name}")
             targets[key] = configured(targets[key], checked)
         except ConfigError as error:
             message = config_sources.locate(str(error)) if path else f"{error} (for {item.source})"

@@ -17,6 +17,7 @@ from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
     EvictionContext,
+    EvictionPolicy,
     Executor,
     ExecutorContext,
     PublisherContext,
@@ -24,10 +25,11 @@ from hardpoint.plugins import (
     StepRecord,
     WorkerInfo,
 )
-from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.config import ConfigSources, KVCacheConfig
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.registry.hooks import HookSet
+from hardpoint.registry.plugin_set import PluginSet
 
 from .core import EngineCore
 from .kv_events import KVEventFanout
@@ -99,15 +101,7 @@ def build_core(
         )
         undo.callback(executor.close)
         info, size, config = _start(executor, spec, config_sources)
-        kv_cache = BlockManager(
-            size.num_blocks,
-            config.kv_cache.block_size,
-            prefix_caching=config.kv_cache.prefix_caching,
-            hash_algorithm=config.kv_cache.hash_algorithm,
-            eviction=eviction,
-            fault=faults.reporter(plugins.one("eviction_policies").source),
-            events=bool(plugins.entries("kv_event_publishers")),
-        )
+        kv_cache = _kv_cache(config.kv_cache, size.num_blocks, plugins, eviction, faults)
         scheduler = plugins.create(
             plugins.one("schedulers"),
             SchedulerContext,
@@ -135,6 +129,24 @@ def build_core(
         )
         undo.pop_all()
         return BuiltCore(EngineCore(parts), size)
+
+
+def _kv_cache(
+    config: KVCacheConfig,
+    num_blocks: int,
+    plugins: PluginSet,
+    eviction: EvictionPolicy,
+    faults: StepFaults,
+) -> BlockManager:
+    return BlockManager(
+        num_blocks,
+        config.block_size,
+        prefix_caching=config.prefix_caching,
+        hash_algorithm=config.hash_algorithm,
+        eviction=eviction,
+        fault=faults.reporter(plugins.one("eviction_policies").source),
+        events=bool(plugins.entries("kv_event_publishers")),
+    )
 
 
 def _start(

@@ -55,8 +55,10 @@ class SamplingParams(Strict, omit_defaults=True):
         min_p: drop tokens less likely than `min_p` times the likeliest; 0 is off.
         seed: makes sampling repeatable; None draws one per request.
         max_tokens: maximum number of output tokens; None is until the context is full.
-        min_tokens: minimum number of output tokens before a stop token.
-        stop: strings that end the text; cut off unless `include_stop_str_in_output`.
+        min_tokens: minimum number of output tokens before a stop token, before the token that
+            completes a stop string, and before an end by `repetition_detection`.
+        stop: strings that end the text; cut off unless `include_stop_str_in_output`. The one that
+            is completed first counts, of several that end together the first one in the list.
         stop_token_ids: tokens that end it, in addition to the model's end-of-sequence tokens.
         ignore_eos: do not stop at the model's own end-of-sequence tokens.
         logprobs: number of likeliest tokens whose log-probabilities are returned at each output

@@ -13,6 +13,9 @@ from hardpoint.plugins import LogitsContext, LogitsProcessor, Meta, Phase, Reads
 
 from .row_cache import RowCache
 
+_ROUNDING = 1e-6
+"""How far a float32 probability may be from the limit and still count as equal to it."""
+
 _BLOCK = 16  # logits per block in the coarse search of `largest`
 
 
@@ -66,7 +69,8 @@ class TopP(LogitsProcessor):
     """Keeps the smallest set of most likely tokens whose probability reaches p.
 
     Nucleus sampling (Holtzman et al., arXiv:1904.09751). Ties with the last token needed are all
-    kept, so that the result does not depend on their order.
+    kept, so that the result does not depend on their order. A probability that is less than 1e-6
+    under p reaches it, so that rounding adds no token to a set that reaches p exactly.
     """
 
     contract = 1
@@ -144,7 +148,7 @@ def _nucleus(
         values: the row's largest logits, descending, [rows, width].
         best: the largest, [rows, 1].
         best_prob: its probability, float64 [rows, 1].
-        top_p: the probability to reach, [rows, 1].
+        top_p: the probability to reach, but for rounding, [rows, 1].
 
     Returns:
         bool [rows], whether it was found, and the logits, [rows, 1]. The cumulative sums are
@@ -152,7 +156,7 @@ def _nucleus(
     """
     width = values.shape[1]
     reached = (values - best).double().exp_().mul_(best_prob).cumsum(-1)
-    needed = (reached < top_p).sum(-1, keepdim=True)  # tokens before the one that reaches p
+    needed = (reached < top_p.double() - _ROUNDING).sum(-1, keepdim=True)  # tokens before the one that reaches p
     value = values.gather(1, needed.clamp(max=width - 1))
     value.masked_fill_(top_p >= 1, -math.inf)
     found = (needed < width) | (values[:, -1:] == -math.inf) | (top_p >= 1)

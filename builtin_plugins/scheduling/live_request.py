@@ -28,6 +28,7 @@ class LiveRequest(Request):
 
     __slots__ = (
         "_eos_token_ids",
+        "_min_total_tokens",
         "_repetition",
         "_stop_token_ids",
         "client_index",
@@ -53,6 +54,7 @@ class LiveRequest(Request):
         self.prefill_reported = False
         room = params.max_tokens if params.max_tokens is not None else max_model_len
         self.max_total_tokens = min(self.num_prompt_tokens + room, max_model_len)
+        self._min_total_tokens = self.num_prompt_tokens + params.min_tokens
         self._eos_token_ids = frozenset(source.eos_token_ids)
         self._stop_token_ids = frozenset(source.stop_token_ids)
         self._repetition = params.repetition_detection
@@ -69,10 +71,15 @@ class LiveRequest(Request):
 
     def check_stop(self, token: int) -> FinishReason | None:
         """Return why the request ends with `token`, which was just appended; None if it goes on."""
-        if token in self._stop_token_ids:
+        # Stop tokens are masked until there are enough tokens, but a plugin may force one.
+        if token in self._stop_token_ids and self.num_tokens > self._min_total_tokens:
             return FinishReason.STOP
         # Before the length: a larger max_tokens would not have helped.
-        if self._repetition is not None and has_repetition(self.output_token_ids, self._repetition):
+        if (
+            self._repetition is not None
+            and self.num_tokens >= self._min_total_tokens
+            and has_repetition(self.output_token_ids, self._repetition)
+        ):
             return FinishReason.REPETITION
         if self.num_tokens >= self.max_total_tokens:
             return FinishReason.LENGTH

@@ -27,6 +27,7 @@ class Detokenizer:
         self._stops = params.stop_strings
         self._keep_stop = params.include_stop_str_in_output
         self._delta = params.output_kind is RequestOutputKind.DELTA
+        self._num_tokens, self._min_tokens = 0, params.min_tokens
         longest = max(map(len, self._stops), default=0)
         self._lookback = max(longest - 1, 0)  # characters that a stop string may begin in
         self._pieces: list[str] = []  # not yet output; all of the text, unless outputs are deltas
@@ -43,8 +44,11 @@ class Detokenizer:
                 `include_stop_str_in_output`.
 
         Returns:
-            The number of tokens up to the stop string that was found, None if none was found.
+            The number of tokens up to the stop string that was found, None if none was found. The
+            first `min_tokens` tokens complete none.
         """
+        before = self._num_tokens
+        self._num_tokens += len(token_ids)
         if ended_by_token and not self._keep_stop:
             token_ids = token_ids[:-1]
         step, pending = self._stream.step, self._pending
@@ -53,7 +57,7 @@ class Detokenizer:
                 if pending:
                     pending.clear()
                 self._pieces.append(piece)
-                if self._stops and self._find_stop(piece):
+                if self._stops and self._find_stop(piece, before + count):
                     return count
             else:
                 pending.append(token)
@@ -66,7 +70,7 @@ class Detokenizer:
             self._pending.clear()
             self._pieces.append(piece)
             if self._stops:
-                self._find_stop(piece)
+                self._find_stop(piece, self._num_tokens)
 
     def resume(self, prompt_token_ids: Sequence[int]) -> None:
         """Continue after a further part of the prompt; its end decides how a token reads."""
@@ -93,16 +97,24 @@ class Detokenizer:
             self._pieces = [text]
         return text[: len(text) - len(held)] if held else text
 
-    def _find_stop(self, piece: str) -> bool:
-        """Look for the first stop string that ends in the newest piece; cut there."""
-        window = self._tail + piece
-        found = [(place, stop) for stop in self._stops if (place := window.find(stop)) >= 0]
-        if not found:
+    def _find_stop(self, piece: str, num_tokens: int) -> bool:
+        """Look for the stop string that is completed first in the newest piece; cut there.
+
+        Of several that end at the same character, the first one given counts.
+        """
+        window, first_end = self._tail + piece, len(self._tail) + 1
+        found: tuple[int, str] | None = None
+        if num_tokens > self._min_tokens:
+            for stop in self._stops:
+                place = window.find(stop, max(first_end - len(stop), 0))
+                if place >= 0 and (found is None or place + len(stop) < found[0]):
+                    found = place + len(stop), stop
+        if found is None:
             self._tail = window[-self._lookback :] if self._lookback else ""
             return False
-        place, self.stop_string = min(found)
-        if self._keep_stop:
-            place += len(self.stop_string)
+        end, self.stop_string = found
+        if not self._keep_stop:
+            end -= len(self.stop_string)
         text = "".join(self._pieces)
-        self._pieces = [text[: len(text) - (len(window) - place)]]
+        self._pieces = [text[: len(text) - (len(window) - end)]]
         return True

@@ -33,6 +33,36 @@ def bytewise(tmp_path_factory):
     return open_tokenizer(folder)
 
 
+class _Words:
+    """A tokenizer with a text for each token id."""
+
+    def __init__(self, *words):
+        self.words = words
+
+    def decode_stream(self, *_, **__):
+        return self
+
+    def step(self, token):
+        return self.words[token]
+
+
+@pytest.mark.parametrize(
+    ("stop", "found", "text"),
+    [
+        (["xyz", "y"], "y", "ax"),  # begins later, but is complete earlier
+        (["y", "xyz"], "y", "ax"),
+        (["zb", "xyz", "yz"], "xyz", "a"),
+        (["yz", "xyz"], "yz", "ax"),  # end together: the order given
+        (["xyz", "yz"], "xyz", "a"),
+    ],
+)
+def test_of_several_stop_strings_in_one_token_the_first_complete_one_counts(stop, found, text):
+    detokenizer = Detokenizer(_Words("a", "xyzb"), [], SamplingParams(stop=stop))
+    assert detokenizer.update([0, 1, 0], ended_by_token=False) == 2
+    assert detokenizer.stop_string == found
+    assert detokenizer.pop_text(finished=True) == text
+
+
 TEXT = st.text(max_size=4)
 ANY_IDS = st.lists(st.integers(0, NUM_TOKENS - 1), max_size=6)
 

@@ -82,6 +82,13 @@ class TestTopP:
         result = run(TopP, "top_p", "top_p", [0.4, 0.6, 0.85, 1.0], logits)
         assert survivors(result) == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
 
+    @pytest.mark.parametrize("shift", [-30.0, 0.0, 25.0])
+    def test_a_set_that_reaches_p_exactly_is_not_enlarged(self, shift):
+        logits = torch.tensor([[0.5, 0.3, 0.1, 0.1], [0.4, 0.3, 0.2, 0.1]]).log() + shift
+        assert survivors(run(TopP, "top_p", "top_p", [0.8, 0.7], logits)) == [[0, 1], [0, 1]]
+        assert survivors(run(TopP, "top_p", "top_p", [0.5, 0.9], logits)) == [[0], [0, 1, 2]]
+        assert survivors(run(TopP, "top_p", "top_p", [0.81, 0.91], logits)) == [[0, 1, 2, 3]] * 2
+
     def test_the_likeliest_token_always_stays(self):
         logits = torch.zeros(1, 8)
         logits[0, 3] = 1.0

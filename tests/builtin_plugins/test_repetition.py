@@ -95,6 +95,12 @@ class TestInTheEngine:
         text, reason, _ = only(engine, "loop", max_tokens=130)
         assert (text, reason) == ("so, " + "la la " * 20, "stop")
 
+    def test_min_tokens_holds_it_back(self, engine):
+        wanted = RepetitionDetection(max_pattern=3, min_count=4)
+        fields = {"repetition_detection": wanted, "min_tokens": 20}
+        assert only(engine, "loop", **fields)[1:] == ("repetition", 20)
+        assert only(engine, "loop", **fields, max_tokens=20)[1:] == ("repetition", 20)
+
     def test_what_does_not_loop_is_left_alone(self, engine):
         wanted = RepetitionDetection(max_pattern=3, min_count=3)
         assert only(engine, "once", repetition_detection=wanted)[:2] == ("la la land.", "stop")

@@ -49,6 +49,18 @@ class TestInTheEngine:
         whole = "Hm. <think>" + "a" * 40 + "</think>because"
         assert self.texts(it, "why", thinking_token_budget=40, max_tokens=99) == [whole]
 
+    def test_a_forced_marker_that_is_a_stop_token_keeps_min_tokens(self, engine):
+        it = engine()
+        start, end = (
+            it.parts.tokenizer.encode(text, add_special_tokens=False) for text in ("<think>", "!")
+        )
+        budget = {"start": start, "end": end, "thinking_token_budget": 2}
+        fields = {"plugin_args": {"thinking_budget": budget}, "stop_token_ids": end}
+        assert self.texts(it, "why<think>", **fields) == ["bb"]
+        (text,) = self.texts(it, "why<think>", **fields, min_tokens=12, ignore_eos=True)
+        assert text.startswith("bb!")
+        assert len(text) >= 12
+
     def test_thinking_that_the_prompt_began(self, engine):
         (text,) = self.texts(engine(), "why<think>", thinking_token_budget=2)
         assert text.startswith("bb</think>")

@@ -66,12 +66,15 @@ def test_characters_of_several_tokens_come_whole(engine):
 
 
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
-@pytest.mark.parametrize("stop", ["345", ["45", "345"], ["9", "34"]])
-def test_stop_strings_cut_the_text(engine, kind, stop):
+@pytest.mark.parametrize(
+    ("stop", "left"),
+    [("345", "012"), (["345", "45"], "012"), (["45", "345"], "0123"), (["9", "34"], "012")],
+)
+def test_stop_strings_cut_the_text(engine, kind, stop, left):
     seen = outputs_of(engine, "long", stop=stop, output_kind=kind)
     texts = [o.outputs[0].text for o in seen]
     text = "".join(texts) if kind is RequestOutputKind.DELTA else texts[-1]
-    assert text == "012"
+    assert text == left
     assert seen[-1].outputs[0].finish_reason == "stop"
     assert seen[-1].outputs[0].stop_reason in stop
     assert not engine.has_unfinished_requests()
@@ -133,6 +136,17 @@ def test_min_tokens_holds_back_every_stop_token(engine):
     done = last(engine, "say abc", min_tokens=20, stop_token_ids=[first[2]])
     assert len(done.token_ids) >= 20
     assert not {EOS, first[2]} & set(done.token_ids[:19])
+
+
+def test_min_tokens_holds_back_stop_strings(engine):
+    done = last(engine, "long", stop=["345", "9"], min_tokens=10)
+    assert (done.text, done.stop_reason, len(done.token_ids)) == ("0123456789012", "345", 16)
+    done = last(engine, "long", stop="345", min_tokens=5)  # its last token is the sixth
+    assert (done.text, done.stop_reason) == ("012", "345")
+    done = last(engine, "long", stop="345", min_tokens=6, include_stop_str_in_output=True)
+    assert (done.text, len(done.token_ids)) == ("0123456789012345", 16)
+    done = last(engine, "long", stop="345", min_tokens=9, max_tokens=9)
+    assert (done.text, done.finish_reason) == ("012345678", "length")
 
 
 def test_logprobs_hold_the_chosen_token_and_the_likeliest(engine):

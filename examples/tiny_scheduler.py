@@ -255,7 +255,8 @@ class TinyScheduler(Scheduler):
             request.append(token)
             output.new_token_ids = [token]
             output.logprobs = result.logprobs.get(request.request_id)
-            if token in request.source.stop_token_ids:
+            enough = len(request.output_token_ids) > request.params.min_tokens
+            if enough and token in request.source.stop_token_ids:
                 output.finish_reason = FinishReason.STOP
                 output.stop_reason = token if token not in request.source.eos_token_ids else None
             elif request.num_tokens == self._max_length(request):

@@ -235,7 +235,11 @@ class Scheduler(Component):
     def update(
         self, plan: SchedulerOutput, result: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Process the result of a plan; return the new outputs, by client index."""
+        """Process the result of a plan; return the new outputs, by client index.
+
+        A request ends at a stop token only after `min_tokens` others, which matters where a plugin
+        forces one, and by `repetition_detection` only with so many.
+        """
 
     @abstractmethod
     def plan_lost(self, plan: SchedulerOutput) -> None:

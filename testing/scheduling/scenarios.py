@@ -392,7 +392,13 @@ _FIELDS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "repetition": st.just(
         {"repetition_detection": RepetitionDetection(max_pattern=2, min_count=2)}
     ),
-    "stops": st.just({"stop_token_ids": [*range(0, 29, 4)], "eos_token_ids": [*range(1, 29, 7)]}),
+    "stops": st.fixed_dictionaries(
+        {
+            "stop_token_ids": st.just([*range(0, 29, 4)]),
+            "eos_token_ids": st.just([*range(1, 29, 7)]),
+            "min_tokens": st.sampled_from([0, 0, 1, 4]),
+        }
+    ),
     "clients": st.fixed_dictionaries({"client_index": st.integers(0, 1)}),
     "faults": st.fixed_dictionaries({"fails_after": st.integers(0, 2)}),
 }

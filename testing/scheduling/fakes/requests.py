@@ -233,9 +233,10 @@ def expected_reply(
     tokens: list[int] = []
     while True:
         tokens.append(next_token([*source.prompt_token_ids, *tokens]))
-        if tokens[-1] in source.stop_token_ids:
+        if tokens[-1] in source.stop_token_ids and len(tokens) > params.min_tokens:
             return Reply(tokens, FinishReason.STOP)
-        if params.repetition_detection and _repeats(tokens, params.repetition_detection):
+        detection = params.repetition_detection if len(tokens) >= params.min_tokens else None
+        if detection and _repeats(tokens, detection):
             return Reply(tokens, FinishReason.REPETITION)
         length = len(source.prompt_token_ids) + len(tokens)
         if len(tokens) == params.max_tokens or length >= max_model_len:

@@ -27,7 +27,7 @@ class Request:
     Attributes:
         source: the request as received.
         request_id: unique among live requests.
-        arrival_time: seconds on the engine's clock.
+        arrival_time: when it arrived at the engine, in seconds on the engine's clock.
         priority: smaller is more important.
         order: serial number in order of arrival.
         output_token_ids: output so far; extended only by `append`.

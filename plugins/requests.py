@@ -80,12 +80,15 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, kw_
         eos_token_ids: the model's own end-of-sequence tokens; empty under `ignore_eos`.
         plugin_args: per logits processor that this request uses, its checked arguments as
             plain data.
-        arrival_time: seconds on the engine's clock; 0 is set by the frontend.
+        arrival_time: seconds on the clock of the frontend, which sets 0 to the time of the call and
+            measures latencies from it. The engine sets it to its own clock's time when the request
+            arrives there.
         priority: smaller is more important.
         child_index: index among the `n` completions.
         client_index: of the frontend that sent it and gets its outputs.
         tags: user-defined labels, such as {"tenant": "acme"}, for policies and sinks.
-        timeout: seconds from `arrival_time` after which it ends unfinished; None is never.
+        timeout: seconds that are left before it ends unfinished, from now in the frontend, and from
+            its arrival in the engine; None is without limit.
         cache_salt: requests with different salts never share cached blocks.
         lora: its adapter.
         features: multimodal features, by offset.

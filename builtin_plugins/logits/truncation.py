@@ -156,7 +156,9 @@ def _nucleus(
     """
     width = values.shape[1]
     reached = (values - best).double().exp_().mul_(best_prob).cumsum(-1)
-    needed = (reached < top_p.double() - _ROUNDING).sum(-1, keepdim=True)  # tokens before the one that reaches p
+    needed = (reached < top_p.double() - _ROUNDING).sum(
+        -1, keepdim=True
+    )  # tokens before the one that reaches p
     value = values.gather(1, needed.clamp(max=width - 1))
     value.masked_fill_(top_p >= 1, -math.inf)
     found = (needed < width) | (values[:, -1:] == -math.inf) | (top_p >= 1)

@@ -50,13 +50,17 @@ class EngineCore(EngineUtilities):
     # Requests
 
     def add_request(
-        self, request: EngineCoreRequest, block_hashes: list[bytes] | None = None
+        self,
+        request: EngineCoreRequest,
+        block_hashes: list[bytes] | None = None,
+        arrived: float | None = None,
     ) -> None:
-        """Queue a request.
+        """Queue a request; set its arrival time.
 
         Args:
             request: validated.
             block_hashes: the result of `hash_prompt`; None to hash when the request is scheduled.
+            arrived: when the engine got it, in seconds on its clock; None is now.
 
         Raises:
             RequestError: the request could never run, its id is that of a live request, or too
@@ -64,6 +68,8 @@ class EngineCore(EngineUtilities):
         """
         if self._live_request(request.request_id) is not None:
             raise RequestError(f"request_id: {request.request_id!r} is the id of a live request")
+        # Not the client's: its clock may be another one, and it could jump the queue.
+        request.arrival_time = self._scheduler.context.clock() if arrived is None else arrived
         self._scheduler.add_request(request)
         if block_hashes and (live := self._live_request(request.request_id)) is not None:
             self._parts.kv_cache.take_hashes(live, block_hashes)

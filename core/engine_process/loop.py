@@ -108,10 +108,12 @@ class Prepared:
 
     Attributes:
         block_hashes: of its prompt.
+        arrived: when it was received, in seconds on the engine's clock.
     """
 
     request: EngineCoreRequest
     block_hashes: list[bytes]
+    arrived: float
 
 
 @dataclass
@@ -263,7 +265,7 @@ class EngineLoop:
     def _handle(self, message: Message) -> None:
         match message:
             case Prepared():
-                self._add(message.request, message.block_hashes)
+                self._add(message)
             case Abort():
                 message.is_handled = True
                 self._send(self._core.abort_requests(message.request_ids))
@@ -276,13 +278,14 @@ class EngineLoop:
             case Wakeup():
                 pass
 
-    def _add(self, request: EngineCoreRequest, block_hashes: list[bytes]) -> None:
+    def _add(self, message: Prepared) -> None:
+        request = message.request
         if self._state is not ShutdownState.RUNNING:
             shutting_down = EngineDeadError("the engine is shutting down")
             self._reject(request.request_id, request.client_index, shutting_down)
             return
         try:
-            self._core.add_request(request, block_hashes)
+            self._core.add_request(request, message.block_hashes, message.arrived)
         except PluginFaultError:  # of a plugin whose faults end the engine
             raise
         except HardpointError as error:

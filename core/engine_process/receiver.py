@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -83,10 +84,11 @@ class MessageReader:
     ) -> Prepared | list[str] | UtilityCall:
         match kind:
             case RequestType.ADD:
+                arrived = time.monotonic()
                 request = self._requests.decode(frames)
                 _check_client(request.client_index, client)
                 self._check(request)
-                return Prepared(request, self._hash_prompt(request))
+                return Prepared(request, self._hash_prompt(request), arrived)
             case RequestType.ABORT:
                 return self._ids.decode(frames)
             case RequestType.UTILITY:

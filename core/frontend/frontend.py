@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,9 @@ from .validation import PrebuiltRequestValidator, RequestReceivedHook
 _log = logging.getLogger("hardpoint")
 
 _ABORTED = str(FinishReason.ABORT)
+
+_AT_ONCE = math.ulp(0.0)
+"""The timeout, in seconds, of a request whose time is up before it is sent."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,7 @@ class Frontend:
             prompt: or a prebuilt request.
             sink: gets its outputs; without one, `process_outputs` returns them.
             token_ids: of a prompt given as text, if it was tokenised already.
-            arrived: arrival time on the clock of the parts; None is now.
+            arrived: time of the call, on the clock of the parts; None is now.
 
         Raises:
             RequestError: something is wrong; nothing was registered.
@@ -191,15 +195,20 @@ class Frontend:
                 arrival_time=arrived,
                 token_ids=token_ids,
             )
-            arrived = request.arrival_time
         n = request.params.n if request.pooling_params is None else 1
         internal_id = self._internal_id(request_id, n)
         parent = ParentRequest(request_id, internal_id, n, sink)
         children = parent.children(request)
         if self._received_hook is not None:
             children = [self._received_hook(child) for child in children]
+        # Clocks of two processes do not compare, so the engine gets the time that is left.
+        spent = self._clock() - arrived
         for child in children:
-            self.output.add_request(child, text, parent, arrived)
+            if child.timeout is not None:
+                child.timeout = max(child.timeout - spent, _AT_ONCE)
+            # A time to come would give negative latencies.
+            since = child.arrival_time if child.arrival_time <= arrived else arrived
+            self.output.add_request(child, text, parent, since)
         return Submission(parent, children)
 
     def process_outputs(self, batch: EngineCoreOutputs) -> ProcessedBatch:

@@ -40,7 +40,8 @@ class RequestExtras(typed.Strict):
             runs or waits; None is never.
         tags: free-form labels, such as {"tenant": "acme"}; for policies and sinks.
         cache_salt: requests with different salts never share cached prompts.
-        arrival_time: seconds on the engine's clock, which is `time.monotonic`; None is now.
+        arrival_time: for latencies: seconds on the frontend's clock, which is `time.monotonic`;
+            None, or a time to come, is now.
         trace_headers: of the request's trace.
     """
 
@@ -104,7 +105,7 @@ class InputProcessor:
         Fields of `extras` win over those of a tokenised prompt.
 
         Args:
-            arrival_time: seconds on the engine's clock, used if neither has one.
+            arrival_time: seconds on the frontend's clock, used if neither has one.
             token_ids: of a prompt given as text, from `tokenise`; None tokenises it here.
 
         Raises:

@@ -27,7 +27,7 @@ class ReadPrompt:
         text: of the prompt, if known.
         token_ids: unchecked; None if the text is to be tokenised.
         cache_salt: used if the request has none.
-        arrival_time: seconds on the engine's clock, used if the request has none.
+        arrival_time: seconds on the frontend's clock, used if the request has none.
     """
 
     text: str | None = None

@@ -17,7 +17,7 @@ from hardpoint import (
 from hardpoint.core.config import config_from
 from hardpoint.core.engine.policy import change_policy
 from hardpoint.core.frontend.input_processor import RequestExtras
-from hardpoint.plugins import SchedulingPolicy, WaitingFor, hookimpl
+from hardpoint.plugins import EngineCoreRequest, SchedulingPolicy, WaitingFor, hookimpl
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.testing import ScriptedClock, scripted_config, scripted_engine
@@ -72,6 +72,52 @@ class TestTimeouts:
         assert scheduler_of(engine).stats().kv_cache_usage == 0
         engine.close()
 
+    @pytest.mark.parametrize("hours", [-1000, 1000])
+    def test_the_clock_of_the_client_does_not_matter(self, scripted, hours):
+        clock = ScriptedClock(now=1000.0)
+        engine = scripted_engine(scripted, {"stats": {"request_metrics": True}}, clock=clock)
+        elsewhere = 1000.0 + 3600 * hours
+        engine.add_request(
+            "late", [1] * 5, ENDLESS, RequestExtras(timeout=2.0, arrival_time=elsewhere)
+        )
+        made = EngineCoreRequest(
+            request_id="made",
+            prompt_token_ids=[1],
+            params=ENDLESS,
+            timeout=2.0,
+            arrival_time=elsewhere,
+        )
+        engine.add_request("made", made)
+        clock.advance(1.9)
+        assert engine.step() == []
+        clock.advance(0.1)
+        outputs = {output.request_id: output.outputs[0] for output in engine.step()}
+        assert sorted(outputs) == ["late", "made"]
+        for output in outputs.values():
+            assert output.finish_reason == "timeout"
+            assert output.metrics.time_to_first_token > 1.8  # never negative
+            assert output.metrics.queue_seconds == pytest.approx(1.9)
+        engine.close()
+
+    def test_time_that_tokenizing_takes_counts(self, scripted, monkeypatch):
+        clock = ScriptedClock()
+        engine = scripted_engine(scripted, clock=clock)
+        encode = engine.parts.tokenizer.encode
+
+        def slow(text, **options):
+            clock.advance(1.5)
+            return encode(text, **options)
+
+        monkeypatch.setattr(engine.parts.tokenizer, "encode", slow)
+        engine.add_request("too late", "x", ENDLESS, RequestExtras(timeout=1.0))
+        assert [output.request_id for output in engine.step()] == ["too late"]
+        engine.add_request("late", "x", ENDLESS, RequestExtras(timeout=2.0))
+        clock.advance(0.4)
+        assert engine.step() == []
+        clock.advance(0.2)
+        assert [output.request_id for output in engine.step()] == ["late"]
+        engine.close()
+
     @pytest.mark.parametrize("timeout", [0, -1, "soon", float("nan")])
     def test_what_is_no_time_is_refused(self, scripted, timeout):
         engine = scripted_engine(scripted)
@@ -79,6 +125,15 @@ class TestTimeouts:
             engine.add_request("r", "x", ENDLESS, RequestExtras(timeout=timeout))
         assert not engine.has_unfinished_requests()
         engine.close()
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest_first", "fair"])
+def test_a_client_cannot_jump_the_queue_by_its_arrival_time(scripted, policy):
+    engine = scripted_engine(scripted, {"scheduler": {"max_num_seqs": 1, "policy": policy}})
+    for name, arrived in (("a", None), ("b", 9e9), ("c", None), ("d", 1.0)):
+        engine.add_request(name, "x", ENDLESS, RequestExtras(arrival_time=arrived))
+    assert order(engine) == ["a", "b", "c", "d"]
+    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -321,7 +321,7 @@ class LoopRig(Rig):
             if isinstance(message, list):
                 self.queues.abort(message)
             elif isinstance(message, EngineCoreRequest):
-                self.queues.input.put(Prepared(message, []))
+                self.queues.input.put(Prepared(message, [], time.monotonic()))
             else:
                 self.queues.input.put(message)
 

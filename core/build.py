@@ -15,6 +15,7 @@ import msgspec
 from hardpoint.core.client.base import EngineCoreClient, InprocClient
 from hardpoint.core.client.event_loop import EventLoopBridge
 from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
+from hardpoint.core.client.resources import check_descriptors
 from hardpoint.core.engine.build import build_core
 from hardpoint.core.engine.prepare import find_files, prepare_worker
 from hardpoint.core.engine.utility_calls import EngineUtilities
@@ -99,6 +100,8 @@ def build_engine(
     """
     began = time.perf_counter()
     if config.engine.in_process:
+        if config.kv_events.publishers:  # which open sockets
+            check_descriptors()
         prepared = _prepare(config, config_sources or ConfigSources(), progress, clock)
         with prepared.closed_on_error():
             built = build_core(prepared.spec, prepared.hooks, prepared.config_sources, clock)
@@ -214,6 +217,7 @@ def _prepare(
 @contextlib.contextmanager
 def _spawned() -> Iterator[tuple[EngineProcess, Interpreter]]:
     """Spawn an engine process, which imports while the body finds out what it is to do."""
+    check_descriptors()
     interpreter = Interpreter.current()
     process = EngineProcess.spawn(interpreter)
     try:

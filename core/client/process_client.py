@@ -28,6 +28,7 @@ from hardpoint.plugins.kinds import KINDS, Process
 from hardpoint.plugins.manifest import Manifest, PluginEntry
 
 from .output_queue import OutputQueue
+from .resources import check_descriptors
 from .sockets import READER_THREAD, Attempt, EngineSockets
 
 _POLL_INTERVAL_MS = 20
@@ -247,10 +248,13 @@ class ProcessClient:
         Raises:
             HardpointError: the error that the engine raised while it was built.
             EngineDeadError: it ended without a report, or was not ready in time.
+            HardpointError: too few file descriptors are free, or no folder can hold the sockets.
         """
         self.start = start
         self._outputs = OutputQueue()
         self._timeout_s = start.config.engine.call_timeout_seconds
+        if process is None:  # else its starter has checked
+            check_descriptors()
         with contextlib.ExitStack() as undo:
             self._sockets = EngineSockets(start.engine_index, manifest_hash=start.manifest.hash)
             undo.callback(self._sockets.close)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import shutil
-import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -37,6 +35,8 @@ from hardpoint.core.wire import (
 )
 from hardpoint.plugins import EngineCoreOutputs, RequestError, typed
 from hardpoint.plugins.errors import EngineDeadError, EngineTimeoutError, PluginLoadError
+
+from .resources import SOCKET_NAMES, make_socket_folder
 
 SEND_TIMEOUT_S = 10.0
 """How long an engine may accept no message before a sender gets an error."""
@@ -110,26 +110,31 @@ class EngineSockets:
             manifest_hash: of the plugin set that the engine must have.
             consumer: is offered large tensors of requests and calls.
             provider: finds those of outputs that the engine's consumer took, in the reader.
+
+        Raises:
+            HardpointError: no folder can be made for the sockets.
         """
         self.identity = index.to_bytes(2, "little")
         self._manifest_hash = manifest_hash
-        self.folder = Path(tempfile.mkdtemp(prefix="hardpoint-"))
-        self.addresses = EngineAddresses(
-            inputs=[f"ipc://{self.folder / 'input'}"], outputs=[f"ipc://{self.folder / 'output'}"]
-        )
-        self._context = zmq.Context(io_threads=2)
-        self._input = self._context.socket(zmq.ROUTER)
-        self._input.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._input.setsockopt(zmq.SNDHWM, _SEND_HWM)
-        self._input.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
-        self._input.bind(self.addresses.inputs[0])
-        self._output = self._context.socket(zmq.PULL)
-        self._output.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
-        self._output.bind(self.addresses.outputs[0])
-        self._wake_sender = self._context.socket(zmq.PAIR)
-        self._wake_sender.bind(_WAKE_ADDRESS)
-        self._wake_receiver = self._context.socket(zmq.PAIR)  # the reader's, as is the PULL
-        self._wake_receiver.connect(_WAKE_ADDRESS)
+        with contextlib.ExitStack() as undo:
+            self.folder = make_socket_folder()
+            undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            self._context = zmq.Context(io_threads=2)
+            undo.callback(self._context.destroy, 0)
+            self._input = self._context.socket(zmq.ROUTER)
+            self._input.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._input.setsockopt(zmq.SNDHWM, _SEND_HWM)
+            self._output = self._context.socket(zmq.PULL)
+            addresses = [
+                self._bind(bound, name)
+                for bound, name in zip((self._input, self._output), SOCKET_NAMES, strict=True)
+            ]
+            self.addresses = EngineAddresses(inputs=addresses[:1], outputs=addresses[1:])
+            self._wake_sender = self._context.socket(zmq.PAIR)
+            self._wake_sender.bind(_WAKE_ADDRESS)
+            self._wake_receiver = self._context.socket(zmq.PAIR)  # the reader's, as is the PULL
+            self._wake_receiver.connect(_WAKE_ADDRESS)
+            undo.pop_all()
         self._send_lock = threading.Lock()
         self._encoder, self._tracker = Encoder(consumer=consumer), SendTracker()
         self._backlog: deque[_Unsent] = deque()
@@ -279,6 +284,14 @@ class EngineSockets:
             socket.close(0)
         self._context.destroy(0)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _bind(self, socket: zmq.Socket[bytes], name: str) -> str:
+        """Bind a socket in the folder; return its address."""
+        path = self.folder / name
+        socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
+        socket.bind(f"ipc://{path}")
+        path.chmod(0o600)  # a umask may have taken the owner's permissions too
+        return f"ipc://{path}"
 
     # Sending
 

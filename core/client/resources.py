@@ -1,0 +1,114 @@
+"""What the sockets of an engine process need of the system: descriptors and a private folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import zmq
+
+from hardpoint.plugins import HardpointError
+
+WANTED_DESCRIPTORS = 32
+"""File descriptors that must be free before an engine opens sockets; it takes 18 at most."""
+
+SOCKET_NAMES = ("input", "output")
+"""Names of the sockets in their folder."""
+
+_LONGEST_NAME = max(map(len, SOCKET_NAMES))
+_PATH_LIMIT = zmq.IPC_PATH_MAX_LEN or 103  # the shortest of all systems
+_SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+def check_descriptors() -> None:
+    """Check that enough file descriptors are free.
+
+    libzmq ends the whole program if it gets none.
+
+    Raises:
+        HardpointError: too few are free; says how many are wanted, free and allowed.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = _used_descriptors(limit)
+    if limit == resource.RLIM_INFINITY or used is None:
+        return
+    if (free := limit - used) < WANTED_DESCRIPTORS:
+        raise HardpointError(
+            f"file descriptors: expected at least {WANTED_DESCRIPTORS} free ones for the sockets "
+            f"of an engine, got {free}: the program uses {used} of {limit}; raise its limit "
+            "(`ulimit -n`, RLIMIT_NOFILE), or close files"
+        )
+
+
+def make_socket_folder() -> Path:
+    """Make a folder that only this user can open, short enough for the paths of sockets.
+
+    It is made in the directory of `tempfile`; if that has a path that is too long or holds no
+    private folders, in a short one of the system.
+
+    Raises:
+        HardpointError: none can be made; says what was tried, with the lengths and the limit.
+    """
+    refused = []
+    for base in _bases():
+        try:
+            return _private_folder(base)
+        except _UnfitError as reason:
+            refused.append(f"{base!r} {reason}")
+        except OSError as cause:
+            refused.append(f"{base!r} gives none ({cause.strerror or cause})")
+    raise HardpointError(
+        f"sockets of the engine: expected a directory for a private folder, tried in turn: "
+        f"{'; '.join(refused)}; set TMPDIR to a directory of your own with a short path"
+    )
+
+
+def _used_descriptors(limit: int) -> int | None:
+    """Return how many descriptors below the limit are open; None if that is unknown."""
+    try:
+        numbers = os.listdir("/dev/fd")
+    except OSError as cause:
+        return limit if cause.errno == errno.EMFILE else None
+    return sum(int(number) < limit for number in numbers) - 1  # one was the listing's own
+
+
+class _UnfitError(Exception):
+    """A directory cannot hold the folder."""
+
+
+def _bases() -> Iterator[str]:
+    """Yield the directories to try, each once."""
+    seen = set()
+    try:
+        seen.add(preferred := tempfile.gettempdir())
+        yield preferred
+    except OSError:  # it found no directory that can be written
+        pass
+    yield from (base for base in _SHORT_FOLDERS if base not in seen)
+
+
+def _private_folder(base: str) -> Path:
+    try:
+        length = len(os.path.join(base, "hardpoint-12345678", "x" * _LONGEST_NAME).encode())
+    except UnicodeEncodeError:
+        raise _UnfitError("is no valid Unicode") from None
+    if length > _PATH_LIMIT:
+        raise _UnfitError(
+            f"makes socket paths of {length} bytes, of which a system allows {_PATH_LIMIT}"
+        )
+    folder = tempfile.mkdtemp(prefix="hardpoint-", dir=base)
+    try:
+        os.chmod(folder, 0o700)  # a umask may have taken the owner's permissions too
+        found = os.lstat(folder)
+        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != 0o700:
+            raise _UnfitError("keeps no owners and permissions, so that others could open it")
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return Path(folder)

@@ -21,6 +21,7 @@ from hardpoint.plugins.logits import (
     Rows,
 )
 from hardpoint.plugins.typed import Arguments as BaseArguments
+from hardpoint.registry.tensor_checks import HandedOver
 
 from .base import (
     Adapter,
@@ -318,21 +319,17 @@ def _called(processor: RequestProcessor, outputs: list[int], row: torch.Tensor) 
     import torch  # noqa: PLC0415 - the contract imports no torch until it is used
 
     assert processor.call is not None
+    arguments: tuple[Any, ...] = (outputs,)
     given = row
     if processor.form is CallSignature.TRANSFORMERS:
         ids = torch.tensor(processor.prompt + outputs, dtype=torch.int64, device=row.device)
-        given = row.unsqueeze(0)
-        result = processor.call(ids.unsqueeze(0), given)
+        arguments, given = (ids.unsqueeze(0),), row.unsqueeze(0)
     elif processor.form is CallSignature.PROMPT_AND_OUTPUT:
-        result = processor.call(processor.prompt, outputs, row)
-    else:
-        result = processor.call(outputs, row)
+        arguments = (processor.prompt, outputs)
+    handed_over = HandedOver(given)
+    result = processor.call(*arguments, given)
     if not isinstance(result, torch.Tensor):
         raise TypeError(
             f"expected the logits back, also after an edit in place, got {type(result).__name__}"
         )
-    for what in ("shape", "dtype", "device"):
-        wanted, got = getattr(given, what), getattr(result, what)
-        if got != wanted:
-            raise ValueError(f"expected logits of {what} {wanted}, got {got}")
-    return result
+    return handed_over.result(result)

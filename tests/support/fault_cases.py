@@ -18,6 +18,12 @@ DENSE_MESSAGES = {
     "device": "its apply failed: ValueError: expected logits of device cpu, got meta",
     "start": "its start failed: RuntimeError: broken start",
 }
+LAYOUT_MESSAGES = {
+    "sparse": "its apply failed: ValueError: expected logits of layout torch.strided",
+    "smaller": "its apply failed: ValueError: it changed the shape, strides of the logits",
+    "transposed": "its apply failed: ValueError: it changed the shape, strides of the logits",
+    "set": "its apply failed: ValueError: it changed the memory of the logits that it was given",
+}
 SPARSE_MESSAGES = {
     "raise": "its edits failed: RuntimeError: broken edits",
     "type": "its edits failed: TypeError: expected Edits or None, got list",
@@ -27,6 +33,7 @@ SPARSE_MESSAGES = {
     "lengths": "its edits failed: ValueError: edits have 1 rows but 2 tokens",
     "values": "its edits failed: ValueError: edits have 1 tokens but 0 values",
     "infinite": "its edits failed: it made logits infinite",
+    "op": "its edits failed: TypeError: edits have op='keep_only', expected one of Op.ADD, Op.SET",
     "advance": "its advance failed: RuntimeError: broken advance",
 }
 

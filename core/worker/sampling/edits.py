@@ -21,9 +21,13 @@ def compile_edits(edits: Edits, batch_rows: Sequence[int], logits: torch.Tensor)
         logits: [rows, vocab]; read for its size and device.
 
     Raises:
+        TypeError: their `op` is no Op.
         ValueError: the edits do not fit together, or lie outside the rows or the vocabulary.
     """
     vocab = logits.shape[1]
+    if not isinstance(edits.op, Op):
+        choices = ", ".join(f"Op.{op.name}" for op in Op)
+        raise TypeError(f"edits have op={edits.op!r}, expected one of {choices}")
     if len(edits.row) != len(edits.token):
         raise ValueError(f"edits have {len(edits.row)} rows but {len(edits.token)} tokens")
     if edits.op is not Op.KEEP_ONLY and len(edits.value) != len(edits.token):

@@ -25,6 +25,7 @@ from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.stats import PluginMeter
+from hardpoint.registry.tensor_checks import HandedOver
 
 from .device_state import DeviceState
 from .edits import CompiledEdits, compile_edits
@@ -197,11 +198,10 @@ class ActiveRows:
             self._apply_edits(processor.edits(self.rows), logits)
             return logits
         if runner.is_dense:
-            if self.index is None:
-                return _checked(processor.apply(logits, self.rows), logits)
-            part = logits.index_select(0, self.index)
-            result = _checked(processor.apply(part, self.rows), part)
-            return logits.index_copy_(0, self.index, result)
+            part = logits if self.index is None else logits.index_select(0, self.index)
+            handed_over = HandedOver(part)
+            result = handed_over.result(processor.apply(part, self.rows))
+            return result if self.index is None else logits.index_copy_(0, self.index, result)
         if runner.broken is not None:
             raise runner.broken
         return self._apply_to_batch(processor, logits, batch_size)
@@ -229,7 +229,8 @@ class ActiveRows:
             target = torch.tensor([_row_in_batch(r) for r in requests], device=logits.device)
             batch = logits.new_zeros(batch_size, logits.shape[1])
             batch.index_copy_(0, target, logits.index_select(0, source))
-            result = _checked(processor.apply(batch), batch)
+            handed_over = HandedOver(batch)
+            result = handed_over.result(processor.apply(batch))
             logits.index_copy_(0, source, result.index_select(0, target))
         return logits
 
@@ -249,17 +250,6 @@ def _layers(requests: Sequence[LogitsRequest]) -> list[list[int]]:
 
 def _row_in_batch(request: LogitsRequest) -> int:
     return request.row if request.draft_of is None else request.draft_of.row
-
-
-def _checked(result: Any, part: torch.Tensor) -> torch.Tensor:
-    """Return a processor's result; raise if it is not logits of the shape that it was given."""
-    if not isinstance(result, torch.Tensor):
-        raise TypeError(f"expected a tensor, got {type(result).__name__}")
-    for attribute in ("shape", "dtype", "device"):
-        expected, got = getattr(part, attribute), getattr(result, attribute)
-        if got != expected:
-            raise ValueError(f"expected logits of {attribute} {expected}, got {got}")
-    return result
 
 
 def row_is_finite(row: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 from support.driving import run, summary
-from support.fault_cases import DENSE_MESSAGES, SPARSE_MESSAGES, jobs, run_all
+from support.fault_cases import DENSE_MESSAGES, LAYOUT_MESSAGES, SPARSE_MESSAGES, jobs, run_all
 from support.internals import scheduler_of, worker_of
 from support.plugins.faulty import Dense
 
@@ -57,6 +57,15 @@ def check(results, without, guilty, words, plugin):
 @pytest.mark.parametrize("using", ["one", "half", "all"])
 def test_31_of_32_are_as_without_it(scripted, without, name, how, words, using):
     """The plugin used by one, by half, by all, with one guilty."""
+    check_one_guilty(scripted, without, name, how, words, using)
+
+
+@pytest.mark.parametrize(("how", "words"), LAYOUT_MESSAGES.items())
+def test_a_changed_layout_of_the_whole_batch_disturbs_nobody(scripted, without, how, words):
+    check_one_guilty(scripted, without, "dense", how, words, "all")
+
+
+def check_one_guilty(scripted, without, name, how, words, using):
     engine = engine_with(scripted, "Dense", "Sparse", "Whole")
     users = {"one": (), "half": range(0, 32, 2), "all": range(32)}[using]
     finals = run_all(engine, jobs(using=users, guilty={6}, name=name, how=how))

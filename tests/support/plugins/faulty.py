@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from hardpoint import plugins
 from hardpoint.plugins import (
     BatchLogitsProcessor,
@@ -23,6 +25,11 @@ RESULTS = {
     "columns": lambda logits: logits[:, :-1],
     "dtype": lambda logits: logits.double(),
     "device": lambda logits: logits.to("meta"),
+    "sparse": lambda logits: logits.to_sparse(),
+    # These change what was handed over, so that it agrees with itself.
+    "smaller": lambda logits: logits.resize_(len(logits), 8),
+    "transposed": lambda logits: logits.t_(),
+    "set": lambda logits: logits.set_(torch.zeros(len(logits), 257)),
 }
 
 
@@ -96,6 +103,7 @@ class Sparse(SparseLogitsProcessor):
             "lengths": Edits([0], [0, 1], [1.0]),
             "values": Edits([0], [0], []),
             "infinite": Edits([0], [0], [INF]),
+            "op": Edits([0], [0], [1.0], "keep_only"),
         }.get(how)
 
 

@@ -17,6 +17,7 @@ from hardpoint.plugins.commands import Generator, PluginCatalog
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.errors import PluginConflictError, PluginContractError, PluginFaultError
 from hardpoint.plugins.manifest import Source
+from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.catalog import Catalog
 from hardpoint.registry.discovery import discover, installed_version
 from hardpoint.registry.hooks import HookSet
@@ -76,7 +77,14 @@ def _run(arguments: list[str]) -> int:
     if options.command is None:
         parser.print_help(sys.stderr)
         return 2
-    return commands[options.command].command.run(options, _context(load, problem))
+    owned = commands[options.command]
+    try:
+        return owned.command.run(options, _context(load, problem))
+    except (HardpointError, SystemExit, KeyboardInterrupt, BrokenPipeError):
+        raise
+    except BaseException as error:
+        error.add_note(f"Raised by the command {options.command!r} of {owned.source}.")
+        raise
 
 
 @dataclass(frozen=True)
@@ -192,10 +200,11 @@ def _parser(commands: _Commands) -> argparse.ArgumentParser:
     for name, owned in commands.items():
         try:
             owned.command.configure(known.add_parser(name, help=owned.command.summary))
-        except Exception as cause:
+        except BaseException as cause:
+            raise_unless_fault(cause)
             raise PluginFaultError(
                 f"{owned.source}: the arguments of its command {name!r} cannot be set up: "
-                f"{type(cause).__name__}: {cause}"
+                f"{describe(cause)}"
             ) from cause
     return parser
 

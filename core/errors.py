@@ -13,6 +13,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.errors import EngineDeadError, EngineFaultError, PluginFaultError
 from hardpoint.plugins.manifest import Source
+from hardpoint.registry.blame import describe, text_of
 from hardpoint.registry.plugin_set import PluginSet
 
 from .wire import WireError
@@ -36,11 +37,11 @@ def error_of(kind: str | None, message: str | None) -> HardpointError:
     return error
 
 
-def engine_dead(error: Exception) -> EngineDeadError:
+def engine_dead(error: BaseException) -> EngineDeadError:
     """Return a new error for one waiter on an engine that `error` ended."""
-    message = str(error)
+    message = text_of(error)
     if not isinstance(error, HardpointError):
-        message = f"the engine failed: {type(error).__name__}: {error}"
+        message = f"the engine failed in its own code, not in a plugin's: {describe(error)}"
     by_plugin = isinstance(error, PluginFaultError)
     raised = EngineFaultError(message) if by_plugin else EngineDeadError(message)
     if isinstance(error, EngineDeadError):
@@ -52,14 +53,23 @@ def engine_dead(error: Exception) -> EngineDeadError:
     return raised
 
 
+_WORKER = "hardpoint.core.worker."
+
+
 def responsible_plugin(error: BaseException, plugins: PluginSet) -> Source | None:
-    """Return the plugin in whose method an error was raised, the innermost of several."""
+    """Return the plugin in whose method an error was raised, the innermost of several.
+
+    An executor runs the worker, and is not responsible for what the worker itself does wrong.
+    """
     found: Component | None = None
     traceback = error.__traceback__
     while traceback is not None:
-        owner = traceback.tb_frame.f_locals.get("self")
+        frame = traceback.tb_frame
+        owner = frame.f_locals.get("self")
         if isinstance(owner, Component):
             found = owner
+        elif frame.f_globals.get("__name__", "").startswith(_WORKER):
+            found = None
         traceback = traceback.tb_next
     if found is None:
         return None
@@ -69,7 +79,7 @@ def responsible_plugin(error: BaseException, plugins: PluginSet) -> Source | Non
     return None
 
 
-def attribute_error(error: Exception, plugins: PluginSet) -> Exception:
+def attribute_error(error: BaseException, plugins: PluginSet) -> BaseException:
     """Return an error that names the responsible plugin, with the error as its cause.
 
     An error of Hardpoint's tree, which names it already, and one of no plugin are returned as is.
@@ -77,7 +87,7 @@ def attribute_error(error: Exception, plugins: PluginSet) -> Exception:
     source = None if isinstance(error, HardpointError) else responsible_plugin(error, plugins)
     if source is None:
         return error
-    named = PluginFaultError(f"{source}: {type(error).__name__}: {error}")
+    named = PluginFaultError(f"{source}: {describe(error)}")
     named.__cause__ = error
     return named
 
@@ -87,7 +97,7 @@ def rejection_output(request_id: str, error: BaseException) -> EngineCoreOutputs
     output = EngineCoreOutput(
         request_id=request_id,
         finish_reason=FinishReason.ERROR,
-        error=str(error),
+        error=text_of(error) if isinstance(error, HardpointError) else describe(error),
         error_kind=kind_of(error),
     )
     return EngineCoreOutputs(outputs=[output], finished_requests={request_id})

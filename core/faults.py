@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -11,6 +10,7 @@ from hardpoint.plugins.component import Component, Context
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.stats import StepFault
+from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 
 _log = logging.getLogger("hardpoint")
@@ -45,8 +45,7 @@ class StepFaults:
 
         def report(message: str, cause: BaseException | None = None) -> None:
             if cause is not None:
-                # Works even if the error's own __str__ raises.
-                message = f"{message}: {traceback.format_exception_only(cause)[-1].strip()}"
+                message = f"{message}: {describe(cause)}"
             message = f"{source}: {message}"
             if source.name in self._ends_engine:
                 raise PluginFaultError(message) from cause
@@ -101,7 +100,8 @@ class Fanout(Generic[C]):
         for component, report in self._components:
             try:
                 call(component)
-            except Exception as cause:
+            except BaseException as cause:
+                raise_unless_fault(cause)
                 try:
                     report(f"{method}() failed", cause)
                 except PluginFaultError as error:

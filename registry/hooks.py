@@ -13,6 +13,8 @@ from hardpoint.plugins.errors import PluginContractError, PluginFaultError, Plug
 from hardpoint.plugins.hooks import PROJECT, HookSpecs
 from hardpoint.plugins.manifest import Source
 
+from .blame import describe, raise_unless_fault
+
 
 class HookSet:
     """Calls hooks in order of enabling, last enabled first, as pluggy does."""
@@ -58,10 +60,11 @@ class HookSet:
         caller = getattr(self._manager.hook, hook)
         try:
             results: list[Any] = caller(**arguments)
-        except Exception as cause:
+        except BaseException as cause:
+            raise_unless_fault(cause)
             plugin = self._responsible_plugin(caller, cause.__traceback__)
             raise PluginFaultError(
-                f"{plugin}: its hook {hook} failed: {type(cause).__name__}: {cause}"
+                f"{plugin}: its hook {hook} failed: {describe(cause)}"
             ) from cause
         return results
 
@@ -87,10 +90,9 @@ class HookSet:
 def _built(cls: type, source: Source) -> Any:
     try:
         return cls()
-    except Exception as cause:
-        raise PluginLoadError(
-            f"{source}: its constructor failed: {type(cause).__name__}: {cause}"
-        ) from cause
+    except BaseException as cause:
+        raise_unless_fault(cause)
+        raise PluginLoadError(f"{source}: its constructor failed: {describe(cause)}") from cause
 
 
 def _one_of(impls: Sequence[pluggy.HookImpl]) -> str:

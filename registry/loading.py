@@ -17,6 +17,8 @@ from hardpoint.plugins.logits import LogitsPlugin, Phase, Reads
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.params import SamplingParams
 
+from .blame import describe, raise_unless_fault
+
 
 def import_object(source: Source) -> Any:
     """Import what `source.value` names.
@@ -31,9 +33,10 @@ def import_object(source: Source) -> Any:
     except ModuleNotFoundError as cause:
         if cause.name and (module_name == cause.name or module_name.startswith(f"{cause.name}.")):
             raise PluginNotFoundError(f"{source}: there is no module {cause.name!r}") from cause
-        raise PluginLoadError(f"{source}: its import failed: {_short(cause)}") from cause
-    except Exception as cause:
-        raise PluginLoadError(f"{source}: its import failed: {_short(cause)}") from cause
+        raise PluginLoadError(f"{source}: its import failed: {describe(cause)}") from cause
+    except BaseException as cause:
+        raise_unless_fault(cause)
+        raise PluginLoadError(f"{source}: its import failed: {describe(cause)}") from cause
     for part in qualname.split(".") if qualname else ():
         if not hasattr(target, part):
             raise PluginNotFoundError(f"{source}: {module_name!r} has no {qualname!r}")
@@ -160,7 +163,3 @@ def _describe(target: Any) -> str:
         bases = ", ".join(base.__name__ for base in target.__bases__)
         return f"a class derived from {bases}"
     return f"a {type(target).__name__}"
-
-
-def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -22,6 +22,7 @@ from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import Manifest, PluginEntry
 
 from .adapt import configured, load_component
+from .blame import describe, raise_unless_fault
 from .discovery import InstalledPlugin, discover, installed_version
 from .hooks import HookSet
 from .ordering import ordered
@@ -123,9 +124,10 @@ class PluginSet:
             component = cls(context)
         except HardpointError:
             raise
-        except Exception as cause:
+        except BaseException as cause:
+            raise_unless_fault(cause)
             raise PluginLoadError(
-                f"{entry.source}: its constructor failed: {type(cause).__name__}: {cause}"
+                f"{entry.source}: its constructor failed: {describe(cause)}"
             ) from cause
         if getattr(component, "context", None) is not context:
             raise PluginContractError(

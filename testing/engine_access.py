@@ -145,7 +145,7 @@ class ProcessorPipeline:
         return self._runner.meter.steps
 
     @property
-    def update_error(self) -> Exception | None:
+    def update_error(self) -> BaseException | None:
         """Return what the processor's update_state raised; None if nothing."""
         return self._runner.broken
 

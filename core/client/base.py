@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.utility_calls import failure_of, run_utility
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest
+from hardpoint.registry.blame import raise_unless_fault
 
 
 def trim_memory() -> None:
@@ -92,7 +93,8 @@ class InprocClient:
         try:
             result = run_utility(self._core, method, args)
             return result.result(0) if isinstance(result, Future) else result
-        except Exception as error:
+        except BaseException as error:
+            raise_unless_fault(error)
             reported = failure_of(method, error)
             raise reported from reported.__cause__
 

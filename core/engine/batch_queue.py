@@ -53,7 +53,7 @@ class Batch:
         self.is_deferred = False
         self.sampling = _call(sample, self.plan)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Set an error as the result of sampling."""
         self.is_deferred = False
         self.sampling = Future()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hardpoint.core.wire import PauseMode
 from hardpoint.plugins import Executor, HardpointError, PauseState, RequestError, Scheduler, typed
+from hardpoint.registry.blame import raise_unless_fault
 
 MEMORY_TAGS = ("weights", "kv_cache")
 SCHEDULING_TAG = "scheduling"
@@ -189,7 +190,8 @@ def _complete(action: Callable[[], None], future: Future[None]) -> None:
         return
     try:
         action()
-    except Exception as error:
+    except BaseException as error:
+        raise_unless_fault(error)
         future.set_exception(error)
     else:
         future.set_result(None)

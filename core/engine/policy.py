@@ -21,6 +21,7 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.manifest import Source
+from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.registry.selection import Selection
 
@@ -31,8 +32,6 @@ _ORIGIN = "set_policy()"
 
 class GuardedPolicy(SchedulingPolicy):
     """Calls a policy, and decides as fcfs does where the policy fails or returns an unusable value.
-
-    Only `Exception` is caught.
 
     Attributes:
         wrapped: the policy itself.
@@ -63,7 +62,8 @@ class GuardedPolicy(SchedulingPolicy):
         request_id, arrival = request.request_id, request.arrival_time
         try:
             value = self.wrapped.key(request)
-        except Exception as cause:
+        except BaseException as cause:
+            raise_unless_fault(cause)
             self._failed("key", request, cause)
             return _Key(request_id, arrival)
         return _Key(request_id, arrival, value, self._request_keys.check(value, request_id))
@@ -72,7 +72,8 @@ class GuardedPolicy(SchedulingPolicy):
         """Return the policy's group, or None if the group cannot be compared."""
         try:
             group = self.wrapped.group(request)
-        except Exception as cause:
+        except BaseException as cause:
+            raise_unless_fault(cause)
             self._failed("group", request, cause)
         else:
             if group is None or _is_group(group):
@@ -91,7 +92,8 @@ class GuardedPolicy(SchedulingPolicy):
             return _Key(group)
         try:
             value = self.wrapped.group_key(group, now)
-        except Exception as cause:
+        except BaseException as cause:
+            raise_unless_fault(cause)
             self.report(f"group_key() of group {_show(group)} failed", cause)
             return _Key(group)
         return _Key(group, 0.0, value, self._group_keys.check(value, group))
@@ -100,7 +102,8 @@ class GuardedPolicy(SchedulingPolicy):
         """Return why the policy holds a request back; None admits it."""
         try:
             reason = self.wrapped.admit(request, load)
-        except Exception as cause:
+        except BaseException as cause:
+            raise_unless_fault(cause)
             self._failed("admit", request, cause)
             return None
         if reason is None or (isinstance(reason, str) and reason):
@@ -117,7 +120,8 @@ class GuardedPolicy(SchedulingPolicy):
         running = tuple(running)
         try:
             victim = self.wrapped.victim(running, load)
-        except Exception as cause:
+        except BaseException as cause:
+            raise_unless_fault(cause)
             self.report("victim() failed", cause)
         else:
             if any(victim is request for request in running):
@@ -129,28 +133,32 @@ class GuardedPolicy(SchedulingPolicy):
         """Notify the policy."""
         try:
             self.wrapped.added(request)
-        except Exception as cause:
+        except BaseException as cause:
+            raise_unless_fault(cause)
             self._failed("added", request, cause)
 
     def scheduled(self, request: Request, tokens: int) -> None:
         """Notify the policy."""
         try:
             self.wrapped.scheduled(request, tokens)
-        except Exception as cause:
+        except BaseException as cause:
+            raise_unless_fault(cause)
             self._failed("scheduled", request, cause)
 
     def preempted(self, request: Request) -> None:
         """Notify the policy."""
         try:
             self.wrapped.preempted(request)
-        except Exception as cause:
+        except BaseException as cause:
+            raise_unless_fault(cause)
             self._failed("preempted", request, cause)
 
     def finished(self, request: Request) -> None:
         """Notify the policy."""
         try:
             self.wrapped.finished(request)
-        except Exception as cause:
+        except BaseException as cause:
+            raise_unless_fault(cause)
             self._failed("finished", request, cause)
 
     def export_state(self) -> Any:
@@ -165,7 +173,7 @@ class GuardedPolicy(SchedulingPolicy):
         """Close the policy."""
         self.wrapped.close()
 
-    def _failed(self, method: str, request: Request, cause: Exception) -> None:
+    def _failed(self, method: str, request: Request, cause: BaseException) -> None:
         self.report(f"{method}() of request {request.request_id!r} failed", cause)
 
 
@@ -184,19 +192,20 @@ class _KeyChecker:
             value: what the method returned.
             owner: the request id or group that it is the key of.
         """
-        cause: Exception | None = None
+        cause: BaseException | None = None
         defect = "is not equal to itself"
         try:
             bool(value < value)
             if _equals_itself(value):
                 return self
-        except Exception as error:
+        except BaseException as error:
+            raise_unless_fault(error)
             defect, cause = "has no order", error
         message = f"{self._subject} {_show(owner)} returned {_show(value)}, which {defect}"
         self._report(message, cause)
         return None
 
-    def report_incomparable(self, one: _Key, other: _Key, cause: Exception) -> None:
+    def report_incomparable(self, one: _Key, other: _Key, cause: BaseException) -> None:
         """Report two keys that do not compare."""
         owners = f"{_show(one.owner)} and {_show(other.owner)}"
         self._report(f"{self._subject}s {owners} do not compare", cause)
@@ -229,7 +238,8 @@ class _Key:
         if self.checker is not None and other.checker is not None:
             try:
                 return bool(self.value < other.value)
-            except Exception as cause:
+            except BaseException as cause:
+                raise_unless_fault(cause)
                 if not (self.is_reported and other.is_reported):  # once is enough
                     self.is_reported = other.is_reported = True
                     self.checker.report_incomparable(self, other, cause)
@@ -254,7 +264,8 @@ def _is_group(value: Any) -> bool:
     try:
         hash(value)
         return _equals_itself(value)
-    except Exception:
+    except BaseException as cause:
+        raise_unless_fault(cause)
         return False
 
 
@@ -262,7 +273,8 @@ def _show(value: Any) -> str:
     """Return the repr of any value, shortened for a message."""
     try:
         text = repr(value)
-    except Exception:
+    except BaseException as cause:
+        raise_unless_fault(cause)
         return f"a {type(value).__name__} without a repr"
     return text if len(text) <= 100 else f"{text[:97]}..."
 
@@ -314,7 +326,8 @@ class PolicySlot:
         self.policy, self._source = new, source
         try:
             old.close()
-        except Exception as cause:  # the new policy is in place all the same
+        except BaseException as cause:  # the new policy is in place all the same
+            raise_unless_fault(cause)
             old.report("close() failed", cause)
 
     def close(self) -> None:
@@ -332,8 +345,9 @@ def _named(source: Source, method: str) -> Iterator[None]:
     """Raise errors of a plugin's method as a PluginFaultError that names both."""
     try:
         yield
-    except Exception as cause:
-        message = f"{source}: {method}() failed: {type(cause).__name__}: {cause}"
+    except BaseException as cause:
+        raise_unless_fault(cause)
+        message = f"{source}: {method}() failed: {describe(cause)}"
         raise PluginFaultError(message) from cause
 
 

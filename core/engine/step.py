@@ -21,6 +21,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.scheduler import Grammars
+from hardpoint.registry.blame import is_fault, raise_unless_fault
 
 from .batch_queue import Batch, BatchQueue, no_result, start_batch, with_drafts
 from .kv_events import KVEventFanout
@@ -173,7 +174,7 @@ class StepRunner:
         try:
             if batch.plan.draft_token_ids:
                 batch.plan = with_drafts(batch.plan, self._executor.take_draft_token_ids())
-        except Exception as error:  # raised when it is this batch's turn
+        except BaseException as error:  # raised when it is this batch's turn
             batch.fail(error)
         else:
             batch.sample(self._sample)
@@ -210,11 +211,12 @@ class StepRunner:
         """Log a failed step, and return its plan to the scheduler as lost."""
         if plan is None:
             return
-        if isinstance(error, Exception):
+        if is_fault(error):
             log_failure(error, plan, self._parts.config, self._scheduler.stats)
         try:
             self._scheduler.plan_lost(plan)
-        except Exception as further:  # the caller raises `error`
+        except BaseException as further:  # the caller raises `error`
+            raise_unless_fault(further)
             _log.error("the scheduler cannot drop step %d", plan.step, exc_info=further)
 
     def abort_requests(self, request_ids: Iterable[str] | None) -> Outputs:

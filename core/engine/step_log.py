@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from hardpoint.plugins import EngineConfig, SchedulerOutput, SchedulerStats
+from hardpoint.registry.blame import describe
 
 _log = logging.getLogger("hardpoint")
 
@@ -79,10 +80,9 @@ def log_failure(
     """
     with contextlib.suppress(Exception):
         _log.error(
-            "step %s failed: %s: %s\n  configuration: %s\n  plan: %s\n  statistics: %s",
+            "step %s failed: %s\n  configuration: %s\n  plan: %s\n  statistics: %s",
             getattr(plan, "step", "?"),
-            type(error).__name__,
-            error,
+            describe(error),
             _describe(lambda: _settings(config)),
             _describe(lambda: _outline(plan)),
             _describe(stats),
@@ -93,7 +93,7 @@ def _describe(value: Callable[[], Any]) -> str:
     try:
         return str(value())
     except Exception as cause:
-        return f"cannot be shown ({type(cause).__name__}: {cause})"
+        return f"cannot be shown ({describe(cause)})"
 
 
 def _settings(config: EngineConfig | None) -> dict[str, Any]:

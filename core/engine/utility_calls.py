@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hardpoint.core.errors import kind_of
@@ -21,6 +21,7 @@ from hardpoint.plugins.executor import Worker
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.requests import LoRARequest
 from hardpoint.plugins.stats import PluginMeter, StepFault
+from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 
 from .pause import PauseController
@@ -270,7 +271,8 @@ def call_utility(core: EngineUtilities, call: UtilityCall, answer: Answer) -> No
     """
     try:
         result = run_utility(core, call.method, call.args)
-    except Exception as error:
+    except BaseException as error:
+        raise_unless_fault(error)
         answer(failed_call(call, error))
     else:
         _answer(call, result, answer)
@@ -301,7 +303,7 @@ def failure_of(method: str, error: BaseException) -> HardpointError:
     if isinstance(error, HardpointError) and not isinstance(error, WireError):
         return error
     kind = RequestError if isinstance(error, WireError) else HardpointError
-    wrapped = kind(f"Call to {method} method failed: {type(error).__name__}: {error}")
+    wrapped = kind(f"Call to {method} method failed: {describe(error)}")
     wrapped.__cause__ = error
     return wrapped
 
@@ -348,7 +350,8 @@ def _answer(call: UtilityCall, result: Any, answer: Answer) -> None:
 def _answer_of(call: UtilityCall, future: Future[Any], answer: Answer) -> None:
     try:
         result = future.result()
-    except (Exception, CancelledError) as error:
+    except BaseException as error:
+        raise_unless_fault(error)
         answer(failed_call(call, error))
     else:
         _answer(call, result, answer)

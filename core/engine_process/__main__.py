@@ -98,14 +98,22 @@ def _read(channel: socket.socket, size: int, deadline: float) -> bytes:
     return bytes(data)
 
 
+def _text(value: object) -> str:
+    """Return the text of an exception or a note, also if its `__str__` raises."""
+    try:
+        return str(value)[:_MAX_CHARACTERS]
+    except BaseException as error:
+        return f"(its __str__ raised {type(error).__name__})"
+
+
 def _report(channel: socket.socket, error: BaseException) -> None:
     """Send the parent an exception; print it only if the parent has ended."""
     formatted = traceback.TracebackException.from_exception(error)
     text, last = "".join(formatted.format()), "".join(formatted.format_exception_only())
     failure = {
         "types": [f"{t.__module__}:{t.__qualname__}" for t in type(error).__mro__],
-        "message": str(error)[:_MAX_CHARACTERS],
-        "notes": [str(note)[:_MAX_CHARACTERS] for note in getattr(error, "__notes__", [])][:3],
+        "message": _text(error),
+        "notes": [_text(note) for note in getattr(error, "__notes__", [])[:3]],
         "traceback": text.removesuffix(last)[-_MAX_CHARACTERS:],
     }
     data = json.dumps(failure).encode()

@@ -16,6 +16,7 @@ from hardpoint.core.errors import rejection_output
 from hardpoint.core.wire import ShutdownState, UtilityCall
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest, HardpointError
 from hardpoint.plugins.errors import EngineDeadError, PluginFaultError
+from hardpoint.registry.blame import describe
 
 from .sender import ClientSendQueues
 
@@ -207,7 +208,7 @@ class EngineLoop:
             self._core.leave_loop("the engine is shutting down")
 
     def _executor_failed(self, error: BaseException) -> None:
-        failed = EngineDeadError(f"the executor failed: {type(error).__name__}: {error}")
+        failed = EngineDeadError(f"the executor failed: {describe(error)}")
         failed.__cause__ = error
         self._queues.input.put(LoopFailure(failed))
 

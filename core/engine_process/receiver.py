@@ -14,6 +14,7 @@ from hardpoint.core.engine.utility_calls import failed_call
 from hardpoint.core.errors import rejection_output
 from hardpoint.core.wire import Decoder, RequestType, TensorProvider, UtilityCall, WireError
 from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError
+from hardpoint.registry.blame import describe
 
 from .loop import LoopQueues, Prepared, Refusal
 
@@ -65,7 +66,7 @@ class MessageReader:
         try:
             kind = RequestType.from_wire(frames[0])
             message = self._decoded(kind, client, frames[1:])
-        except Exception as error:  # of any kind: other messages must still be served
+        except BaseException as error:  # of any kind: other messages must still be served
             self._reject(kind, client, frames[1:], _reported(kind, error))
             return
         if isinstance(message, list):
@@ -121,7 +122,7 @@ class MessageReader:
             _log.warning("dropped a message of client %d: %s", client, error)
 
 
-def _reported(kind: RequestType | None, error: Exception) -> HardpointError:
+def _reported(kind: RequestType | None, error: BaseException) -> HardpointError:
     """Return the error that the sender gets; log one that is not of Hardpoint's tree."""
     if isinstance(error, HardpointError):
         return error
@@ -129,7 +130,7 @@ def _reported(kind: RequestType | None, error: Exception) -> HardpointError:
         return WireError("it does not fit into memory")
     what = "a message" if kind is None else f"a message of type {kind.name}"
     _log.error("looking at %s failed", what, exc_info=error)
-    return HardpointError(f"looking at {what} failed: {type(error).__name__}: {error}")
+    return HardpointError(f"looking at {what} failed: {describe(error)}")
 
 
 def _check_client(named: int, client: int) -> None:

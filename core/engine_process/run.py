@@ -173,8 +173,7 @@ def _serve(
         loop.run()
     except BaseException as error:
         _log.critical("the engine failed", exc_info=error)
-        named = attribute_error(error, spec.plugins) if isinstance(error, Exception) else error
-        watch.report(named)  # before anything that may hang
+        watch.report(attribute_error(error, spec.plugins))  # before anything that may hang
         _end(io, failed=True, has_clients=not is_orphan.is_set())
         sys.exit(1)
     _log.info("the engine exits, as requested")

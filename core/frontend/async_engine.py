@@ -26,6 +26,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.errors import EngineClosedError, EngineDeadError
 from hardpoint.plugins.manifest import Manifest
+from hardpoint.registry.blame import raise_unless_fault
 
 from .frontend import EngineParts, Frontend, Submission
 from .input_processor import NO_EXTRAS, AsyncTokenizer, RequestExtras
@@ -336,7 +337,8 @@ class AsyncEngine:
             self._send_aborts(self._frontend.process_outputs(batch).aborts)
             if self._frontend.statistics is not None:
                 self._frontend.statistics.record()
-        except Exception as error:  # no caller would get it
+        except BaseException as error:  # no caller would get it
+            raise_unless_fault(error)
             self._engine_died(attribute_error(error, self.parts.plugins), final=True)
 
     def _report(self) -> bool:
@@ -345,11 +347,12 @@ class AsyncEngine:
         try:
             if self._frontend.statistics is not None and is_open:
                 self._frontend.statistics.report()
-        except Exception as error:  # of a sink whose faults end the engine
+        except BaseException as error:  # of a sink whose faults end the engine
+            raise_unless_fault(error)
             self._engine_died(error, final=True)
         return is_open
 
-    def _engine_died(self, error: Exception, *, final: bool = False) -> None:
+    def _engine_died(self, error: BaseException, *, final: bool = False) -> None:
         """Fail all requests; restart the engine, or be dead.
 
         Args:
@@ -420,7 +423,7 @@ def _closed() -> EngineClosedError:
     return EngineClosedError("the engine is closed")
 
 
-def _retryable(error: Exception) -> EngineDeadError:
+def _retryable(error: BaseException) -> EngineDeadError:
     """Return the error for a request in flight when the engine died."""
     reported = engine_dead(error)
     reported.args = (f"{error}; the request may be sent again",)

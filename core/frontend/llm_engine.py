@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NoReturn
 
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.errors import attribute_error, engine_dead
@@ -24,6 +24,7 @@ from hardpoint.plugins.errors import (
 )
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.stats import StepFault
+from hardpoint.registry.blame import is_fault, raise_unless_fault
 
 from .frontend import EngineParts, Frontend, ProcessedBatch
 from .input_processor import NO_EXTRAS, RequestExtras
@@ -127,9 +128,9 @@ class LLMEngine:
                 processed = self._frontend.process_outputs(outputs)
                 if processed.aborts:
                     self._client.abort_requests(processed.aborts)
-        except Exception as error:
-            self._fail(error)
-        except BaseException:
+        except BaseException as error:
+            if is_fault(error):
+                self._fail(error)
             self._forget(self._frontend.output.live_ids(), FinishReason.ABORT)
             raise
         if outputs is None or processed is None:
@@ -221,12 +222,12 @@ class LLMEngine:
         try:
             if ids:
                 self._client.abort_requests(ids)
-        except Exception as error:
+        except BaseException as error:
             if _ends_engine(error):
                 self._fail(error)
             raise
 
-    def _fail(self, error: Exception) -> NoReturn:
+    def _fail(self, error: BaseException) -> NoReturn:
         """End the engine; raise the error as an engine in a process of its own would."""
         self._end()
         reported = engine_dead(attribute_error(error, self.parts.plugins))
@@ -237,7 +238,8 @@ class LLMEngine:
         try:
             self._frontend.drop_all()
             self.close()
-        except Exception:
+        except BaseException as further:
+            raise_unless_fault(further)
             _log.exception("closing the engine after an error failed as well")
 
     def _check_open(self) -> None:
@@ -245,8 +247,8 @@ class LLMEngine:
             raise EngineClosedError("the engine is closed")
 
 
-def _ends_engine(error: BaseException) -> TypeGuard[Exception]:
+def _ends_engine(error: BaseException) -> bool:
     """Return whether an error ends the engine: not one of a request, or of a dead engine."""
     if isinstance(error, PluginFaultError):
         return not isinstance(error, EngineDeadError)
-    return isinstance(error, Exception) and not isinstance(error, HardpointError)
+    return not isinstance(error, HardpointError) and is_fault(error)

@@ -20,6 +20,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import PluginEntry
+from hardpoint.registry.blame import describe, raise_unless_fault, text_of
 from hardpoint.registry.plugin_set import PluginSet
 
 from .plugin_health import PluginHealth
@@ -175,10 +176,11 @@ class PluginArguments:
         if self._markers is None:
             try:
                 self._markers = self._reasoning.markers()
-            except Exception as cause:
+            except BaseException as cause:
+                raise_unless_fault(cause)
                 raise RequestError(
                     f"reasoning parser {self._reasoning.name!r}: its markers failed: "
-                    f"{type(cause).__name__}: {cause}"
+                    f"{describe(cause)}"
                 ) from cause
         return self._markers.ended(prompt_token_ids)
 
@@ -215,10 +217,11 @@ class PluginArguments:
         except RequestError:
             raise
         except ValueError as error:
-            raise RequestError(f"{_path(processor, request.params)}: {error}") from error
-        except Exception as cause:
+            raise RequestError(f"{_path(processor, request.params)}: {text_of(error)}") from error
+        except BaseException as cause:
+            raise_unless_fault(cause)
             raise RequestError(
-                f"{processor.entry.source}: its prepare failed: {type(cause).__name__}: {cause}"
+                f"{processor.entry.source}: its prepare failed: {describe(cause)}"
             ) from cause
         if not isinstance(prepared, cls.Arguments):
             raise RequestError(
@@ -272,9 +275,10 @@ def _same_for_all(cls: type[LogitsPlugin]) -> bool | None:
 def _asked(processor: _Processor, params: SamplingParams) -> bool:
     try:
         return processor.cls.uses(params)
-    except Exception as cause:
+    except BaseException as cause:
+        raise_unless_fault(cause)
         raise RequestError(
-            f"{processor.entry.source}: its uses failed: {type(cause).__name__}: {cause}"
+            f"{processor.entry.source}: its uses failed: {describe(cause)}"
         ) from cause
 
 
@@ -284,9 +288,10 @@ def _converted(processor: _Processor, given: Any, path: str) -> Any:
         return typed.convert(given, processor.cls.Arguments, path=path, error=RequestError)
     except RequestError:
         raise
-    except Exception as cause:  # raised by the plugin's own check
+    except BaseException as cause:  # raised by the plugin's own check
+        raise_unless_fault(cause)
         raise RequestError(
-            f"{processor.entry.source}: its Arguments failed: {type(cause).__name__}: {cause}"
+            f"{processor.entry.source}: its Arguments failed: {describe(cause)}"
         ) from cause
 
 

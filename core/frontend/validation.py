@@ -11,6 +11,7 @@ from hardpoint.core.engine.request_check import RequestCheck
 from hardpoint.core.wire import Buffer, Decoder, Encoder, WireError
 from hardpoint.plugins import EngineCoreRequest, RequestError, SamplingParams
 from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.registry.blame import text_of
 from hardpoint.registry.hooks import HookSet
 
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
@@ -118,7 +119,7 @@ class RequestReceivedHook:
             self._hooks.call("request_received", request=request)
         except PluginFaultError as fault:
             cause = fault.__cause__
-            message = str(cause) if isinstance(cause, ValueError) else str(fault)
+            message = text_of(cause) if isinstance(cause, ValueError) else str(fault)
             raise RequestError(message) from fault
         try:
             _refuse_changed_identity(request, before)

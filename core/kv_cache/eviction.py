@@ -10,6 +10,7 @@ from hardpoint.core.faults import FaultReporter
 from hardpoint.plugins import EvictionPolicy
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.kv_cache import CachedBlock
+from hardpoint.registry.blame import raise_unless_fault
 
 
 def raise_fault(message: str, cause: BaseException | None = None) -> None:
@@ -40,7 +41,8 @@ class Eviction:
         blocks = [CachedBlock(block, depths[block]) for block in block_ids]
         try:
             self._policy.released(blocks)
-        except Exception as cause:
+        except BaseException as cause:
+            raise_unless_fault(cause)
             self._fault(f"released() of {_count(len(blocks))} failed", cause)
 
     def taken(self, block_ids: Sequence[int]) -> None:
@@ -49,7 +51,8 @@ class Eviction:
             return
         try:
             self._policy.taken(block_ids)
-        except Exception as cause:
+        except BaseException as cause:
+            raise_unless_fault(cause)
             self._fault(f"taken() of {_count(len(block_ids))} failed", cause)
 
     def choose(self, count: int, candidates: Collection[int]) -> list[int]:
@@ -61,12 +64,13 @@ class Eviction:
         """
         if self._policy is None:
             return list(islice(candidates, count))
-        message, cause = "", None
+        message, cause = "", None  # type: str, BaseException | None
         answer: list[int] = []
         try:
             # One more than needed shows that there are too many, even in an endless iterator.
             answer = [index(block) for block in islice(self._policy.evict(count), count + 1)]
-        except Exception as error:
+        except BaseException as error:
+            raise_unless_fault(error)
             message, cause = f"evict({count}) failed", error
         chosen = [block for block in dict.fromkeys(answer) if block in candidates][:count]
         if len(chosen) == len(answer) == count:

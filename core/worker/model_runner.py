@@ -24,6 +24,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.requests import TokenLogprobs
 from hardpoint.plugins.stats import PluginMeter
+from hardpoint.registry.blame import raise_unless_fault
 
 from .input_batch import InputBatch, StepInput
 
@@ -180,7 +181,8 @@ class ModelRunner:
                 )
             except HardpointError as cause:
                 return RequestFault(str(cause), name)
-            except Exception as cause:
+            except BaseException as cause:
+                raise_unless_fault(cause)
                 return self._sampling.pipeline.fault(name, "Arguments", cause)
         request.arguments = arguments
         return None

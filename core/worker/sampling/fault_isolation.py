@@ -40,9 +40,9 @@ class FaultIsolation:
         self._requests = requests
         self._recompute = recompute
         # By name; what an isolated processor raised when it ran for all of its rows at once.
-        self._isolated: dict[str, Exception | None] = {}
+        self._isolated: dict[str, BaseException | None] = {}
 
-    def isolate(self, name: str, error: Exception | None = None) -> None:
+    def isolate(self, name: str, error: BaseException | None = None) -> None:
         """Isolate a processor; the first `error` of a processor is kept."""
         self._isolated.setdefault(name, error)
 

@@ -9,6 +9,7 @@ import torch
 from hardpoint.plugins import BatchLogitsProcessor, BatchUpdate, LogitsRequest, RequestFault
 from hardpoint.plugins.errors import PluginContractError
 from hardpoint.plugins.stats import PluginMeter
+from hardpoint.registry.blame import raise_unless_fault
 
 from .processor_runner import ActiveRows, ProcessorRunner
 from .rows import ProcessorRows
@@ -47,7 +48,7 @@ class LogitsPipeline:
         """Return what each processor cost so far, by name."""
         return {runner.name: runner.meter for runner in self.runners}
 
-    def fault(self, name: str, method: str, cause: Exception) -> RequestFault:
+    def fault(self, name: str, method: str, cause: BaseException) -> RequestFault:
         """Count a fault of a processor, and return it for the request that it ends.
 
         Args:
@@ -67,7 +68,8 @@ class LogitsPipeline:
                         request.state[name] = runner.processor.start(request)
                     if runner.has_device_state:
                         runner.device_state.start(request)
-            except Exception as cause:
+            except BaseException as cause:
+                raise_unless_fault(cause)
                 return runner.fault("start", cause)
         return None
 
@@ -207,7 +209,8 @@ class LogitsPipeline:
                 if name in state and (not faults or request.request_id not in faults):
                     try:
                         state[name] = advance(state[name], token)
-                    except Exception as cause:
+                    except BaseException as cause:
+                        raise_unless_fault(cause)
                         faults[request.request_id] = runner.fault("advance", cause)
 
     def _advance_device(
@@ -225,7 +228,8 @@ class LogitsPipeline:
                 runner.device_state.advance(
                     users, lambda tensors: runner.processor.advance_rows(rows, tokens, tensors)
                 )
-        except Exception as cause:
+        except BaseException as cause:
+            raise_unless_fault(cause)
             if len(users) == 1:
                 return {users[0].request_id: runner.fault("advance_rows", cause)}
             faults: Faults = {}

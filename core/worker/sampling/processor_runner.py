@@ -25,6 +25,7 @@ from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.stats import PluginMeter
+from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.tensor_checks import HandedOver
 
 from .device_state import DeviceState
@@ -35,9 +36,9 @@ from .rows import ProcessorRows
 class ProcessorError(Exception):
     """A processor failed for its rows as a whole; the step has to run again without that."""
 
-    def __init__(self, runner: ProcessorRunner, cause: Exception) -> None:
+    def __init__(self, runner: ProcessorRunner, cause: BaseException) -> None:
         """Keep the processor's runner and what the processor raised."""
-        super().__init__(f"{runner.name}: {cause}")
+        super().__init__(runner.name)
         self.runner = runner
         self.cause = cause
 
@@ -62,7 +63,7 @@ class ProcessorRunner:
     ends_engine: bool = False
     rebuild: Callable[[], LogitsPlugin] | None = None
     meter: PluginMeter = field(default_factory=PluginMeter)
-    broken: Exception | None = None
+    broken: BaseException | None = None
 
     def __post_init__(self) -> None:
         """Derive what stays constant, and allocate the device state."""
@@ -79,7 +80,7 @@ class ProcessorRunner:
         self.device_state = DeviceState(self.processor, self.max_rows, self.device)
         self.has_device_state = bool(self.device_state)
 
-    def fault(self, method: str, cause: Exception | str) -> RequestFault:
+    def fault(self, method: str, cause: BaseException | str) -> RequestFault:
         """Count a fault of this processor, and return it for the request that it ends.
 
         Args:
@@ -90,7 +91,7 @@ class ProcessorRunner:
             PluginFaultError: instead, if the configuration says that faults end the engine.
         """
         self.meter.faults += 1
-        reason = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
+        reason = cause if isinstance(cause, str) else f"{describe(cause)}"
         message = f"{self.source}: its {method} failed: {reason}"
         if self.ends_engine:
             raise PluginFaultError(message) from (None if isinstance(cause, str) else cause)
@@ -132,7 +133,8 @@ class ProcessorRunner:
                 assert isinstance(self.processor, BatchLogitsProcessor)  # rebuilt of the same class
                 self.processor.update_state(update)
                 self.broken = None
-        except Exception as cause:
+        except BaseException as cause:
+            raise_unless_fault(cause)
             self.broken = cause
 
     def active_rows(self, requests: Sequence[LogitsRequest], version: int) -> ActiveRows | None:
@@ -185,7 +187,8 @@ class ActiveRows:
         began = time.perf_counter()  # not `measured`: a context manager costs more than the edits
         try:
             return self._dispatch(logits, batch_size)
-        except Exception as cause:
+        except BaseException as cause:
+            raise_unless_fault(cause)
             raise ProcessorError(self.runner, cause) from cause
         finally:
             meter.seconds += time.perf_counter() - began

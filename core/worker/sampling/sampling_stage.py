@@ -178,7 +178,11 @@ class SamplingStage:
             )
         # NaN and +inf win every maximum, and -inf is chosen only where no other token is left; so
         # the chosen logit shows whether its row is finite. It travels to the host with the token.
-        finite = logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite()
+        try:
+            finite = logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite()
+        except RuntimeError:
+            self._check_vocabulary(chosen, logits.shape[1])
+            raise
         tokens, flags = torch.stack((chosen, finite.to(chosen.dtype))).tolist()
         bad_rows = [
             row
@@ -186,6 +190,19 @@ class SamplingStage:
             if not flag and requests[row].request_id not in faults
         ]
         return _Choice(logits, chosen, tokens, bad_rows)
+
+    def _check_vocabulary(self, chosen: torch.Tensor, size: int) -> None:
+        """Check that a sampler chose tokens of the vocabulary.
+
+        Raises:
+            PluginFaultError: it did not.
+        """
+        wrong = [token for token in chosen.tolist() if not 0 <= token < size]
+        if wrong:
+            raise PluginFaultError(
+                f"sampler {self.sampler.name!r}: expected token ids in 0..{size - 1}, "
+                f"got {wrong[0]}"
+            )
 
     def _sampling_rows(self, requests: Sequence[LogitsRequest]) -> SamplingRows:
         if requests != self._requests:

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.core.engine_harness import Rig, ScriptedExecutor, expected
+from support.core.engine_harness import Rig, ScriptedExecutor, expected, interrupt_of_user
 from support.searching import examples
 
 from hardpoint.core.engine.batch_queue import Batch, BatchQueue, start_batch
@@ -234,7 +234,7 @@ class TestFailures:
 
     def test_an_interrupt_loses_nothing(self):
         rig = Rig(ScriptedExecutor(2))
-        rig.executor.fail_at[2] = KeyboardInterrupt()
+        rig.executor.fail_at[2] = interrupt_of_user()
         rig.add("a", max_tokens=6)
         with pytest.raises(KeyboardInterrupt):
             rig.run()

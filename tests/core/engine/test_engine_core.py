@@ -8,7 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from support.core.engine_harness import Rig, ScriptedExecutor, expected, request
+from support.core.engine_harness import Rig, ScriptedExecutor, expected, interrupt_of_user, request
 
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.engine.step import StepRunner
@@ -187,7 +187,7 @@ class TestFailures:
         assert "4321" not in caplog.text
 
     def test_an_interrupt_is_no_failure(self, caplog):
-        rig = self.fail(caplog, KeyboardInterrupt())
+        rig = self.fail(caplog, interrupt_of_user())
         assert caplog.records == []
         rig.executor.fail_at.clear()
         assert rig.run()["secret prompt"] == expected([4321, 4322], 5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from hardpoint.core.engine.kv_events import KVEventFanout
@@ -110,7 +112,20 @@ def test_all_are_closed_even_if_one_fails():
 
 
 def test_an_interrupt_is_no_fault_of_a_publisher():
-    events, faults = fanout(Recorder("interrupted", KeyboardInterrupt()))
+    class Interrupted(Recorder):
+        contract = 1
+
+        def publish(self, batch):
+            signal.raise_signal(signal.SIGINT)
+
+    events, faults = fanout(Interrupted("interrupted"))
     with pytest.raises(KeyboardInterrupt):
         events.publish([REMOVED])
     assert faults.report() == {}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit(1), GeneratorExit])
+def test_what_a_publisher_itself_raises_is_its_fault(error):
+    events, faults = fanout(Recorder("broken", error))
+    events.publish([REMOVED])
+    assert faults.report()["broken"].count == 1

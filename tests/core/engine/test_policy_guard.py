@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import signal
 
 import numpy as np
 import pytest
@@ -156,10 +157,17 @@ class TestErrors:
 
     @pytest.mark.parametrize("name", ["key", *OPTIONAL])
     @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
-    def test_what_is_no_error_passes(self, name, error):
+    def test_each_is_told_whatever_its_class(self, name, error):
         told = Told()
-        guard = guard_of(told, **{name: raising(error())})
-        with pytest.raises(error):
+        getattr(guard_of(told, **{name: raising(error())}), name)(*CALLS[name])
+        ((_, cause),) = told
+        assert isinstance(cause, error)
+
+    @pytest.mark.parametrize("name", ["key", *OPTIONAL])
+    def test_an_interrupt_of_the_user_passes(self, name):
+        told = Told()
+        guard = guard_of(told, **{name: lambda *_: signal.raise_signal(signal.SIGINT)})
+        with pytest.raises(KeyboardInterrupt):
             getattr(guard, name)(*CALLS[name])
         assert told == []
 

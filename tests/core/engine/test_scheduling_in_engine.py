@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from support.driving import run
 from support.internals import core_of, scheduler_of
@@ -505,10 +507,7 @@ def test_an_interrupted_step_loses_nothing_that_follows(scripted):
     engine.add_request("a", [3] * 40, ENDLESS)
     engine.step()
 
-    def interrupted(plan):
-        raise KeyboardInterrupt
-
-    core._executor.execute_model = interrupted
+    core._executor.execute_model = lambda _plan: signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     core._executor.execute_model = execute

@@ -6,7 +6,7 @@ import logging
 import re
 
 import pytest
-from support.core.engine_harness import Rig, ScriptedExecutor
+from support.core.engine_harness import Rig, ScriptedExecutor, interrupt_of_user
 
 from hardpoint import SamplingParams
 from hardpoint.core.engine.step_log import StepLog
@@ -75,7 +75,7 @@ def test_of_a_pipeline_it_is_the_time_from_start_to_result(caplog):
 
 def test_a_step_that_fails_has_no_line(caplog):
     rig = Rig(step_log=StepLog(Clock()))
-    rig.executor.fail_at[1] = KeyboardInterrupt()
+    rig.executor.fail_at[1] = interrupt_of_user()
     rig.add("a", max_tokens=1)
     with caplog.at_level(logging.INFO, "hardpoint"):
         with pytest.raises(KeyboardInterrupt):

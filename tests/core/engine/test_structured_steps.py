@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.core.engine_harness import Rig, ScriptedExecutor, expected
+from support.core.engine_harness import Rig, ScriptedExecutor, expected, interrupt_of_user
 from support.searching import examples
 
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
@@ -165,7 +165,7 @@ class TestPipeline:
     def test_a_failure_before_it_does_not_lose_the_deferred_one(self):
         rig = pipeline()
         rig.executor.late = rig.executor.patient = True
-        rig.executor.fail_at[1] = KeyboardInterrupt()
+        rig.executor.fail_at[1] = interrupt_of_user()
         rig.add("g", max_tokens=3)
         rig.add("b", prompt=[7], max_tokens=3)
         rig.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 from concurrent.futures import Future
 
 import msgspec
@@ -130,10 +131,7 @@ def test_an_interrupt_while_outputs_are_taken_leaves_no_request_half_told(script
     engine.step()
     states = list(states_of(output_processor_of(engine)).values())
 
-    def interrupted(_output):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(states[0], "update", interrupted)
+    monkeypatch.setattr(states[0], "update", lambda _: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     assert not engine.has_unfinished_requests()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import signal
 import threading
 import time
 from concurrent.futures import Future
@@ -49,6 +50,15 @@ def request(name, prompt=(1, 2, 3), max_tokens=4, **fields):
         params=SamplingParams(max_tokens=max_tokens),
         **fields,
     )
+
+
+def interrupt_of_user() -> KeyboardInterrupt:
+    """Return what Ctrl-C raises."""
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt as interrupt:
+        return interrupt
+    raise AssertionError("SIGINT is ignored")
 
 
 class ScriptedExecutor:

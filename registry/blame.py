@@ -1,0 +1,95 @@
+"""Which exceptions are the fault of the plugin that raised them, and how messages describe one."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import signal
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+_RAISE = dis.opmap["RAISE_VARARGS"]
+_MAX_CHARACTERS = 4000
+
+
+def is_fault(error: BaseException) -> bool:
+    """Return whether an exception that left a plugin's method is a fault of the plugin.
+
+    Each one is, of whatever class (`SystemExit`, a panic in Rust), unless a signal raised it: the
+    user's Ctrl-C, or another signal for which the program has a handler that raises.
+    """
+    return not (_passed_handler(error) or _is_interrupt(error))
+
+
+def raise_unless_fault(error: BaseException) -> None:
+    """Raise an exception that is no fault of the plugin whose method it left.
+
+    Raises:
+        BaseException: the exception itself.
+    """
+    if not is_fault(error):
+        raise error
+
+
+def describe(error: BaseException) -> str:
+    """Return the class and the text of an exception, also of one whose `__str__` raises."""
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an exception, cut to a few lines; say so if its `__str__` raises."""
+    try:
+        text = str(error)
+    except BaseException as further:
+        raise_unless_fault(further)
+        return f"(its __str__ raised {type(further).__name__})"
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Return whether Python's own handler of SIGINT raised an exception, or the one before it."""
+    # That handler is written in C and has no frame. So the exception appears in the frame that the
+    # signal interrupted, at an instruction of any kind but the one that a `raise` statement is.
+    # A plugin that catches it may raise another one, and then has the first one as its context.
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not signal.default_int_handler and handler is not None:  # None: one in C
+        return False
+    while isinstance(error, KeyboardInterrupt):
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        if trace is not None and not _is_raise(trace.tb_frame, trace.tb_lasti):
+            return True
+        error = error.__context__
+    return False
+
+
+def _is_raise(frame: FrameType, instruction: int) -> bool:
+    return frame.f_code.co_code[instruction] == _RAISE
+
+
+def _passed_handler(error: BaseException) -> bool:
+    """Return whether a handler of a signal, written in Python, is in the traceback."""
+    trace = error.__traceback__
+    if trace is None:
+        return False
+    handlers = set(_handlers())
+    while trace is not None:
+        if trace.tb_frame.f_code in handlers:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _handlers() -> Iterator[CodeType]:
+    """Yield the code of each signal handler of this program."""
+    for number in signal.valid_signals():
+        handler: Any = signal.getsignal(number)
+        while isinstance(handler, functools.partial):
+            handler = handler.func
+        if handler is None or isinstance(handler, signal.Handlers):
+            continue
+        function = handler if hasattr(handler, "__code__") else type(handler).__call__
+        if (code := getattr(function, "__code__", None)) is not None:
+            yield code

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import functools
 import logging
 import os
@@ -29,6 +31,7 @@ __all__ = ["main"]
 
 _BROKEN_PIPE = 141
 _INTERRUPTED = 130
+_WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.ENXIO}
 _LOG_SINK = frozenset({"log", "stat_sinks/log"})  # what it shows is asked for
 
 _Load = Callable[[], tuple[EngineConfig, ConfigSources]]
@@ -38,24 +41,54 @@ _Commands = dict[str, "_Owned"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code.
 
-    0 is success, 1 a failed request (or, by Python, a fault of the program), 2 a HardpointError or
-    wrong usage, 130 an interrupt and 141 a reader that went away.
+    0 is success, 1 a failed request (or, by Python, a fault of the program), 2 a HardpointError,
+    wrong usage or an output that cannot be written, 130 an interrupt and 141 a reader that went
+    away. A standard stream that is closed stands for /dev/null.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    _fill_absent_streams()
     try:
-        code = _run(arguments)
+        code = _exit_code(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
-        return code
+    except KeyboardInterrupt:
+        code = _INTERRUPTED
+    except BrokenPipeError:
+        code = _BROKEN_PIPE
+    except OSError as error:
+        if error.filename is not None or error.errno not in _WRITE_ERRORS:
+            raise
+        with contextlib.suppress(OSError):
+            _fail(HardpointError(f"the output cannot be written: {error.strerror}"))
+        code = 2
+    _discard_unwritten()
+    return code
+
+
+def _exit_code(arguments: list[str]) -> int:
+    try:
+        return _run(arguments)
     except SystemExit as done:  # how argparse ends, after --help for one
         return done.code if isinstance(done.code, int) else 2
     except HardpointError as error:
         return _fail(error)
-    except KeyboardInterrupt:
-        return _INTERRUPTED
-    except BrokenPipeError:
-        # There is no reader: the interpreter's own last flush must not fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _BROKEN_PIPE
+
+
+def _fill_absent_streams() -> None:
+    """Open /dev/null for each standard stream that was closed when the program started.
+
+    Their descriptors are taken too, so that no file gets what is meant for a standard stream.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - open to the end
+
+
+def _discard_unwritten() -> None:
+    """Make the interpreter's own last flush of the standard streams succeed."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _run(arguments: list[str]) -> int:

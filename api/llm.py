@@ -24,7 +24,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.config import ConfigSources
 
 from .open_model import OpenModel
-from .progress import ProgressDisplay, draw_outputs
+from .progress import ProgressDisplay, draw_outputs, is_terminal
 from .requests import (
     OpenCalls,
     OutputStream,
@@ -98,7 +98,7 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
     def _open(
         self, config: EngineConfig, config_sources: ConfigSources, progress: bool | None
     ) -> None:
-        self._draws_progress = sys.stderr.isatty() if progress is None else progress
+        self._draws_progress = is_terminal(sys.stderr) if progress is None else progress
         with ProgressDisplay(self._draws_progress) as display:
             self._engine = build_engine(config, config_sources, progress=display.report)
         self._calls = OpenCalls(self._engine)

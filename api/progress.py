@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -19,33 +20,44 @@ from rich.progress import (
 
 from hardpoint.plugins import RequestOutput
 
-__all__ = ["ProgressDisplay", "draw_outputs"]
+__all__ = ["ProgressDisplay", "draw_outputs", "is_terminal"]
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Return whether a standard stream is a terminal; it may be absent, closed or replaced."""
+    try:
+        return stream is not None and stream.isatty()
+    except (AttributeError, OSError, ValueError):  # a stand-in that can only write; closed
+        return False
 
 
 class ProgressDisplay:
     """A context in which `report` draws bars on standard error.
 
-    It draws nothing where that is no terminal, unless `enabled` says otherwise.
+    It draws nothing where that is no terminal, unless `enabled` says otherwise, and nothing more
+    once standard error cannot be written.
     """
 
     def __init__(self, enabled: bool | None = None) -> None:
         """`enabled`: None decides by standard error being a terminal."""
-        self._enabled = sys.stderr.isatty() if enabled is None else enabled
+        self._progress: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        stream = sys.stderr
+        if stream is None or not (is_terminal(stream) if enabled is None else enabled):
+            return
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.fields[note]}"),
-            console=Console(file=sys.stderr, force_terminal=self._enabled or None),
+            console=Console(file=stream, force_terminal=True),
             transient=True,
-            disable=not self._enabled,
         )
-        self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> ProgressDisplay:
         """Start drawing."""
-        self._progress.start()
+        self._draw(lambda progress: progress.start())
         return self
 
     def __exit__(
@@ -55,15 +67,26 @@ class ProgressDisplay:
         traceback: TracebackType | None,
     ) -> None:
         """Stop drawing and clear the bars."""
-        self._progress.stop()
+        self._draw(lambda progress: progress.stop())
 
     def report(self, what: str, done: int, total: int, note: str = "") -> None:
         """Show that `done` of `total` steps of `what` are over."""
-        if not self._enabled:
+
+        def update(progress: Progress) -> None:
+            if what not in self._tasks:
+                self._tasks[what] = progress.add_task(what, total=total, note=note)
+            progress.update(self._tasks[what], completed=done, total=total, note=note)
+
+        self._draw(update)
+
+    def _draw(self, change: Callable[[Progress], None]) -> None:
+        """Change what is drawn; a stream that fails ends the drawing, never the call."""
+        if self._progress is None:
             return
-        if what not in self._tasks:
-            self._tasks[what] = self._progress.add_task(what, total=total, note=note)
-        self._progress.update(self._tasks[what], completed=done, total=total, note=note)
+        try:
+            change(self._progress)
+        except (OSError, ValueError):  # the terminal is gone, or the stream was closed
+            self._progress = None
 
 
 def draw_outputs(outputs: Iterator[RequestOutput], total: int) -> Iterator[RequestOutput]:

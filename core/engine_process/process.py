@@ -8,9 +8,11 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import weakref
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
 
@@ -132,6 +134,8 @@ class EngineProcess:
                 cwd=interpreter.directory or "/",  # MKL does not load without a directory
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
+                stdout=_inherited_output(sys.__stdout__, 1),
+                stderr=_inherited_output(sys.__stderr__, 2),
             )
         except OSError as cause:
             ours.close()
@@ -296,6 +300,20 @@ def _above_standard(end: socket.socket) -> socket.socket:
     higher = _above_standard(end.dup())
     end.close()
     return higher
+
+
+def _inherited_output(stream: TextIO | None, descriptor: int) -> int | None:
+    """Return None, for the child to inherit it, or /dev/null if this program does not have it."""
+    # Another file may have got its descriptor, and the engine would write its log into that.
+    return None if stream is not None and _is_open(descriptor) else subprocess.DEVNULL
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 def _ending(code: int | None) -> str:

@@ -93,6 +93,35 @@ def test_a_closed_pipe_ends_quietly(monkeypatch, capfd):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("absent", ["stdin", "stdout", "stderr"])
+def test_a_standard_stream_that_is_closed_stands_for_dev_null(monkeypatch, capsys, absent):
+    monkeypatch.setattr(sys, absent, None)
+    assert main(["config", "show"]) == 0
+    assert main(["config", "--set", "nothing=1", "show"]) == 2
+    out, err = capsys.readouterr()
+    assert (out == "", err == "") == (absent == "stdout", absent == "stderr")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["config", "schema"], ["plugins", "list"], ["--help"], ["generate", "--help"]]
+)
+def test_an_output_that_cannot_be_written_is_an_error(monkeypatch, capsys, arguments):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(arguments) == 2
+    assert capsys.readouterr().err == (
+        "hardpoint: error: the output cannot be written: No space left on device\n"
+    )
+
+
+def test_an_error_that_cannot_be_written_has_its_exit_code(monkeypatch, capsys):
+    for arguments, code in ((["config", "show"], 0), (["config", "--set", "x=1", "show"], 2)):
+        with open("/dev/full", "w", buffering=1) as full:
+            monkeypatch.setattr(sys, "stderr", full)
+            assert main(arguments) == code
+    assert "model" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (SystemExit(4), 4)])
 def test_exit_codes_of_interruptions(monkeypatch, error, code):
     def run(options, context):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
+import sys
 import weakref
 
 import numpy as np
@@ -32,6 +35,40 @@ def test_results_come_in_the_order_asked(llm):
     assert [text(o) for o in outputs] == [" abc abc abc", "go 😀 on"[:6], "0123456789" * 3, " ab"]
     assert [o.prompt for o in outputs] == prompts
     assert [o.finished for o in outputs] == [True] * 4
+
+
+class Writes:
+    """A stand-in for a stream, as programs with windows have it; no more than `write`."""
+
+    def write(self, text: str) -> None:
+        raise AssertionError(text)
+
+
+def closed() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize(
+    ("stream", "progress"),
+    [(None, None), (None, True), (closed(), None), (closed(), True), (Writes(), None)],
+    ids=["none", "none-drawn", "closed", "closed-drawn", "stand-in"],
+)
+def test_it_answers_without_a_standard_error(scripted, monkeypatch, stream, progress):
+    monkeypatch.setattr(sys, "stderr", stream)
+    with LLM(config=scripted_config(scripted), progress=progress) as llm:
+        assert text(llm.generate("say abc", GREEDY)[0]) == " abc abc abc"
+
+
+def test_a_terminal_that_goes_away_ends_the_progress_alone(scripted, monkeypatch):
+    with open("/dev/full", "w") as gone:
+        monkeypatch.setattr(sys, "stderr", gone)
+        with LLM(config=scripted_config(scripted), progress=True) as llm:
+            assert text(llm.generate("say abc", GREEDY)[0]) == " abc abc abc"
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            gone.close()
 
 
 def test_one_prompt_may_stand_alone(llm):

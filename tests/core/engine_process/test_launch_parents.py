@@ -213,3 +213,19 @@ def test_closed_standard_descriptors(parent, tmp_path):
     )
     assert subprocess.run([sys.executable, str(script)], check=False).returncode == 0
     assert said(tmp_path) == "as it should be"
+
+
+def test_streams_that_were_closed_at_start_are_no_other_files_in_the_child(parent, tmp_path):
+    """Files have the descriptors 0, 1 and 2 in the parent; the child must not write into them."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        parent("print('noise', flush=True); print('noise', file=sys.stderr, flush=True); say(1)")
+        + f"files = [open({str(tmp_path / 'data')!r} + str(n), 'w') for n in range(3)]\n"
+        + "assert [file.fileno() for file in files] == [0, 1, 2]\n"
+        + "for file in files: os.set_inheritable(file.fileno(), True)\n"
+        + CHECK
+    )
+    closing = ["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
+    assert subprocess.run([*closing, sys.executable, str(script)], check=False).returncode == 0
+    assert said(tmp_path) == 1
+    assert [(tmp_path / f"data{number}").read_text() for number in range(3)] == [""] * 3

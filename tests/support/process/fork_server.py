@@ -66,7 +66,8 @@ class ForkServer:
         """Whether a fork is the same as what these arguments of `Popen` start."""
         return (
             command[:-2] == self._command
-            and set(options) == {"stdin", "cwd", "pass_fds", "start_new_session"}
+            and {name for name, value in options.items() if value is not None}
+            == {"stdin", "cwd", "pass_fds", "start_new_session"}
             and _fixed(os.environ) == self._environment
             and self._popen.poll() is None
         )

@@ -296,8 +296,9 @@ class LogitsPlugin(Component):
         before, after: names of processors of the same phase that it must precede or follow.
         params_fields: fields of SamplingParams that it honours; those that `Arguments` has too
             become arguments. For the built-ins and their replacements.
-        reads: what it looks at. This engine waits for token ids in every step; one that samples
-            asynchronously will wait only where an active processor needs them.
+        reads: what it looks at. Only the conformance kit reads it so far: this engine waits for
+            token ids in every step. One that plans steps ahead will wait only where an active
+            processor needs them.
 
     State. `apply` and `edits` never change it: they may be called twice for a step, or for rows
     that stand for draft tokens. Host state is built by `start` and carried on by `advance`; device

@@ -70,7 +70,7 @@ class MultiModalFeature(msgspec.Struct, array_like=True, frozen=True, gc=False):
     length: int
 
 
-class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, kw_only=True):
+class EngineCoreRequest(msgspec.Struct, array_like=True, kw_only=True):
     """One sequence for the engine to continue. Field order is part of the protocol.
 
     Attributes:
@@ -188,7 +188,7 @@ class PrefillStats(msgspec.Struct, array_like=True, frozen=True, gc=False):
     num_external_tokens: int = 0
 
 
-class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, kw_only=True, gc=False):
+class EngineCoreOutput(msgspec.Struct, array_like=True, kw_only=True, gc=False):
     """Output of one step for one request.
 
     Attributes:
@@ -235,7 +235,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, kw_o
 
 
 class EngineCoreOutputs(
-    msgspec.Struct, array_like=True, omit_defaults=True, kw_only=True, tag=True, gc=False
+    msgspec.Struct, array_like=True, kw_only=True, tag=True, gc=False
 ):
     """Outputs of one step for one client.
 

@@ -25,7 +25,7 @@ Positive = Annotated[int, Meta(ge=1)]
 
 
 class EngineAddresses(
-    msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, kw_only=True, gc=False
+    msgspec.Struct, array_like=True, frozen=True, kw_only=True, gc=False
 ):
     """The addresses that an engine connects to: one input and one output per client."""
 

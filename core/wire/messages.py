@@ -94,7 +94,7 @@ class EngineNotification(StrEnum):
     SHUTDOWN_COMPLETE = "SHUTDOWN_COMPLETE"
 
 
-class UtilityCall(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
+class UtilityCall(msgspec.Struct, array_like=True, frozen=True):
     """A call of one of the engine's methods.
 
     Attributes:
@@ -119,7 +119,7 @@ class UtilityResult(msgspec.Struct, array_like=True, frozen=True):
     value: Any
 
 
-class UtilityOutput(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, tag=True):
+class UtilityOutput(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """The answer to a call: either an error message, or a result.
 
     Attributes:
@@ -163,7 +163,7 @@ class StartWave(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class ReconfigureRequest(
-    msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, kw_only=True, gc=False
+    msgspec.Struct, array_like=True, frozen=True, kw_only=True, gc=False
 ):
     """A change of the number of data-parallel ranks, for one engine.
 

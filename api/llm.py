@@ -13,8 +13,9 @@ from hardpoint.core.config import config_from
 from hardpoint.core.engine.utility_calls import SyncControlCalls
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.plugin_health import Health
-from hardpoint.core.frontend.prompts import Prompt
+from hardpoint.core.frontend.prompts import Prompt, copied, is_list, read_messages
 from hardpoint.plugins import (
+    ConfigError,
     EngineConfig,
     RequestError,
     RequestOutput,
@@ -22,6 +23,7 @@ from hardpoint.plugins import (
     SamplingParams,
 )
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.errors import shown
 
 from .open_model import OpenModel
 from .progress import ProgressDisplay, draw_outputs, is_terminal
@@ -83,6 +85,8 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
             "seed": seed,
             "tokenizer.path": tokenizer,
         }
+        if not isinstance(progress, bool | None):
+            raise ConfigError(f"progress: expected true, false or None, got {shown(progress)}")
         resolved, config_sources = config_from(config, overrides)
         self._open(resolved, config_sources, progress)
 
@@ -167,13 +171,14 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         Raises:
             RequestError: the model has no chat template, or it refuses the messages.
         """
-        if isinstance(messages, Mapping | str):
+        if not is_list(messages):
             raise RequestError(
                 "messages: expected a list of messages, or a list of such lists, got "
                 f"a {type(messages).__name__}"
             )
-        single = not messages or isinstance(messages[0], Mapping)
-        conversations: Sequence[Any] = [messages] if single else messages
+        listed = copied(messages, "messages")
+        single = not listed or isinstance(listed[0], Mapping)
+        conversations: Sequence[Any] = [listed] if single else listed
         return self.generate(
             [self._templated(conversation) for conversation in conversations],
             sampling_params,
@@ -306,7 +311,7 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         return self._engine.call_utility(method, *args)
 
     def _templated(self, messages: Messages) -> Prompt:
-        text = self.tokenizer.apply_chat_template(messages)
+        text = self.tokenizer.apply_chat_template(read_messages(messages))
         # The template writes the special tokens itself.
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         return {"type": "token", "prompt_token_ids": ids, "prompt": text}

@@ -12,6 +12,7 @@ import msgspec
 from hardpoint.core.errors import error_of
 from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.core.frontend.llm_engine import LLMEngine
+from hardpoint.core.frontend.prompts import copied, is_list
 from hardpoint.plugins import RequestError, RequestOutput, RequestOutputKind, SamplingParams
 from hardpoint.plugins.errors import EnginePausedError
 
@@ -38,11 +39,11 @@ def prompt_list(prompts: Any) -> list[Any]:
     """
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if not is_list(prompts):
         raise RequestError(f"prompts: expected a prompt or a list, got {type(prompts).__name__}")
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]
-    return list(prompts)
+    listed: list[Any] = copied(prompts, "prompts")
+    is_one = bool(listed) and all(isinstance(item, int) for item in listed)
+    return [listed] if is_one else listed
 
 
 def one_per_prompt(name: str, value: Any, count: int) -> list[Any]:
@@ -51,11 +52,12 @@ def one_per_prompt(name: str, value: Any, count: int) -> list[Any]:
     Raises:
         RequestError: the list has another length.
     """
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        if len(value) != count:
-            raise RequestError(f"{name}: expected one or {count}, one per prompt, got {len(value)}")
-        return list(value)
-    return [value] * count
+    if not is_list(value):
+        return [value] * count
+    listed: list[Any] = copied(value, name)
+    if len(listed) != count:
+        raise RequestError(f"{name}: expected one or {count}, one per prompt, got {len(listed)}")
+    return listed
 
 
 def make_extras(**fields: Any) -> RequestExtras:

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec import inspect as types
 
 from hardpoint.plugins import ConfigError, EngineConfig
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.describing import type_at
+from hardpoint.plugins.errors import shown
 from hardpoint.plugins.kinds import KINDS, PLANNED
-from hardpoint.plugins.typed import convert, join_path, parse_value, split_setting
+from hardpoint.plugins.typed import convert, join_path, parse_value, plain_data, split_setting
 
 DEFAULT_FILE = "hardpoint.toml"
 PREFIX = "HARDPOINT__"
@@ -82,7 +82,8 @@ def config_from(
         builder.add_file(value)
     elif value is not None:
         raise ConfigError(
-            f"config: expected a path, a mapping or an EngineConfig, got {value!r} (from {origin})"
+            f"config: expected a path, a mapping or an EngineConfig, got {shown(value)} "
+            f"(from {origin})"
         )
     for path, given in (overrides or {}).items():
         if given is not None:
@@ -107,10 +108,10 @@ class _Builder:
             table = tomllib.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(f"config: there is no file {str(file)!r}") from None
-        except (OSError, UnicodeDecodeError) as cause:
-            raise ConfigError(f"config: {str(file)!r} cannot be read: {cause}") from None
         except tomllib.TOMLDecodeError as cause:
             raise ConfigError(f"config: {str(file)!r} is not valid TOML: {cause}") from None
+        except (OSError, ValueError) as cause:  # also of a name that no file can have
+            raise ConfigError(f"config: {str(file)!r} cannot be read: {cause}") from None
         self.add_table(table, f"file {file}")
 
     def add_environment(self, environ: Mapping[str, str]) -> None:
@@ -134,7 +135,7 @@ class _Builder:
 
     def add_table(self, table: Mapping[str, Any], origin: str) -> None:
         """Add a nested table, all of it from one place."""
-        for key, value in table.items():
+        for key, value in _plain(table, "", origin).items():
             self.put([_name(key, (), origin)], value, origin)
 
     def build(self) -> tuple[EngineConfig, ConfigSources]:
@@ -149,8 +150,8 @@ class _Builder:
     def put(self, steps: Sequence[str], value: Any, origin: str) -> None:
         """Set a value; a table is merged into the current one, key by key."""
         table, path = self._open(steps, origin), join_path(*steps)
-        plain = value if isinstance(value, Mapping) else _plain(value, path, origin)
-        if isinstance(plain, Mapping):
+        plain = _plain(value, path, origin)
+        if isinstance(plain, dict):
             if not isinstance(table.get(steps[-1]), dict):
                 table[steps[-1]] = {}
             self._record_table(steps, origin)
@@ -234,15 +235,10 @@ def _wants_text(info: types.Type | None) -> bool:
 
 def _plain(value: Any, path: str, origin: str = "default") -> Any:
     """Return a Python value as plain data; paths become text."""
-    if isinstance(value, Path):
-        return str(value)
     try:
-        return msgspec.to_builtins(value, str_keys=False)
-    except TypeError:
-        raise ConfigError(
-            f"{path}: expected plain data (text, numbers, lists, tables), got a "
-            f"{type(value).__name__} (from {origin})"
-        ) from None
+        return plain_data(value, path=path, paths=True)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (from {origin})") from None
 
 
 def _name(key: Any, steps: Sequence[str], origin: str) -> str:

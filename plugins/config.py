@@ -36,6 +36,9 @@ Reference = Annotated[
 ]
 Name = Annotated[str, Meta(min_length=1, description="The name of an enabled component.")]
 Count = Annotated[int, Meta(ge=1)]
+# Timers of the system take no more.
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+PositiveSeconds = Annotated[float, Meta(gt=0, le=1e9)]
 
 
 class PluginUse(Strict):
@@ -78,7 +81,7 @@ class SchedulerConfig(Strict):
     """The scheduler, its policy and its limits.
 
     Attributes:
-        max_num_seqs: maximum number of running requests.
+        max_num_seqs: maximum number of running requests; their block tables are allocated at start.
         max_num_batched_tokens: maximum number of tokens in a step.
         chunked_prefill: compute a prompt over several steps where the budget requires it.
         long_prefill_token_threshold: maximum tokens of one prompt in a step; 0 is no limit.
@@ -88,7 +91,7 @@ class SchedulerConfig(Strict):
 
     use: Reference = "default"
     policy: Reference = "fcfs"
-    max_num_seqs: Count = 64
+    max_num_seqs: Annotated[int, Meta(ge=1, le=65536)] = 64
     max_num_batched_tokens: Count = 2048
     chunked_prefill: bool = True
     long_prefill_token_threshold: Annotated[int, Meta(ge=0)] = 0
@@ -143,7 +146,7 @@ class StatsConfig(Strict):
 
     sinks: list[Reference] = []
     request_metrics: bool = False
-    interval_seconds: Annotated[float, Meta(gt=0)] = 10.0
+    interval_seconds: PositiveSeconds = 10.0
 
     @property
     def on(self) -> bool:
@@ -172,10 +175,10 @@ class EngineProcessConfig(Strict):
     """
 
     in_process: bool = True
-    start_timeout_seconds: Annotated[float, Meta(gt=0)] = 600.0
-    call_timeout_seconds: Annotated[float, Meta(gt=0)] = 60.0
-    drain_seconds: Annotated[float, Meta(ge=0)] = 0.0
-    watchdog_seconds: Annotated[float, Meta(ge=0)] = 300.0
+    start_timeout_seconds: PositiveSeconds = 600.0
+    call_timeout_seconds: PositiveSeconds = 60.0
+    drain_seconds: Seconds = 0.0
+    watchdog_seconds: Seconds = 300.0
     watchdog_exits: bool = False
     log_steps: bool = False
     profile_dir: str | None = None

@@ -21,6 +21,8 @@ HardpointError
 
 from __future__ import annotations
 
+import traceback
+
 __all__ = [
     "ConfigError",
     "EngineClosedError",
@@ -41,8 +43,18 @@ __all__ = [
 ]
 
 
+_MAX_MESSAGE, _MAX_VALUE = 2000, 500
+
+
 class HardpointError(Exception):
-    """The root of every error that Hardpoint raises on purpose."""
+    """The root of every error that Hardpoint raises on purpose.
+
+    A message that quotes long values is cut, and UTF-8 can hold it.
+    """
+
+    def __init__(self, *args: object) -> None:
+        """Store the arguments; the first one is the message."""
+        super().__init__(*(_readable(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(HardpointError, ValueError):
@@ -103,3 +115,31 @@ class EngineDeadError(HardpointError):
 
 class EngineFaultError(EngineDeadError, PluginFaultError):
     """A plugin's failure ended the engine; the plugin's exception is the cause."""
+
+
+def shown(value: object) -> str:
+    """Return a value as a message quotes it: its repr, or its type if it has none; cut if long."""
+    try:
+        return _cut(repr(value), _MAX_VALUE)
+    except Exception:  # of the value's own __repr__, or of one that is nested too deeply
+        return f"a {type(value).__qualname__}"
+
+
+def reason_of(cause: BaseException) -> str:
+    """Return the class and the message of an exception, in one line."""
+    # Works even if the exception's own __str__ raises.
+    return traceback.format_exception_only(cause)[-1].strip()
+
+
+def _readable(text: str) -> str:
+    if not text.isascii():
+        text = text.encode(errors="backslashreplace").decode()
+    return _cut(text, _MAX_MESSAGE)
+
+
+def _cut(text: str, limit: int) -> str:
+    """Return a text without its middle if it is longer than `limit`."""
+    if len(text) <= limit:
+        return text
+    ends = limit // 2
+    return f"{text[:ends]}... ({len(text) - 2 * ends} more characters) ...{text[-ends:]}"

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from .errors import RequestError
+from .errors import RequestError, reason_of
 from .typed import Strict, convert
 
 __all__ = ["PoolingParams", "RepetitionDetection", "RequestOutputKind", "SamplingParams"]
@@ -134,6 +134,10 @@ class SamplingParams(Strict, omit_defaults=True):
             raise RequestError(
                 f"logits_processors: expected a list, got {type(self.logits_processors).__name__}"
             )
+        try:
+            callables = list(self.logits_processors)
+        except Exception as cause:  # of a subclass
+            raise RequestError(f"logits_processors: {reason_of(cause)}") from cause
         if params.max_tokens is not None and params.min_tokens > params.max_tokens:
             raise RequestError(
                 f"min_tokens: expected at most max_tokens ({params.max_tokens}), "
@@ -147,7 +151,7 @@ class SamplingParams(Strict, omit_defaults=True):
             )
         if params.stop_strings and not params.detokenize:
             raise RequestError("stop: stop strings need text, but detokenize is false")
-        return msgspec.structs.replace(params, logits_processors=self.logits_processors)
+        return msgspec.structs.replace(params, logits_processors=callables)
 
 
 class PoolingParams(Strict, omit_defaults=True):

@@ -234,9 +234,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, kw_only=True, gc=False):
         return self.finish_reason is not None
 
 
-class EngineCoreOutputs(
-    msgspec.Struct, array_like=True, kw_only=True, tag=True, gc=False
-):
+class EngineCoreOutputs(msgspec.Struct, array_like=True, kw_only=True, tag=True, gc=False):
     """Outputs of one step for one client.
 
     Attributes:

@@ -6,24 +6,30 @@ import difflib
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, dataclass_transform
+from uuid import UUID
 
 import msgspec
 from msgspec import inspect as types
 
 from .describing import attribute_docs, first_paragraph, type_at, type_text, walk_structs
-from .errors import ConfigError, HardpointError
+from .errors import ConfigError, HardpointError, reason_of, shown
 from .msgspec_errors import ANY_KEY, failing_keys, parse_error, plain_text, value_at
 
 __all__ = [
     "Arguments",
     "Options",
     "Strict",
+    "check_text",
     "convert",
     "join_path",
     "json_schema",
     "parse_value",
+    "plain_data",
     "split_setting",
     "suggest",
 ]
@@ -60,28 +66,92 @@ def convert(
     """Convert `value` (plain data or an instance) to `type_`, checking every constraint.
 
     Constructors of msgspec Structs check nothing, so instances are converted too. Numbers must be
-    finite, and whole numbers must fit 64 bits.
+    finite, whole numbers must fit 64 bits, and UTF-8 must be able to hold texts.
 
     Raises:
         `error`, with a message such as `plugin_args.dry.base: expected a number > 1, got 0.5`.
     """
-    try:
-        plain = msgspec.to_builtins(value, str_keys=False, enc_hook=_scalar)
-    except TypeError as cause:
-        where = _non_data_path(value, path) or "value"
-        raise error(f"{where}: expected plain data: {cause}") from None
-    unusual = _has_unusual_number(plain)
-    if unusual and (invalid := _first_number(plain, _is_infinite)) is not None:
-        where = join_path(path, *invalid.steps)
-        raise error(f"{where}: expected a finite number, got {invalid.number}")
+    plain = plain_data(value, path=path, error=error)
+    unusual = _is_unusual((plain,))
+    if unusual:
+        check_text(plain, path, error)
+        if (invalid := _first_number(plain, _is_infinite)) is not None:
+            where = join_path(path, *invalid.steps)
+            raise error(f"{where}: expected a finite number, got {invalid.number}")
     try:
         converted = msgspec.convert(plain, type_)
     except msgspec.ValidationError as cause:
         raise error(_explain(str(cause), plain, type_, path)) from None
     if unusual and (invalid := _first_number(plain, _is_too_large)) is not None:
-        where = join_path(path, *invalid.steps)
-        raise error(f"{where}: expected a whole number of at most 64 bits, got {invalid.number}")
+        where, got = join_path(path, *invalid.steps), shown(invalid.number)
+        raise error(f"{where}: expected a whole number of at most 64 bits, got {got}")
     return converted
+
+
+def plain_data(
+    value: Any,
+    *,
+    path: str,
+    error: type[HardpointError] = ConfigError,
+    paths: bool = False,
+) -> Any:
+    """Return `value` as new plain data: text, numbers, bytes, times, lists and tables.
+
+    Args:
+        paths: whether a Path may be in it, which becomes text.
+
+    Raises:
+        `error`: something in it is no plain data, contains itself, or cannot be read.
+    """
+
+    hook = _path_or_plain if paths else _plain_other
+    try:
+        return msgspec.to_builtins(value, str_keys=False, builtin_types=_KEPT, enc_hook=hook)
+    except RecursionError:
+        raise error(
+            f"{path or 'value'}: expected plain data, got a {type(value).__name__} that is nested "
+            f"too deeply or contains itself"
+        ) from None
+    except TypeError as cause:
+        where = _non_data_path(value, path, hook) or "value"
+        raise error(f"{where}: expected plain data: {cause}") from None
+    except Exception as cause:  # raised by a container of the caller's own
+        raise error(f"{path or 'value'}: reading it failed: {reason_of(cause)}") from cause
+
+
+def check_text(value: Any, path: str, error: type[HardpointError] = ConfigError) -> None:
+    r"""Check that UTF-8 can hold a text, which it cannot if half of a surrogate pair is in it.
+
+    Args:
+        value: plain data; texts in it are checked at any depth, keys too.
+        path: of the value, for the error.
+
+    Raises:
+        `error`: such as `cache_salt: expected text that UTF-8 can hold, got '\ud800' at
+            character 4`.
+    """
+    if isinstance(value, str):
+        _check_encodable(value, path, error)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if isinstance(key, str):
+                _check_encodable(key, f"{path}, a key" if path else "a key", error)
+            check_text(item, join_path(path, str(key)), error)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            check_text(item, join_path(path, f"[{index}]"), error)
+
+
+def _check_encodable(text: str, path: str, error: type[HardpointError]) -> None:
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as cause:
+        raise error(
+            f"{path or 'value'}: expected text that UTF-8 can hold, got {text[cause.start]!r} at "
+            f"character {cause.start}"
+        ) from None
 
 
 def json_schema(type_: type[msgspec.Struct]) -> dict[str, Any]:
@@ -145,20 +215,32 @@ def parse_value(text: str) -> Any:
     return value if len(document) == 1 and not too_long else text
 
 
-def _scalar(value: Any) -> Any:
-    """Convert a scalar of numpy or torch to a Python number."""
+_KEPT = (bytes, bytearray, memoryview, datetime, date, time, timedelta, UUID, Decimal)
+"""Types that stay what they are; msgspec would turn them into text, also where text is wanted."""
+
+
+def _plain_other(value: Any) -> Any:
+    """Convert a scalar of numpy or torch to a Python number, and a mapping to a dict."""
+    if isinstance(value, Mapping):
+        return dict(value)
     if callable(item := getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:
         return item()
     raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} is none")
 
 
-def _non_data_path(value: Any, path: str) -> str:
+def _path_or_plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else _plain_other(value)
+
+
+def _non_data_path(value: Any, path: str, other: Callable[[Any], Any]) -> str:
     """Return the path of the innermost part that is not plain data."""
     for step, part in _parts(value):
         try:
-            msgspec.to_builtins(part, str_keys=False, enc_hook=_scalar)
+            msgspec.to_builtins(part, str_keys=False, builtin_types=_KEPT, enc_hook=other)
         except TypeError:
-            return _non_data_path(part, join_path(path, step))
+            return _non_data_path(part, join_path(path, step), other)
+        except Exception:  # the part that is no data comes later
+            continue
     return path
 
 
@@ -168,7 +250,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         for field in value.__struct_fields__:
             yield field, getattr(value, field)
     elif isinstance(value, dict):
-        yield from ((str(key), item) for key, item in value.items())
+        for key, item in value.items():
+            yield (key if isinstance(key, str) else shown(key)), item
     elif isinstance(value, list | tuple | set | frozenset):
         yield from ((f"[{index}]", item) for index, item in enumerate(value))
 
@@ -188,19 +271,22 @@ def _is_too_large(number: float) -> bool:
     return isinstance(number, int) and not -(2**63) <= number < 2**63
 
 
-def _has_unusual_number(value: Any) -> bool:
-    """Return whether plain data has a number that is infinite, NaN or beyond 64 bits.
+def _is_unusual(items: Iterable[Any]) -> bool:
+    """Return whether plain data has a text that UTF-8 may not hold, or an invalid number.
 
-    Makes one call per table and list, since almost all data has no such number.
+    Makes one call per table and list, since almost all data has neither.
     """
-    items: Iterable[Any] = value if isinstance(value, list) else (value,)
-    if isinstance(value, dict):
-        items = value.values()
     for item in items:
-        if isinstance(item, int | float):
+        if isinstance(item, str):
+            if not item.isascii():
+                return True
+        elif isinstance(item, int | float):
             if not -(2**63) <= item < 2**63:
                 return True
-        elif item and isinstance(item, dict | list) and _has_unusual_number(item):
+        elif item and (
+            (isinstance(item, list) and _is_unusual(item))
+            or (isinstance(item, dict) and (_is_unusual(item) or _is_unusual(item.values())))
+        ):
             return True
     return False
 
@@ -244,7 +330,7 @@ def _explain(message: str, value: Any, type_: Any, path: str) -> str:
         key = failing_keys(type_, value, [*steps, ANY_KEY])[-1]
         return f"{where}: {expected} as key, got {key}"
     given, exists = value_at(value, steps)
-    return f"{where}: {expected}" + (f", got {given!r}" if exists else "")
+    return f"{where}: {expected}" + (f", got {shown(given)}" if exists else "")
 
 
 def _is_number(info: types.Type) -> bool:

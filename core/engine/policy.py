@@ -22,6 +22,7 @@ from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.plugins.typed import convert
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.registry.selection import Selection
 
@@ -368,6 +369,8 @@ def change_policy(
     Raises:
         ConfigError, PluginError: the policy or one of its options is wrong.
     """
+    use = convert(use, str, path=_CONFIG_PATH)
+    options = convert(options, dict[str, Any], path="options")
     old = plugins.one(_KIND).name
     tables = {k: v for k, v in config.plugin.items() if k not in (old, f"{_KIND}/{old}")}
     origins = {**config_sources.by_path, _CONFIG_PATH: _ORIGIN}

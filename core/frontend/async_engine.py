@@ -20,6 +20,7 @@ from hardpoint.plugins import (
     EngineCoreOutputs,
     FinishReason,
     HardpointError,
+    RequestError,
     RequestOutput,
     SamplingParams,
     WaitReason,
@@ -27,6 +28,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.errors import EngineClosedError, EngineDeadError
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.registry.blame import raise_unless_fault
+from hardpoint.plugins.typed import convert
 
 from .frontend import EngineParts, Frontend, Submission
 from .input_processor import NO_EXTRAS, AsyncTokenizer, RequestExtras
@@ -101,7 +103,7 @@ class AsyncEngine:
     async def abort(self, ids: str | Iterable[str]) -> None:
         """End requests, by the user's or internal ids; they yield their outputs so far, and end."""
         await self._ready()
-        self._send_aborts(self._frontend.abort([ids] if isinstance(ids, str) else ids))
+        self._send_aborts(self._frontend.abort(ids))
         self._send_queue.wake_ended()
 
     async def _submit(
@@ -231,7 +233,7 @@ class AsyncEngine:
         """
         await self._ready()
         async with self._policy_lock:
-            parts = self.parts.with_policy(use, options or {})
+            parts = self.parts.with_policy(use, {} if options is None else options)
             manifest = parts.plugins.manifest
             await EngineUtilities.set_policy.call_async(self.call_utility, manifest)
             self.parts = dataclasses.replace(parts, client=self.parts.client)
@@ -244,6 +246,7 @@ class AsyncEngine:
             HardpointError: raised by the utility, or because it could not be called.
         """
         await self._ready()
+        method = convert(method, str, path="method", error=RequestError)
         future = asyncio.wrap_future(self._client.call(method, *args))
         try:
             done, _ = await asyncio.wait([future], timeout=self._client.utility_timeout(method))

@@ -24,10 +24,11 @@ from hardpoint.plugins import (
     RequestOutput,
     SamplingParams,
     Tokenizer,
+    typed,
 )
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.plugins.errors import PluginFaultError, reason_of, shown
 from hardpoint.plugins.stats import StepFault
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
@@ -36,7 +37,7 @@ from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
 from .output_processor import OutputProcessor, ProcessedOutputs
 from .plugin_arguments import PluginArguments
 from .plugin_health import Health, PluginHealth
-from .prompts import Prompt, check_text
+from .prompts import Prompt
 from .request_state import AnyOutput, OutputSink, ParentRequest
 from .statistics import Statistics
 from .validation import PrebuiltRequestValidator, RequestReceivedHook
@@ -179,7 +180,7 @@ class Frontend:
         """
         if not isinstance(request_id, str):
             raise RequestError(f"request_id: expected a string, got {type(request_id).__name__}")
-        check_text(request_id, "request_id")
+        typed.check_text(request_id, "request_id", RequestError)
         self._check_task("generate")
         arrived = self._clock() if arrived is None else arrived
         if isinstance(prompt, EngineCoreRequest):
@@ -217,15 +218,20 @@ class Frontend:
             self.statistics.begin(batch)
         return self._dispatch(self.output.process(batch.outputs))
 
-    def abort(self, ids: Iterable[str]) -> list[str]:
+    def abort(self, ids: str | Iterable[str]) -> list[str]:
         """End requests by the user's or internal ids; sinks get their outputs so far.
 
         Returns:
             The internal ids to abort in the engine.
-        """
-        return self._dispatch(self.output.abort(self.output.live_of(ids))).aborts
 
-    def forget(self, ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[str]:
+        Raises:
+            RequestError: one is no string; none ends.
+        """
+        return self._dispatch(self.output.abort(self.output.live_of(_listed(ids)))).aborts
+
+    def forget(
+        self, ids: str | Iterable[str], reason: FinishReason = FinishReason.ABORT
+    ) -> list[str]:
         """End requests by the user's or internal ids, without further outputs.
 
         Args:
@@ -233,8 +239,11 @@ class Frontend:
 
         Returns:
             The internal ids to abort in the engine.
+
+        Raises:
+            RequestError: one is no string; none ends.
         """
-        live = self.output.live_of(ids)
+        live = self.output.live_of(_listed(ids))
         self.output.drop(live, reason)
         return live
 
@@ -273,7 +282,7 @@ class Frontend:
         Raises:
             RequestError: no live request has that id.
         """
-        live = self.output.live_of([request_id])
+        live = self.output.live_of(_listed([request_id]))
         if not live:
             raise RequestError(f"request_id: {request_id!r} is not a live request")
         return {child: self.output.index_of(child) for child in live}
@@ -341,3 +350,19 @@ class Frontend:
         except PluginFaultError as fault:
             for completion in output.outputs:
                 completion.finish_reason, completion.error = "error", str(fault)
+
+
+def _listed(ids: str | Iterable[str]) -> list[str]:
+    """Return one id or several as a list.
+
+    Raises:
+        RequestError: they are no strings.
+    """
+    try:
+        listed = [ids] if isinstance(ids, str) else list(ids)
+    except Exception as cause:  # of no iterable, or of the caller's own
+        raise RequestError(f"request_ids: reading them failed: {reason_of(cause)}") from cause
+    for request_id in listed:
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id: expected a string, got {shown(request_id)}")
+    return listed

@@ -23,9 +23,6 @@ from .plugin_arguments import PluginArguments
 from .prompts import (
     Prompt,
     ReadPrompt,
-    check_params_text,
-    check_text,
-    check_text_fields,
     checked_ids,
     read_prompt,
 )
@@ -113,11 +110,8 @@ class InputProcessor:
         """
         params = self.checked(params)
         extras = typed.convert(extras, RequestExtras, path="", error=RequestError)
-        check_text_fields(extras, ("tags", "trace_headers"))
         given = read_prompt(prompt)
         salt = given.cache_salt if extras.cache_salt is None else extras.cache_salt
-        if salt is not None:
-            check_text(salt, "cache_salt")
         times = (extras.arrival_time, given.arrival_time, arrival_time)
         token_ids = self._tokens(given, token_ids)
         params = self._completed(params, len(token_ids))
@@ -151,7 +145,7 @@ class InputProcessor:
         Raises:
             RequestError: UTF-8 cannot encode it.
         """
-        check_text(text, "prompt")
+        typed.check_text(text, "prompt", RequestError)
         return self._tokenizer.encode(text)
 
     def checked(self, params: SamplingParams) -> SamplingParams:
@@ -165,7 +159,6 @@ class InputProcessor:
                 f"sampling_params: expected SamplingParams, got {type(params).__name__}"
             )
         params = params.checked()
-        check_params_text(params)
         if params.logits_processors and not self._in_process:
             raise RequestError(
                 "logits_processors: callables cannot travel to an engine in a process of its own; "

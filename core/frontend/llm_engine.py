@@ -13,9 +13,11 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     FinishReason,
     HardpointError,
+    RequestError,
     SamplingParams,
     WaitReason,
 )
+from hardpoint.plugins.config import Seconds
 from hardpoint.plugins.errors import (
     EngineClosedError,
     EngineDeadError,
@@ -25,6 +27,7 @@ from hardpoint.plugins.errors import (
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.stats import StepFault
 from hardpoint.registry.blame import is_fault, raise_unless_fault
+from hardpoint.plugins.typed import convert
 
 from .frontend import EngineParts, Frontend, ProcessedBatch
 from .input_processor import NO_EXTRAS, RequestExtras
@@ -91,10 +94,13 @@ class LLMEngine:
             raise
         return submission.parent.internal_id
 
-    def abort_requests(self, request_ids: Iterable[str]) -> None:
+    def abort_requests(self, request_ids: str | Iterable[str]) -> None:
         """End requests, by the ids given to `add_request` or returned by it.
 
         They have no further outputs. Unknown ids are ignored.
+
+        Raises:
+            RequestError: one is no string; none ends.
         """
         self._forget(request_ids, FinishReason.ABORT)
 
@@ -114,10 +120,13 @@ class LLMEngine:
                 `engine.watchdog_exits` then ends an engine that hangs.
 
         Raises:
+            RequestError: the timeout is no number of seconds.
             EngineDeadError: the engine has ended; an EngineFaultError if a plugin is responsible.
             EngineTimeoutError: it gave no outputs in time.
         """
         self._check_open()
+        if timeout is not None:
+            timeout = convert(timeout, Seconds, path="timeout", error=RequestError)
         if (statistics := self._frontend.statistics) is not None:
             self._call_sinks(statistics.report_if_due)
         waits = self.has_unfinished_requests() and not self.is_paused
@@ -167,7 +176,7 @@ class LLMEngine:
         Raises:
             ConfigError, PluginError: the policy cannot be built.
         """
-        parts = self.parts.with_policy(use, options or {})
+        parts = self.parts.with_policy(use, {} if options is None else options)
         EngineUtilities.set_policy.call(self.call_utility, parts.plugins.manifest)
         self.parts = parts
         return parts.plugins.manifest
@@ -185,6 +194,7 @@ class LLMEngine:
             EngineClosedError, EngineDeadError, EngineTimeoutError: it could not be called.
         """
         self._check_open()
+        method = convert(method, str, path="method", error=RequestError)
         try:
             return self._client.call_utility(method, *args)
         finally:
@@ -215,7 +225,7 @@ class LLMEngine:
         except PluginFaultError as error:
             self._fail(error)
 
-    def _forget(self, request_ids: Iterable[str], reason: FinishReason) -> None:
+    def _forget(self, request_ids: str | Iterable[str], reason: FinishReason) -> None:
         if self._closed:  # closing ended them all
             return
         ids = self._frontend.forget(request_ids, reason)

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from hardpoint.plugins import EngineCoreRequest, RequestError, SamplingParams, typed
-from hardpoint.plugins.typed import join_path
+from hardpoint.plugins import EngineCoreRequest, RequestError, typed
+from hardpoint.plugins.errors import reason_of, shown
+from hardpoint.plugins.typed import check_text
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; or, tokenised elsewhere,
@@ -46,6 +47,15 @@ class _TokenInput(typed.Strict):
     arrival_time: float | None = None
 
 
+def read_messages(messages: Any) -> Any:
+    """Return the messages of a conversation as plain data; the tokenizer checks their form.
+
+    Raises:
+        RequestError: a message holds what is no plain data, or a text that UTF-8 cannot hold.
+    """
+    return typed.convert(messages, object, path="messages", error=RequestError)
+
+
 def read_prompt(prompt: Prompt) -> ReadPrompt:
     """Return a prompt in its independent form.
 
@@ -55,17 +65,19 @@ def read_prompt(prompt: Prompt) -> ReadPrompt:
     if isinstance(prompt, str):
         return ReadPrompt(text=prompt)
     if not isinstance(prompt, Mapping):
-        _check_one(prompt)
-        return ReadPrompt(token_ids=prompt)
-    if "type" in prompt:
-        return _tokenised(prompt)
-    keys = [key for key in _KEYS if key in prompt]
-    if len(keys) != 1 or len(prompt) != 1:
+        token_ids = copied(prompt, "prompt") if is_list(prompt) else prompt
+        _check_one(token_ids)
+        return ReadPrompt(token_ids=token_ids)
+    given: dict[Any, Any] = copied(prompt, "prompt")
+    if "type" in given:
+        return _tokenised(given)
+    keys = [key for key in _KEYS if key in given]
+    if len(keys) != 1 or len(given) != 1:
         raise RequestError(
             "prompt: expected a mapping with either 'prompt' or 'prompt_token_ids', "
-            f"got the keys {sorted(map(str, prompt))}"
+            f"got the keys [{', '.join(sorted(map(shown, given)))}]"
         )
-    value = prompt[keys[0]]
+    value = given[keys[0]]
     if keys[0] == "prompt_token_ids":
         return ReadPrompt(token_ids=_listed(value))
     if not isinstance(value, str):
@@ -74,13 +86,13 @@ def read_prompt(prompt: Prompt) -> ReadPrompt:
 
 
 def _check_one(prompt: Any) -> None:
-    first = prompt[0] if _is_list(prompt) and prompt else None
-    if isinstance(first, str | Mapping) or _is_list(first):
+    first = prompt[0] if is_list(prompt) and prompt else None
+    if isinstance(first, str | Mapping) or is_list(first):
         what = "texts" if isinstance(first, str) else "prompts"
         raise RequestError(f"prompt: expected one prompt, got a list of {what}")
 
 
-def _tokenised(prompt: Mapping[str, Any]) -> ReadPrompt:
+def _tokenised(prompt: dict[Any, Any]) -> ReadPrompt:
     # The ids, which may be many, are checked once, with those of all other prompts.
     rest = {key: [] if key == "prompt_token_ids" else value for key, value in prompt.items()}
     checked = typed.convert(rest, _TokenInput, path="prompt", error=RequestError)
@@ -89,15 +101,32 @@ def _tokenised(prompt: Mapping[str, Any]) -> ReadPrompt:
 
 
 def _listed(token_ids: Any) -> Any:
-    if not _is_list(token_ids):
+    if not is_list(token_ids):
         raise RequestError(
             f"prompt_token_ids: expected a list of token ids, got {type(token_ids).__name__}"
         )
-    return token_ids
+    return copied(token_ids, "prompt_token_ids")
 
 
-def _is_list(value: Any) -> bool:
+def is_list(value: Any) -> bool:
+    """Return whether a value is a sequence of items; text and bytes are none."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
+def copied(value: Any, path: str) -> Any:
+    """Return a caller's sequence as a list, or its mapping as a dict; one of these types as it is.
+
+    Its own methods, which may raise anything, are called here and nowhere later.
+
+    Raises:
+        RequestError: reading it failed.
+    """
+    if type(value) in (list, dict):
+        return value
+    try:
+        return dict(value) if isinstance(value, Mapping) else list(value)
+    except Exception as cause:
+        raise RequestError(f"{path}: reading it failed: {reason_of(cause)}") from cause
 
 
 def checked_ids(token_ids: Any, vocab_size: int) -> list[int]:
@@ -106,7 +135,7 @@ def checked_ids(token_ids: Any, vocab_size: int) -> list[int]:
     Raises:
         RequestError: naming the item that is no token id.
     """
-    if not _is_list(token_ids):
+    if not is_list(token_ids):
         raise RequestError(
             f"prompt: expected text or a list of token ids, got {type(token_ids).__name__}"
         )
@@ -114,72 +143,20 @@ def checked_ids(token_ids: Any, vocab_size: int) -> list[int]:
         if type(token) is not int or not 0 <= token < vocab_size:
             raise RequestError(
                 f"prompt_token_ids[{index}]: expected a whole number from 0 to "
-                f"{vocab_size - 1}, got {token!r}"
+                f"{vocab_size - 1}, got {shown(token)}"
             )
     return list(token_ids)
 
 
-def check_text(value: Any, path: str) -> None:
-    r"""Check that UTF-8 can encode a text, which it cannot if half of a surrogate pair is in it.
-
-    Args:
-        value: plain data; texts in it are checked at any depth, keys too.
-        path: of the field, for the error.
-
-    Raises:
-        RequestError: such as `cache_salt: expected text that UTF-8 can hold, got '\ud800' at
-            character 4`.
-    """
-    if isinstance(value, str):
-        _check_encodable(value, path)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            if isinstance(key, str):
-                _check_encodable(key, f"{path}, a key")
-            check_text(item, join_path(path, str(key)))
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            check_text(item, f"{path}[{index}]")
-
-
-def check_text_fields(struct: Any, fields: Sequence[str]) -> None:
-    """Check the texts of some fields of a structure, as `check_text`.
-
-    Raises:
-        RequestError: naming the field.
-    """
-    for field in fields:
-        if value := getattr(struct, field):
-            check_text(value, field)
-
-
-def check_params_text(params: SamplingParams) -> None:
-    """Check the texts of sampling parameters, as `check_text`.
-
-    Raises:
-        RequestError: naming the field.
-    """
-    check_text_fields(params, ("stop", "bad_words", "plugin_args"))
+_TEXT_FIELDS = ("tags", "cache_salt", "plugin_args", "kv_transfer_params", "trace_headers")
 
 
 def check_request_text(request: EngineCoreRequest) -> None:
-    """Check the texts of a prebuilt request, as `check_text`.
+    """Check the texts of a prebuilt request but for those of its parameters.
 
     Raises:
         RequestError: naming the field.
     """
-    check_params_text(request.params)
-    fields = ("tags", "cache_salt", "plugin_args", "kv_transfer_params", "trace_headers")
-    check_text_fields(request, fields)
-
-
-def _check_encodable(text: str, path: str) -> None:
-    if text.isascii():
-        return
-    try:
-        text.encode()
-    except UnicodeEncodeError as cause:
-        raise RequestError(
-            f"{path}: expected text that UTF-8 can hold, got {text[cause.start]!r} at "
-            f"character {cause.start}"
-        ) from None
+    for field in _TEXT_FIELDS:
+        if value := getattr(request, field):
+            check_text(value, field, RequestError)

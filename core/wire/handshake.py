@@ -24,9 +24,7 @@ Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 
 
-class EngineAddresses(
-    msgspec.Struct, array_like=True, frozen=True, kw_only=True, gc=False
-):
+class EngineAddresses(msgspec.Struct, array_like=True, frozen=True, kw_only=True, gc=False):
     """The addresses that an engine connects to: one input and one output per client."""
 
     inputs: list[str]

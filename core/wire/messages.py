@@ -162,9 +162,7 @@ class StartWave(msgspec.Struct, array_like=True, frozen=True, gc=False):
     engine_index: int
 
 
-class ReconfigureRequest(
-    msgspec.Struct, array_like=True, frozen=True, kw_only=True, gc=False
-):
+class ReconfigureRequest(msgspec.Struct, array_like=True, frozen=True, kw_only=True, gc=False):
     """A change of the number of data-parallel ranks, for one engine.
 
     Attributes:

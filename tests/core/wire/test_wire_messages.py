@@ -387,7 +387,7 @@ def test_fields_and_their_order_belong_to_this_version_of_the_protocol(cls):
 
 
 def test_a_default_costs_one_byte():
-    """msgspec encodes all fields of an array; leaving defaults out by hand costs more than it saves."""
+    """msgspec encodes all fields of an array; leaving defaults out costs more."""
     output = EngineCoreOutput(request_id="a", new_token_ids=[1])
     header, request_id, new_token_ids, defaults = 3, 2, 2, len(output.__struct_fields__) - 2
     assert len(encoded(output)) == header + request_id + new_token_ids + defaults

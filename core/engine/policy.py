@@ -21,8 +21,8 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.manifest import Source
-from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.plugins.typed import convert
+from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.registry.selection import Selection
 

@@ -20,7 +20,8 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Progress
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.errors import PluginNotFoundError, reason_of, shown
+from hardpoint.plugins.errors import PluginNotFoundError, shown
+from hardpoint.registry.blame import describe
 from hardpoint.registry.plugin_set import PluginSet
 
 from .build import limits_of
@@ -46,7 +47,7 @@ def find_files(name: str) -> ModelFiles:
             return ModelFiles(name, path.resolve())
     except (OSError, RuntimeError, ValueError) as cause:
         # Too long, no such home folder, or no permission: no file is called that.
-        raise ModelError(f"model: {shown(name)} cannot be opened: {reason_of(cause)}") from None
+        raise ModelError(f"model: {shown(name)} cannot be opened: {describe(cause)}") from None
     if _HUB_ID.fullmatch(name):
         return ModelFiles(name, _from_hub(name))
     raise ModelError(

@@ -27,8 +27,8 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.errors import EngineClosedError, EngineDeadError
 from hardpoint.plugins.manifest import Manifest
-from hardpoint.registry.blame import raise_unless_fault
 from hardpoint.plugins.typed import convert
+from hardpoint.registry.blame import raise_unless_fault
 
 from .frontend import EngineParts, Frontend, Submission
 from .input_processor import NO_EXTRAS, AsyncTokenizer, RequestExtras

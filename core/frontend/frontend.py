@@ -28,8 +28,9 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.errors import PluginFaultError, reason_of, shown
+from hardpoint.plugins.errors import PluginFaultError, shown
 from hardpoint.plugins.stats import StepFault
+from hardpoint.registry.blame import describe
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
 
@@ -361,7 +362,7 @@ def _listed(ids: str | Iterable[str]) -> list[str]:
     try:
         listed = [ids] if isinstance(ids, str) else list(ids)
     except Exception as cause:  # of no iterable, or of the caller's own
-        raise RequestError(f"request_ids: reading them failed: {reason_of(cause)}") from cause
+        raise RequestError(f"request_ids: reading them failed: {describe(cause)}") from cause
     for request_id in listed:
         if not isinstance(request_id, str):
             raise RequestError(f"request_id: expected a string, got {shown(request_id)}")

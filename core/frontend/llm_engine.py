@@ -26,8 +26,8 @@ from hardpoint.plugins.errors import (
 )
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.stats import StepFault
-from hardpoint.registry.blame import is_fault, raise_unless_fault
 from hardpoint.plugins.typed import convert
+from hardpoint.registry.blame import is_fault, raise_unless_fault
 
 from .frontend import EngineParts, Frontend, ProcessedBatch
 from .input_processor import NO_EXTRAS, RequestExtras

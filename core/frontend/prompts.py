@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from hardpoint.plugins import EngineCoreRequest, RequestError, typed
-from hardpoint.plugins.errors import reason_of, shown
+from hardpoint.plugins.errors import shown
 from hardpoint.plugins.typed import check_text
+from hardpoint.registry.blame import describe
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; or, tokenised elsewhere,
@@ -126,7 +127,7 @@ def copied(value: Any, path: str) -> Any:
     try:
         return dict(value) if isinstance(value, Mapping) else list(value)
     except Exception as cause:
-        raise RequestError(f"{path}: reading it failed: {reason_of(cause)}") from cause
+        raise RequestError(f"{path}: reading it failed: {describe(cause)}") from cause
 
 
 def checked_ids(token_ids: Any, vocab_size: int) -> list[int]:

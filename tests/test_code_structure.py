@@ -24,7 +24,6 @@ SMALL = 100
 """Lines below which a module that only one other imports belongs into that one."""
 
 SMALL_MODULES = {
-    "hardpoint.builtin_plugins.tokenizer.chat_template": "a format of its own, apart from tokens",
     "hardpoint.core.client.output_queue": "the queue of an LLM; EventLoopBridge is AsyncLLM's",
     "hardpoint.core.engine_process.main_module.find_unpicklable": "a search, used for errors alone",
     "hardpoint.core.frontend.output_collector": "the buffer of one request of AsyncLLM",

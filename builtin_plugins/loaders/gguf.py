@@ -12,9 +12,15 @@ import gguf
 import numpy as np
 import torch
 
-from hardpoint.builtin_plugins.models.hf_config import ConfigFields, model_config
+from hardpoint.builtin_plugins.models.hf_config import (
+    ConfigFields,
+    model_config,
+    short,
+    token_ids,
+)
 from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightLoader
 
+from .files import refusing_damage
 from .gguf_file import GGUFFile, open_gguf
 
 _ROW_BYTES = 1 << 13
@@ -107,7 +113,8 @@ class GGUFLoader(WeightLoader):
             "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
         }
         for key, name in _FIELDS.items():
-            value = file.value(f"{architecture}.{key}")
+            kind = float if name == "rms_norm_eps" else int
+            value = file.scalar(f"{architecture}.{key}", kind)
             if value is None and key in _REQUIRED:
                 raise ModelError(f"{self._source}: {architecture}.{key}: missing")
             if value is not None:
@@ -134,14 +141,19 @@ class GGUFLoader(WeightLoader):
             array = self._dequantize(tensor)
             heads = permuted.get(name.split(".")[-2])
             if heads is not None and hf["model_type"] == "llama":
+                if array.shape[0] % (2 * heads):
+                    raise ModelError(
+                        f"{self._source}: tensor {tensor.name}: expected rows of {heads} heads of "
+                        f"an even size, got {array.shape[0]} rows"
+                    )
                 array = _unpermute(array, heads)
             yield name, torch.from_numpy(array)
 
     def _architecture(self) -> str:
-        architecture = self._file.value("general.architecture")
+        architecture = self._file.scalar("general.architecture", str)
         if architecture not in _ARCHITECTURES:
             raise ModelError(
-                f"{self._source}: general.architecture: {architecture!r} is not supported; "
+                f"{self._source}: general.architecture: {short(architecture)} is not supported; "
                 f"supported are {', '.join(_ARCHITECTURES)}"
             )
         return str(architecture)
@@ -152,15 +164,21 @@ class GGUFLoader(WeightLoader):
         for key, name in _FIELDS.items():
             if name in hf and name != "rms_norm_eps":
                 ConfigFields({key: hf[name]}, f"{self._source}: {architecture}").whole(key)
+        blocks = {found[1] for t in self._file.tensors if (found := _BLOCK.fullmatch(t.name))}
+        if fields.whole("num_hidden_layers") > len(blocks):
+            raise ModelError(
+                f"{self._source}: {architecture}.block_count: expected {len(blocks)}, the number "
+                f"of blocks that have tensors, got {hf['num_hidden_layers']}"
+            )
         heads, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
         head_size = fields.whole("head_dim", max(hidden // heads, 1))
-        rotated = self._file.value(f"{architecture}.rope.dimension_count")
+        rotated = self._file.scalar(f"{architecture}.rope.dimension_count", int)
         if rotated not in (None, head_size):
             raise ModelError(
                 f"{self._source}: {architecture}.rope.dimension_count: expected the head size "
                 f"{head_size} (whole heads are rotated), got {rotated}"
             )
-        experts = self._file.value(f"{architecture}.expert_count")
+        experts = self._file.scalar(f"{architecture}.expert_count", int)
         if experts:
             raise ModelError(
                 f"{self._source}: {architecture}.expert_count: mixtures of experts are not "
@@ -172,28 +190,31 @@ class GGUFLoader(WeightLoader):
         # Llama 3's scaling is stored as one divisor per frequency: the type "factors".
         prefix = f"{architecture}.rope"
         rope: dict[str, Any] = {"rope_type": "default"}
-        theta = self._file.value(f"{prefix}.freq_base")
+        theta = self._file.scalar(f"{prefix}.freq_base", float)
         rope["rope_theta"] = 10000.0 if theta is None else theta
         factors = [tensor for tensor in self._file.tensors if tensor.name == _ROPE_FACTORS]
         if factors:
-            return rope | {"rope_type": "factors", "factors": factors[0].data.tolist()}
-        scaling = self._file.value(f"{prefix}.scaling.type") or "none"
+            return rope | {"rope_type": "factors", "factors": self._dequantize(factors[0]).tolist()}
+        scaling = self._file.scalar(f"{prefix}.scaling.type", str) or "none"
         if scaling == "none":
             return rope
         if scaling not in ("linear", "yarn"):
             raise ModelError(
                 f"{self._source}: {prefix}.scaling.type: expected none, linear or yarn, "
-                f"got {scaling!r}"
+                f"got {short(scaling)}"
             )
-        rope |= {"rope_type": scaling, "factor": self._file.value(f"{prefix}.scaling.factor")}
-        if original := self._file.value(f"{prefix}.scaling.original_context_length"):
+        rope |= {
+            "rope_type": scaling,
+            "factor": self._file.scalar(f"{prefix}.scaling.factor", float),
+        }
+        if original := self._file.scalar(f"{prefix}.scaling.original_context_length", int):
             rope["original_max_position_embeddings"] = original
         return rope
 
     def _eos(self) -> list[int]:
         keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-        found = [self._file.value(key) for key in keys]
-        return list(dict.fromkeys(int(i) for i in found if i is not None))
+        found = [i for key in keys for i in token_ids(self._file.value(key), key, self._source)]
+        return list(dict.fromkeys(found))
 
     def _dtype(self) -> str | None:
         types = {tensor.tensor_type.name for tensor in self._file.tensors if len(tensor.shape) > 1}
@@ -201,12 +222,10 @@ class GGUFLoader(WeightLoader):
 
     def _dequantize(self, tensor: gguf.ReaderTensor) -> np.ndarray[Any, Any]:
         data = np.asarray(tensor.data)  # slicing the memory map itself is slow
-        try:
+        with refusing_damage(f"{self._source}: tensor {tensor.name}"):
             array: np.ndarray[Any, Any] = gguf.quants.dequantize(
                 _with_long_rows(data), tensor.tensor_type
             )
-        except NotImplementedError as cause:
-            raise ModelError(f"{self._source}: tensor {tensor.name}: {cause}") from cause
         array = array.reshape(*data.shape[:-1], -1)
         return array if array.flags.writeable and array.base is None else array.copy()
 

@@ -1,39 +1,126 @@
-"""Reading the header of GGUF files, with bounds checks."""
+"""Reading the header of GGUF files: nothing is read or allocated that the file has no bytes for."""
 
 from __future__ import annotations
 
+import math
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import gguf
 import numpy as np
 
+from hardpoint.builtin_plugins.models.hf_config import short
 from hardpoint.plugins import ModelError
+
+from .files import refusing_damage, regular_file
 
 FieldParts = tuple[int, list[Any], list[int], list[Any]]
 """Size in bytes, raw parts, indices of the data parts, types: GGUFReader's form of a field."""
 
+T = TypeVar("T")
+
 _LENGTH = struct.Struct("<Q")
+_VERSION = struct.Struct("<4xI")
+_MAX_FIELDS = 1 << 16
+_MAX_TENSORS = 1 << 16
+_MAX_DIMENSIONS = 4  # as in ggml
 
 
 class GGUFFile(gguf.GGUFReader):  # type: ignore[misc]
     """GGUFReader that reads arrays quickly and never past the end of the file."""
 
     # The library makes a numpy object of every element of an array, which takes seconds for a
-    # vocabulary; here an array of numbers is one part, and strings are slices of the file.
+    # vocabulary; here an array is one part, and its strings are decoded when they are asked for.
+
+    def __init__(self, path: Path) -> None:
+        """Read the header.
+
+        Raises:
+            ValueError, KeyError: it is damaged.
+        """
+        self._name = path.name
+        with path.open("rb") as file:
+            start = file.read(_VERSION.size)
+        if len(start) == _VERSION.size and not _VERSION.unpack(start)[0] & 0xFFFF:
+            raise ValueError(
+                "it is big-endian; expected a little-endian file (gguf-convert-endian makes one)"
+            )
+        super().__init__(path)
+
+    @property
+    def data(self) -> np.ndarray[Any, Any]:
+        """The bytes of the file."""
+        return self._data
+
+    @data.setter
+    def data(self, mapped: np.ndarray[Any, Any]) -> None:
+        self._data = np.asarray(mapped)  # slices of the memory map itself are slow and large
 
     def value(self, key: str) -> Any:
-        """Return a metadata field as plain Python data; None if it is missing."""
+        """Return a metadata field as plain Python data; None if it is missing.
+
+        Raises:
+            ModelError: a string in it is not UTF-8.
+        """
         field = self.get_field(key)
-        return None if field is None else field.contents()
+        if field is None:
+            return None
+        with refusing_damage(f"{self._name}: {key}"):
+            if field.types == [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING]:
+                return _strings(field.parts[-1].tobytes())
+            return field.contents()
+
+    def scalar(self, key: str, kind: type[T]) -> T | None:
+        """Return a metadata field that is one value, a str, int or bool; None if it is missing.
+
+        Raises:
+            ModelError: it is something else.
+        """
+        field, array = self.get_field(key), gguf.GGUFValueType.ARRAY
+        if field is not None and field.types[0] == array:
+            raise self._wrong(key, kind.__name__, f"an array of {int(field.parts[-2][0])}")
+        value = self.value(key)
+        if value is None or type(value) is kind:
+            return value
+        raise self._wrong(key, kind.__name__, short(value))
+
+    def strings(self, key: str) -> list[str]:
+        """Return a metadata field that is an array of strings; an empty list if it is missing.
+
+        Raises:
+            ModelError: it is something else.
+        """
+        field, string = self.get_field(key), gguf.GGUFValueType.STRING
+        if field is None:
+            return []
+        if field.types != [gguf.GGUFValueType.ARRAY, string]:
+            raise self._wrong(key, "an array of strings", f"type {field.types[-1].name}")
+        found: list[str] = self.value(key)
+        return found
+
+    def numbers(self, key: str) -> list[float]:
+        """Return a metadata field that is an array of numbers; an empty list if it is missing.
+
+        Raises:
+            ModelError: it is something else.
+        """
+        field = self.get_field(key)
+        if field is None:
+            return []
+        if len(field.types) < 2 or field.types[1] == gguf.GGUFValueType.STRING:
+            raise self._wrong(key, "an array of numbers", f"type {field.types[-1].name}")
+        found: list[float] = self.value(key)
+        return found
+
+    def _wrong(self, key: str, expected: str, found: str) -> ModelError:
+        return ModelError(f"{self._name}: {key}: expected {expected}, got {found}")
 
     def _get(
         self, offset: int, dtype: Any, count: int = 1, override_order: Any = None
     ) -> np.ndarray[Any, Any]:
-        end = offset + np.dtype(dtype).itemsize * int(count)
-        self._check_end(end)
-        array: np.ndarray[Any, Any] = super()._get(offset, dtype, count, override_order)
+        self._check_end(int(offset) + np.dtype(dtype).itemsize * int(count))
+        array: np.ndarray[Any, Any] = super()._get(int(offset), dtype, int(count), override_order)
         return array
 
     def _check_end(self, end: int) -> None:
@@ -42,38 +129,83 @@ class GGUFFile(gguf.GGUFReader):  # type: ignore[misc]
                 f"truncated: the header refers to byte {end}, the file has {self.data.size}"
             )
 
+    def _build_fields(self, offs: int, count: int) -> int:
+        _check_count("metadata fields", int(count), _MAX_FIELDS)
+        end: int = super()._build_fields(offs, count)
+        return end
+
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> FieldParts:
         array = gguf.GGUFValueType.ARRAY
-        if raw_type != array or self.byte_order != "I":
-            return self._library_parts(orig_offs, raw_type)
+        if raw_type != array:
+            parts: FieldParts = super()._get_field_parts(orig_offs, raw_type)
+            return parts
         item_type = self._get(orig_offs, np.uint32)
         count = self._get(orig_offs + 4, np.uint64)
         start = orig_offs + 12
         kind = gguf.GGUFValueType(int(item_type[0]))
         if kind == gguf.GGUFValueType.STRING:
-            strings, end = self._strings(start, int(count[0]))
-            indices = list(range(2, 2 + len(strings)))
-            return end - orig_offs, [item_type, count, *strings], indices, [array, kind]
-        if kind in self.gguf_scalar_to_np:
+            values = self._get(start, np.uint8, self._end_of_strings(start, int(count[0])) - start)
+        elif kind in self.gguf_scalar_to_np:
             values = self._get(start, self.gguf_scalar_to_np[kind], int(count[0]))
-            size = start + int(values.nbytes) - orig_offs
-            return size, [item_type, count, values], [2], [array, kind]
-        return self._library_parts(orig_offs, raw_type)
+        else:
+            raise ValueError("expected arrays of numbers or strings, got an array of arrays")
+        size = start + int(values.nbytes) - orig_offs
+        return size, [item_type, count, values], [2], [array, kind]
 
-    def _library_parts(self, offset: int, raw_type: int) -> FieldParts:
-        parts: FieldParts = super()._get_field_parts(offset, raw_type)
-        return parts
-
-    def _strings(self, offset: int, count: int) -> tuple[list[memoryview], int]:
-        data = memoryview(self.data)
-        strings = []
+    def _end_of_strings(self, offset: int, count: int) -> int:
+        self._check_end(offset + _LENGTH.size * count)
+        data = self.data.data
         for _ in range(count):
-            self._check_end(offset + 8)
-            start = offset + 8
-            offset = start + _LENGTH.unpack_from(data, offset)[0]
-            self._check_end(offset)
-            strings.append(data[start:offset])
-        return strings, offset
+            self._check_end(offset + _LENGTH.size)
+            offset += _LENGTH.size + int(_LENGTH.unpack_from(data, offset)[0])
+        self._check_end(offset)
+        return offset
+
+    def _build_tensor_info(self, offs: int, count: int) -> tuple[int, list[Any]]:
+        _check_count("tensors", int(count), _MAX_TENSORS)
+        found: tuple[int, list[Any]] = super()._build_tensor_info(offs, count)
+        return found
+
+    def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
+        total = 0
+        for field in fields:
+            dims, raw_type, offset = field.parts[3:6]
+            size = _tensor_bytes(field.name, dims.tolist(), int(raw_type[0]))
+            self._check_end(int(start_offs) + int(offset[0]) + size)
+            total += size
+        if total > self.data.size:
+            raise ValueError(
+                f"its tensors have {total} bytes and overlap: the file has {self.data.size}"
+            )
+        super()._build_tensors(int(start_offs), fields)
+
+
+def _check_count(what: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise ValueError(f"expected at most {limit} {what}, got {count}")
+
+
+def _tensor_bytes(name: str, dims: list[int], raw_type: int) -> int:
+    """Return the size of a tensor's data."""
+    if not 1 <= len(dims) <= _MAX_DIMENSIONS or not all(dims):
+        raise ValueError(
+            f"tensor {name}: expected 1 to {_MAX_DIMENSIONS} dimensions of at least 1, "
+            f"got {short(dims)}"
+        )
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(raw_type)]
+    if dims[0] % block:
+        raise ValueError(f"tensor {name}: expected rows of a multiple of {block}, got {dims[0]}")
+    return math.prod(dims) // int(block) * int(size)
+
+
+def _strings(data: bytes) -> list[str]:
+    """Return the strings of an array, whose lengths were checked."""
+    strings, offset = [], 0
+    while offset < len(data):
+        start = offset + _LENGTH.size
+        offset = start + _LENGTH.unpack_from(data, offset)[0]
+        strings.append(data[start:offset].decode())
+    return strings
 
 
 def open_gguf(path: Path) -> GGUFFile:
@@ -82,7 +214,8 @@ def open_gguf(path: Path) -> GGUFFile:
     Raises:
         ModelError: the file cannot be read, is no GGUF file or is truncated.
     """
+    regular_file(path, path.name)
     try:
         return GGUFFile(path)
     except (OSError, ValueError, KeyError, IndexError, OverflowError) as cause:
-        raise ModelError(f"{path.name} is not a readable GGUF file: {cause}") from cause
+        raise ModelError(f"{path.name} is not a readable GGUF file: {str(cause)[:400]}") from cause

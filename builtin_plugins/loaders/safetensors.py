@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,24 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from hardpoint.builtin_plugins.models.hf_config import default_sampling, model_config, token_ids
+from hardpoint.builtin_plugins.models.hf_config import (
+    default_sampling,
+    model_config,
+    short,
+    token_ids,
+)
 from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightLoader
+
+from .files import (
+    file_inside,
+    read_json,
+    refusing_damage,
+    regular_file,
+)
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_EMBEDDING = "model.embed_tokens.weight"
 
 
 class SafetensorsLoader(WeightLoader):
@@ -41,11 +53,11 @@ class SafetensorsLoader(WeightLoader):
             method = config.hf["quantization_config"]
             raise ModelError(
                 f"{path.name}/config.json: quantization_config: expected none (quantised "
-                f"safetensors are not supported), got {method!r}"
+                f"safetensors are not supported), got {short(method)}"
             )
         for shard in self._shards():
-            with _open(shard):
-                pass
+            with _open(shard) as file:
+                _check_vocabulary(file, config, path.name)
         return config
 
     def weights(self, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -54,12 +66,15 @@ class SafetensorsLoader(WeightLoader):
         Raises:
             ModelError: a shard is missing or truncated.
         """
+        missing = dict.fromkeys(shapes)
         for shard in self._shards():
             with _open(shard) as file:
                 present = set(file.keys())
-                for name in shapes:
-                    if name in present:
-                        yield name, file.get_tensor(name)
+                for name in [name for name in missing if name in present]:
+                    del missing[name]
+                    with refusing_damage(f"{shard.parent.name}/{shard.name}: {name}"):
+                        tensor = file.get_tensor(name)
+                    yield name, tensor
 
     def _shards(self) -> list[Path]:
         folder = self.context.files.path
@@ -69,22 +84,22 @@ class SafetensorsLoader(WeightLoader):
             if not isinstance(weight_map, dict) or not weight_map:
                 raise ModelError(
                     f"{folder.name}/{_INDEX}: weight_map: expected a table of tensor names to "
-                    f"files, got {weight_map!r}"
+                    f"files, got {short(weight_map)}"
                 )
-            shards = [folder / str(name) for name in dict.fromkeys(weight_map.values())]
-        elif (folder / _SINGLE).exists():
+            where = f"{folder.name}/{_INDEX}: weight_map"
+            names = weight_map.values()
+            if wrong := [name for name in names if not isinstance(name, str)]:
+                raise ModelError(f"{where}: expected names of files, got {short(wrong[0])}")
+            return [file_inside(folder, name, where) for name in dict.fromkeys(names)]
+        shards = sorted(folder.glob("*.safetensors"))
+        if folder / _SINGLE in shards:
             shards = [folder / _SINGLE]
-        else:
-            shards = sorted(folder.glob("*.safetensors"))
-            if len(shards) != 1:
-                raise ModelError(
-                    f"{folder.name}: expected {_SINGLE} or {_INDEX}, found "
-                    f"{', '.join(shard.name for shard in shards) or 'no safetensors file'}"
-                )
-        for shard in shards:
-            if not shard.exists():
-                raise ModelError(f"{folder.name}: {shard.name} is missing; {_INDEX} names it")
-        return shards
+        if len(shards) != 1:
+            raise ModelError(
+                f"{folder.name}: expected {_SINGLE} or {_INDEX}, found "
+                f"{', '.join(shard.name for shard in shards[:8]) or 'no safetensors file'}"
+            )
+        return [regular_file(shards[0], f"{folder.name}/{shards[0].name}")]
 
 
 def read_model_config(path: Path) -> ModelConfig:
@@ -108,22 +123,19 @@ def read_model_config(path: Path) -> ModelConfig:
     )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
+def _check_vocabulary(file: Any, config: ModelConfig, where: str) -> None:
+    """Compare `vocab_size`, by which much is allocated before weights are read, with the weights.
 
     Raises:
-        ModelError: the file is missing, is no JSON or has no object.
+        ModelError: they differ.
     """
-    where = f"{path.parent.name}/{path.name}"
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as cause:
-        raise ModelError(f"{where} cannot be read: {cause.strerror}") from cause
-    except ValueError as cause:
-        raise ModelError(f"{where} is not valid JSON: {cause}") from cause
-    if not isinstance(value, dict):
-        raise ModelError(f"{where}: expected an object, got {type(value).__name__}")
-    return value
+    if _EMBEDDING in file.keys():  # noqa: SIM118 - it has no other way
+        rows = file.get_slice(_EMBEDDING).get_shape()[:1]
+        if rows != [config.vocab_size]:
+            raise ModelError(
+                f"{where}/config.json: vocab_size: expected {rows[0] if rows else 'a matrix'}, the "
+                f"rows of {_EMBEDDING}, got {config.vocab_size}"
+            )
 
 
 def _open(path: Path) -> Any:
@@ -131,5 +143,5 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as cause:
         raise ModelError(
-            f"{path.parent.name}/{path.name} is damaged or truncated: {cause}"
+            f"{path.parent.name}/{path.name} is damaged or truncated: {str(cause)[:400]}"
         ) from cause

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hardpoint.plugins import ModelConfig, ModelError, RequestError, SamplingParams
 
+_LARGEST = 2**31 - 1
+_LARGEST_FLOAT = 3e38  # of float32, in which models compute
+_SHORT = reprlib.Repr()
+vars(_SHORT).update(maxstring=200, maxother=200, maxlong=200)
+
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def short(value: Any) -> str:
+    """Return a value as a message shows it; what is long or deep is cut."""
+    return _SHORT.repr(value)
 
 
 class ConfigFields:
@@ -18,15 +29,17 @@ class ConfigFields:
         self._values = values
         self._source = source
 
-    def whole(self, name: str, default: int | None = None) -> int:
+    def whole(self, name: str, default: int | None = None, at_most: int = _LARGEST) -> int:
         """Return a field that is a whole number of at least 1.
 
         Raises:
-            ModelError: it is none, or is missing and there is no default.
+            ModelError: it is none, too large, or missing and there is no default.
         """
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(name, f"expected a whole number >= 1, got {value!r}")
+            raise self.error(name, f"expected a whole number >= 1, got {short(value)}")
+        if value > at_most:
+            raise self.error(name, f"expected at most {at_most}, got {short(value)}")
         return value
 
     def optional_whole(self, name: str) -> int | None:
@@ -47,8 +60,9 @@ class ConfigFields:
         Raises:
             ModelError: it is none.
         """
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self.error(name, f"expected a number > 0, got {value!r}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= _LARGEST_FLOAT:
+            raise self.error(name, f"expected a number > 0, got {short(value)}")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -59,7 +73,7 @@ class ConfigFields:
         """
         value = self._get(name, default)
         if not isinstance(value, bool):
-            raise self.error(name, f"expected true or false, got {value!r}")
+            raise self.error(name, f"expected true or false, got {short(value)}")
         return value
 
     def table(self, name: str) -> dict[str, Any]:
@@ -70,7 +84,7 @@ class ConfigFields:
         """
         value = self._get(name, {})
         if not isinstance(value, Mapping):
-            raise self.error(name, f"expected a table, got {value!r}")
+            raise self.error(name, f"expected a table, got {short(value)}")
         return dict(value)
 
     def error(self, name: str, message: str) -> ModelError:
@@ -111,10 +125,10 @@ def model_config(
     if not isinstance(architectures, list) or not architectures:
         raise fields.error(
             "architectures",
-            f'expected a list such as ["LlamaForCausalLM"], got {architectures!r}',
+            f'expected a list such as ["LlamaForCausalLM"], got {short(architectures)}',
         )
     if not isinstance(architectures[0], str):
-        raise fields.error("architectures[0]", f"expected a string, got {architectures[0]!r}")
+        raise fields.error("architectures[0]", f"expected a string, got {short(architectures[0])}")
     return ModelConfig(
         architecture=architectures[0],
         hf=dict(hf),
@@ -150,6 +164,8 @@ def token_ids(value: Any, name: str, source: str) -> tuple[int, ...]:
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise ModelError(f"{source}: {name}: expected a token id or a list of them, got {value!r}")
+    if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= _LARGEST for i in ids):
+        raise ModelError(
+            f"{source}: {name}: expected a token id or a list of them, got {short(value)}"
+        )
     return tuple(ids)

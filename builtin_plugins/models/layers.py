@@ -14,10 +14,11 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from .hf_config import ConfigFields
+from .hf_config import ConfigFields, short
 
 _PACKED_DTYPES = (torch.bfloat16, torch.float32)
 _PACK_ROWS = 512
+_ROPE_ROWS = 1 << 16  # positions whose angles are computed at once
 
 
 class Layer(Protocol):
@@ -191,18 +192,39 @@ class RotaryEmbedding:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Compute tables for positions 0 to max_len - 1; `source` names the config in messages.
+        """Compute the frequencies; `allocate` computes the tables.
+
+        Args:
+            hf: fields of the model's config.
+            head_size: elements of a head.
+            max_len: number of positions.
+            source: names the config in messages.
+            dtype: of the tables.
+            device: of the tables.
 
         Raises:
             ModelError: the config's RoPE is not supported.
         """
-        frequencies, scale = _frequencies(hf, head_size, source)
-        angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
-        cos, sin = angles.cos() * scale, angles.sin() * scale
+        self._frequencies, self._scale = _frequencies(hf, head_size, source)
         self._half = head_size // 2
-        # The sign of rotate_half is in the sine table, so that rotation needs a roll only.
-        self._cos = torch.cat((cos, cos), -1).unsqueeze(1).to(device=device, dtype=dtype)
-        self._sin = torch.cat((-sin, sin), -1).unsqueeze(1).to(device=device, dtype=dtype)
+        self._max_len = max_len
+        self._placement = (device, dtype)
+        self._cos = self._sin = torch.empty(0)
+
+    def allocate(self) -> None:
+        """Compute the tables for positions 0 to max_len - 1."""
+        device, dtype = self._placement
+        shape = (self._max_len, 1, 2 * self._half)
+        self._cos = torch.empty(shape, dtype=dtype, device=device)
+        self._sin = torch.empty(shape, dtype=dtype, device=device)
+        for start in range(0, self._max_len, _ROPE_ROWS):
+            end = min(start + _ROPE_ROWS, self._max_len)
+            positions = torch.arange(start, end, dtype=torch.float32)
+            angles = torch.outer(positions, self._frequencies).unsqueeze(1)
+            cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
+            self._cos[start:end] = torch.cat((cos, cos), -1)
+            # The sign of rotate_half is in the table, so that rotation needs a roll only.
+            self._sin[start:end] = torch.cat((-sin, sin), -1)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines [tokens, 1, head_size] for positions [tokens]."""
@@ -218,10 +240,12 @@ def _frequencies(hf: Mapping[str, Any], head_size: int, source: str) -> tuple[to
     fields = ConfigFields(hf, source)
     parameters = _parameters(hf, fields)
     kind = parameters["rope_type"]
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+    if not isinstance(kind, str):
+        raise fields.error("rope_type", f"expected a string, got {short(kind)}")
+    if (partial := parameters.get("partial_rotary_factor", 1.0)) != 1.0:
         raise fields.error(
             "partial_rotary_factor",
-            f"expected 1.0 (whole heads are rotated), got {parameters['partial_rotary_factor']!r}",
+            f"expected 1.0 (whole heads are rotated), got {short(partial)}",
         )
     if kind in _LENGTH_DEPENDENT:
         raise fields.error(
@@ -232,7 +256,13 @@ def _frequencies(hf: Mapping[str, Any], head_size: int, source: str) -> tuple[to
     exponents = torch.arange(0, head_size, 2, dtype=torch.int64).float() / head_size
     frequencies = 1.0 / (parameters["rope_theta"] ** exponents)
     if kind == "factors":
-        frequencies = frequencies / torch.tensor(parameters["factors"], dtype=torch.float32)
+        factors = parameters.get("factors")
+        if not isinstance(factors, list) or len(factors) != len(frequencies):
+            raise fields.error(
+                "factors", f"expected {len(frequencies)} numbers > 0, got {short(factors)}"
+            )
+        divisors = [fields.positive("factors", factor) for factor in factors]
+        frequencies = frequencies / torch.tensor(divisors, dtype=torch.float32)
     return frequencies, 1.0
 
 
@@ -246,7 +276,7 @@ def _parameters(hf: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
         parameters.setdefault("partial_rotary_factor", hf["partial_rotary_factor"])
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise fields.error(
-            "rope_parameters", f"a set per layer type is not supported, got {parameters!r}"
+            "rope_parameters", f"a set per layer type is not supported, got {short(parameters)}"
         )
     return parameters
 
@@ -274,6 +304,8 @@ def _scaled(
                 rope_parameters=parameters,
             )
             frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    except (KeyError, TypeError, ValueError) as cause:
-        raise fields.error("rope_parameters", f"{parameters!r} does not work: {cause}") from cause
+    except Exception as cause:  # wrong parameters can make it raise anything
+        raise fields.error(
+            "rope_parameters", f"{short(parameters)} does not work: {cause}"
+        ) from cause
     return frequencies.float(), float(scale)

@@ -12,8 +12,13 @@ import torch.nn.functional as F
 
 from hardpoint.plugins import ForwardBatch, KVSpec, Model, ModelContext
 
-from .hf_config import ConfigFields
+from .hf_config import ConfigFields, short
 from .layers import Embedding, Layer, Linear, RMSNorm, RotaryEmbedding
+
+# Above all models that are known; a config's larger number would be built before the files that
+# have no such layers are read.
+_MAX_LAYERS = 1 << 10
+_MAX_HEAD_SIZE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class Llama(Model):
         fields = self._fields = ConfigFields(hf, self._source)
         self._hidden = fields.whole("hidden_size")
         self._intermediate = fields.whole("intermediate_size")
-        self._num_layers = fields.whole("num_hidden_layers")
+        self._num_layers = fields.whole("num_hidden_layers", at_most=_MAX_LAYERS)
         self._heads = fields.whole("num_attention_heads")
         self._kv_heads = fields.whole("num_key_value_heads", self._heads)
         self._head_size = self._read_head_size()
@@ -102,6 +107,7 @@ class Llama(Model):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load the tensors one by one; fused matrices are packed once they are complete."""
         owners = {name: part for part in self._layers() for name in part.shapes()}
+        self._rope.allocate()
         for name, tensor in weights:
             owners[name].load(name, tensor)
         if self._tied:
@@ -197,10 +203,12 @@ class Llama(Model):
                 "num_key_value_heads",
                 f"expected a divisor of num_attention_heads {self._heads}, got {self._kv_heads}",
             )
-        if self._head_size % 2:
+        if self._head_size % 2 or self._head_size > _MAX_HEAD_SIZE:
             raise fields.error(
-                "head_dim", f"expected an even number (RoPE rotates pairs), got {self._head_size}"
+                "head_dim",
+                f"expected an even number (RoPE rotates pairs) of at most {_MAX_HEAD_SIZE}, "
+                f"got {self._head_size}",
             )
         activation = self.context.config.hf.get("hidden_act") or "silu"
         if activation != "silu":
-            raise fields.error("hidden_act", f"expected 'silu', got {activation!r}")
+            raise fields.error("hidden_act", f"expected 'silu', got {short(activation)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .hf_config import short
 from .llama import Llama
 
 _SLIDING = "sliding_attention"
@@ -24,12 +25,14 @@ class _Qwen(Llama):
             first = self.context.config.hf.get("max_window_layers", 28)
             if not isinstance(first, int) or first < 0:
                 raise fields.error(
-                    "max_window_layers", f"expected a whole number >= 0, got {first!r}"
+                    "max_window_layers", f"expected a whole number >= 0, got {short(first)}"
                 )
             types = [_SLIDING if i >= first else "full_attention" for i in range(count)]
-        if len(types) != count or not set(types) <= set(_LAYER_TYPES):
+        known = isinstance(types, list) and all(kind in _LAYER_TYPES for kind in types)
+        if not known or len(types) != count:
             raise fields.error(
-                "layer_types", f"expected {count} of {' or '.join(_LAYER_TYPES)}, got {types!r}"
+                "layer_types",
+                f"expected {count} of {' or '.join(_LAYER_TYPES)}, got {short(types)}",
             )
         return [window if kind == _SLIDING else None for kind in types]
 

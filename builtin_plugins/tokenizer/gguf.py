@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.processors import TemplateProcessing
 
 from hardpoint.builtin_plugins.loaders.gguf_file import GGUFFile
+from hardpoint.builtin_plugins.models.hf_config import short
 from hardpoint.plugins import ModelError
 
 _CONTROL, _USER_DEFINED = 3, 4
@@ -34,7 +35,7 @@ def build_gguf_tokenizer(file: GGUFFile, path: Path) -> Tokenizer:
     Raises:
         ModelError: a field is missing, or the kind of tokenizer is not supported.
     """
-    kind = file.value("tokenizer.ggml.model")
+    kind = file.scalar("tokenizer.ggml.model", str)
     if kind is None:
         raise ModelError(f"{path.name}: tokenizer.ggml.model: missing; the file has no tokenizer")
     return _byte_level(file, path) if kind == "gpt2" else _through_transformers(path, kind)
@@ -42,20 +43,20 @@ def build_gguf_tokenizer(file: GGUFFile, path: Path) -> Tokenizer:
 
 def special_tokens(file: GGUFFile) -> dict[str, str]:
     """Return the special tokens for chat templates by name, such as `bos_token`."""
-    tokens = file.value("tokenizer.ggml.tokens") or []
+    tokens = file.strings("tokenizer.ggml.tokens")
     keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    ids = {name: file.value(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    ids = {name: file.scalar(f"tokenizer.ggml.{key}_token_id", int) for name, key in keys.items()}
     return {
         f"{name}_token": tokens[index]
         for name, index in ids.items()
-        if index is not None and index < len(tokens)
+        if index is not None and 0 <= index < len(tokens)
     }
 
 
 def _byte_level(file: GGUFFile, path: Path) -> Tokenizer:
     tokens: list[str] = _required(file, path, "tokens")
     merges: list[str] = _required(file, path, "merges")
-    pre = file.value("tokenizer.ggml.pre") or "default"
+    pre = file.scalar("tokenizer.ggml.pre", str) or "default"
     try:
         model = models.BPE(
             vocab={token: index for index, token in enumerate(tokens)},
@@ -63,13 +64,13 @@ def _byte_level(file: GGUFFile, path: Path) -> Tokenizer:
             ignore_merges=pre in _LLAMA3,
         )
     except Exception as cause:  # the library raises nothing narrower
-        raise ModelError(f"{path.name}: tokenizer.ggml.merges: {cause}") from cause
+        raise ModelError(f"{path.name}: tokenizer.ggml.merges: {str(cause)[:400]}") from cause
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = _pre_tokenizer(pre, path)
     tokenizer.decoder = decoders.ByteLevel()
     if pre in _QWEN2:
         tokenizer.normalizer = normalizers.NFC()
-    types = file.value("tokenizer.ggml.token_type") or []
+    types = file.numbers("tokenizer.ggml.token_type")
     tokenizer.add_special_tokens(
         [
             AddedToken(token, normalized=False, special=True)
@@ -107,7 +108,7 @@ def _pre_tokenizer(pre: str, path: Path) -> Any:
     if pre not in splits:
         known = ", ".join(sorted((*splits, *_GPT2, *_SMOLLM)))
         raise ModelError(
-            f"{path.name}: tokenizer.ggml.pre: expected one of {known}, got {pre!r}; set "
+            f"{path.name}: tokenizer.ggml.pre: expected one of {known}, got {short(pre)}; set "
             f"tokenizer.path to a directory with the model's tokenizer.json"
         )
     return pre_tokenizers.Sequence(
@@ -124,10 +125,10 @@ def _add_bos_eos(
     """Set the tokens that `add_special_tokens` adds, as the file specifies."""
     added = {}
     for side, default in (("bos", bos_by_default), ("eos", False)):
-        stated = file.value(f"tokenizer.ggml.add_{side}_token")
-        index = file.value(f"tokenizer.ggml.{side}_token_id")
+        stated = file.scalar(f"tokenizer.ggml.add_{side}_token", bool)
+        index = file.scalar(f"tokenizer.ggml.{side}_token_id", int)
         if (default if stated is None else stated) and index is not None:
-            added[side] = (tokens[index], int(index))
+            added[side] = (tokens[index], index)
     if not added:
         return
     before = ["bos"] if "bos" in added else []
@@ -147,18 +148,20 @@ def _through_transformers(path: Path, kind: str) -> Tokenizer:
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     try:
-        converted = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+        converted = AutoTokenizer.from_pretrained(
+            str(path.parent), gguf_file=path.name, trust_remote_code=False, local_files_only=True
+        )
         fast: Tokenizer = converted.backend_tokenizer
     except Exception as cause:  # a damaged file can make it raise anything
-        message = re.sub(r"\s+", " ", str(cause))
+        message = re.sub(r"\s+", " ", str(cause))[:400]
         raise ModelError(
-            f"{path.name}: tokenizer.ggml.model: {kind!r} could not be converted: {message}"
+            f"{path.name}: tokenizer.ggml.model: {short(kind)} could not be converted: {message}"
         ) from cause
     return fast
 
 
-def _required(file: GGUFFile, path: Path, name: str) -> Any:
-    value = file.value(f"tokenizer.ggml.{name}")
+def _required(file: GGUFFile, path: Path, name: str) -> list[str]:
+    value = file.strings(f"tokenizer.ggml.{name}")
     if not value:
         raise ModelError(f"{path.name}: tokenizer.ggml.{name}: missing")
     return value

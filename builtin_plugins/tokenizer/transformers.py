@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,16 +9,26 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
+from hardpoint import plugins
+from hardpoint.builtin_plugins.loaders.files import (
+    read_json,
+    read_text,
+    refusing_damage,
+    regular_file,
+)
 from hardpoint.builtin_plugins.loaders.gguf_file import open_gguf
+from hardpoint.builtin_plugins.models.hf_config import short
 from hardpoint.plugins import (
+    Annotated,
     DecodeStream,
+    Meta,
     ModelError,
     RequestError,
     Tokenizer,
     TokenizerContext,
 )
 
-from .chat_template import render_chat
+from .chat_template import ChatRenderer
 from .gguf import build_gguf_tokenizer, special_tokens
 from .stream import TokenTexts
 
@@ -40,6 +49,17 @@ class TransformersTokenizer(Tokenizer):
 
     contract = 1
 
+    class Options(plugins.Options):
+        """Limits of chat templates, which are programs of the model's author.
+
+        Attributes:
+            template_seconds: that rendering a conversation may take.
+            template_characters: of a conversation's text.
+        """
+
+        template_seconds: Annotated[float, Meta(gt=0, le=3600)] = 2.0
+        template_characters: Annotated[int, Meta(gt=0, le=1 << 28)] = 10_000_000
+
     def __init__(self, context: TokenizerContext) -> None:
         """Read the files.
 
@@ -56,6 +76,7 @@ class TransformersTokenizer(Tokenizer):
             skip: TokenTexts(files.tokenizer, skip_special_tokens=skip) for skip in (False, True)
         }
         self._chat_template = files.chat_template
+        self._chat = ChatRenderer(self.options.template_seconds, self.options.template_characters)
         self._special = files.special
         eos = files.special.get("eos_token")
         eos_id = None if eos is None else files.tokenizer.token_to_id(eos)
@@ -104,50 +125,65 @@ class TransformersTokenizer(Tokenizer):
                 f"messages: model {self.context.files.name!r} has no chat template; send a plain "
                 f"prompt, or give a template"
             )
-        return render_chat(
+        return self._chat.render(
             messages, source, add_generation_prompt=add_generation_prompt, variables=self._special
         )
+
+    def close(self) -> None:
+        """End the process that renders chat templates."""
+        self._chat.close()
 
 
 def _read_gguf(path: Path) -> _Files:
     if path.suffix != ".gguf":
         raise ModelError(f"{path.name}: expected a directory or a .gguf file with a tokenizer")
     file = open_gguf(path)
-    return _Files(
-        build_gguf_tokenizer(file, path),
-        file.value("tokenizer.chat_template"),
-        special_tokens(file),
-    )
+    with refusing_damage(f"{path.name}: its tokenizer"):
+        return _Files(
+            build_gguf_tokenizer(file, path),
+            file.scalar("tokenizer.chat_template", str),
+            special_tokens(file),
+        )
 
 
 def _read_directory(path: Path) -> _Files:
     if not path.is_dir():
         raise ModelError(f"tokenizer: {path} is neither a file nor a directory")
-    config = _read_json(path / "tokenizer_config.json")
-    jinja = path / "chat_template.jinja"
-    template = jinja.read_text(encoding="utf-8") if jinja.exists() else _template(config)
+    config_path, jinja = path / "tokenizer_config.json", path / "chat_template.jinja"
+    config = read_json(config_path) if config_path.exists() else {}
+    template = read_text(jinja) if jinja.exists() else _template(config)
     special = {
-        name: _content(config[name]) for name in _TEMPLATE_VARIABLES if config.get(name) is not None
+        name: _content(config[name], f"{path.name}/{config_path.name}: {name}")
+        for name in _TEMPLATE_VARIABLES
+        if config.get(name) is not None
     }
-    return _Files(_fast_tokenizer(path), template, special)
+    return _Files(_fast_tokenizer(path, config), template, special)
 
 
-def _fast_tokenizer(path: Path) -> FastTokenizer:
+def _fast_tokenizer(path: Path, config: Mapping[str, Any]) -> FastTokenizer:
     file = path / "tokenizer.json"
     if file.exists():
-        try:
-            return FastTokenizer.from_file(str(file))
-        except Exception as cause:  # the library raises nothing narrower
-            raise ModelError(f"{path.name}/{file.name} is not readable: {cause}") from cause
+        with refusing_damage(f"{path.name}/{file.name} is not readable: it"):
+            return FastTokenizer.from_str(read_text(file))
+    if "auto_map" in config:
+        raise ModelError(
+            f"{path.name}/tokenizer_config.json: auto_map: expected no code (a model's folder "
+            f"never runs any) but a tokenizer.json, got {short(config['auto_map'])}"
+        )
+    for entry in path.iterdir():
+        if not entry.is_dir():
+            regular_file(entry, f"{path.name}/{entry.name}")
     # Imported on use: importing transformers takes seconds, and most directories do not need it.
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path))
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(path), trust_remote_code=False, local_files_only=True
+        )
     except Exception as cause:  # damaged files can make it raise anything
         raise ModelError(
             f"{path.name}: it has no tokenizer.json, and transformers cannot read its "
-            f"tokenizer: {cause}"
+            f"tokenizer: {str(cause)[:400]}"
         ) from cause
     if not tokenizer.is_fast:
         raise ModelError(
@@ -162,23 +198,14 @@ def _template(config: Mapping[str, Any]) -> str | None:
     """Return the chat template of a tokenizer_config.json: a string, or the one named default."""
     found = config.get("chat_template")
     if isinstance(found, list):
-        named = {item.get("name"): item.get("template") for item in found}
-        found = named.get("default")
+        named = [item for item in found if isinstance(item, Mapping)]
+        found = next((i.get("template") for i in named if i.get("name") == "default"), None)
     return found if isinstance(found, str) else None
 
 
-def _content(token: Any) -> str:
+def _content(token: Any, where: str) -> str:
     """Return the text of a token, which is a string or an object with `content`."""
-    return str(token["content"] if isinstance(token, Mapping) else token)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as cause:
-        raise ModelError(f"{path.parent.name}/{path.name} is not valid JSON: {cause}") from cause
-    if not isinstance(value, dict):
-        raise ModelError(f"{path.parent.name}/{path.name}: expected an object")
-    return value
+    content = token.get("content") if isinstance(token, Mapping) else token
+    if not isinstance(content, str):
+        raise ModelError(f"{where}: expected a string, got {short(token)}")
+    return content

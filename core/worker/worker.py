@@ -301,6 +301,11 @@ def _checked(
                 f"model: weight {name!r} of {spec.config.model!r} has shape "
                 f"{tuple(tensor.shape)}, {spec.model_config.architecture} needs {tuple(expected)}"
             )
+        if not tensor.is_floating_point():
+            raise ModelError(
+                f"model: weight {name!r} of {spec.config.model!r} has the dtype {tensor.dtype}, "
+                f"expected a floating one"
+            )
         spec.progress("Loading weights", len(shapes) - len(missing), len(shapes))
         yield name, tensor
     if missing:

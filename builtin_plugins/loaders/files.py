@@ -1,0 +1,123 @@
+"""Reading the files of a model, which may be damaged or hostile."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hardpoint.builtin_plugins.models.hf_config import short
+from hardpoint.plugins import HardpointError, ModelError
+
+_MAX_TEXT_BYTES = 1 << 28
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+def regular_file(path: Path, where: str) -> Path:
+    """Return the path of a regular file, or of a link to one.
+
+    Raises:
+        ModelError: there is none; opening a pipe or a device could wait for ever.
+    """
+    try:
+        if path.is_file():
+            return path
+        found = "something else, a directory or a pipe for example" if path.exists() else None
+    except (OSError, ValueError) as cause:  # the name is too long, for example
+        raise ModelError(f"{where}: expected a file, got a path that is none: {cause}") from cause
+    if found is None:
+        raise ModelError(f"{where} cannot be read: No such file or directory")
+    raise ModelError(f"{where}: expected a regular file, got {found}")
+
+
+def refuse_pickle(name: str, where: str) -> None:
+    """Refuse a file whose format is a pickle, by its name.
+
+    Raises:
+        ModelError: it is one.
+    """
+    if name.lower().endswith(_PICKLES):
+        raise ModelError(
+            f"{where}: {name} is a pickle, which can run any code when it is read, and is never "
+            f"read; expected weights in .safetensors or .gguf files (transformers converts them: "
+            f"save_pretrained)"
+        )
+
+
+def file_inside(folder: Path, name: str, where: str) -> Path:
+    """Return the path of a regular file in a folder, which a file there names.
+
+    Links may lead to other files of the folder, or to where the cache of the Hugging Face hub keeps
+    the folder's files.
+
+    Raises:
+        ModelError: the name is none, leads out of the folder, or is that of a pickle or of no file.
+    """
+    if not name or "\0" in name:
+        raise ModelError(f"{where}: expected the name of a file, got {short(name)}")
+    refuse_pickle(name, where)
+    try:
+        real, root, exists = (folder / name).resolve(), folder.resolve(), (folder / name).exists()
+    except (OSError, RuntimeError) as cause:  # links in a circle, for example
+        raise ModelError(f"{where}: {short(name)} cannot be read: {cause.args[-1]}") from cause
+    roots = [root]
+    if root.parent.name == "snapshots":
+        roots.append(root.parent.parent / "blobs")
+    stays = ".." not in Path(name).parts and not Path(name).is_absolute()
+    if not stays or not any(real.is_relative_to(place) for place in roots):
+        raise ModelError(
+            f"{where}: expected files inside the folder {folder}, got {short(name)}, which leads "
+            f"to {real}"
+        )
+    if not exists:
+        raise ModelError(f"{folder.name}: {name} is missing; {where} names it")
+    return regular_file(folder / name, f"{folder.name}/{name}")
+
+
+def read_text(path: Path) -> str:
+    """Return the content of a text file.
+
+    Raises:
+        ModelError: it is missing, no regular file, too large or not UTF-8.
+    """
+    where = f"{path.parent.name}/{path.name}"
+    regular_file(path, where)
+    try:
+        if (size := path.stat().st_size) > _MAX_TEXT_BYTES:
+            raise ModelError(f"{where}: expected at most {_MAX_TEXT_BYTES} bytes, got {size}")
+        return path.read_text(encoding="utf-8")
+    except OSError as cause:
+        raise ModelError(f"{where} cannot be read: {cause.strerror}") from cause
+    except ValueError as cause:
+        raise ModelError(f"{where} is not valid UTF-8: {cause}") from cause
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises:
+        ModelError: the file is missing, is no JSON or has no object.
+    """
+    where = f"{path.parent.name}/{path.name}"
+    text = read_text(path)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as cause:
+        raise ModelError(f"{where} is not valid JSON: {cause}") from cause
+    if not isinstance(value, dict):
+        raise ModelError(f"{where}: expected an object, got {type(value).__name__}")
+    return value
+
+
+@contextlib.contextmanager
+def refusing_damage(where: str) -> Iterator[None]:
+    """Turn what libraries raise over a damaged file into a ModelError."""
+    try:
+        yield
+    except (HardpointError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as cause:  # a panic in Rust is no Exception
+        kind = type(cause).__name__
+        raise ModelError(f"{where} is damaged: {kind}: {str(cause)[:400]}") from cause

@@ -1,0 +1,143 @@
+"""The program that renders chat templates, in a process of its own.
+
+A template is a program of the model's author: it can loop, and one expression of a few characters
+can take any amount of time and memory. So the process is limited, and can be ended. It reads
+requests and writes answers, a line of JSON each. It imports Jinja alone, to start quickly.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+# Names under which templates read a message's reasoning; the first is the standard one.
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+
+def compile_template(source: str) -> Template:
+    """Compile a template for a sandbox with what transformers offers to chat templates."""
+    from jinja2 import TemplateError, nodes  # noqa: PLC0415
+    from jinja2.ext import Extension, loopcontrols  # noqa: PLC0415
+    from jinja2.parser import Parser  # noqa: PLC0415
+    from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415
+
+    class Generation(Extension):
+        """`{% generation %}` marks what the assistant says; it has no effect here."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    def strftime_now(form: str) -> str:
+        return datetime.now().strftime(form)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    return environment.from_string(source)
+
+
+def render(template: Template, request: dict[str, Any], max_characters: int) -> str:
+    """Return a template's text for the variables of a request.
+
+    Raises:
+        ValueError: it is longer than `max_characters`.
+        Exception: the template raises anything.
+    """
+    pieces, size = [], 0
+    for piece in template.generate(**_variables(request)):
+        pieces.append(piece)
+        size += len(piece)
+        if size > max_characters:
+            raise ValueError(
+                f"its text is longer than {max_characters} characters (template_characters)"
+            )
+    return "".join(pieces)
+
+
+def _variables(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the variables of a request; a message's reasoning has all the names it is read by."""
+    messages = []
+    for message in request["messages"]:
+        found = [message[name] for name in _REASONING_FIELDS if message.get(name) is not None]
+        if found:
+            message = {"thinking": found[0], **message, "reasoning_content": found[0]}
+        messages.append(message)
+    return {"tools": None, "documents": None, **request, "messages": messages}
+
+
+def answer(compiled: Callable[[str], Template], line: bytes, max_characters: int) -> dict[str, str]:
+    """Return the answer to one request: its text, or its error."""
+    request = json.loads(line)
+    try:
+        return {"text": render(compiled(request.pop("template")), request, max_characters)}
+    except MemoryError:
+        return {"error": "it needs too much memory"}
+    except Exception as error:  # a template is a program: it can raise anything
+        return {"error": str(error)[:1000] or type(error).__name__}
+
+
+def main(seconds: float, max_characters: int, max_bytes: int) -> None:
+    """Answer requests until the standard input ends.
+
+    Args:
+        seconds: after which a request that is still being rendered ends the process.
+        max_characters: of an answer.
+        max_bytes: of memory that the process may use.
+    """
+    if hasattr(signal, "SIGINT"):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the caller's
+    compiled = lru_cache(maxsize=8)(compile_template)
+    compiled("")  # imports what compiling needs
+    _limit_memory(max_bytes)
+    _write({"text": "ready"})
+    for line in sys.stdin.buffer:
+        _alarm(math.ceil(seconds) + 1)  # the caller ends it earlier, unless it has ended itself
+        _write(answer(compiled, line, max_characters))
+        _alarm(0)
+
+
+def _limit_memory(max_bytes: int) -> None:
+    try:
+        import resource  # noqa: PLC0415
+    except ImportError:  # another system than Unix
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    within = max_bytes if hard == resource.RLIM_INFINITY else min(max_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (within, hard))
+
+
+def _alarm(seconds: int) -> None:
+    if hasattr(signal, "alarm"):
+        signal.alarm(seconds)
+
+
+def _write(reply: dict[str, str]) -> None:
+    sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    settings = json.loads(sys.argv[1])
+    sys.path[:] = settings.pop("path")
+    main(**settings)

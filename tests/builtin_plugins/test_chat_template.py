@@ -1,0 +1,115 @@
+"""Chat templates: programs of a model's author, which render in a process with limits."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from hardpoint.builtin_plugins.tokenizer.chat_template import ChatRenderer
+from hardpoint.plugins import RequestError
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Iterator[ChatRenderer]:
+    made = ChatRenderer(seconds=1.0, max_characters=100_000)
+    yield made
+    made.close()
+
+
+def text(renderer: ChatRenderer, template: str, messages: object = HELLO) -> str:
+    variables = {"bos_token": "<s>"}
+    return renderer.render(messages, template, add_generation_prompt=True, variables=variables)
+
+
+LOOP = "{% for a in range(90000) %}{% for b in range(90000) %}"
+END = "{% endfor %}{% endfor %}"
+TIME_OR_MEMORY = r"it takes more than 1 s \(the option template_seconds .*\) or too much memory"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (LOOP + END, TIME_OR_MEMORY),
+        ("{{ 7 ** (10 ** 9) }}", TIME_OR_MEMORY),
+        (LOOP + "text" + END, r"its text is longer than 100000 characters \(template_characters\)"),
+        ("{{ 'a' * 10 ** 9 }}", "it needs too much memory"),
+        ("{{ '%1000000000d' % 1 }}", "it needs too much memory"),
+        ("{{ 'a'.center(10 ** 9) }}", "it needs too much memory"),
+        (
+            "{% set ns = namespace(x='ab') %}" + LOOP + "{% set ns.x = ns.x ~ ns.x %}" + END,
+            "memory",
+        ),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+        ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe"),
+        ("{{ messages.append(1) }}", "access to attribute 'append' of 'list' object is unsafe"),
+        ("{% include 'x' %}", "no loader for this environment"),
+        ("{{ raise_exception('no system message') }}", "refuses them: no system message"),
+    ],
+)
+def test_what_a_template_may_not_take_is_refused(template, message, renderer):
+    start = time.perf_counter()
+    with pytest.raises(RequestError, match=message):
+        text(renderer, template)
+    assert time.perf_counter() - start < 5
+    assert text(renderer, "{{ messages[0].content }}{{ bos_token }}") == "hello<s>"
+
+
+@dataclasses.dataclass
+class Picture:
+    url: str
+
+    def delete(self) -> None:
+        raise AssertionError("a template called it")
+
+
+def test_templates_see_plain_data(renderer):
+    picture = [{"role": "user", "content": [{"picture": Picture("u"), "other": object()}]}]
+    inner = "messages[0].content[0]"
+    assert text(renderer, f"{{{{ {inner}.picture.url }}}}{{{{ {inner}.other }}}}", picture) == (
+        "u<object>"
+    )
+    with pytest.raises(RequestError, match="has no attribute 'delete'"):
+        text(renderer, f"{{{{ {inner}.picture.delete() }}}}", picture)
+    circle: list[object] = []
+    circle.append(circle)
+    with pytest.raises(RequestError, match="messages: expected plain data: Circular reference"):
+        text(renderer, "x", [{"role": "user", "content": circle}])
+
+
+def test_what_transformers_offers_to_templates(renderer):
+    template = (
+        "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}"
+        "{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}"
+        "{{ strftime_now('%Y') | length }}{{ messages[0].reasoning_content }}{{ tools is none }}"
+    )
+    message = {"role": "assistant", "content": "<é>", "reasoning": "why"}
+    plain = '{"role": "user", "content": "<é>"}'
+    messages = [message, *[{"role": "user", "content": "<é>"}] * 3]
+    found = text(renderer, template, messages)
+    assert found.endswith(f"{plain}4whyTrue")
+    assert found.count("<é>") == 2
+
+
+def test_threads_wait_and_a_fork_has_its_own_process(renderer):
+    found: list[str] = []
+    threads = [
+        threading.Thread(target=lambda i=i: found.append(text(renderer, f"{i}"))) for i in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [str(i) for i in range(8)]
+    if (child := os.fork()) == 0:
+        good = text(renderer, "child") == "child"
+        renderer.close()
+        os._exit(0 if good else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert text(renderer, "parent") == "parent"

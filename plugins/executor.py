@@ -189,5 +189,7 @@ class Executor(Component):
     def on_failure(self, callback: Callable[[BaseException], None]) -> None:
         """Register a callback for the loss of workers outside of calls; it may run in any thread.
 
-        The default never calls it, for executors whose workers fail only in calls.
+        Its error ends the engine: an engine process at once, unless it is in a step, and one in the
+        caller's process with the next call. The default never calls it, for executors whose workers
+        fail only in calls.
         """

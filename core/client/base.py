@@ -9,7 +9,9 @@ from typing import Any, Protocol
 
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.utility_calls import failure_of, run_utility
+from hardpoint.core.errors import engine_dead
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest
+from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.registry.blame import raise_unless_fault
 
 
@@ -72,11 +74,23 @@ class InprocClient:
     in_process = True
 
     def __init__(self, core: EngineCore) -> None:
-        """Take over the core."""
+        """Take over the core.
+
+        Raises:
+            PluginFaultError: the executor takes no callback for its failures.
+        """
         self._core = core
+        self._failures: list[PluginFaultError] = []
+        core.on_executor_failure(self._failures.append)
+
+    def _check(self) -> None:
+        """Raise the error of an executor that failed since the last call."""
+        if self._failures:
+            raise engine_dead(self._failures[0])
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request."""
+        self._check()
         self._core.add_request(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -85,11 +99,13 @@ class InprocClient:
 
     def get_output(self, *, wait: bool, timeout: float | None = None) -> EngineCoreOutputs:  # noqa: ARG002
         """Run one step, however long it takes."""
+        self._check()
         outputs, _ = self._core.step()
         return outputs.get(0) or EngineCoreOutputs()
 
     def call_utility(self, method: str, *args: Any) -> Any:
         """Call a method of the core; its future, if it gives one, is done at once."""
+        self._check()
         try:
             result = run_utility(self._core, method, args)
             return result.result(0) if isinstance(result, Future) else result

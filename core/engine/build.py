@@ -121,6 +121,7 @@ def build_core(
             policy,
             kv_events,
             faults,
+            executor_label=str(plugins.one("executors").source),
             components=[eviction],
             config=config,
             log_stats=config.stats.on,

@@ -12,6 +12,8 @@ from hardpoint.plugins import (
     Request,
     RequestError,
 )
+from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.registry.blame import describe, raise_unless_fault
 
 from .pause import PauseController, PauseDependencies
 from .step import EngineCoreParts, Outputs, StepRunner
@@ -107,14 +109,9 @@ class EngineCore(EngineUtilities):
 
     # For the busy loop
 
-    def enter_loop(self, on_failure: Callable[[BaseException], None]) -> None:
-        """Register the busy loop; it calls `went_idle` whenever no work is left.
-
-        Args:
-            on_failure: called, in any thread, when the executor fails outside of a step.
-        """
+    def enter_loop(self) -> None:
+        """Register the busy loop; it calls `went_idle` whenever no work is left."""
         self._pause.has_loop = True
-        self._executor.on_failure(on_failure)
 
     def went_idle(self) -> None:
         """Complete the pauses that wait for the engine to be idle."""
@@ -127,6 +124,28 @@ class EngineCore(EngineUtilities):
     def leave_loop(self, message: str) -> None:
         """Fail the pauses that are not complete; the loop has ended, the core is closed next."""
         self._pause.fail_pending(message)
+
+    def on_executor_failure(self, callback: Callable[[PluginFaultError], None]) -> None:
+        """Register a callback for a failure of the executor outside of its calls.
+
+        Args:
+            callback: called, in any thread, with the error that ends the engine.
+
+        Raises:
+            PluginFaultError: the executor takes no callback.
+        """
+        label = self._parts.executor_label  # the executor keeps `report`, which keeps no core
+
+        def report(cause: BaseException) -> None:
+            failed = PluginFaultError(f"{label} failed: {describe(cause)}")
+            failed.__cause__ = cause if isinstance(cause, BaseException) else None
+            callback(failed)
+
+        try:
+            self._executor.on_failure(report)
+        except BaseException as cause:
+            raise_unless_fault(cause)
+            raise PluginFaultError(f"{label}: its on_failure failed: {describe(cause)}") from cause
 
     def close(self) -> None:
         """Release workers, model and cache."""

@@ -42,6 +42,7 @@ class EngineCoreParts:
     """The parts of an engine core.
 
     Attributes:
+        executor_label: names the executor in the error if it fails outside of its calls.
         components: further components to close with the core.
         config: logged when a step fails.
         log_stats: whether outputs carry scheduler statistics.
@@ -56,6 +57,7 @@ class EngineCoreParts:
     policy: PolicySlot
     kv_events: KVEventFanout
     faults: StepFaults
+    executor_label: str = "the executor"
     components: Sequence[Component] = ()
     config: EngineConfig | None = None
     log_stats: bool = False

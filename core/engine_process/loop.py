@@ -16,7 +16,6 @@ from hardpoint.core.errors import rejection_output
 from hardpoint.core.wire import ShutdownState, UtilityCall
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest, HardpointError
 from hardpoint.plugins.errors import EngineDeadError, PluginFaultError
-from hardpoint.registry.blame import describe
 
 from .sender import ClientSendQueues
 
@@ -174,7 +173,8 @@ class EngineLoop:
         self._state = ShutdownState.RUNNING
         self._drain_until = 0.0
         self._signals = 0
-        core.enter_loop(self._executor_failed)
+        core.enter_loop()
+        core.on_executor_failure(lambda failed: queues.input.put(LoopFailure(failed)))
 
     def request_shutdown(self) -> None:
         """Drain, then stop; stop at once when called twice. Safe in a signal handler."""
@@ -206,11 +206,6 @@ class EngineLoop:
         finally:
             self._watchdog.stop()
             self._core.leave_loop("the engine is shutting down")
-
-    def _executor_failed(self, error: BaseException) -> None:
-        failed = EngineDeadError(f"the executor failed: {describe(error)}")
-        failed.__cause__ = error
-        self._queues.input.put(LoopFailure(failed))
 
     def _is_over(self) -> bool:
         """Advance the shutdown, if one was requested; return whether the loop may end."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import threading
 
 import pytest
 from support.internals import core_of
 from support.process.harness import open_engine
 
 from hardpoint import (
+    LLM,
     AsyncLLM,
     EngineClosedError,
     EngineDeadError,
@@ -17,6 +20,7 @@ from hardpoint import (
     SamplingParams,
     plugins,
 )
+from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 from hardpoint.builtin_plugins.scheduling.scheduler import DefaultScheduler
 from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.plugins import EngineCoreRequest, LogitsProcessor, Phase, hookimpl
@@ -255,6 +259,45 @@ def test_a_fault_that_ends_the_engine(scripted, opens, settings, fields, words):
     assert type(error.value.__cause__) is PluginFaultError
     with pytest.raises(EngineClosedError):
         engine.step()
+
+
+class LosesWorker(UniprocExecutor):
+    """Learns in a thread of its own, after the third step, that a worker has ended."""
+
+    contract = 1
+    steps = 0
+
+    def on_failure(self, callback):
+        self.callback = callback
+
+    def execute_model(self, plan):
+        self.steps += 1
+        if self.steps == 3:
+            lost = OSError("worker 3 was killed")
+            thread = threading.Thread(target=self.callback, args=(lost,))
+            thread.start()
+            thread.join()
+        return super().execute_model(plan)
+
+
+@pytest.mark.parametrize("opens", [scripted_engine, open_engine], ids=["inside", "apart"])
+def test_an_executor_that_fails_outside_of_its_calls_ends_the_engine(scripted, opens):
+    engine = opens(scripted, {"executor": {"use": f"{HERE}:LosesWorker"}})
+    with pytest.raises(EngineFaultError) as error:
+        complete(engine, SamplingParams(max_tokens=400, ignore_eos=True))
+    assert str(error.value).startswith("plugin 'loses_worker'")
+    assert str(error.value).endswith(" failed: OSError: worker 3 was killed")
+    assert type(error.value.__cause__) is PluginFaultError
+    with pytest.raises(EngineClosedError):
+        engine.step()
+
+
+def test_other_calls_report_a_failed_executor_too(scripted):
+    with LLM(config=scripted_config(scripted, {"executor": {"use": f"{HERE}:LosesWorker"}})) as llm:
+        list(itertools.islice(llm.stream("x", SamplingParams(max_tokens=9, ignore_eos=True)), 3))
+        for call in (llm.is_sleeping, lambda: llm.generate("x"), llm.scheduler_stats):
+            with pytest.raises(EngineFaultError, match="plugin 'loses_worker'.*worker 3 was kill"):
+                call()
 
 
 def complete(engine, params) -> None:

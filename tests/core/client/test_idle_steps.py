@@ -56,6 +56,9 @@ class Core:
     def __init__(self):
         self.steps, self.aborted = 0, []
 
+    def on_executor_failure(self, callback):
+        pass
+
     def step(self):
         self.steps += 1
         return {1: EngineCoreOutputs(outputs=[EngineCoreOutput(request_id="other")])}, True

@@ -83,6 +83,7 @@ def test_the_model_is_loaded_and_the_cache_there_before_the_scheduler_is_built(s
         ("Executor", "start"),
         ("Executor", "cache", 40),
         ("Scheduler", "built"),
+        ("Executor", "on_failure"),
     ]
     engine.close()
 
@@ -105,6 +106,7 @@ def test_a_context_that_was_fitted_is_told_to_the_workers_before_the_cache(scrip
         ("Executor", "set_max_model_len", 48),
         ("Executor", "cache", 3),
         ("Scheduler", "built"),
+        ("Executor", "on_failure"),
     ]
     engine.close()
 

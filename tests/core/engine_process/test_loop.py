@@ -24,7 +24,7 @@ from support.processes import ROOT
 from hardpoint.core.engine_process.loop import Abort, LoopFailure, LoopOptions, Refusal
 from hardpoint.core.wire import UtilityCall
 from hardpoint.plugins import RequestError
-from hardpoint.plugins.errors import EngineDeadError
+from hardpoint.plugins.errors import PluginFaultError
 
 LONG = 150
 ENDLESS = 3900  # tokens: more than a minute, where each step takes 0.02 s
@@ -311,7 +311,7 @@ class TestFailures:
             rig.until(lambda: rig.is_running)
             rig.executor.lost(cause)
             rig.join()
-        assert isinstance(rig.error, EngineDeadError)
+        assert isinstance(rig.error, PluginFaultError)
         assert str(rig.error) == "the executor failed: OSError: worker 3 was killed"
         assert rig.error.__cause__ is cause
 

@@ -52,16 +52,3 @@ def demo_loader(demo_gguf: Path) -> GGUFLoader:
 def demo_model(demo_loader: GGUFLoader) -> Model:
     """The demo model in float32."""
     return load_model(Llama, demo_loader, dtype=torch.float32)
-
-
-@pytest.fixture(scope="session")
-def demo_reference(demo_loader: GGUFLoader, demo_model: Model):
-    """The same weights in transformers' own model, in float32."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(**demo_loader.config().hf)
-    reference = LlamaForCausalLM(config).eval()
-    weights = dict(demo_loader.weights(demo_model.weight_shapes()))
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    reference.load_state_dict(weights, strict=True)
-    return reference

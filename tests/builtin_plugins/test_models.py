@@ -8,18 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from support.builtins.model_harness import Runner, build_model, load_model, open_loader
+from support.demo_reference import RANDOM_TEXT, TEXTS, TextReference
 
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.models.qwen import Qwen2, Qwen3
 from hardpoint.plugins import Model, ModelConfig, ModelError
 
-PROMPTS = (
-    [1],
-    [504, 3575, 282, 4649, 314],
-    [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365],
-    list(range(300, 400)),
-)
 TINY = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -83,38 +78,40 @@ def random_reference(family: str, fields: dict, folder: Path):
     return reference
 
 
-def test_demo_logits_equal_transformers(demo_model: Model, demo_reference) -> None:
-    for tokens in PROMPTS:
-        logits = Runner(demo_model, dtype=torch.float32).logits([("a", tokens)])
-        expected = reference_logits(demo_reference, tokens)
-        assert (logits - expected).abs().max() < 2e-3
-        assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+@pytest.mark.parametrize("text", TEXTS, ids=lambda text: f"{len(text.tokens)} tokens")
+def test_demo_logits_equal_transformers(demo_model: Model, text: TextReference) -> None:
+    logits = Runner(demo_model, dtype=torch.float32).logits([("a", text.tokens)])
+    assert logits.argmax(-1).tolist() == text.best
+    top = logits.gather(1, torch.tensor(text.top_ids))
+    for got, expected in (
+        (top, text.top_logits),
+        (logits.mean(-1), text.mean),
+        (logits.std(-1), text.std),
+    ):
+        assert (got - torch.tensor(expected)).abs().max() < 2e-3
 
 
-def test_demo_weight_shapes_are_those_of_transformers(demo_model: Model, demo_reference) -> None:
-    expected = {name: tuple(t.shape) for name, t in demo_reference.state_dict().items()}
+def test_demo_weight_shapes_are_those_of_transformers(demo_model: Model, demo_loader) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        reference = LlamaForCausalLM(LlamaConfig(**demo_loader.config().hf))
+    expected = {name: tuple(t.shape) for name, t in reference.state_dict().items()}
     expected.pop("lm_head.weight")
     assert demo_model.weight_shapes() == expected
 
 
-def test_bfloat16_argmax_is_as_good_as_transformers_own(demo_loader, demo_reference) -> None:
-    from transformers import LlamaForCausalLM
-
-    tokens = torch.randint(100, 40000, (256,), generator=torch.Generator().manual_seed(3)).tolist()
-    exact = reference_logits(demo_reference, tokens).argmax(-1)
-    low = LlamaForCausalLM(demo_reference.config).eval()
-    low.load_state_dict(demo_reference.state_dict())
-    theirs = reference_logits(low.bfloat16(), tokens).argmax(-1)
+def test_bfloat16_argmax_is_as_good_as_transformers_own(demo_loader) -> None:
+    tokens, exact = RANDOM_TEXT.tokens, torch.tensor(RANDOM_TEXT.best)
     model = load_model(Llama, demo_loader, dtype=torch.bfloat16)
     runner = Runner(model, dtype=torch.bfloat16)
     ours = torch.cat([runner.logits([("a", tokens[i : i + 64])]) for i in range(0, 256, 64)])
-    right, right_theirs = (ours.argmax(-1) == exact).sum(), (theirs == exact).sum()
-    assert right >= right_theirs - 2
+    assert int((ours.argmax(-1) == exact).sum()) >= RANDOM_TEXT.bf16_equal - 2
 
 
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_chunks_and_decode_equal_the_whole_prefill(demo_model: Model, block_size: int) -> None:
-    tokens, other = PROMPTS[3][:60], PROMPTS[3][60:80]
+    tokens, other = TEXTS[3].tokens[:60], TEXTS[3].tokens[60:80]
     whole = Runner(demo_model, dtype=torch.float32).logits([("a", tokens)])
     runner = Runner(demo_model, dtype=torch.float32, block_size=block_size)
     parts = [runner.logits([("a", tokens[:23])]), runner.logits([("a", tokens[23:37])])]

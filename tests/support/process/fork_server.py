@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 _PR_SET_CHILD_SUBREAPER = 36
-_CHANGING = ("HARDPOINT__", "PYTEST_")
+# Torch sets its variable when a part of it is imported that engine processes do not import.
+_CHANGING = ("HARDPOINT__", "PYTEST_", "TORCHINDUCTOR_CACHE_DIR")
 
 
 class ForkedProcess(subprocess.Popen):

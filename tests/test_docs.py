@@ -6,12 +6,11 @@ import ast
 import builtins
 import importlib
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.processes import ROOT
+from support.processes import ROOT, run
 from support.source_tree import FOLDERS, classes, defined_names, functions, modules, tree
 
 from hardpoint.plugins import EngineConfig, LogitsProcessor
@@ -47,10 +46,7 @@ def test_examples_run(page, tmp_path):
     if not script:
         pytest.skip("no Python examples")
     (tmp_path / "example.py").write_text("\n".join(script))
-    done = subprocess.run(
-        [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    run(sys.executable, "example.py", cwd=tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=label)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
+from support.process.forked_python import forked_python
+
 ROOT = Path(__file__).parents[2]
+
+BUILDS = (("-m", "build"), ("-m", "pip"))
 
 
 def run(*command: str, path: Path | None = None, cwd: Path) -> str:
@@ -14,8 +19,17 @@ def run(*command: str, path: Path | None = None, cwd: Path) -> str:
     environment = dict(os.environ)
     if path is not None:
         environment["PYTHONPATH"] = str(path)
-    done = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    if command[0] == sys.executable and command[1:3] not in BUILDS:
+        done = forked_python().run(list(command[1:]), cwd, environment, 300)
+    else:
+        done = subprocess.run(
+            command,
+            cwd=cwd,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
     assert done.returncode == 0, f"{command[:4]}\n{done.stdout}\n{done.stderr}"
     return done.stdout

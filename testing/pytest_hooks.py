@@ -1,13 +1,17 @@
-"""The pytest hooks of `pytest_plugins = ["hardpoint.testing"]`, and the seeds of searches."""
+"""The pytest hooks of `pytest_plugins = ["hardpoint.testing"]`; seeds and sizes of searches."""
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from typing import Any
 
 SEED_VARIABLE = "HARDPOINT_SEED"
 """Environment variable that repeats the searches of an earlier run."""
+
+EXAMPLES_VARIABLE = "HARDPOINT_EXAMPLES"
+"""Environment variable that multiplies the number of cases of all searches."""
 
 
 def search_seed() -> int:
@@ -25,10 +29,28 @@ def search_seed() -> int:
         raise ValueError(f"{SEED_VARIABLE}: expected a whole number, got {value!r}") from None
 
 
+def examples_scale() -> float:
+    """Return the factor that the environment sets, or 1.
+
+    Raises:
+        ValueError: the environment sets a value that is not a number above 0.
+    """
+    value = os.environ.get(EXAMPLES_VARIABLE, "1")
+    try:
+        scale = float(value)
+    except ValueError:
+        scale = math.nan
+    if not 0 < scale < math.inf:
+        raise ValueError(f"{EXAMPLES_VARIABLE}: expected a number > 0, got {value!r}")
+    return scale
+
+
 def replay_line(number: int) -> str:
     """Return the command that repeats the current test's search."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
-    return f"{SEED_VARIABLE}={number} pytest {test!r}"
+    scale = os.environ.get(EXAMPLES_VARIABLE)
+    scaled = f"{EXAMPLES_VARIABLE}={scale} " if scale else ""
+    return f"{SEED_VARIABLE}={number} {scaled}pytest {test!r}"
 
 
 def pytest_report_header() -> str:

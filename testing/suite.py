@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 
-from .pytest_hooks import replay_line, search_seed
+from .pytest_hooks import examples_scale, replay_line, search_seed
 
 _MAX_REPR_LENGTH = 600
 _SHRINKING_SECONDS = 2.0
@@ -128,7 +128,8 @@ class ConformanceSuite:
     Attributes:
         options: what an operator would write under `[plugin.<name>]`.
         name: the name under which the plugin is enabled; the class name in snake_case if None.
-        examples: scales the number of cases tried per rule; 10 for a thorough run.
+        examples: scales the number of cases tried per rule. The environment variable
+            HARDPOINT_EXAMPLES scales all suites of a run; 20 for a thorough one.
         replay_seed: repeats the searches of an earlier run; None draws new cases. The environment
             variable HARDPOINT_SEED does the same from outside.
     """
@@ -163,7 +164,8 @@ class ConformanceSuite:
         **strategies: st.SearchStrategy[Any],
     ) -> None:
         """Run a check on drawn cases; fail the test with the smallest failing case."""
-        search = Search(max(1, round(examples * self.examples)), self.replay_seed)
+        count = max(1, round(examples * self.examples * examples_scale()))
+        search = Search(count, self.replay_seed)
         found = search.run(check, **strategies)
         if found is not None:
             self._fail(rule, found.violation, found.report())

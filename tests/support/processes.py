@@ -8,17 +8,25 @@ import sys
 from pathlib import Path
 
 from support.process.forked_python import forked_python
+from support.searching import searches_long
 
 ROOT = Path(__file__).parents[2]
 
 BUILDS = (("-m", "build"), ("-m", "pip"))
 
 
-def run(*command: str, path: Path | None = None, cwd: Path) -> str:
-    """Run a command; return its standard output, or fail with all that it said."""
+def run(*command: str, path: Path | None = None, cwd: Path, examples: float = 1.0) -> str:
+    """Run a command; return its standard output, or fail with all that it said.
+
+    Args:
+        path: PYTHONPATH; None leaves it.
+        examples: scales what conformance suites try, but with --all.
+    """
     environment = dict(os.environ)
     if path is not None:
         environment["PYTHONPATH"] = str(path)
+    if not searches_long():
+        environment["HARDPOINT_EXAMPLES"] = str(examples)
     if command[0] == sys.executable and command[1:3] not in BUILDS:
         done = forked_python().run(list(command[1:]), cwd, environment, 300)
     else:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 
-LONG = 25
-"""Examples of a search that takes more than a second, in the profile `ci`."""
-
 _NIGHTLY = 500
 
 # On a machine that others use too, slowness is no finding.
@@ -15,14 +12,18 @@ settings.register_profile("ci", max_examples=100, **_OPTIONS)
 settings.register_profile("nightly", max_examples=_NIGHTLY, **_OPTIONS)
 
 
+def searches_long() -> bool:
+    """Whether the profile is `nightly`."""
+    return settings.default.max_examples == _NIGHTLY
+
+
 def examples(count: int, **options: object) -> settings:
     """Return settings with so many examples in the profile `ci`, in `nightly` at least 500.
 
     Args:
         options: other fields of the settings.
     """
-    nightly = settings.default.max_examples == _NIGHTLY
-    return settings(max_examples=max(count, _NIGHTLY) if nightly else count, **options)
+    return settings(max_examples=max(count, _NIGHTLY) if searches_long() else count, **options)
 
 
 def kit_examples(share: float = 1.0) -> float:
@@ -31,5 +32,4 @@ def kit_examples(share: float = 1.0) -> float:
     Args:
         share: of that in `nightly`, for a suite like another one.
     """
-    nightly = settings.default.max_examples == _NIGHTLY
-    return 5.0 * share if nightly else 0.3
+    return 5.0 * share if searches_long() else 0.3

@@ -14,7 +14,8 @@ from support.broken.processors import Bias, MixesRows
 
 from hardpoint.testing import LogitsProcessorSuite
 from hardpoint.testing import suite as kit_suite
-from hardpoint.testing.pytest_hooks import search_seed
+from hardpoint.testing.pytest_hooks import examples_scale, replay_line, search_seed
+from hardpoint.testing.suite import ConformanceSuite
 
 TEST_FILE = """
 from hypothesis import strategies as st
@@ -104,6 +105,27 @@ def test_a_seed_must_be_a_number(monkeypatch):
     monkeypatch.setenv("HARDPOINT_SEED", "lucky")
     with pytest.raises(ValueError, match="HARDPOINT_SEED: expected a whole number, got 'lucky'"):
         search_seed()
+
+
+@pytest.mark.parametrize("value", ["many", "0", "inf"])
+def test_the_scale_must_be_a_positive_number(monkeypatch, value):
+    monkeypatch.setenv("HARDPOINT_EXAMPLES", value)
+    message = f"HARDPOINT_EXAMPLES: expected a number > 0, got '{value}'"
+    with pytest.raises(ValueError, match=message):
+        examples_scale()
+
+
+def test_the_environment_scales_the_number_of_cases(monkeypatch):
+    monkeypatch.setenv("HARDPOINT_EXAMPLES", "0.5")
+    tried = []
+
+    class Counting(ConformanceSuite):
+        def test_rule(self):
+            self._search("rule", 8, lambda number: tried.append(number), number=st.integers())
+
+    Counting().test_rule()
+    assert len(tried) == 4
+    assert replay_line(3).startswith("HARDPOINT_SEED=3 HARDPOINT_EXAMPLES=0.5 pytest ")
 
 
 class Bent(LogitsProcessorSuite):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -35,12 +36,17 @@ def build_wheel(out: Path) -> None:
     """Build the wheel from a copy of the source; nothing is written into the checkout."""
     source = out / "source"
     source.mkdir()
-    for name in (*FOLDERS, "pyproject.toml", "README.md", "LICENSE"):
+    for name in (*FOLDERS, "pyproject.toml", "setup.py", "README.md", "LICENSE"):
         place = ROOT / name
         if place.is_dir():
             shutil.copytree(place, source / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(place, source)
+    # What a build of an older version left behind.
+    for left in ("lib", f"bdist.{sysconfig.get_platform()}/wheel"):
+        old = source / "build" / left / "hardpoint" / "core" / "deleted.py"
+        old.parent.mkdir(parents=True)
+        old.touch()
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", out, source],
         check=True,

@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from hardpoint.plugins import EngineCoreRequest, RequestError, typed
+from hardpoint.plugins import RequestError, typed
 from hardpoint.plugins.errors import shown
-from hardpoint.plugins.typed import check_text
 from hardpoint.registry.blame import describe
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -147,17 +146,3 @@ def checked_ids(token_ids: Any, vocab_size: int) -> list[int]:
                 f"{vocab_size - 1}, got {shown(token)}"
             )
     return list(token_ids)
-
-
-_TEXT_FIELDS = ("tags", "cache_salt", "plugin_args", "kv_transfer_params", "trace_headers")
-
-
-def check_request_text(request: EngineCoreRequest) -> None:
-    """Check the texts of a prebuilt request but for those of its parameters.
-
-    Raises:
-        RequestError: naming the field.
-    """
-    for field in _TEXT_FIELDS:
-        if value := getattr(request, field):
-            check_text(value, field, RequestError)

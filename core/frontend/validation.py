@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Sequence
 
@@ -10,13 +11,13 @@ import msgspec
 from hardpoint.core.engine.request_check import RequestCheck
 from hardpoint.core.wire import Buffer, Decoder, Encoder, WireError
 from hardpoint.plugins import EngineCoreRequest, RequestError, SamplingParams
-from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.plugins.errors import PluginFaultError, shown
+from hardpoint.plugins.typed import check_text
 from hardpoint.registry.blame import text_of
 from hardpoint.registry.hooks import HookSet
 
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
 from .plugin_arguments import PluginArguments
-from .prompts import check_request_text
 
 _CLIENT = 0
 
@@ -54,7 +55,6 @@ class PrebuiltRequestValidator:
             RequestError: naming the field.
         """
         params = self._processor.checked(request.params)
-        check_request_text(request)
         copy = self._copy(request, msgspec.structs.replace(params, logits_processors=[]))
         copy.params = self._processor.seeded(params)  # callables are no data, so not the copy's
         self._check(copy)
@@ -76,6 +76,8 @@ class PrebuiltRequestValidator:
                 try:
                     encoder.encode(getattr(request, field))
                 except WireError as error:
+                    with contextlib.suppress(RecursionError):  # of a value that contains itself
+                        check_text(getattr(request, field), field, RequestError)
                     raise RequestError(f"{field}: {error}") from None
             raise
 
@@ -84,12 +86,12 @@ def _refuse_frontend_fields(request: EngineCoreRequest) -> None:
     if request.external_req_id is not None:
         raise RequestError(
             f"external_req_id: expected None, for the frontend gives it, "
-            f"got {request.external_req_id!r}"
+            f"got {shown(request.external_req_id)}"
         )
-    if request.client_index != _CLIENT:
+    if type(request.client_index) is not int or request.client_index != _CLIENT:
         raise RequestError(
             f"client_index: expected {_CLIENT}, the client that sends it, "
-            f"got {request.client_index!r}"
+            f"got {shown(request.client_index)}"
         )
 
 

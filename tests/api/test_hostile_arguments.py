@@ -11,7 +11,7 @@ from support.internals import engine_of
 from hardpoint import LLM, ConfigError, HardpointError, ModelError, RequestError, SamplingParams
 from hardpoint.core.config import config_from
 from hardpoint.core.frontend.input_processor import RequestExtras
-from hardpoint.plugins import EngineConfig
+from hardpoint.plugins import EngineConfig, EngineCoreRequest
 from hardpoint.testing import scripted_config
 
 CYCLE = []
@@ -125,6 +125,13 @@ class TestAnyValue:
             message = {"role": "user", "content": "hi", **message}
             survives(llm.chat, [message], few)
         survives(llm.generate, "x", few, tags={"a": value})
+
+    def test_in_a_request_made_elsewhere(self, llm, value):
+        engine = engine_of(llm)
+        for field in EngineCoreRequest.__struct_fields__:
+            given = {"request_id": "r", "prompt_token_ids": [1], "params": SamplingParams()}
+            survives(engine.add_request, "r", EngineCoreRequest(**{**given, field: value}))
+        engine.abort_requests("r")
 
     def test_in_calls_of_the_engine(self, llm, value):
         engine = engine_of(llm)

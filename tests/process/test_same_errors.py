@@ -327,7 +327,10 @@ def test_a_failure_of_the_engine_itself(scripted, monkeypatch):
         raise cause
 
     monkeypatch.setattr(core_of(engine), "step", broken)
-    with pytest.raises(EngineDeadError, match="^the engine failed in its own code, .* ZeroDivisionError: by nobody$"):
+    with pytest.raises(
+        EngineDeadError,
+        match="^the engine failed in its own code, .* ZeroDivisionError: by nobody$",
+    ):
         engine.step()
     with pytest.raises(EngineClosedError):
         engine.step()

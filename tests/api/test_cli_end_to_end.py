@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.process.forked_python import forked_python
 
 from hardpoint.testing import scripted_config
 
@@ -39,14 +40,8 @@ def folder(scripted: Path, tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*PROGRAM, *arguments],
-        cwd=folder,
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [*PROGRAM[1:], *arguments]
+    return forked_python().run(command, folder, dict(os.environ), stdin=stdin)
 
 
 def test_generate_in_a_pipe_prints_the_text_and_nothing_else(folder):

@@ -28,7 +28,7 @@ def run(*command: str, path: Path | None = None, cwd: Path, examples: float = 1.
     if not searches_long():
         environment["HARDPOINT_EXAMPLES"] = str(examples)
     if command[0] == sys.executable and command[1:3] not in BUILDS:
-        done = forked_python().run(list(command[1:]), cwd, environment, 300)
+        done = forked_python().run(list(command[1:]), cwd, environment)
     else:
         done = subprocess.run(
             command,

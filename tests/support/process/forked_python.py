@@ -38,7 +38,12 @@ class ForkedPython:
         theirs.close()
 
     def run(
-        self, arguments: list[str], cwd: Path, environment: dict[str, str], timeout_s: float
+        self,
+        arguments: list[str],
+        cwd: Path,
+        environment: dict[str, str],
+        timeout_s: float = 300,
+        stdin: str = "",
     ) -> subprocess.CompletedProcess[str]:
         """Run `python *arguments`, where these begin with -c, -m or a file.
 
@@ -46,9 +51,12 @@ class ForkedPython:
             subprocess.TimeoutExpired: it was killed.
         """
         request = {"arguments": arguments, "cwd": str(cwd), "environment": environment}
-        with self._lock, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        with self._lock, contextlib.ExitStack() as stack:
+            files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
+            files[0].write(stdin.encode())
+            files[0].seek(0)
             frames = [json.dumps(request).encode()]
-            socket.send_fds(self._control, frames, [out.fileno(), err.fileno()])
+            socket.send_fds(self._control, frames, [file.fileno() for file in files])
             pid = int(self._control.recv(64))
             self._control.settimeout(timeout_s)
             try:
@@ -61,9 +69,9 @@ class ForkedPython:
                 raise subprocess.TimeoutExpired(arguments, timeout_s) from None
             finally:
                 self._control.settimeout(None)
-            for file in (out, err):
+            for file in files[1:]:
                 file.seek(0)
-            said = out.read().decode(), err.read().decode()
+            said = [file.read().decode() for file in files[1:]]
         return subprocess.CompletedProcess(arguments, code, *said)
 
 
@@ -80,14 +88,14 @@ def _serve(control: socket.socket) -> list[str]:
     for name in _IMPORTED:
         importlib.import_module(name)
     while True:
-        data, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 2)
+        data, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 3)
         if not data:
             os._exit(0)
         request = json.loads(data)
         assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not fork"
         if (pid := os.fork()) == 0:
             control.close()
-            for descriptor, standard in zip(descriptors, (1, 2), strict=True):
+            for descriptor, standard in zip(descriptors, (0, 1, 2), strict=True):
                 os.dup2(descriptor, standard)
                 os.close(descriptor)
             os.chdir(request["cwd"])

@@ -10,7 +10,7 @@ from hardpoint.plugins import Load, Meta, Request, SchedulingPolicy
 
 
 class FirstComeFirstServed(SchedulingPolicy):
-    """Runs requests in order of arrival; preempts the latest admitted one."""
+    """Runs requests in order of arrival; by the inherited default, preempts the last admitted."""
 
     contract = 1
 

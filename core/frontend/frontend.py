@@ -251,7 +251,7 @@ class Frontend:
     def fail_all(
         self, error: Callable[[], Exception], reason: FinishReason = FinishReason.ERROR
     ) -> None:
-        """End every request because the engine has ended; each sink gets an error of its own.
+        """End every request because the engine has ended or closes; each sink gets its own error.
 
         Args:
             reason: for statistics.

@@ -38,6 +38,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Progress
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.read_only import read_only
 from hardpoint.plugins.typed import join_path
 from hardpoint.registry.discovery import installed_version
 from hardpoint.registry.hooks import HookSet
@@ -271,7 +272,7 @@ def _start_hooks(
         "load_seconds": seconds,
     }
     try:
-        parts.hooks.call("engine_started", info=info)
+        parts.hooks.call("engine_started", info=read_only(info))
     except BaseException:
         close()
         raise

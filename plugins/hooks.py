@@ -27,7 +27,10 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 class HookSpecs:
-    """Every hook. The process that calls it is in brackets."""
+    """Every hook. The process that calls it is in brackets.
+
+    Arguments are read-only copies, at any depth, except the request of `request_received`.
+    """
 
     @hookspec
     def engine_started(self, info: Mapping[str, object]) -> None:

@@ -224,9 +224,9 @@ class PrepareContext:
     reasoning: ReasoningParser | None = None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, frozen=True)
 class LogitsRequest:
-    """One request, as logits processors see it.
+    """One request, as logits processors see it: they change nothing of it.
 
     Attributes:
         output_token_ids: live list that grows with each token; do not copy it.
@@ -246,7 +246,7 @@ class LogitsRequest:
     stop_token_ids: Sequence[int]
     child_index: int = 0
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
+    state: Mapping[str, Any] = field(default_factory=dict)
     row: int = 0
     draft_of: LogitsRequest | None = None
 
@@ -260,8 +260,13 @@ class Rows(Protocol):
             rows get the same number of tokens.
     """
 
-    requests: Sequence[LogitsRequest]
-    version: int
+    @property
+    def requests(self) -> Sequence[LogitsRequest]:
+        """One per row."""
+
+    @property
+    def version(self) -> int:
+        """A key for caches."""
 
     def __len__(self) -> int:
         """Return the number of rows."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from enum import Enum
+from operator import attrgetter
+from typing import Any, NoReturn
 
 from .params import SamplingParams
+from .read_only import ReadOnlyList, read_only
 from .requests import EngineCoreEvent, EngineCoreRequest
 
-__all__ = ["Request", "RequestStatus"]
+__all__ = ["Request", "RequestStatus", "RequestView"]
 
 
 class RequestStatus(Enum):
@@ -22,7 +25,7 @@ class RequestStatus(Enum):
 
 
 class Request:
-    """A live request. Only the scheduler modifies it.
+    """A live request. Only the scheduler modifies it; policies get a view of it.
 
     Attributes:
         source: the request as received.
@@ -30,7 +33,7 @@ class Request:
         arrival_time: when it arrived at the engine, in seconds on the engine's clock.
         priority: smaller is more important.
         order: serial number in order of arrival.
-        output_token_ids: output so far; extended only by `append`.
+        output_token_ids: output so far; a read-only list that `append` extends.
         num_prompt_tokens: length of the prompt.
         num_tokens: length of prompt and output together.
         num_computed_tokens: leading tokens whose keys and values are in the cache, or will be after
@@ -42,6 +45,8 @@ class Request:
         num_preemptions: number of preemptions.
         num_overtaken: steps that admitted another request first while it was set aside.
         events: events not sent yet.
+        view: what policies get for it, made for the first one that is called. A scheduler sets it
+            to None when the request ends.
     """
 
     __slots__ = (
@@ -62,6 +67,7 @@ class Request:
         "request_id",
         "source",
         "status",
+        "view",
     )
 
     def __init__(self, source: EngineCoreRequest, order: int = 0) -> None:
@@ -72,7 +78,7 @@ class Request:
         self.priority = source.priority
         self.order = order
         self.status = RequestStatus.WAITING
-        self.output_token_ids: list[int] = []
+        self.output_token_ids: list[int] = ReadOnlyList()
         self.num_prompt_tokens = len(source.prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens
         self.num_computed_tokens = 0
@@ -83,6 +89,7 @@ class Request:
         self.num_preemptions = 0
         self.num_overtaken = 0
         self.events: list[EngineCoreEvent] = []
+        self.view: RequestView | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -102,7 +109,7 @@ class Request:
 
     def append(self, token: int) -> None:
         """Add a generated token."""
-        self.output_token_ids.append(token)
+        list.append(self.output_token_ids, token)
         self.num_tokens += 1
 
     def token_ids(self, start: int, end: int) -> list[int]:
@@ -120,3 +127,67 @@ class Request:
             f"<Request {self.request_id!r} {self.status.value}: "
             f"{self.num_computed_tokens} of {self.num_tokens} tokens computed>"
         )
+
+
+class RequestView(Request):
+    """A live request as policies see it: always current, and nothing of it can be changed."""
+
+    __slots__ = ("_copies", "_request")
+
+    _copies: dict[str, Any]
+    _request: Request
+
+    def __init__(self, request: Request) -> None:
+        """Show `request`."""
+        object.__setattr__(self, "_request", request)
+        object.__setattr__(self, "_copies", {})
+
+    @property
+    def params(self) -> SamplingParams:
+        """Its sampling parameters."""
+        params: SamplingParams = self._copy("params")
+        return params
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """User-defined labels, such as {"tenant": "acme"}."""
+        tags: dict[str, str] = self._copy("tags")
+        return tags
+
+    def append(self, token: int) -> None:  # noqa: ARG002
+        """Refuse: the scheduler adds tokens."""
+        self._refuse("output_token_ids")
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Return the known tokens from position `start` up to `end`, of prompt and output."""
+        return self._request.token_ids(start, end)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        self._refuse(name)
+
+    def __delattr__(self, name: str) -> None:
+        self._refuse(name)
+
+    def _copy(self, name: str) -> Any:
+        """Return a read-only copy of an attribute that stays the same for the request's life."""
+        if name not in self._copies:
+            self._copies[name] = read_only(getattr(self._request, name))
+        return self._copies[name]
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"{name}: a request is read-only for policies; its scheduler writes it"
+        )
+
+
+def _view_property(name: str) -> property:
+    """Return the property of a view that shows an attribute of its request."""
+    if name == "source":
+        return property(lambda view: view._copy(name))
+    if name in ("draft_token_ids", "events"):  # short lists, mostly empty
+        return property(lambda view: ReadOnlyList(getattr(view._request, name)))
+    return property(attrgetter(f"_request.{name}"))  # as fast as it can be: no Python function
+
+
+for _name in Request.__slots__:
+    setattr(RequestView, _name, _view_property(_name))

@@ -181,7 +181,7 @@ class StatSink(Component):
 
     @abstractmethod
     def record(self, stats: IterationStats) -> None:
-        """Record the statistics of a batch; do not modify them, for all sinks share the object."""
+        """Record the statistics of a batch; they are read-only, for all sinks share the object."""
 
     def report(self) -> None:
         """Report collected statistics; called about every `stats.interval_seconds`, and at the end.

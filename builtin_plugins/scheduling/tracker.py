@@ -191,6 +191,7 @@ class RequestTracker:
             self.finished_ids.setdefault(request.client_index, set()).add(request_id)
         if "finished" in self.policy_hooks:
             self.policy.finished(request)  # may raise; the rest of the state is consistent by then
+        request.view = None  # they refer to each other
         if len(self._deadlines) > 64 + 2 * len(self.requests):
             self._deadlines = [d for d in self._deadlines if d[2] in self.requests]
             heapq.heapify(self._deadlines)

@@ -27,6 +27,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.config import ConfigSources, KVCacheConfig
 from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.plugins.read_only import read_only
 from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
@@ -206,7 +207,7 @@ def _recorder(hooks: HookSet, faults: StepFaults) -> Callable[[StepRecord], None
 
     def record(record: StepRecord) -> None:
         try:
-            hooks.call("step_planned", record=record)
+            hooks.call("step_planned", record=read_only(record))
         except PluginFaultError as fault:
             faults.note("step_planned", str(fault), fault.__cause__, CALL_LOST)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from hardpoint.core.faults import Fanout, FaultReporter
 from hardpoint.plugins import KVEventBatch, KVEventPublisher
 from hardpoint.plugins.kv_cache import KVEvent
+from hardpoint.plugins.read_only import read_only
 
 
 class KVEventFanout:
@@ -36,7 +37,7 @@ class KVEventFanout:
             PluginFaultError: a publisher whose faults end the engine failed; all were called.
         """
         if events and self._publishers:
-            batch = KVEventBatch(self._wall_clock(), list(events), self._rank)
+            batch = read_only(KVEventBatch(self._wall_clock(), list(events), self._rank))
             self._publishers.call(lambda publisher: publisher.publish(batch), "publish")
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.request import RequestView
 from hardpoint.plugins.typed import convert
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
@@ -33,6 +34,8 @@ _ORIGIN = "set_policy()"
 
 class GuardedPolicy(SchedulingPolicy):
     """Calls a policy, and decides as fcfs does where the policy fails or returns an unusable value.
+
+    The policy gets read-only views of the requests.
 
     Attributes:
         wrapped: the policy itself.
@@ -62,7 +65,7 @@ class GuardedPolicy(SchedulingPolicy):
         """Return the policy's key in a wrapper that compares with every other one."""
         request_id, arrival = request.request_id, request.arrival_time
         try:
-            value = self.wrapped.key(request)
+            value = self.wrapped.key(_view(request))
         except BaseException as cause:
             raise_unless_fault(cause)
             self._failed("key", request, cause)
@@ -72,7 +75,7 @@ class GuardedPolicy(SchedulingPolicy):
     def group(self, request: Request) -> Hashable:
         """Return the policy's group, or None if the group cannot be compared."""
         try:
-            group = self.wrapped.group(request)
+            group = self.wrapped.group(_view(request))
         except BaseException as cause:
             raise_unless_fault(cause)
             self._failed("group", request, cause)
@@ -102,7 +105,7 @@ class GuardedPolicy(SchedulingPolicy):
     def admit(self, request: Request, load: Load) -> str | None:
         """Return why the policy holds a request back; None admits it."""
         try:
-            reason = self.wrapped.admit(request, load)
+            reason = self.wrapped.admit(_view(request), load)
         except BaseException as cause:
             raise_unless_fault(cause)
             self._failed("admit", request, cause)
@@ -118,22 +121,23 @@ class GuardedPolicy(SchedulingPolicy):
 
     def victim(self, running: Sequence[Request], load: Load) -> Request:
         """Return the policy's victim, or the request admitted last."""
-        running = tuple(running)
+        views = tuple(_view(request) for request in running)
         try:
-            victim = self.wrapped.victim(running, load)
+            victim = self.wrapped.victim(views, load)
         except BaseException as cause:
             raise_unless_fault(cause)
             self.report("victim() failed", cause)
         else:
-            if any(victim is request for request in running):
-                return victim
+            for request, view in zip(running, views, strict=True):
+                if victim is view:
+                    return request
             self.report(f"victim() returned {_show(victim)}, which is not running", None)
         return running[-1]
 
     def added(self, request: Request) -> None:
         """Notify the policy."""
         try:
-            self.wrapped.added(request)
+            self.wrapped.added(_view(request))
         except BaseException as cause:
             raise_unless_fault(cause)
             self._failed("added", request, cause)
@@ -141,7 +145,7 @@ class GuardedPolicy(SchedulingPolicy):
     def scheduled(self, request: Request, tokens: int) -> None:
         """Notify the policy."""
         try:
-            self.wrapped.scheduled(request, tokens)
+            self.wrapped.scheduled(_view(request), tokens)
         except BaseException as cause:
             raise_unless_fault(cause)
             self._failed("scheduled", request, cause)
@@ -149,7 +153,7 @@ class GuardedPolicy(SchedulingPolicy):
     def preempted(self, request: Request) -> None:
         """Notify the policy."""
         try:
-            self.wrapped.preempted(request)
+            self.wrapped.preempted(_view(request))
         except BaseException as cause:
             raise_unless_fault(cause)
             self._failed("preempted", request, cause)
@@ -157,7 +161,7 @@ class GuardedPolicy(SchedulingPolicy):
     def finished(self, request: Request) -> None:
         """Notify the policy."""
         try:
-            self.wrapped.finished(request)
+            self.wrapped.finished(_view(request))
         except BaseException as cause:
             raise_unless_fault(cause)
             self._failed("finished", request, cause)
@@ -176,6 +180,14 @@ class GuardedPolicy(SchedulingPolicy):
 
     def _failed(self, method: str, request: Request, cause: BaseException) -> None:
         self.report(f"{method}() of request {request.request_id!r} failed", cause)
+
+
+def _view(request: Request) -> RequestView:
+    """Return the view of a request, always the same one, since policies compare identities."""
+    view = request.view
+    if view is None:
+        view = request.view = RequestView(request)
+    return view
 
 
 class _KeyChecker:

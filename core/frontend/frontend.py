@@ -29,6 +29,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.errors import PluginFaultError, shown
+from hardpoint.plugins.read_only import read_only
 from hardpoint.plugins.stats import StepFault
 from hardpoint.registry.blame import describe
 from hardpoint.registry.hooks import HookSet
@@ -347,7 +348,7 @@ class Frontend:
         if aborted or not output.finished:
             return
         try:
-            self._hooks.call("request_finished", output=output)
+            self._hooks.call("request_finished", output=read_only(output))
         except PluginFaultError as fault:
             for completion in output.outputs:
                 completion.finish_reason, completion.error = "error", str(fault)

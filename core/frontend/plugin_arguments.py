@@ -20,12 +20,14 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import PluginEntry
+from hardpoint.plugins.read_only import ReadOnlyList, read_only
 from hardpoint.registry.blame import describe, raise_unless_fault, text_of
 from hardpoint.registry.plugin_set import PluginSet
 
 from .plugin_health import PluginHealth
 
 _DEFAULTS = SamplingParams()
+_UNPREPARED = LogitsPlugin.prepare.__func__  # type: ignore[attr-defined]
 
 _SHAPING_FIELDS = (
     "temperature",
@@ -202,11 +204,13 @@ class PluginArguments:
         return _converted(processor, given, path)
 
     def _prepared(self, processor: _Processor, arguments: Any, request: EngineCoreRequest) -> Any:
-        cls = processor.cls
+        cls: Any = processor.cls
+        if cls.prepare.__func__ is _UNPREPARED:
+            return arguments
         context = PrepareContext(
             options=processor.options,
-            params=request.params,
-            prompt_token_ids=request.prompt_token_ids,
+            params=read_only(request.params),
+            prompt_token_ids=ReadOnlyList(request.prompt_token_ids),
             stop_token_ids=request.stop_token_ids,
             vocab_size=self._vocab_size,
             tokenizer=self._tokenizer,

@@ -22,6 +22,7 @@ from hardpoint.plugins import (
     StatSinkContext,
 )
 from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.plugins.read_only import read_only
 from hardpoint.plugins.stats import FinishedRequest, RequestMetrics, StepFault
 from hardpoint.registry.plugin_set import PluginSet
 
@@ -213,7 +214,8 @@ class Statistics:
         """
         stats, self._stats = self._stats, IterationStats()
         if self.has_sinks:
-            self._call_sinks(lambda sink: sink.record(stats), "record")
+            shown = read_only(stats)
+            self._call_sinks(lambda sink: sink.record(shown), "record")
 
     def report(self) -> None:
         """Call `report` of every sink.

@@ -20,6 +20,7 @@ from hardpoint.plugins import (
     Moved,
     SamplingParams,
 )
+from hardpoint.plugins.read_only import ReadOnlyDict
 
 
 class BatchUpdateBuilder:
@@ -164,7 +165,7 @@ class InputBatch:
             self._outputs.append([])
         self._requests[row] = request
         self._outputs[row] = output_token_ids
-        self._row_of[request.request_id] = request.row = row
+        self._place(request, row)
         known = [*request.prompt_token_ids, *output_token_ids]
         self._token_ids[row, : len(known)] = known
         self._num_tokens[row] = len(known)
@@ -209,8 +210,14 @@ class InputBatch:
 
     def _added(self, row: int) -> Added:
         request = self._requests[row]
-        params = msgspec.structs.replace(request.params, plugin_args=dict(request.arguments))
+        params = msgspec.structs.replace(
+            request.params, plugin_args=ReadOnlyDict(request.arguments)
+        )
         return Added(row, params, request.prompt_token_ids, self._outputs[row])
+
+    def _place(self, request: LogitsRequest, row: int) -> None:
+        object.__setattr__(request, "row", row)  # frozen, since processors get it
+        self._row_of[request.request_id] = row
 
     def _trim(self) -> None:
         """Remove free rows at the end."""
@@ -223,7 +230,7 @@ class InputBatch:
         row = self._row_of[request_id]
         self._token_ids[row, self._num_tokens[row]] = token
         self._num_tokens[row] += 1
-        self._outputs[row].append(token)
+        list.append(self._outputs[row], token)  # processors cannot: theirs is a ReadOnlyList
 
     def prepare(self, scheduled: dict[str, int], device: torch.device) -> StepInput:
         """Return the step's input, and count its tokens as computed."""
@@ -270,4 +277,4 @@ class InputBatch:
         request = self._requests[source]
         self._requests[target], self._requests[source] = request, _FREE_ROW
         self._outputs[target] = self._outputs[source]
-        self._row_of[request.request_id] = request.row = target
+        self._place(request, target)

@@ -22,6 +22,7 @@ from hardpoint.plugins import (
     typed,
 )
 from hardpoint.plugins.logits import LogitsPlugin
+from hardpoint.plugins.read_only import ReadOnlyDict, ReadOnlyList, read_only
 from hardpoint.plugins.requests import TokenLogprobs
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.blame import raise_unless_fault
@@ -149,43 +150,45 @@ class ModelRunner:
         self._sampling.pipeline.update(batch.settle(), batch.full_update)
 
     def _add(self, new: NewRequest, batch: InputBatch) -> None:
-        source, outputs = new.source, list(new.output_token_ids)
+        source, outputs = new.source, ReadOnlyList(new.output_token_ids)
+        arguments, fault = self._convert_arguments(source)
         request = LogitsRequest(
             request_id=source.request_id,
-            prompt_token_ids=source.prompt_token_ids,
+            prompt_token_ids=ReadOnlyList(source.prompt_token_ids),
             output_token_ids=outputs,
-            params=source.params,
-            stop_token_ids=source.stop_token_ids,
+            params=read_only(source.params),
+            stop_token_ids=ReadOnlyList(source.stop_token_ids),
             child_index=source.child_index,
+            arguments=arguments,
+            state=ReadOnlyDict(),
         )
-        fault = self._convert_arguments(request, source)
         (block_ids,) = new.block_ids
         batch.add(request, outputs, block_ids, new.num_computed_tokens)
         fault = fault or self._sampling.pipeline.start(request)
         if fault is not None:
-            request.arguments = {}  # no processor runs for it until it is reported and removed
+            dict.clear(arguments)  # no processor runs for it until it is reported and removed
             self._broken[request.request_id] = fault
 
     def _convert_arguments(
-        self, request: LogitsRequest, source: EngineCoreRequest
-    ) -> RequestFault | None:
-        """Convert a request's plugin arguments; return the fault if a plugin rejects them."""
+        self, source: EngineCoreRequest
+    ) -> tuple[ReadOnlyDict[str, Any], RequestFault | None]:
+        """Convert a request's plugin arguments; return them, and the fault if one is rejected."""
         # The frontend has checked them, but a plugin's own check may fail in this process only.
         arguments: dict[str, Any] = {}
         for name, plain in source.plugin_args.items():
             if name not in self._argument_types:
-                return RequestFault(f"plugin_args.{name}: no logits processor of that name is on")
+                message = f"plugin_args.{name}: no logits processor of that name is on"
+                return ReadOnlyDict(), RequestFault(message)
             try:
                 arguments[name] = typed.convert(
                     plain, self._argument_types[name], path=f"plugin_args.{name}"
                 )
             except HardpointError as cause:
-                return RequestFault(str(cause), name)
+                return ReadOnlyDict(), RequestFault(str(cause), name)
             except BaseException as cause:
                 raise_unless_fault(cause)
-                return self._sampling.pipeline.fault(name, "Arguments", cause)
-        request.arguments = arguments
-        return None
+                return ReadOnlyDict(), self._sampling.pipeline.fault(name, "Arguments", cause)
+        return ReadOnlyDict(arguments), None
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.compute_logits(hidden).float()

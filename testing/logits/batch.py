@@ -62,7 +62,8 @@ class BatchFixture:
         """Exchange the requests of two rows."""
         for request in self.requests:
             if request.row in (first, second):
-                request.row = second if request.row == first else first
+                row = second if request.row == first else first
+                object.__setattr__(request, "row", row)  # as the engine does
         move = Moved(first, second, Move.SWAP)
         self.update(BatchUpdate(len(self.requests), moved=(move,)))
 

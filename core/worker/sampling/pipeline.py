@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from hardpoint.plugins import BatchLogitsProcessor, BatchUpdate, LogitsRequest, RequestFault
 from hardpoint.plugins.errors import PluginContractError
+from hardpoint.plugins.read_only import ReadOnlyDict, ReadOnlyList
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.blame import raise_unless_fault
 
@@ -16,6 +18,8 @@ from .rows import ProcessorRows
 
 Faults = dict[str, RequestFault]
 """Requests that cannot go on, by id."""
+
+_set_state: Callable[[Any, str, Any], None] = dict.__setitem__  # of a ReadOnlyDict, too
 
 
 class LogitsPipeline:
@@ -65,7 +69,7 @@ class LogitsPipeline:
             try:
                 with runner.measured():
                     if runner.has_state:
-                        request.state[name] = runner.processor.start(request)
+                        _set_state(request.state, name, runner.processor.start(request))
                     if runner.has_device_state:
                         runner.device_state.start(request)
             except BaseException as cause:
@@ -160,20 +164,21 @@ class LogitsPipeline:
         view = LogitsRequest(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
-            output_token_ids=[*request.output_token_ids, *drafts],
+            output_token_ids=ReadOnlyList([*request.output_token_ids, *drafts]),
             params=request.params,
             stop_token_ids=request.stop_token_ids,
             child_index=request.child_index,
             arguments=request.arguments,
             row=row,
             draft_of=request,
+            state=ReadOnlyDict(),
         )
         for name, state in request.state.items():
             processor = self._by_name[name].processor
             forked = processor.fork(state) if self._by_name[name].advances else state
             for token in drafts if self._by_name[name].advances else ():
                 forked = processor.advance(forked, token)
-            view.state[name] = forked
+            _set_state(view.state, name, forked)
         return view
 
     def fork_device_state(self, views: Sequence[LogitsRequest], drafts: Sequence[int]) -> None:
@@ -208,7 +213,7 @@ class LogitsPipeline:
                 state = request.state
                 if name in state and (not faults or request.request_id not in faults):
                     try:
-                        state[name] = advance(state[name], token)
+                        _set_state(state, name, advance(state[name], token))
                     except BaseException as cause:
                         raise_unless_fault(cause)
                         faults[request.request_id] = runner.fault("advance", cause)

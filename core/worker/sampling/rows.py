@@ -24,18 +24,28 @@ class ProcessorRows:
         device_state: DeviceState,
     ) -> None:
         """`name` is the processor's; `version` is new for every change of the rows."""
-        self.requests = requests
-        self.version = version
+        self._requests = tuple(requests)
+        self._version = version
         self._name = name
         self._device = device
         self._device_state = device_state
-        self._arguments = [request.arguments[name] for request in requests]
+        self._arguments = tuple(request.arguments[name] for request in requests)
         self._states = [request.state for request in requests]
         self._tensors: dict[str, torch.Tensor] = {}
 
+    @property
+    def requests(self) -> Sequence[LogitsRequest]:
+        """One per row."""
+        return self._requests
+
+    @property
+    def version(self) -> int:
+        """Changes with the rows or their order."""
+        return self._version
+
     def __len__(self) -> int:
         """Return the number of rows."""
-        return len(self.requests)
+        return len(self._requests)
 
     def arguments(self) -> Sequence[Any]:
         """Return each row's arguments for this processor."""
@@ -58,4 +68,4 @@ class ProcessorRows:
 
     def state_tensor(self, name: str) -> torch.Tensor:
         """Return the device state `name` of every row as [rows, *shape]."""
-        return self._device_state.gather(name, self.requests)
+        return self._device_state.gather(name, self._requests)

@@ -47,7 +47,8 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
 
     It runs in this process, or in one of its own with `config={"engine": {"in_process": False}}`;
     results and errors are the same. Usable as a context manager; `close` frees its memory.
-    Not for use from several threads at once.
+    Several threads may use it: their requests share a batch, and each gets the outputs of its own.
+    A fork of the process cannot use it: every call there raises HardpointError.
 
     Example:
         with LLM("smollm2") as llm:
@@ -311,7 +312,8 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         return self._engine.call_utility(method, *args)
 
     def _templated(self, messages: Messages) -> Prompt:
-        text = self.tokenizer.apply_chat_template(read_messages(messages))
-        # The template writes the special tokens itself.
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        with self._engine.lock:
+            text = self.tokenizer.apply_chat_template(read_messages(messages))
+            # The template writes the special tokens itself.
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
         return {"type": "token", "prompt_token_ids": ids, "prompt": text}

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from hardpoint.core.errors import error_of
+from hardpoint.core.errors import engine_dead, error_of
 from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.prompts import copied, is_list
-from hardpoint.plugins import RequestError, RequestOutput, RequestOutputKind, SamplingParams
-from hardpoint.plugins.errors import EnginePausedError
+from hardpoint.plugins import (
+    HardpointError,
+    RequestError,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
+from hardpoint.plugins.errors import EngineDeadError, EnginePausedError
 
 __all__ = [
     "OpenCalls",
@@ -29,6 +36,8 @@ __all__ = [
 
 Request = tuple[Any, Any, RequestExtras]
 """Prompt, sampling parameters and extras."""
+
+_Outputs = collections.deque[RequestOutput | Exception]
 
 
 def prompt_list(prompts: Any) -> list[Any]:
@@ -102,24 +111,32 @@ def not_supported(call: str) -> RequestError:
 
 
 class OpenCalls:
-    """The open calls of an LLM, such as a `generate` inside a loop over `stream`.
+    """The open calls of an LLM: of several threads, or a `generate` inside a loop over `stream`.
 
-    Adds their requests to the engine, steps it, and keeps the outputs of each request for the call
-    that waits for them.
+    Adds their requests to the engine, steps it, and keeps the outputs for the call that waits for
+    them. Whichever thread holds the engine's lock steps for all, so the calls share a batch.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
         """The caller closes the engine."""
         self._engine = engine
         self._count = 0
-        self._outputs: dict[str, collections.deque[RequestOutput]] = {}
+        self._outputs: dict[str, _Outputs] = {}
 
     def __len__(self) -> int:
         """Return the number of requests that a call waits for."""
         return len(self._outputs)
 
+    def check_process(self) -> None:
+        """Refuse a call in a fork of the process that opened the engine.
+
+        Raises:
+            HardpointError: the process is such a fork.
+        """
+        self._engine.lock.owner.check()
+
     def add(self, requests: Iterable[Request]) -> list[str]:
-        """Add prompts with their parameters; if one is refused, none runs.
+        """Add the prompts of a call with their parameters; if one is refused, none runs.
 
         Returns:
             Their ids.
@@ -128,45 +145,72 @@ class OpenCalls:
             RequestError: one is wrong.
         """
         ids: list[str] = []
-        try:
-            for prompt, params, extras in requests:
-                request_id = str(self._count)
-                self._count += 1
-                ids.append(request_id)  # first, so that an interrupt leaves none behind
-                self._outputs[request_id] = collections.deque()
-                self._engine.add_request(request_id, prompt, params, extras)
-        except BaseException:
-            self.drop(ids)
-            raise
+        outputs: _Outputs = collections.deque()
+        with self._engine.lock:
+            try:
+                for prompt, params, extras in requests:
+                    request_id = str(self._count)
+                    self._count += 1
+                    ids.append(request_id)  # first, so that an interrupt leaves none behind
+                    self._outputs[request_id] = outputs
+                    self._engine.add_request(request_id, prompt, params, extras)
+            except BaseException:
+                self.drop(ids)
+                raise
         return ids
 
     def drop(self, ids: Sequence[str]) -> None:
-        """Abort requests, where they are live, and drop their outputs."""
-        self._engine.abort_requests(ids)
-        for request_id in ids:
-            self._outputs.pop(request_id, None)
+        """Abort requests, where they are live, and drop their outputs; in a fork do nothing."""
+        if self._engine.lock.owner.is_other:
+            return
+        with self._engine.lock:
+            self._engine.abort_requests(ids)
+            for request_id in ids:
+                self._outputs.pop(request_id, None)
+
+    def drop_soon(self, ids: Sequence[str]) -> None:
+        """Drop requests, without waiting for a thread that uses the engine."""
+
+        def drop() -> None:
+            with contextlib.suppress(Exception):  # no caller would get it
+                self.drop(ids)
+
+        self._engine.lock.call_soon(drop)
 
     def outputs(self, ids: Sequence[str]) -> Iterator[RequestOutput]:
-        """Yield outputs of some requests, stepping the engine when none is left; never ends.
+        """Yield outputs of a call's requests, stepping the engine when none is left; never ends.
 
         Raises:
             EnginePausedError: none will come before the engine is resumed.
             EngineDeadError: the engine is dead.
-            HardpointError: the engine rejected one of the requests.
+            HardpointError: the engine rejected one of the requests, or an interrupt of another
+                thread's call ended them.
         """
-        wanted, updated = set(ids), ids
+        waiting = self._outputs[ids[0]]
         while True:
-            for request_id in updated:
-                waiting = self._outputs[request_id]
-                while waiting:
-                    output = waiting.popleft()
-                    _raise_if_rejected(output)
-                    yield output
-            updated = [request_id for request_id in self._step() if request_id in wanted]
+            while waiting:
+                output = waiting.popleft()
+                if isinstance(output, Exception):
+                    raise output
+                _raise_if_rejected(output)
+                yield output
+            with self._engine.lock:
+                if not waiting:  # else another thread has stepped in the meantime
+                    self._step()
 
-    def _step(self) -> list[str]:
-        """Step the engine; return the requests that got outputs."""
-        outputs = self._engine.step()
+    def _step(self) -> None:
+        """Step the engine; give each call its outputs, or the error that ended its requests."""
+        try:
+            outputs = self._engine.step()
+        except EngineDeadError as error:
+            self._fail_all(functools.partial(engine_dead, error))
+            raise
+        except Exception:
+            raise
+        except BaseException:  # it has ended all requests
+            message = "the request was ended by an interrupt of another call"
+            self._fail_all(functools.partial(HardpointError, message))
+            raise
         for output in outputs:
             assert isinstance(output, RequestOutput)  # no pooling request was added
             if (waiting := self._outputs.get(output.request_id)) is not None:
@@ -176,7 +220,11 @@ class OpenCalls:
                 "the engine is paused, so this would wait for ever; call resume() first, or "
                 "wake_up() if it sleeps"
             )
-        return [output.request_id for output in outputs]
+
+    def _fail_all(self, error: Callable[[], Exception]) -> None:
+        """End every call with an error of its own."""
+        for waiting in self._outputs.values():
+            waiting.append(error())
 
 
 def _raise_if_rejected(output: RequestOutput) -> None:
@@ -206,6 +254,7 @@ class OutputStream(Iterator[RequestOutput]):
             EnginePausedError: there is none before the engine is resumed; ask again then.
             HardpointError: the engine rejected the request, or is dead.
         """
+        self._calls.check_process()
         if not self._is_open:
             raise StopIteration
         try:
@@ -227,5 +276,5 @@ class OutputStream(Iterator[RequestOutput]):
             self._calls.drop([self._id])
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # no caller would get it
-            self.close()
+        if self._is_open:
+            self._calls.drop_soon([self._id])

@@ -51,7 +51,11 @@ class EngineCoreClient(Protocol):
 
         Raises:
             EngineDeadError: the engine is gone.
+            EngineClosedError: `end_waiting` was called.
         """
+
+    def end_waiting(self) -> None:
+        """Let a thread that waits in `get_output` raise EngineClosedError, before `close`."""
 
     def call_utility(self, method: str, *args: Any) -> Any:
         """Call one of the engine's utilities and wait for its result.
@@ -102,6 +106,9 @@ class InprocClient:
         self._check()
         outputs, _ = self._core.step()
         return outputs.get(0) or EngineCoreOutputs()
+
+    def end_waiting(self) -> None:
+        """Do nothing: a step ends by itself."""
 
     def call_utility(self, method: str, *args: Any) -> Any:
         """Call a method of the core; its future, if it gives one, is done at once."""

@@ -23,7 +23,7 @@ from hardpoint.core.errors import engine_dead
 from hardpoint.core.wire import EngineCoreReadyResponse, RequestType
 from hardpoint.plugins import EngineConfig, EngineCoreOutputs, EngineCoreRequest
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.errors import EngineDeadError, EngineTimeoutError
+from hardpoint.plugins.errors import EngineClosedError, EngineDeadError, EngineTimeoutError
 from hardpoint.plugins.kinds import KINDS, Process
 from hardpoint.plugins.manifest import Manifest, PluginEntry
 
@@ -310,11 +310,18 @@ class ProcessClient:
 
         Raises:
             EngineDeadError: the engine is gone.
+            EngineClosedError: `end_waiting` was called.
         """
         item = self._outputs.get(timeout if wait else 0)
+        if isinstance(item, EngineClosedError):
+            raise item
         if isinstance(item, Exception):
             raise engine_dead(item)
         return EngineCoreOutputs() if item is None and not wait else item
+
+    def end_waiting(self) -> None:
+        """Let a thread that waits in `get_output` raise EngineClosedError, before `close`."""
+        self._outputs.put(EngineClosedError("the engine is closed"))
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         """Call one of the engine's utilities without waiting.

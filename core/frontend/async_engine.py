@@ -12,6 +12,7 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import Any
 
+from hardpoint.core.client.engine_lock import OwnerProcess
 from hardpoint.core.client.event_loop import EventLoopBridge, Item, SendQueue
 from hardpoint.core.client.process_client import ProcessClient
 from hardpoint.core.engine.utility_calls import EngineUtilities
@@ -45,8 +46,9 @@ _POLL_INTERVAL_S = 0.01
 class AsyncEngine:
     """Joins frontend and engine process in an event loop.
 
-    Everything but the constructor and `close` is for one loop: that of the first use. The states
-    are in `lifecycle`.
+    Everything but the constructor and `close` is for one loop: that of the first use. In a fork of
+    the process, every call raises HardpointError, and `close` does nothing. The states are in
+    `lifecycle`.
     """
 
     def __init__(self, parts: EngineParts, bridge: EventLoopBridge, restarter: Restarter) -> None:
@@ -63,6 +65,7 @@ class AsyncEngine:
         self._frontend = Frontend(parts)
         self._tokenizer = AsyncTokenizer(self._frontend.input)
         self._lifecycle = EngineLifecycle()
+        self._owner = OwnerProcess()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._send_queue = SendQueue()
         self._request_ids = itertools.count()
@@ -268,7 +271,7 @@ class AsyncEngine:
 
     def close(self) -> None:
         """End the engine; every caller that waits gets an error. In any thread, once or twice."""
-        if not self._lifecycle.move(EngineState.CLOSED):
+        if self._owner.is_other or not self._lifecycle.move(EngineState.CLOSED):
             return
         self._restarter.close()
         self._tokenizer.close()
@@ -313,8 +316,9 @@ class AsyncEngine:
         """Belong to the running loop, from the first use on.
 
         Raises:
-            HardpointError: it belongs to another one.
+            HardpointError: it belongs to another one, or to another process.
         """
+        self._owner.check()
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop

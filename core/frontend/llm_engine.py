@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
+from hardpoint.core.client.engine_lock import EngineLock, locked
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.errors import attribute_error, engine_dead
 from hardpoint.plugins import (
@@ -41,9 +42,14 @@ _CHANGE_PAUSE = frozenset({"pause", "resume", "sleep", "wake_up"})
 
 
 class LLMEngine:
-    """Joins input processor, engine core and output processor. One thread at a time.
+    """Joins input processor, engine core and output processor.
+
+    Threads are served in turn, a call or a step at a time; `step` returns the outputs of all
+    requests, whichever thread added them. In a fork of the process, every call raises
+    HardpointError, and `close` does nothing.
 
     Attributes:
+        lock: held by each method; a caller may hold it for several calls.
         is_paused: whether no request gets tokens before the engine is resumed.
     """
 
@@ -55,7 +61,9 @@ class LLMEngine:
         self._fallbacks: dict[str, StepFault] = {}
         self._closed = False
         self.is_paused = False
+        self.lock = EngineLock()
 
+    @locked
     def add_request(
         self,
         request_id: str,
@@ -94,6 +102,7 @@ class LLMEngine:
             raise
         return submission.parent.internal_id
 
+    @locked
     def abort_requests(self, request_ids: str | Iterable[str]) -> None:
         """End requests, by the ids given to `add_request` or returned by it.
 
@@ -108,6 +117,7 @@ class LLMEngine:
         """Return whether any request is live."""
         return self._frontend.output.num_unfinished_requests() > 0
 
+    @locked
     def step(self, timeout: float | None = None) -> list[AnyOutput]:
         """Run one step, or wait for the next outputs of an engine process; return them.
 
@@ -121,6 +131,7 @@ class LLMEngine:
 
         Raises:
             RequestError: the timeout is no number of seconds.
+            EngineClosedError: the engine was closed, before or during the step.
             EngineDeadError: the engine has ended; an EngineFaultError if a plugin is responsible.
             EngineTimeoutError: it gave no outputs in time.
         """
@@ -148,6 +159,7 @@ class LLMEngine:
             self._call_sinks(statistics.record)
         return processed.request_outputs
 
+    @locked
     def why_waiting(self, request_id: str) -> dict[int, WaitReason | None]:
         """Return why the completions of a request got no tokens in the last step, by index.
 
@@ -161,6 +173,7 @@ class LLMEngine:
         reasons = EngineUtilities.why_waiting.call(self.call_utility, list(live))
         return dict(zip(live.values(), reasons, strict=True))
 
+    @locked
     def set_policy(self, use: str, options: Mapping[str, Any] | None = None) -> Manifest:
         """Replace the scheduling policy between two steps.
 
@@ -181,6 +194,7 @@ class LLMEngine:
         self.parts = parts
         return parts.plugins.manifest
 
+    @locked
     def call_utility(self, method: str, *args: Any) -> Any:
         """Call one of the engine's utilities, such as "pause" or "scheduler_stats", and wait.
 
@@ -206,6 +220,7 @@ class LLMEngine:
         """Return the parameters of a request without any, as the model's files recommend."""
         return self._frontend.input.default_params()
 
+    @locked
     def health(self) -> Health:
         """Return the faults of plugins, their effects, and the quarantined plugins."""
         if not self._closed:
@@ -213,7 +228,16 @@ class LLMEngine:
         return self._frontend.health(self._fallbacks)
 
     def close(self) -> None:
-        """End the engine and free its memory. Closing twice does nothing."""
+        """End the engine and free its memory; a thread that waits for outputs gets an error.
+
+        Closing twice does nothing.
+        """
+        if not self.lock.owner.is_other and not self._closed:
+            self._client.end_waiting()
+            self._close()
+
+    @locked
+    def _close(self) -> None:
         if not self._closed:
             self._closed = True
             self._frontend.close(self._client.close)
@@ -238,7 +262,12 @@ class LLMEngine:
             raise
 
     def _fail(self, error: BaseException) -> NoReturn:
-        """End the engine; raise the error as an engine in a process of its own would."""
+        """End the engine; raise the error as an engine in a process of its own would.
+
+        If another thread or a method called by the step closes the engine, that is the error.
+        """
+        if self._closed or isinstance(error, EngineClosedError):
+            raise EngineClosedError("the engine was closed during the call")
         self._end()
         reported = engine_dead(attribute_error(error, self.parts.plugins))
         raise reported from reported.__cause__

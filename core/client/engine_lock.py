@@ -1,0 +1,136 @@
+"""Who may use an engine: the process that opened it; of an LLMEngine, one thread at a time."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from hardpoint.plugins import HardpointError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class OwnerProcess:
+    """The process that opened an engine. A fork of it has the engine's memory, but no threads.
+
+    Attributes:
+        pid: its process id.
+    """
+
+    def __init__(self) -> None:
+        """Make the current process the owner."""
+        self.pid = os.getpid()
+
+    @property
+    def is_other(self) -> bool:
+        """Whether the current process is not the owner, but a fork of it."""
+        return os.getpid() != self.pid
+
+    def check(self) -> None:
+        """Refuse a call in a fork.
+
+        Raises:
+            HardpointError: the current process is not the owner.
+        """
+        if os.getpid() != self.pid:
+            raise HardpointError(
+                f"the engine belongs to the process {self.pid}, which opened it; the process "
+                f"{os.getpid()} is a fork of it and cannot use it: open an engine after the fork"
+            )
+
+
+class EngineLock:
+    """A fair lock, as a context, that a fork of the process cannot take.
+
+    The thread that has it may take it again, as a plugin's method or a signal handler does.
+
+    Attributes:
+        owner: the process that opened the engine.
+    """
+
+    # `_gate` makes it fair: a thread waits for `_lock` holding `_gate`, so that the thread that
+    # has just released `_lock` queues behind it, however soon it comes again. Without a waiting
+    # thread, `_gate` is not needed. Both are reentrant, for a signal handler that comes while its
+    # thread waits.
+
+    def __init__(self) -> None:
+        """Create the lock of an engine that the current process opens."""
+        self.owner = OwnerProcess()
+        self._gate, self._lock = threading.RLock(), threading.RLock()
+        self._thread: int | None = None
+        self._depth = 0
+        self._is_awaited = False
+        self._later: deque[Callable[[], None]] = deque()
+
+    def __enter__(self) -> None:
+        """Wait for the lock.
+
+        Raises:
+            HardpointError: the process is a fork of the one that opened the engine.
+        """
+        self.owner.check()
+        thread = threading.get_ident()
+        if self._thread != thread:
+            if self._is_awaited or not self._lock.acquire(blocking=False):
+                self._wait()
+            self._thread = thread
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        """Release the lock."""
+        self._depth -= 1
+        if not self._depth:
+            self._thread = None
+            self._lock.release()
+            if self._later:
+                self._run_later()
+
+    def _wait(self) -> None:
+        with self._gate:
+            self._is_awaited = True
+            try:
+                self._lock.acquire()
+            finally:
+                self._is_awaited = False
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Call under the lock without waiting for it: now if it is free, else after its release.
+
+        For the garbage collector, which may run in any thread, at any time.
+        """
+        if not self.owner.is_other:
+            self._later.append(callback)
+            self._run_later()
+
+    def _run_later(self) -> None:
+        while self._later and self._thread is None and self._lock.acquire(blocking=False):
+            self._thread, self._depth = threading.get_ident(), 1
+            try:
+                if self._later:  # else another thread was faster
+                    self._later.popleft()()
+            finally:
+                self._thread, self._depth = None, 0
+                self._lock.release()
+
+
+class _Locked(Protocol):
+    lock: EngineLock
+
+
+SelfT = TypeVar("SelfT", bound=_Locked)
+
+
+def locked(method: Callable[Concatenate[SelfT, P], R]) -> Callable[Concatenate[SelfT, P], R]:
+    """Let a method hold its object's lock."""
+
+    @functools.wraps(method)
+    def call(self: SelfT, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return call

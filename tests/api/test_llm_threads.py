@@ -1,0 +1,187 @@
+"""Several threads on one LLM, and forks of the process that opened it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hardpoint import LLM, AsyncLLM, EngineClosedError, HardpointError, SamplingParams
+from hardpoint.core.client.engine_lock import EngineLock
+from hardpoint.testing import scripted_config
+
+PATIENCE_S = 60.0
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["in_process", "own_process"])
+def llm(request, scripted):
+    with LLM(config=scripted_config(scripted, {"engine": {"in_process": request.param}})) as llm:
+        yield llm
+
+
+class Thread(threading.Thread):
+    """A thread whose result, or error, is waited for."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._work = work
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self._work()
+        except BaseException as error:
+            self.result = error
+
+    def wait(self) -> Any:
+        self.join(PATIENCE_S)
+        assert not self.is_alive(), "it hangs"
+        return self.result
+
+
+def in_fork(work: Callable[[], Any]) -> Any:
+    """Call in a fork of this process; return the result, which is JSON, or the error's text."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            result = work()
+        except HardpointError as error:
+            result = str(error)
+        except BaseException as error:
+            result = repr(error)
+        os.write(writer, json.dumps(result).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        result = json.loads(pipe.read())
+    assert os.waitpid(child, 0)[1] == 0
+    return result
+
+
+def texts(outputs) -> list[str]:
+    return [output.outputs[0].text for output in outputs]
+
+
+def test_each_thread_gets_its_own_outputs(llm):
+    prompts = ["say abc", "long", "emoji"]
+    alone = [llm.generate([prompt] * 2, LONG) for prompt in prompts]
+    expected = [texts(outputs) for outputs in alone]
+    threads = [Thread(lambda p=p: texts(llm.generate([p] * 2, LONG))) for p in prompts * 2]
+    assert [thread.wait() for thread in threads] == expected * 2
+
+
+def test_their_requests_share_a_batch(llm, monkeypatch):
+    step, steps = llm.llm_engine.step, []
+    monkeypatch.setattr(llm.llm_engine, "step", lambda: steps.append(1) or step())
+    added = threading.Barrier(4)
+
+    def stream(prompt: str) -> str:
+        outputs = llm.stream(prompt, LONG)
+        added.wait(PATIENCE_S)
+        return "".join(texts(outputs))
+
+    threads = [Thread(lambda n=n: stream(f"prompt {n}")) for n in range(4)]
+    assert len({thread.wait() for thread in threads}) == 4
+    assert len(steps) < 2 * LONG.max_tokens
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_closing_in_one_thread_ends_the_call_of_another(scripted, in_process):
+    with LLM(config=scripted_config(scripted, {"engine": {"in_process": in_process}})) as llm:
+        thread = Thread(lambda: llm.generate(["say abc"] * 2000, GREEDY))
+        llm.close()
+        assert isinstance(thread.wait(), EngineClosedError)
+
+
+def test_an_interrupt_of_one_call_is_an_error_of_the_others(llm, monkeypatch):
+    def interrupt(**_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    stream = llm.stream("say abc", LONG)
+    next(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.llm_engine.parts.client, "get_output", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("say abc", GREEDY)
+    with pytest.raises(HardpointError, match="ended by an interrupt of another call"):
+        next(stream)
+    assert texts(llm.generate("say abc", GREEDY)) == [" abc abc abc"]
+
+
+def test_a_fork_is_refused_and_harms_nothing(llm):
+    stream = llm.stream("long", LONG)
+    begun = next(stream).outputs[0].token_ids
+    pid = os.getpid()
+
+    def child() -> list[str]:
+        said = []
+        for call in (lambda: llm.generate("say abc"), llm.health, stream.__next__, llm.resume):
+            try:
+                said.append(f"it answered: {call()}")
+            except HardpointError as error:
+                said.append(str(error))
+        stream.close()
+        llm.close()
+        vars(llm).clear()
+        gc.collect()
+        return said
+
+    for message in in_fork(child):
+        assert message.startswith(f"the engine belongs to the process {pid}, which opened it; the")
+        assert message.endswith("is a fork of it and cannot use it: open an engine after the fork")
+    tokens = sum((list(output.outputs[0].token_ids) for output in stream), list(begun))
+    assert len(tokens) == LONG.max_tokens
+    assert texts(llm.generate("say abc", GREEDY)) == [" abc abc abc"]
+
+
+def test_a_fork_of_a_program_with_an_event_loop_is_refused(scripted):
+    async def answer() -> str:
+        async for output in llm.generate("say abc", GREEDY):
+            text = output.outputs[0].text
+        return text
+
+    llm = AsyncLLM(config=scripted_config(scripted))
+    assert "is a fork of it and cannot use it" in in_fork(lambda: asyncio.run(answer()))
+    assert in_fork(lambda: [llm.close(), asyncio.run(llm.aclose())]) == [None, None]
+
+    async def life() -> str:
+        async with llm:
+            return await asyncio.wait_for(answer(), PATIENCE_S)
+
+    assert asyncio.run(life()) == " abc abc abc"
+
+
+def test_waiting_threads_are_not_passed_over():
+    lock, order, begun = EngineLock(), [], threading.Barrier(2)
+
+    def take(name: str) -> None:
+        begun.wait(PATIENCE_S)
+        while len(order) < 60:
+            with lock:
+                order.append(name)
+                threading.Event().wait(0.001)
+
+    for thread in [Thread(lambda name=name: take(name)) for name in "ab"]:
+        assert thread.wait() is None
+    assert min(order.count("a"), order.count("b")) > 15
+
+
+def test_what_the_collector_asks_for_waits_for_the_release():
+    lock, done = EngineLock(), []
+    with lock:
+        with lock:
+            lock.call_soon(lambda: done.append("same"))
+        Thread(lambda: lock.call_soon(lambda: done.append("other"))).wait()
+        assert done == []
+    assert done == ["same", "other"]
+    lock.call_soon(lambda: done.append("at once"))
+    assert done[2:] == ["at once"]

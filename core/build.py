@@ -41,6 +41,7 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.read_only import read_only
 from hardpoint.plugins.typed import join_path
 from hardpoint.registry.discovery import installed_version
+from hardpoint.registry.guards import GuardedReasoningParser, GuardedTokenizer
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 
@@ -151,7 +152,7 @@ class _Prepared:
     config_sources: ConfigSources
     hooks: HookSet
     spec: WorkerSpec
-    tokenizer: Tokenizer
+    tokenizer: GuardedTokenizer
     reasoning: ReasoningParser | None
     clock: Callable[[], float]
     statistics: Statistics | None
@@ -209,8 +210,8 @@ def _prepare(
     _announce(plugins)
     hooks = plugins.hooks()
     spec = prepare_worker(config, plugins, config_sources, progress)
-    tokenizer = _tokenizer(config, plugins, spec.loader.context.files)
-    reasoning = _reasoning(config, plugins, tokenizer)
+    tokenizer = _tokenizer(config, plugins, spec.loader.context.files, spec.model_config.vocab_size)
+    reasoning = _reasoning(config, plugins, tokenizer, spec.model_config.vocab_size)
     statistics = open_statistics(config, plugins, clock)
     return _Prepared(config_sources, hooks, spec, tokenizer, reasoning, clock, statistics)
 
@@ -287,16 +288,21 @@ def _announce(plugins: PluginSet) -> None:
             _log.info("requests use it without asking: %s", entry.source)
 
 
-def _tokenizer(config: EngineConfig, plugins: PluginSet, model_files: ModelFiles) -> Tokenizer:
+def _tokenizer(
+    config: EngineConfig, plugins: PluginSet, model_files: ModelFiles, vocab_size: int
+) -> GuardedTokenizer:
     path = config.tokenizer.path
     files = find_files(path) if path else model_files
-    return plugins.create(plugins.one("tokenizers"), TokenizerContext, files=files)
+    entry = plugins.one("tokenizers")
+    tokenizer: Tokenizer = plugins.create(entry, TokenizerContext, files=files)
+    return GuardedTokenizer(tokenizer, entry.source, vocab_size)
 
 
 def _reasoning(
-    config: EngineConfig, plugins: PluginSet, tokenizer: Tokenizer
+    config: EngineConfig, plugins: PluginSet, tokenizer: Tokenizer, vocab_size: int
 ) -> ReasoningParser | None:
     if config.reasoning.parser is None:
         return None
     entry = plugins.get("reasoning_parsers", config.reasoning.parser)
-    return plugins.create(entry, ReasoningContext, tokenizer=tokenizer)
+    parser: ReasoningParser = plugins.create(entry, ReasoningContext, tokenizer=tokenizer)
+    return GuardedReasoningParser(parser, entry.source, vocab_size)

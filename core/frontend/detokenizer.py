@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hardpoint.plugins import RequestOutputKind, SamplingParams, Tokenizer
+from hardpoint.plugins import RequestOutputKind, SamplingParams
+from hardpoint.plugins.errors import shown
+from hardpoint.registry.blame import raise_unless_fault
+from hardpoint.registry.guards import GuardedTokenizer
 
 
 class Detokenizer:
@@ -18,7 +21,7 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
+        self, tokenizer: GuardedTokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> None:
         """The prompt's end decides how the first token reads."""
         self._tokenizer = tokenizer
@@ -46,6 +49,9 @@ class Detokenizer:
         Returns:
             The number of tokens up to the stop string that was found, None if none was found. The
             first `min_tokens` tokens complete none.
+
+        Raises:
+            PluginFaultError: the tokenizer failed.
         """
         before = self._num_tokens
         self._num_tokens += len(token_ids)
@@ -53,7 +59,14 @@ class Detokenizer:
             token_ids = token_ids[:-1]
         step, pending = self._stream.step, self._pending
         for count, token in enumerate(token_ids, start=1):
-            if piece := step(token):
+            try:
+                piece = step(token)
+            except BaseException as cause:
+                raise_unless_fault(cause)
+                raise self._tokenizer.fault("step", cause) from cause
+            if piece:
+                if not isinstance(piece, str):
+                    raise self._tokenizer.fault("step", f"returned {shown(piece)}, expected text")
                 if pending:
                     pending.clear()
                 self._pieces.append(piece)

@@ -23,7 +23,6 @@ from hardpoint.plugins import (
     RequestError,
     RequestOutput,
     SamplingParams,
-    Tokenizer,
     typed,
 )
 from hardpoint.plugins.component import Component
@@ -32,6 +31,7 @@ from hardpoint.plugins.errors import PluginFaultError, shown
 from hardpoint.plugins.read_only import read_only
 from hardpoint.plugins.stats import StepFault
 from hardpoint.registry.blame import describe
+from hardpoint.registry.guards import GuardedTokenizer
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
 
@@ -69,7 +69,7 @@ class EngineParts:
     plugins: PluginSet
     hooks: HookSet
     model_config: ModelConfig
-    tokenizer: Tokenizer
+    tokenizer: GuardedTokenizer
     reasoning: ReasoningParser | None
     client: EngineCoreClient
     supported_tasks: tuple[str, ...]

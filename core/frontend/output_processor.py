@@ -10,8 +10,8 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     FinishReason,
     RequestError,
-    Tokenizer,
 )
+from hardpoint.registry.guards import GuardedTokenizer
 
 from .pooling_state import PoolingState
 from .request_state import AnyOutput, ParentRequest, RequestState
@@ -45,7 +45,7 @@ class OutputProcessor:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: GuardedTokenizer,
         stream_interval: int = 1,
         statistics: Statistics | None = None,
     ) -> None:

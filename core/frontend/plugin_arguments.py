@@ -11,13 +11,13 @@ import msgspec
 from hardpoint.plugins import (
     EngineCoreRequest,
     PrepareContext,
-    ReasoningMarkers,
     ReasoningParser,
     RequestError,
     SamplingParams,
     Tokenizer,
     typed,
 )
+from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.read_only import ReadOnlyList, read_only
@@ -81,7 +81,6 @@ class PluginArguments:
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
         self._reasoning = reasoning
-        self._markers: ReasoningMarkers | None = None
         self._processors = [
             _Processor(
                 entry,
@@ -175,16 +174,7 @@ class PluginArguments:
         """
         if self._reasoning is None:
             return None
-        if self._markers is None:
-            try:
-                self._markers = self._reasoning.markers()
-            except BaseException as cause:
-                raise_unless_fault(cause)
-                raise RequestError(
-                    f"reasoning parser {self._reasoning.name!r}: its markers failed: "
-                    f"{describe(cause)}"
-                ) from cause
-        return self._markers.ended(prompt_token_ids)
+        return self._reasoning.markers().ended(prompt_token_ids)
 
     def _given(self, processor: _Processor, params: SamplingParams) -> Any:
         """Return the checked arguments of a processor that the request uses."""
@@ -218,7 +208,7 @@ class PluginArguments:
         )
         try:
             prepared = cls.prepare(arguments, context)
-        except RequestError:
+        except (RequestError, PluginFaultError):  # of the tokenizer, for example
             raise
         except ValueError as error:
             raise RequestError(f"{_path(processor, request.params)}: {text_of(error)}") from error

@@ -16,9 +16,9 @@ from hardpoint.plugins import (
     Logprob,
     RequestOutput,
     RequestOutputKind,
-    Tokenizer,
 )
 from hardpoint.plugins.requests import PoolingRequestOutput, TokenLogprobs
+from hardpoint.registry.guards import GuardedTokenizer
 
 from .detokenizer import Detokenizer
 from .prompt_parts import PromptPart, PromptParts
@@ -105,7 +105,7 @@ class RequestState:
         request: EngineCoreRequest,
         prompt: str | None,
         parent: ParentRequest,
-        tokenizer: Tokenizer,
+        tokenizer: GuardedTokenizer,
         stream_interval: int = 1,
     ) -> None:
         """Start with nothing.

@@ -14,6 +14,7 @@ from support.internals import core_of, engine_of, output_processor_of, states_of
 from support.waiting import until
 
 from hardpoint import AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams, plugins
+from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
 from hardpoint.core.build import build_engine
 from hardpoint.plugins import EngineConfig, StatSink, hookimpl, typed
 from hardpoint.plugins.errors import EngineClosedError, EngineFaultError
@@ -80,7 +81,7 @@ def broken_decode(self, *_given, **_how):
 def test_an_error_of_the_tokenizer_ends_the_engine_and_names_it(scripted, monkeypatch):
     engine = scripted_engine(scripted)
     engine.add_request("r", "say abc", SamplingParams(logprobs=1))
-    monkeypatch.setattr(type(engine.parts.tokenizer), "decode", broken_decode)
+    monkeypatch.setattr(TransformersTokenizer, "decode", broken_decode)
     with pytest.raises(EngineFaultError, match="plugin 'transformers'.*: no such token in 257"):
         drive(engine)
     with pytest.raises(EngineClosedError):
@@ -91,7 +92,7 @@ def test_it_does_so_in_an_event_loop_and_the_process_is_gone(scripted, monkeypat
     async def main():
         async with AsyncLLM(config=scripted_config(scripted), restart="on_failure") as llm:
             other = asyncio.create_task(anext(llm.generate("long", ENDLESS)))
-            monkeypatch.setattr(type(llm.tokenizer), "decode", broken_decode)
+            monkeypatch.setattr(TransformersTokenizer, "decode", broken_decode)
             with pytest.raises(
                 EngineFaultError, match="plugin 'transformers'.*: no such t"
             ) as told:

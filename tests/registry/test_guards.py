@@ -1,0 +1,171 @@
+"""Tokenizers and reasoning parsers that do what they must not are named, with method and cause."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hardpoint import RequestError, SamplingParams
+from hardpoint.builtin_plugins.reasoning import ThinkTags
+from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
+from hardpoint.plugins import ReasoningContext, ReasoningMarkers
+from hardpoint.plugins.errors import EngineFaultError, PluginFaultError
+from hardpoint.registry.guards import GuardedReasoningParser, GuardedTokenizer
+from hardpoint.testing import scripted_engine
+
+HERE = __name__
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+
+
+def failing(*_, **__):
+    raise LookupError("lost")
+
+
+def exiting(*_, **__):
+    raise SystemExit(3)
+
+
+def returning(value):
+    return lambda *_, **__: value
+
+
+def tokenizer(**methods):
+    mine = SimpleNamespace(context=SimpleNamespace(name="mine", options=None), **methods)
+    return GuardedTokenizer(mine, "plugin 'mine'", vocab_size=9)
+
+
+def parser(markers):
+    context = ReasoningContext(name="mine", options=None, tokenizer=None)
+    mine = SimpleNamespace(context=context, markers=markers)
+    return GuardedReasoningParser(mine, "plugin 'mine'", vocab_size=9)
+
+
+@pytest.mark.parametrize(
+    ("encode", "words"),
+    [
+        (failing, "failed: LookupError: lost"),
+        (exiting, "failed: SystemExit: 3"),
+        (returning(None), "returned None, expected token ids: TypeError: "),
+        (returning("ab"), "returned 'ab', expected token ids: TypeError: "),
+        (returning([1.5]), "returned [1.5], expected token ids: TypeError: "),
+        (returning([1, -1]), "returned -1, expected token ids from 0 to 8"),
+        (returning([2**80]), f"returned {2**80}, expected token ids from 0 to 8"),
+    ],
+)
+def test_encode(encode, words):
+    with pytest.raises(PluginFaultError) as error:
+        tokenizer(encode=encode).encode("x")
+    assert str(error.value).startswith(f"plugin 'mine': its encode {words}")
+
+
+def test_token_ids_are_the_frontends_own_and_whole_numbers():
+    shared = [1, 2]
+    assert tokenizer(encode=returning(shared)).encode("x") is not shared
+    for value in ((1, 2), np.array([1, 2]), [np.int64(1), 2], iter([1, 2])):
+        ids = tokenizer(encode=returning(value)).encode("x")
+        assert ids == [1, 2]
+        assert set(map(type, ids)) == {int}
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "value", "words"),
+    [
+        ("decode", ([1],), b"x", "returned b'x', expected text"),
+        ("decode_stream", ([1],), None, "returned None, which has no step()"),
+        ("apply_chat_template", ([],), [1], "returned [1], expected text"),
+    ],
+)
+def test_other_methods(method, arguments, value, words):
+    for call, said in ((returning(value), words), (failing, "failed: LookupError: lost")):
+        with pytest.raises(PluginFaultError) as error:
+            getattr(tokenizer(**{method: call}), method)(*arguments)
+        assert str(error.value) == f"plugin 'mine': its {method} {said}"
+    with pytest.raises(RequestError, match="^no template$"):
+        tokenizer(apply_chat_template=refusing).apply_chat_template([])
+
+
+def refusing(*_, **__):
+    raise RequestError("no template")
+
+
+@pytest.mark.parametrize(
+    ("markers", "words"),
+    [
+        (returning(([1], [2])), "returned ([1], [2]), expected ReasoningMarkers"),
+        (returning(ReasoningMarkers("<a>", "<b>")), "returned '<a>', expected token ids: TypeErr"),
+        (returning(ReasoningMarkers([9], [1])), "returned 9, expected token ids from 0 to 8"),
+        (failing, "failed: LookupError: lost"),
+    ],
+)
+def test_markers(markers, words):
+    with pytest.raises(
+        RequestError, match=f"^reasoning parser 'mine': its markers {re.escape(words)}"
+    ):
+        parser(markers).markers()
+
+
+def test_markers_are_asked_for_once():
+    found = iter([ReasoningMarkers(iter([1]), iter([2])), ReasoningMarkers([2], [1])])
+    mine = parser(lambda: next(found))
+    for _ in range(2):
+        assert (mine.markers().start, mine.markers().end) == ((1,), (2,))
+
+
+class Picky(TransformersTokenizer):
+    """Fails for some texts, and for what comes after others."""
+
+    contract = 1
+
+    def encode(self, text, **options):
+        if "picky" in text:
+            raise KeyError(text)
+        return super().encode(text, **options)
+
+    def decode_stream(self, prompt_token_ids, **options):
+        if prompt_token_ids == [7, 7, 7]:
+            return SimpleNamespace(step=lambda _: b"bytes")
+        return super().decode_stream(prompt_token_ids, **options)
+
+
+class Lost(ThinkTags):
+    """Its markers are no token ids."""
+
+    contract = 1
+
+    def markers(self):
+        return ReasoningMarkers([10**9], [1])
+
+
+def test_a_prompt_that_it_cannot_encode_disturbs_nobody(scripted):
+    engine = scripted_engine(scripted, {"tokenizer": {"use": f"{HERE}:Picky"}})
+    engine.add_request("fine", "say abc", GREEDY)
+    words = "^plugin 'picky'.*: its encode failed: KeyError: 'so picky'$"
+    with pytest.raises(PluginFaultError, match=words):
+        engine.add_request("bad", "so picky", GREEDY)
+    with pytest.raises(PluginFaultError, match=words):
+        engine.add_request("bad", "x", SamplingParams(bad_words=["so picky"]))
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+    assert outputs[0].outputs[0].text == " abc a"
+    engine.add_request("worse", [7, 7, 7], GREEDY)
+    with pytest.raises(
+        EngineFaultError, match="^plugin 'picky'.*: its step returned b'bytes', exp"
+    ):
+        engine.step()
+
+
+def test_a_reasoning_parser_without_markers_is_named(scripted):
+    extra = {
+        "plugins": {"enable": [{"use": f"{HERE}:Lost", "name": "lost"}]},
+        "reasoning": {"parser": "lost"},
+    }
+    engine = scripted_engine(scripted, extra)
+    words = r"^reasoning parser 'lost': its markers returned 1000000000, expected token ids from 0"
+    for fields in ({}, {"thinking_token_budget": 3}):
+        with pytest.raises(RequestError, match=words):
+            engine.add_request("r", "x", SamplingParams(**fields))
+    assert not engine.has_unfinished_requests()
+    engine.close()

@@ -155,6 +155,9 @@ class Executor(Component):
     ) -> Future[ModelRunnerOutput]:
         """Sample the tokens of a step whose `execute_model` returned None.
 
+        A request of the plan for which the result has no token, though it is computed to its last
+        one, or has too many, ends with an error that names the executor.
+
         Args:
             plan: of that `execute_model` call. In a pipeline, drafts may have replaced NO_DRAFT.
             bitmask: tokens that grammars allow; None if no request of the step has a grammar.

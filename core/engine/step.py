@@ -16,6 +16,7 @@ from hardpoint.plugins import (
     FinishReason,
     GrammarBitmask,
     ModelRunnerOutput,
+    RequestFault,
     Scheduler,
     SchedulerOutput,
 )
@@ -26,6 +27,7 @@ from hardpoint.registry.blame import is_fault, raise_unless_fault
 from .batch_queue import Batch, BatchQueue, no_result, start_batch, with_drafts
 from .kv_events import KVEventFanout
 from .policy import PolicySlot
+from .result_check import ResultCheck
 from .step_log import StepLog, log_failure
 
 _log = logging.getLogger("hardpoint")
@@ -75,6 +77,7 @@ class StepRunner:
         self._scheduler = parts.scheduler
         self._executor = parts.executor
         self._unsent: list[Outputs] = []
+        self._check = ResultCheck(parts.executor_label, parts.scheduler.live_request)
         self._batches = BatchQueue(parts.executor.max_concurrent_batches)
         limits = parts.scheduler.context.limits
         self._takes_drafts = limits.num_draft_tokens > 0 and not limits.asynchronous
@@ -113,7 +116,7 @@ class StepRunner:
                 raise no_result(plan)
             if aborted := late_aborts():
                 self.abort_later(aborted)
-            outputs = self._scheduler.update(plan, result)
+            outputs = self._update(plan, result)
         except BaseException as error:
             self._step_failed(plan, error)
             raise
@@ -162,7 +165,7 @@ class StepRunner:
             result = batch.result()
             if aborted := late_aborts():
                 self.abort_later(aborted)
-            outputs = self._scheduler.update(batch.plan, result)
+            outputs = self._update(batch.plan, result)
         except BaseException as error:
             self._step_failed(batch.plan if batch else None, error)
             raise
@@ -197,6 +200,23 @@ class StepRunner:
         if grammars is None or not plan.structured_request_ids:
             return None
         return grammars.bitmask(plan)
+
+    def _update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> Outputs:
+        """Pass a result to the scheduler; end the requests for which it is not as planned."""
+        for request_id, fault in self._check.check(plan, result).items():
+            self._parts.faults.note("executor", fault.message, consequence="its request ends")
+            if request_id not in plan.num_scheduled_tokens:  # the scheduler looks at no others
+                self._end(request_id, fault)
+        return self._scheduler.update(plan, result)
+
+    def _end(self, request_id: str, fault: RequestFault) -> None:
+        """End a request by a fault; one of the next steps returns its output."""
+        ended = self._scheduler.finish_requests([request_id], FinishReason.ERROR)
+        for message in ended.values():
+            for output in message.outputs:
+                output.error = fault.message
+        if ended:
+            self._unsent.append(self._with_stats(ended))
 
     def _complete_step(self, plan: SchedulerOutput, outputs: Outputs) -> tuple[Outputs, bool]:
         """Log a step and fetch its drafts; return its outputs and whether it computed any token."""

@@ -1,0 +1,38 @@
+"""An executor whose results differ from the plan, for the requests whose user id says how."""
+
+from __future__ import annotations
+
+from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
+
+
+class Returning(UniprocExecutor):
+    contract = 1
+
+    def sample_tokens(self, plan, bitmask=None):
+        future = super().sample_tokens(plan, bitmask)
+        result = future.result()
+        sampled = result.sampled_token_ids
+        for request_id in list(plan.num_scheduled_tokens):
+            how = request_id.partition("-")[0]
+            if how == "nothing" and len(sampled) > 1:
+                sampled.pop(request_id, None)
+            elif how == "empty":
+                sampled[request_id] = []
+            elif how == "doubled" and request_id in sampled:
+                sampled[request_id] *= 2
+            elif how == "early":
+                sampled.setdefault(request_id, [7])
+            elif how == "foreign":
+                self.foreign = request_id
+        if (foreign := getattr(self, "foreign", None)) and foreign not in plan.num_scheduled_tokens:
+            sampled[foreign] = [7]
+        return future
+
+
+class NoResult(UniprocExecutor):
+    contract = 1
+
+    def sample_tokens(self, plan, bitmask=None):
+        future = super().sample_tokens(plan, bitmask)
+        future._result = {"sampled_token_ids": {}}
+        return future

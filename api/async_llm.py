@@ -21,6 +21,7 @@ from hardpoint.plugins import (
     EngineConfig,
     RequestOutput,
     SamplingParams,
+    SchedulingPolicy,
     WaitReason,
 )
 from hardpoint.plugins.config import ConfigSources
@@ -191,11 +192,13 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
         """
         return await self._engine.why_waiting(request_id)
 
-    async def set_policy(self, use: str, options: Mapping[str, Any] | None = None) -> None:
+    async def set_policy(
+        self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
+    ) -> None:
         """Replace the scheduling policy; no request is lost.
 
         Args:
-            use: entry-point name or FQCN.
+            use: entry-point name, FQCN or class.
             options: of the policy.
 
         Raises:

@@ -21,6 +21,7 @@ from hardpoint.plugins import (
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
+    SchedulingPolicy,
 )
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.errors import shown
@@ -255,11 +256,13 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         """
         return self._engine
 
-    def set_policy(self, use: str, options: Mapping[str, Any] | None = None) -> None:
+    def set_policy(
+        self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
+    ) -> None:
         """Replace the scheduling policy; no request is lost.
 
         Args:
-            use: entry-point name or FQCN.
+            use: entry-point name, FQCN or class.
             options: of the policy.
 
         Raises:

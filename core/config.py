@@ -19,6 +19,7 @@ from hardpoint.plugins.describing import type_at
 from hardpoint.plugins.errors import shown
 from hardpoint.plugins.kinds import KINDS, PLANNED
 from hardpoint.plugins.typed import convert, join_path, parse_value, plain_data, split_setting
+from hardpoint.registry.references import with_references
 
 DEFAULT_FILE = "hardpoint.toml"
 PREFIX = "HARDPOINT__"
@@ -75,9 +76,10 @@ def config_from(
     builder = _Builder()
     origin = f"argument {caller}(config=...)"
     if isinstance(value, EngineConfig):
-        builder.add_table(_changes(_plain(value, "config"), _plain(EngineConfig(), "")), origin)
+        table = _plain(with_references(value, "", origin), "config")
+        builder.add_table(_changes(table, _plain(EngineConfig(), "")), origin)
     elif isinstance(value, Mapping):
-        builder.add_table(value, origin)
+        builder.add_table(with_references(value, "", origin), origin)
     elif isinstance(value, str | Path):
         builder.add_file(value)
     elif value is not None:

@@ -25,6 +25,7 @@ from hardpoint.plugins.request import RequestView
 from hardpoint.plugins.typed import convert
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
+from hardpoint.registry.references import with_references
 from hardpoint.registry.selection import Selection
 
 _KIND = "scheduling_policies"
@@ -368,20 +369,20 @@ def change_policy(
     config: EngineConfig,
     config_sources: ConfigSources,
     plugins: PluginSet,
-    use: str,
+    use: str | type[SchedulingPolicy],
     options: Mapping[str, Any],
 ) -> tuple[EngineConfig, PluginSet]:
     """Return the configuration with another policy, and the next generation of the plugin set.
 
     Args:
         config, config_sources, plugins: the current ones; they are not changed.
-        use: entry-point name or FQCN.
+        use: entry-point name, FQCN or class.
         options: the policy's own.
 
     Raises:
         ConfigError, PluginError: the policy or one of its options is wrong.
     """
-    use = convert(use, str, path=_CONFIG_PATH)
+    use = convert(with_references(use, _CONFIG_PATH, _ORIGIN), str, path=_CONFIG_PATH)
     options = convert(options, dict[str, Any], path="options")
     old = plugins.one(_KIND).name
     tables = {k: v for k, v in config.plugin.items() if k not in (old, f"{_KIND}/{old}")}

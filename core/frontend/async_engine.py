@@ -24,6 +24,7 @@ from hardpoint.plugins import (
     RequestError,
     RequestOutput,
     SamplingParams,
+    SchedulingPolicy,
     WaitReason,
 )
 from hardpoint.plugins.errors import EngineClosedError, EngineDeadError
@@ -226,7 +227,9 @@ class AsyncEngine:
         reasons = await EngineUtilities.why_waiting.call_async(self.call_utility, list(live))
         return dict(zip(live.values(), reasons, strict=True))
 
-    async def set_policy(self, use: str, options: Mapping[str, Any] | None = None) -> Manifest:
+    async def set_policy(
+        self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
+    ) -> Manifest:
         """Replace the scheduling policy; no request is lost.
 
         An engine that is restarted has it too.

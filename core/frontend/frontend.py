@@ -23,6 +23,7 @@ from hardpoint.plugins import (
     RequestError,
     RequestOutput,
     SamplingParams,
+    SchedulingPolicy,
     typed,
 )
 from hardpoint.plugins.component import Component
@@ -77,11 +78,13 @@ class EngineParts:
     clock: Callable[[], float]
     statistics: Statistics | None = None
 
-    def with_policy(self, use: str, options: Mapping[str, Any]) -> EngineParts:
+    def with_policy(
+        self, use: str | type[SchedulingPolicy], options: Mapping[str, Any]
+    ) -> EngineParts:
         """Return the parts with another scheduling policy, in the next generation of the manifest.
 
         Args:
-            use: entry-point name or FQCN.
+            use: entry-point name, FQCN or class.
             options: of the policy.
 
         Raises:

@@ -16,6 +16,7 @@ from hardpoint.plugins import (
     HardpointError,
     RequestError,
     SamplingParams,
+    SchedulingPolicy,
     WaitReason,
 )
 from hardpoint.plugins.config import Seconds
@@ -174,13 +175,15 @@ class LLMEngine:
         return dict(zip(live.values(), reasons, strict=True))
 
     @locked
-    def set_policy(self, use: str, options: Mapping[str, Any] | None = None) -> Manifest:
+    def set_policy(
+        self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
+    ) -> Manifest:
         """Replace the scheduling policy between two steps.
 
         No request is lost. On an error, the old policy stays.
 
         Args:
-            use: entry-point name or FQCN.
+            use: entry-point name, FQCN or class.
             options: of the policy.
 
         Returns:

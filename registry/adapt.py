@@ -17,7 +17,7 @@ from hardpoint.registry.adapters.per_request import (
 )
 from hardpoint.registry.adapters.vllm import adapt_class
 
-from .loading import check_component, import_object, marks_hooks
+from .loading import check_component, import_object, inspecting, marks_hooks
 
 _VLLM_METHODS = {"update_state", "is_argmax_invariant", "validate_params"}
 
@@ -60,9 +60,10 @@ def load_component(kind: Kind, source: Source, target: Any = None) -> Any:
     """
     if target is None:
         target = import_object(source)
-    if kind.name == "logits_processors":
-        target = adapt(target, source)
-    check_component(target, kind, source)
+    with inspecting(source):
+        if kind.name == "logits_processors":
+            target = adapt(target, source)
+        check_component(target, kind, source)
     return target
 
 

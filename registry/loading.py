@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import re
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 from hardpoint.plugins import typed
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.errors import PluginContractError, PluginLoadError, PluginNotFoundError
+from hardpoint.plugins.errors import (
+    HardpointError,
+    PluginContractError,
+    PluginLoadError,
+    PluginNotFoundError,
+)
 from hardpoint.plugins.hooks import PROJECT
 from hardpoint.plugins.kinds import KINDS, Kind
 from hardpoint.plugins.logits import LogitsPlugin, Phase, Reads
@@ -18,6 +25,22 @@ from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.params import SamplingParams
 
 from .blame import describe, raise_unless_fault
+
+
+@contextlib.contextmanager
+def inspecting(source: Source) -> Iterator[None]:
+    """Name the plugin in what its own code raises when the loader looks at it.
+
+    Raises:
+        PluginContractError: its metaclass, a descriptor or its module failed; the cause is chained.
+    """
+    try:
+        yield
+    except HardpointError:
+        raise
+    except BaseException as cause:
+        raise_unless_fault(cause)
+        raise PluginContractError(f"{source}: looking at it failed: {describe(cause)}") from cause
 
 
 def import_object(source: Source) -> Any:
@@ -37,10 +60,11 @@ def import_object(source: Source) -> Any:
     except BaseException as cause:
         raise_unless_fault(cause)
         raise PluginLoadError(f"{source}: its import failed: {describe(cause)}") from cause
-    for part in qualname.split(".") if qualname else ():
-        if not hasattr(target, part):
-            raise PluginNotFoundError(f"{source}: {module_name!r} has no {qualname!r}")
-        target = getattr(target, part)
+    with inspecting(source):
+        for part in qualname.split(".") if qualname else ():
+            if not hasattr(target, part):
+                raise PluginNotFoundError(f"{source}: {module_name!r} has no {qualname!r}")
+            target = getattr(target, part)
     return target
 
 

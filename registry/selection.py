@@ -14,7 +14,7 @@ from hardpoint.plugins.typed import suggest
 
 from .adapt import adapt
 from .discovery import InstalledPlugin
-from .loading import import_object, kind_of, snake_case
+from .loading import import_object, inspecting, kind_of, snake_case
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,9 @@ class Selection:
             self._asked_by(path, builtin=known is not None and known.builtin),
         )
         target = import_object(source)
-        return SelectedPlugin(kind or kind_of(adapt(target, source), source), source, path, target)
+        with inspecting(source):
+            kind = kind or kind_of(adapt(target, source), source)
+        return SelectedPlugin(kind, source, path, target)
 
     def _by_name(self, reference: str, path: str, kind: Kind | None) -> SelectedPlugin:
         candidates = [

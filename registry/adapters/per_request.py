@@ -158,6 +158,9 @@ class TransformersProcessor(RowwiseAdapter):
         target: Any = self.external.target
         built = inspect.isclass(target)
         call = target(**self.options.args) if built else copy.deepcopy(target)
+        if not callable(call):
+            what = "its constructor made" if built else "its __deepcopy__ returned"
+            raise TypeError(f"{what} a {type(call).__name__}, expected a processor")
         return RequestProcessor(list(request.prompt_token_ids), call)
 
 

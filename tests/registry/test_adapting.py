@@ -153,6 +153,39 @@ def test_refused_forms(refused, target, words):
     assert words in message
 
 
+class Raising(type):
+    def __getattr__(cls, name):
+        raise LookupError(name)
+
+
+class Unreadable(foreign.OneToken, metaclass=Raising):
+    """A metaclass of its own fails."""
+
+
+def test_a_class_that_cannot_be_looked_at_is_named(refused):
+    assert "looking at it failed: LookupError: __abstractmethods__" in refused(Unreadable)
+
+
+class Uncopied:
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor):
+        return scores
+
+    def __deepcopy__(self, memo):
+        return None
+
+
+UNCOPIED = Uncopied()
+
+
+def test_an_object_that_cannot_be_copied_is_not_left_out(loaded):
+    plugins, _ = loaded(UNCOPIED)
+    request = LogitsRequest("r", [1], [], SamplingParams(), [])
+    with pytest.raises(
+        TypeError, match="its __deepcopy__ returned a NoneType, expected a processor"
+    ):
+        built(plugins).start(request)
+
+
 def test_an_abstract_class_lacks_something(refused):
     class Base(foreign.OneToken, abc.ABC):
         @abc.abstractmethod

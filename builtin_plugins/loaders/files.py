@@ -116,7 +116,7 @@ def refusing_damage(where: str) -> Iterator[None]:
     """Turn what libraries raise over a damaged file into a ModelError."""
     try:
         yield
-    except (HardpointError, KeyboardInterrupt, SystemExit, GeneratorExit):
+    except (HardpointError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as cause:  # a panic in Rust is no Exception
         kind = type(cause).__name__

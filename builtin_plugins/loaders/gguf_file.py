@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import struct
 from pathlib import Path
@@ -217,5 +218,9 @@ def open_gguf(path: Path) -> GGUFFile:
     regular_file(path, path.name)
     try:
         return GGUFFile(path)
-    except (OSError, ValueError, KeyError, IndexError, OverflowError) as cause:
+    except OSError as cause:
+        if cause.errno == errno.ENOMEM:  # the file is mapped
+            raise MemoryError(f"{path.name}: {cause.strerror}") from cause
+        raise ModelError(f"{path.name} cannot be read: {cause.strerror}") from cause
+    except (ValueError, KeyError, IndexError, OverflowError) as cause:
         raise ModelError(f"{path.name} is not a readable GGUF file: {str(cause)[:400]}") from cause

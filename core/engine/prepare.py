@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from hardpoint.core.worker.memory import is_out_of_memory, memory_limit, out_of_memory
 from hardpoint.core.worker.worker import WorkerSpec
 from hardpoint.plugins import (
     ConfigError,
@@ -132,7 +133,13 @@ def prepare_worker(
         ModelError: the model is missing, damaged or unsupported.
     """
     loader = open_loader(config, plugins, find_files(config.model))
-    model_config = loader.config()
+    device = _device(config)
+    try:
+        model_config = loader.config()
+    except (MemoryError, OSError, RuntimeError) as error:  # mapping files takes address space
+        if not is_out_of_memory(error):
+            raise
+        raise ModelError(f"model: {out_of_memory(error, memory_limit(device))}") from error
     _check_architecture(model_config, plugins)
     max_model_len = _max_model_len(config, model_config, config_sources)
     _check_limits(config, max_model_len, config_sources)
@@ -142,7 +149,7 @@ def prepare_worker(
         loader=loader,
         model_config=model_config,
         dtype=_dtype(config, model_config),
-        device=_device(config),
+        device=device,
         max_model_len=max_model_len,
         progress=progress,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -60,6 +61,9 @@ class LLMEngine:
         self._client = parts.client
         self._frontend = Frontend(parts)
         self._fallbacks: dict[str, StepFault] = {}
+        # An engine that is dropped releases what closing it does; at exit the system does.
+        self._release = weakref.finalize(self, self._frontend.close, self._client.close)
+        self._release.atexit = False
         self._closed = False
         self.is_paused = False
         self.lock = EngineLock()
@@ -243,7 +247,7 @@ class LLMEngine:
     def _close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._frontend.close(self._client.close)
+            self._release()
 
     def _call_sinks(self, call: Callable[[], None]) -> None:
         """Call the sinks of statistics; end the engine if a fault is to end it."""

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
@@ -36,6 +35,14 @@ from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.plugin_set import PluginSet
 
 from .input_batch import InputBatch
+from .memory import (
+    MemoryEstimate,
+    cache_share,
+    estimate_memory,
+    is_out_of_memory,
+    memory_limit,
+    out_of_memory,
+)
 from .model_runner import ModelRunner
 from .profiling import Profiling
 
@@ -72,16 +79,23 @@ class LocalWorker:
         self._components: list[Component] = []
         self._max_model_len = spec.max_model_len
         self._num_blocks = 0
+        self._bytes_per_block = 0
+        self._estimate: MemoryEstimate | None = None
         self._profiling = Profiling(spec.config.engine.profile_dir, spec.device)
 
     def load_model(self) -> WorkerInfo:
         """Build the model and read its weights.
 
         Raises:
-            ModelError: weights are missing, of the wrong shape, or the device does not fit.
+            ModelError: weights are missing or of the wrong shape, the device or the memory does not
+                fit.
         """
         assert self._spec is not None
         spec = self._spec
+        with self._naming_memory():
+            return self._load_model(spec)
+
+    def _load_model(self, spec: WorkerSpec) -> WorkerInfo:
         attention = self._attention(spec)
         entry = spec.plugins.get("models", spec.model_config.architecture)
         model = spec.plugins.create(
@@ -92,10 +106,13 @@ class LocalWorker:
             device=spec.device,
             max_model_len=spec.max_model_len,
         )
-        stage = self._sampling(
-            spec
-        )  # before the weights, so that a plugin that cannot start fails early
         shapes = model.weight_shapes()
+        self._bytes_per_block = sum(attention.bytes_per_block(kv) for kv in model.kv_specs())
+        limit = memory_limit(spec.device)
+        self._estimate = estimate_memory(model, spec.config, shapes, self._bytes_per_block, limit)
+        self._estimate.check(spec.config.model)
+        # Before the weights, so that a plugin that cannot start fails early.
+        stage = self._sampling(spec)
         with torch.inference_mode():
             model.load_weights(_checked(spec.loader.weights(shapes), shapes, spec))
         processors = [runner.processor for runner in stage.pipeline.runners]
@@ -107,8 +124,7 @@ class LocalWorker:
             {entry.name: cls for entry, cls in spec.plugins.logits_processors()},
             spec.device,
         )
-        per_block = sum(attention.bytes_per_block(kv) for kv in model.kv_specs())
-        return _measured(model, spec, per_block)
+        return _measured(model, spec, self._bytes_per_block, self._estimate)
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """Set the length of the longest request that the KV cache has room for."""
@@ -118,10 +134,13 @@ class LocalWorker:
         """Allocate the KV cache and the persistent batch."""
         assert self._spec is not None
         config = self._spec.config
-        batch = InputBatch(
-            config.scheduler.max_num_seqs, self._max_model_len, config.kv_cache.block_size
-        )
-        self.runner.allocate(num_blocks, batch)
+        if self._estimate is not None:
+            self._estimate = self._estimate.with_cache(num_blocks * self._bytes_per_block)
+        with self._naming_memory():
+            batch = InputBatch(
+                config.scheduler.max_num_seqs, self._max_model_len, config.kv_cache.block_size
+            )
+            self.runner.allocate(num_blocks, batch)
         self._num_blocks = num_blocks
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -134,11 +153,19 @@ class LocalWorker:
             raise _unsupported(plan)
         if not plan.total_num_scheduled_tokens and not (self._runner and self._runner.has_batch):
             return ModelRunnerOutput()  # asleep: the requests of the plan have no state here
-        return self.runner.execute(plan)
+        try:
+            return self.runner.execute(plan)
+        except (MemoryError, RuntimeError) as error:
+            self._name_memory(error)
+            raise
 
     def sample_tokens(self, plan: SchedulerOutput) -> ModelRunnerOutput:  # noqa: ARG002
         """Sample the tokens of a step whose model has run."""
-        return self.runner.sample()
+        try:
+            return self.runner.sample()
+        except (MemoryError, RuntimeError) as error:
+            self._name_memory(error)
+            raise
 
     def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return what each logits processor cost so far, by name."""
@@ -205,6 +232,20 @@ class LocalWorker:
         self._profiling.close()
         self._release()
         self._spec = None
+
+    @contextlib.contextmanager
+    def _naming_memory(self) -> Iterator[None]:
+        """Give an allocation of the body that fails the figures of memory."""
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            self._name_memory(error)
+            raise
+
+    def _name_memory(self, error: Exception) -> None:
+        """Raise a ModelError with the figures of memory, if an allocation has failed."""
+        if is_out_of_memory(error):
+            raise ModelError(f"model: {out_of_memory(error, self._estimate)}") from error
 
     def _release(self) -> None:
         components, self._components = self._components, []
@@ -313,14 +354,17 @@ def _checked(
         raise ModelError(f"model: {spec.config.model!r} lacks {len(missing)} weights: {names}")
 
 
-def _measured(model: Model, spec: WorkerSpec, bytes_per_block: int) -> WorkerInfo:
+def _measured(
+    model: Model, spec: WorkerSpec, bytes_per_block: int, estimate: MemoryEstimate
+) -> WorkerInfo:
     """Return the memory that is available for the KV cache.
 
     On a GPU, a trial step of the largest size is measured, so that the cache can have nearly all of
-    the rest. A CPU's memory is shared with other programs, so the cache gets a smaller share of it.
+    the rest. On a CPU, it is what the limits of this process leave.
     """
     if spec.device.type != "cuda":
-        return WorkerInfo(bytes_per_block, int(psutil.virtual_memory().available))
+        available = memory_limit(spec.device).available - estimate.step
+        return WorkerInfo(bytes_per_block, max(available, 0))
     before = torch.cuda.memory_allocated(spec.device)
     torch.cuda.reset_peak_memory_stats(spec.device)
     tokens = min(spec.config.scheduler.max_num_batched_tokens, spec.max_model_len)
@@ -334,4 +378,5 @@ def _measured(model: Model, spec: WorkerSpec, bytes_per_block: int) -> WorkerInf
     torch.cuda.empty_cache()
     free = int(torch.cuda.mem_get_info(spec.device)[0])
     # Level 1 would have to move weights to CPU memory, which is not done.
-    return WorkerInfo(bytes_per_block, max(free - peak, 0), cache_share=0.9, sleep_levels=(2,))
+    share = cache_share(spec.device)
+    return WorkerInfo(bytes_per_block, max(free - peak, 0), share, sleep_levels=(2,))

@@ -123,8 +123,9 @@ def test_gguf_headers_that_lie_are_refused(kind, opener, tmp_path):
     ("changes", "message"),
     [
         ({"block_count": MANY}, "llama.block_count: expected 2, the number of blocks that have"),
+        ({"context_length": 2**31 - 1}, "does not fit into memory: .* KV cache 1024.0 GiB"),
         ({"attention__head_count": 2**31 - 1}, "head"),
-        ({"embedding_length": 2**31 - 2}, "has shape"),
+        ({"embedding_length": 2**31 - 2}, "does not fit into memory: weights "),
     ],
 )
 def test_gguf_fields_that_the_tensors_contradict_are_refused(changes, message, opener, tmp_path):
@@ -152,6 +153,7 @@ def edit(path: Path, **fields: object) -> None:
         ({"vocab_size": 10**9}, "vocab_size: expected 260, the rows of model.embed_tokens.weight"),
         ({"vocab_size": 10**30}, "vocab_size: expected at most 2147483647, got 1000000"),
         ({"head_dim": 10**9}, "head_dim: expected an even number .* of at most 65536"),
+        ({"max_position_embeddings": 2**31 - 1}, "does not fit into memory: .* 1024.0 GiB"),
         ({"rope_theta": float("inf")}, "rope_theta: expected a number > 0, got inf"),
         ({"rope_scaling": {"rope_type": ["default"]}}, "rope_type: expected a string"),
         ({"rope_scaling": {"rope_type": "factors"}}, "factors: expected 8 numbers > 0, got None"),

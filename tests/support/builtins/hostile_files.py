@@ -26,7 +26,7 @@ from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.kv_cache import size_cache
 from hardpoint.core.worker.worker import LocalWorker
 from hardpoint.plugins import TokenizerContext
-from hardpoint.plugins.config import ConfigSources, KVCacheConfig, SchedulerConfig
+from hardpoint.plugins.config import ConfigSources, SchedulerConfig
 from hardpoint.registry.plugin_set import resolve_plugins
 from support.builtins.checkpoint_harness import TINY, finish
 
@@ -241,7 +241,6 @@ class Opener:
         self._config = EngineConfig(
             device="cpu",
             scheduler=SchedulerConfig(max_num_seqs=4),
-            kv_cache=KVCacheConfig(memory_bytes=1 << 30),
         )
         self._plugins = resolve_plugins(self._config)
 

@@ -1,0 +1,274 @@
+"""The memory that this process may use, and an estimate of what a model needs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import psutil
+import torch
+
+from hardpoint.plugins import EngineConfig, Model, ModelError, WorkerInfo
+
+try:
+    import resource
+except ImportError:  # another system than Unix
+    resource = None  # type: ignore[assignment]
+
+_UNLIMITED = 1 << 60  # version 1 of control groups writes a huge number for none
+_PROC = Path("/proc")
+_FLOAT = 4  # bytes
+_ARRAYS = 4
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """A limit on the memory of this process.
+
+    Attributes:
+        available: bytes that the process may still allocate.
+        source: what sets the limit.
+    """
+
+    available: int
+    source: str
+
+    def __str__(self) -> str:
+        """Return both for a message."""
+        return f"{size_text(self.available)} ({self.source})"
+
+
+def memory_limit(device: torch.device, proc: Path = _PROC) -> MemoryLimit:
+    """Return the closest limit on what this process may still allocate on a device.
+
+    Those of the CPU are the machine's available memory, the control groups of the process (of
+    containers for example) and its resource limits (`ulimit`).
+
+    Args:
+        device: where the memory is.
+        proc: the system's folder of processes.
+    """
+    if device.type == "cuda":
+        return MemoryLimit(int(torch.cuda.mem_get_info(device)[0]), f"free on {device}")
+    machine = MemoryLimit(int(psutil.virtual_memory().available), "free on this machine")
+    limits = [machine, *_resource_limits(), *_group_limits(proc)]
+    return min(limits, key=lambda limit: limit.available)
+
+
+def _resource_limits() -> Iterator[MemoryLimit]:
+    if resource is None:
+        return
+    used = psutil.Process().memory_info()
+    for name, option, held in (("RLIMIT_AS", "-v", used.vms), ("RLIMIT_DATA", "-d", used.data)):
+        soft = resource.getrlimit(getattr(resource, name))[0]
+        if soft != resource.RLIM_INFINITY:
+            total = f"{name}, ulimit {option}, of {size_text(soft)}"
+            yield MemoryLimit(max(soft - held, 0), total)
+
+
+def _group_limits(proc: Path) -> Iterator[MemoryLimit]:
+    """Yield the limits of the control groups that this process is in, and of those around them."""
+    for top, group in _groups(proc):
+        while True:
+            yield from _limits_of(group)
+            if group == top:
+                break
+            group = group.parent
+
+
+def _groups(proc: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield mount point and folder of each control group of this process that limits memory."""
+    with contextlib.suppress(OSError, ValueError, IndexError):  # no Linux, or no control groups
+        paths = {}
+        for line in (proc / "self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers or "memory" in controllers.split(","):
+                paths[bool(controllers)] = path
+        for line in (proc / "self/mountinfo").read_text().splitlines():
+            left, _, right = line.partition(" - ")
+            root, mount = left.split(" ")[3:5]
+            kind, _, options = right.split(" ", 2)
+            first = kind == "cgroup" and "memory" in options.split(",")
+            if (first or kind == "cgroup2") and first in paths:
+                top = Path(mount.replace("\\040", " "))
+                yield top, _below(top, root, paths[first])
+
+
+def _below(top: Path, root: str, path: str) -> Path:
+    """Return the folder of a control group below the mount point `top` of its ancestor `root`."""
+    inside = PurePosixPath(path)
+    # In a container the path may be that of the host, whose root is not mounted here.
+    if ".." in inside.parts or not inside.is_relative_to(root):
+        return top
+    folder = top / inside.relative_to(root)
+    return folder if folder.is_dir() else top
+
+
+def _limits_of(group: Path) -> Iterator[MemoryLimit]:
+    """Yield the limits in the files of one control group, of either version."""
+    for used_name, *names in (
+        ("memory.current", "memory.max", "memory.high"),
+        ("memory.usage_in_bytes", "memory.limit_in_bytes"),
+    ):
+        used = _number(group / used_name)
+        if used is None:
+            continue
+        used = max(used - _reclaimable(group), 0)
+        for name in names:
+            limit = _number(group / name)
+            if limit is not None and limit < _UNLIMITED:
+                source = f"{group / name}, of {size_text(limit)}"
+                yield MemoryLimit(max(limit - used, 0), source)
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file; None if there is none, "max" for example."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _reclaimable(group: Path) -> int:
+    """Return the bytes of cached files, which count as used but are freed when needed."""
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    values = dict(line.split(" ", 1) for line in lines if " " in line)
+    prefix = "total_" if "total_inactive_file" in values else ""
+    names = (f"{prefix}inactive_file", f"{prefix}active_file")
+    return sum(int(values.get(name, 0)) for name in names)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """What a model needs, in bytes, and what it may use.
+
+    Attributes:
+        weights: of the loaded model.
+        cache: the configured KV cache; else that of one request of the maximum length.
+        loading: of what is needed while weights are loaded only.
+        step: of the largest step.
+        limit: before anything was allocated.
+        share: of what weights and step leave, at most, that the cache takes.
+        max_model_len: the request's length if the cache is not configured; else None.
+    """
+
+    weights: int
+    cache: int
+    loading: int
+    step: int
+    limit: MemoryLimit
+    share: float
+    max_model_len: int | None
+
+    def __str__(self) -> str:
+        """Return the figures for a message."""
+        working = max(self.loading, self.step)
+        return (
+            f"weights {size_text(self.weights)}, KV cache {size_text(self.cache)}, working memory "
+            f"{size_text(working)}; this process may use {self.limit}"
+        )
+
+    def with_cache(self, cache: int) -> MemoryEstimate:
+        """Return the estimate for a KV cache whose size is known."""
+        return dataclasses.replace(self, cache=cache)
+
+    def check(self, model: str) -> None:
+        """Raise unless the model fits.
+
+        Raises:
+            ModelError: it does not; the message says what would.
+        """
+        rest = self.limit.available - self.weights
+        room = int((rest - self.step) * self.share)
+        if self.loading <= rest and self.cache <= room:
+            return
+        if self.loading > rest or room <= 0:
+            fits = "a smaller max_model_len or model would fit"
+        elif self.max_model_len is None:
+            fits = f"a kv_cache of {size_text(room)} would fit"
+        else:
+            length = room * self.max_model_len // self.cache
+            fits = f"with {self.share:.0%} of the rest for the cache, "
+            fits += f"a max_model_len of {max(length, 1)} would fit"
+        raise ModelError(f"model: {model!r} does not fit into memory: {self}; {fits}")
+
+
+def estimate_memory(
+    model: Model,
+    config: EngineConfig,
+    shapes: Mapping[str, Sequence[int]],
+    bytes_per_block: int,
+    limit: MemoryLimit,
+) -> MemoryEstimate:
+    """Estimate what a model needs, before any weight is read.
+
+    Args:
+        model: without weights.
+        config: the engine's.
+        shapes: of its weights.
+        bytes_per_block: of the KV cache, all layers together.
+        limit: what may be allocated.
+    """
+    context, cache, scheduler = model.context, config.kv_cache, config.scheduler
+    size, vocab = context.dtype.itemsize, context.config.vocab_size
+    counts = [math.prod(shape) for shape in shapes.values()]
+    width = max((shape[0] for shape in shapes.values() if shape[0] != vocab), default=0)
+    tokens = min(scheduler.max_num_batched_tokens, context.max_model_len)
+    rotary = max((spec.head_size for spec in model.kv_specs()), default=0)
+    # A few arrays of the widest layer, logits and their float32 copy, tables of all positions.
+    step = _ARRAYS * tokens * width * size + scheduler.max_num_seqs * vocab * 2 * _FLOAT
+    step += 2 * context.max_model_len * rotary * size
+    length, share = None, 1.0
+    if cache.num_blocks is not None:
+        cache_bytes = cache.num_blocks * bytes_per_block
+    elif cache.memory_bytes is not None and bytes_per_block:
+        cache_bytes = cache.memory_bytes
+    else:
+        length = cache.block_size if config.max_model_len == "auto" else context.max_model_len
+        cache_bytes = -(-length // cache.block_size) * bytes_per_block
+        share = cache.memory_fraction or cache_share(context.device)
+    return MemoryEstimate(
+        weights=sum(counts) * size,
+        cache=cache_bytes,
+        loading=max(counts, default=0) * _FLOAT,  # a weight as it is read, before it is packed
+        step=step,
+        limit=limit,
+        share=share,
+        max_model_len=length,
+    )
+
+
+def cache_share(device: torch.device) -> float:
+    """Return the KV cache's share of the memory that is left, unless it is configured."""
+    # A CPU's memory is shared with other programs.
+    return 0.9 if device.type == "cuda" else WorkerInfo.cache_share
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory could not be allocated."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError | OSError) and any(
+        message in str(error) for message in _OUT_OF_MEMORY
+    )
+
+
+def out_of_memory(error: BaseException, figures: object) -> str:
+    """Return the message about memory that could not be allocated."""
+    cause = (str(error) or type(error).__name__).splitlines()[0][:200]
+    return f"not enough memory ({cause}): {figures}"
+
+
+def size_text(count: int) -> str:
+    """Return a number of bytes in KiB, MiB or GiB."""
+    if count >= 2**30:
+        return f"{count / 2**30:.1f} GiB"
+    return f"{count / 2**20:.0f} MiB" if count >= 2**20 else f"{count / 2**10:.0f} KiB"

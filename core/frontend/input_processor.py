@@ -131,7 +131,8 @@ class InputProcessor:
         )
         request.plugin_args = self._arguments.resolve(request)
         # The arguments travel resolved; the originals would only travel twice.
-        request.params = msgspec.structs.replace(params, plugin_args={})
+        fields = self._arguments.fields(params, request.plugin_args) if params.plugin_args else {}
+        request.params = msgspec.structs.replace(params, **{**fields, "plugin_args": {}})
         return request, given.text
 
     def text_of(self, prompt: Prompt) -> str | None:

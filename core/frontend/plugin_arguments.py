@@ -104,6 +104,25 @@ class PluginArguments:
         self._refuse_unhonoured(request.params)
         return self._resolved(request, self._processors)
 
+    def fields(
+        self, params: SamplingParams, resolved: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """Return the fields of parameters that a request gives under `plugin_args`.
+
+        Not only the processor reads them: stop strings are held back until `min_tokens`, and a
+        greedy sampler is recognised by `temperature`.
+
+        Args:
+            params: of the request, `plugin_args` included.
+            resolved: the result of `resolve`.
+        """
+        return {
+            field: resolved[processor.entry.name][field]
+            for processor in self._processors
+            if processor.entry.name in params.plugin_args
+            for field in processor.fields & resolved[processor.entry.name].keys()
+        }
+
     def complete(self, request: EngineCoreRequest) -> None:
         """Check a request's resolved arguments; resolve those of the other processors that it uses.
 

@@ -145,6 +145,8 @@ def test_min_tokens_holds_back_stop_strings(engine):
     assert (done.text, done.stop_reason) == ("012", "345")
     done = last(engine, "long", stop="345", min_tokens=6, include_stop_str_in_output=True)
     assert (done.text, len(done.token_ids)) == ("0123456789012345", 16)
+    done = last(engine, "long", stop="345", plugin_args={"min_tokens": {"min_tokens": 6}})
+    assert (done.text, len(done.token_ids)) == ("0123456789012", 16)
     done = last(engine, "long", stop="345", min_tokens=9, max_tokens=9)
     assert (done.text, done.finish_reason) == ("012345678", "length")
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Generic, TypeVar
 
 from hardpoint.plugins.component import Component, Context
+from hardpoint.plugins.config import PluginsConfig
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.stats import StepFault
 from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
+
+from .activity import Activity, PluginCalls
 
 _log = logging.getLogger("hardpoint")
 
@@ -27,15 +31,50 @@ _WITHOUT = "the engine goes on without it"
 class StepFaults:
     """Counts the faults of plugins of scope *step*."""
 
-    def __init__(self, ends_engine: Collection[str] = ()) -> None:
-        """`ends_engine` names the plugins whose faults end the engine (`plugins.on_error`)."""
+    def __init__(
+        self,
+        ends_engine: Collection[str] = (),
+        slow_seconds: float = 0.0,
+        activity: Activity | None = None,
+    ) -> None:
+        """Start without faults.
+
+        Args:
+            ends_engine: names of the plugins whose faults end the engine (`plugins.on_error`).
+            slow_seconds: above which a plugin's time in a step is counted; 0 is never.
+            activity: records the methods that run.
+        """
         self._ends_engine = frozenset(ends_engine)
+        self._slow_seconds = slow_seconds
+        self._activity = activity or Activity()
         self._faults: dict[str, StepFault] = {}
+        self._slow: dict[str, StepFault] = {}
+        self._timed: list[PluginCalls] = []
 
     @classmethod
-    def under(cls, on_error: Mapping[str, str]) -> StepFaults:
-        """Return the counter for a `plugins.on_error` table."""
-        return cls([name for name, scope in on_error.items() if scope == "engine"])
+    def under(cls, config: PluginsConfig, activity: Activity | None = None) -> StepFaults:
+        """Return the counter for a configuration of plugins."""
+        ends_engine = [name for name, scope in config.on_error.items() if scope == "engine"]
+        return cls(ends_engine, config.slow_seconds, activity)
+
+    def calls(self, kind: str, source: Source) -> PluginCalls:
+        """Return what calls the methods of a plugin; the time of a third-party one is checked."""
+        calls = PluginCalls(self._activity, kind, source)
+        if is_third_party(source) and self._slow_seconds:
+            self._timed.append(calls)
+        return calls
+
+    def check_slow(self) -> None:
+        """Count the plugins that took too long since the last call; called once per step."""
+        for calls in self._timed:
+            if (seconds := calls.take_seconds()) > self._slow_seconds:
+                message = slow_message(calls.source, seconds, self._slow_seconds)
+                _count(self._slow, calls.source.name, message)
+
+    def slow(self) -> dict[str, StepFault]:
+        """Return the steps in which plugins took too long, by plugin name."""
+        self.check_slow()
+        return dict(self._slow)
 
     def reporter(self, source: Source, consequence: str = _WITHOUT) -> FaultReporter:
         """Return the reporter of one plugin; `consequence` is logged with the first fault.
@@ -61,15 +100,29 @@ class StepFaults:
         consequence: str = _WITHOUT,
     ) -> None:
         """Count a fault under a name; keep and log the first one of each name."""
-        if before := self._faults.get(name):  # a broken plugin fails in every step
-            self._faults[name] = StepFault(before.count + 1, before.message)
-        else:
-            self._faults[name] = StepFault(1, message)
+        if _count(self._faults, name, message):  # a broken plugin fails in every step
             _log.warning("%s; %s", message, consequence, exc_info=cause)
 
     def report(self) -> dict[str, StepFault]:
         """Return the faults so far by plugin name."""
         return dict(self._faults)
+
+
+def _count(counts: dict[str, StepFault], name: str, message: str) -> bool:
+    """Count one more under a name; return whether it is the first, whose message is kept."""
+    before = counts.get(name)
+    counts[name] = StepFault(before.count + 1, before.message) if before else StepFault(1, message)
+    return before is None
+
+
+def slow_message(source: Source, seconds: float, limit: float) -> str:
+    """Return the message for a plugin that took too long in a step, and log it."""
+    message = (
+        f"{source}: its methods took {seconds:.3g} s in one step, "
+        f"more than plugins.slow_seconds ({limit:g})"
+    )
+    _log.warning("%s; all requests waited for it", message)
+    return message
 
 
 C = TypeVar("C", bound=Component)
@@ -78,7 +131,7 @@ C = TypeVar("C", bound=Component)
 class Fanout(Generic[C]):
     """Calls all components of a kind, and reports what one raises to its reporter."""
 
-    def __init__(self, components: Sequence[tuple[C, FaultReporter]]) -> None:
+    def __init__(self, components: Sequence[tuple[C, FaultReporter, PluginCalls]]) -> None:
         """`components` come with the reporters of their faults, in the order of calls."""
         self._components = tuple(components)
 
@@ -97,9 +150,9 @@ class Fanout(Generic[C]):
             PluginFaultError: a component whose faults end the engine failed; all were called.
         """
         fatal: PluginFaultError | None = None
-        for component, report in self._components:
+        for component, report, calls in self._components:
             try:
-                call(component)
+                calls.run(method, call, component)
             except BaseException as cause:
                 raise_unless_fault(cause)
                 try:
@@ -120,7 +173,7 @@ class Fanout(Generic[C]):
 
 def create_all(
     plugins: PluginSet, kind: str, faults: StepFaults, context: type[Context[C]], **fields: Any
-) -> list[tuple[C, FaultReporter]]:
+) -> list[tuple[C, FaultReporter, PluginCalls]]:
     """Create every enabled component of a kind; if one fails, close those before it.
 
     Args:
@@ -131,18 +184,19 @@ def create_all(
         fields: of the context, without name and options.
 
     Returns:
-        The components, each with the reporter of its faults.
+        The components, each with the reporter of its faults and what calls its methods.
 
     Raises:
         PluginError: a component could not be built.
     """
-    created: list[tuple[C, FaultReporter]] = []
+    created: list[tuple[C, FaultReporter, PluginCalls]] = []
     try:
         for entry in plugins.entries(kind):
             component = plugins.create(entry, context, **fields)
-            created.append((component, faults.reporter(entry.source, CALL_LOST)))
+            report = faults.reporter(entry.source, CALL_LOST)
+            created.append((component, report, faults.calls(kind, entry.source)))
     except BaseException:
-        for component, _ in created:
+        for component, _, _ in created:
             component.close()
         raise
     return created

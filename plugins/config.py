@@ -65,6 +65,8 @@ class PluginsConfig(Strict):
             kind, or "engine".
         quarantine_after: number of distinct requests that a third-party plugin may end before
             requests that use it are refused; 0 is no limit.
+        slow_seconds: time that a third-party plugin's methods may take in one step, for which all
+            requests wait; a longer one is counted in `LLM.health()` and logged. 0 is no limit.
         foreign_groups: entry-point groups of other engines to search for logits processors,
             "vllm.logits_processors" for example.
     """
@@ -74,6 +76,7 @@ class PluginsConfig(Strict):
     replace: dict[str, Reference] = {}
     on_error: dict[str, Literal["request", "step", "engine"]] = {}
     quarantine_after: Annotated[int, Meta(ge=0)] = 3
+    slow_seconds: Annotated[float, Meta(ge=0)] = 1.0
     foreign_groups: list[Literal["vllm.logits_processors"]] = []
 
 

@@ -135,12 +135,16 @@ class PluginMeter(msgspec.Struct, array_like=True):
         rows: number of rows that it processed, all steps together.
         seconds: host time in its methods.
         faults: number of requests that ended because of it.
+        slow_steps: number of steps in which its methods took longer than `plugins.slow_seconds`.
+        slowest_step: the longest such time, in seconds.
     """
 
     steps: int = 0
     rows: int = 0
     seconds: float = 0.0
     faults: int = 0
+    slow_steps: int = 0
+    slowest_step: float = 0.0
 
 
 class StepFault(msgspec.Struct, array_like=True, frozen=True):

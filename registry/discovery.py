@@ -8,10 +8,16 @@ from dataclasses import dataclass
 import importlib_metadata
 
 from hardpoint.plugins.kinds import KINDS
+from hardpoint.plugins.manifest import PluginEntry, Source
 
 DISTRIBUTION = "hardpoint"
 _PREFIX = "hardpoint."
 _EXTERNAL_GROUPS = {"vllm.logits_processors": "logits_processors"}
+
+
+def is_third_party(plugin: Source | PluginEntry) -> bool:
+    """Return whether a plugin does not come with Hardpoint itself."""
+    return plugin.distribution != DISTRIBUTION
 
 
 @dataclass(frozen=True, order=True)

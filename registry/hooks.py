@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import CodeType, TracebackType
 from typing import Any
 
@@ -50,6 +51,13 @@ class HookSet:
         """Return which plugin or plugins implement a hook, for messages."""
         impls = getattr(self._manager.hook, hook).get_hookimpls()
         return str(self._sources[impls[0].plugin_name]) if len(impls) == 1 else _one_of(impls)
+
+    def route(self, hook: str, route: Callable[[Source, Callable[..., Any]], Any]) -> None:
+        """Replace each function that implements a hook by what `route` returns for it."""
+        for impl in getattr(self._manager.hook, hook).get_hookimpls():
+            if not (impl.hookwrapper or impl.wrapper):  # those are generators
+                routed = route(self._sources[impl.plugin_name], impl.function)
+                impl.function = functools.update_wrapper(routed, impl.function)
 
     def call(self, hook: str, **arguments: Any) -> list[Any]:
         """Call a hook; return what its implementations returned.

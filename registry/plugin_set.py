@@ -66,13 +66,17 @@ class PluginSet:
         Raises:
             PluginNotFoundError: it is not enabled; the message says what is, and who offers it.
         """
-        if entry := self._entries.get((kind, name)):
+        if entry := self.find(kind, name):
             return entry
         on = [e.name for e in self.entries(kind)]
         raise PluginNotFoundError(
             f"{kind}: no component {name!r} is on{typed.suggest(name, on)}"
             f"{self.hint(name, kind)}; on: {', '.join(sorted(on)) or 'none'}"
         )
+
+    def find(self, kind: str, name: str) -> PluginEntry | None:
+        """Return the entry of a name; None if it is not enabled."""
+        return self._entries.get((kind, name))
 
     def hint(self, name: str, kind: str) -> str:
         """Return advice if an installed component of that name is not enabled, else nothing."""
@@ -158,6 +162,15 @@ class PluginSet:
         )
         targets = {**self._targets, (kind, entry.name): fresh.target(entry)}
         return PluginSet(manifest, self.found, targets)
+
+    def without(self, kind: str, name: str) -> PluginSet:
+        """Return the next generation, without one component of a kind of many."""
+        manifest = msgspec.structs.replace(
+            self.manifest,
+            entries=tuple(e for e in self.manifest.entries if (e.kind, e.name) != (kind, name)),
+            generation=self.manifest.generation + 1,
+        )
+        return PluginSet(manifest, self.found, self._targets)
 
     def logits_processors(self) -> list[tuple[PluginEntry, type[LogitsPlugin]]]:
         """Return the logits processors in the order in which they run."""

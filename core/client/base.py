@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from hardpoint.core.activity import Activity
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.utility_calls import failure_of, run_utility
 from hardpoint.core.errors import engine_dead
@@ -29,9 +30,11 @@ class EngineCoreClient(Protocol):
 
     Attributes:
         in_process: whether the core runs in this process.
+        activity: what the core is doing, or was doing when it ended.
     """
 
     in_process: bool
+    activity: Activity
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Send a request."""
@@ -84,6 +87,7 @@ class InprocClient:
             PluginFaultError: the executor takes no callback for its failures.
         """
         self._core = core
+        self.activity = core.activity
         self._failures: list[PluginFaultError] = []
         core.on_executor_failure(self._failures.append)
 

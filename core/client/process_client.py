@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from hardpoint.core.activity import Activity
 from hardpoint.core.engine.utility_calls import NO_TIMEOUT
 from hardpoint.core.engine_process.launch import Interpreter, Launch, main_objects
 from hardpoint.core.engine_process.process import EngineProcess
@@ -227,6 +228,7 @@ class ProcessClient:
     Attributes:
         start: the parameters that the engine was started with.
         ready: the engine's ready response.
+        activity: what the engine is doing, or was doing when it died.
     """
 
     in_process = False
@@ -258,8 +260,11 @@ class ProcessClient:
         with contextlib.ExitStack() as undo:
             self._sockets = EngineSockets(start.engine_index, manifest_hash=start.manifest.hash)
             undo.callback(self._sockets.close)
+            self.activity = Activity.create(self._sockets.folder)
+            undo.callback(self.activity.close)
             process = process or EngineProcess.spawn(start.interpreter)
             undo.callback(process.close, 0)
+            process.activity = self.activity
             process.launch(_launch(start, self._sockets))
             timeout_s = start.config.engine.start_timeout_seconds
             self.ready = _wait_until_ready(self._sockets, process, timeout_s)
@@ -363,3 +368,4 @@ class ProcessClient:
     def close(self) -> None:
         """End the engine and release everything. Closing twice does nothing."""
         self._release()
+        self.activity.close()

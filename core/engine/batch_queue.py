@@ -119,6 +119,13 @@ class BatchQueue:
         """Return whether a plan is under way."""
         return any(batch.plan is plan for batch in self._batches)
 
+    def request_ids(self, plan: SchedulerOutput) -> list[str]:
+        """Return the requests of a plan that is about to start, and of those under way."""
+        if not self._batches:
+            return list(plan.num_scheduled_tokens)
+        plans = [*(batch.plan for batch in self._batches), plan]
+        return list({name: None for step in plans for name in step.num_scheduled_tokens})
+
     def push(self, batch: Batch) -> None:
         """Add the newest batch.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from hardpoint.core.activity import Activity, PluginCalls, tracked
 from hardpoint.core.faults import CALL_LOST, StepFaults, create_all
 from hardpoint.core.kv_cache import BlockManager, CacheSize, size_cache
 from hardpoint.core.worker.worker import LocalWorker, WorkerSpec
@@ -29,6 +31,7 @@ from hardpoint.plugins.config import ConfigSources, KVCacheConfig
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.read_only import read_only
 from hardpoint.plugins.scheduler import SchedulerLimits
+from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
 
@@ -77,16 +80,28 @@ def limits_of(
 
 
 def build_core(
-    spec: WorkerSpec, hooks: HookSet, config_sources: ConfigSources, clock: _Clock
+    spec: WorkerSpec,
+    hooks: HookSet,
+    config_sources: ConfigSources,
+    clock: _Clock,
+    activity: Activity | None = None,
 ) -> BuiltCore:
     """Load the model and build the engine core. If a part fails, the others are closed.
+
+    Args:
+        spec: of its workers.
+        hooks: those that are called in the engine.
+        config_sources: for messages.
+        clock: seconds.
+        activity: records what the engine does; None is in memory of this process.
 
     Raises:
         ConfigError: the KV cache does not fit; the message says what would.
         PluginError: a component could not be built.
     """
     config, plugins = spec.config, spec.plugins
-    faults = StepFaults.under(config.plugins.on_error)
+    activity = activity or Activity()
+    faults = StepFaults.under(config.plugins, activity)
     with contextlib.ExitStack() as undo:
         policy = PolicySlot(plugins, faults)
         undo.callback(policy.close)
@@ -98,7 +113,7 @@ def build_core(
         executor = plugins.create(
             plugins.one("executors"),
             ExecutorContext,
-            create_worker=lambda _rank: LocalWorker(spec),
+            create_worker=lambda _rank: LocalWorker(spec, activity),
         )
         undo.callback(executor.close)
         info, size, config = _start(executor, spec, config_sources)
@@ -128,6 +143,7 @@ def build_core(
             log_stats=config.stats.on,
             step_log=StepLog() if config.engine.log_steps else None,
             sleep_levels=info.sleep_levels,
+            activity=activity,
         )
         undo.pop_all()
         return BuiltCore(EngineCore(parts), size)
@@ -140,15 +156,30 @@ def _kv_cache(
     eviction: EvictionPolicy,
     faults: StepFaults,
 ) -> BlockManager:
+    entry = plugins.one("eviction_policies")
+    if is_third_party(entry):
+        eviction = _tracked(eviction, faults.calls("eviction_policies", entry.source))
     return BlockManager(
         num_blocks,
         config.block_size,
         prefix_caching=config.prefix_caching,
         hash_algorithm=config.hash_algorithm,
         eviction=eviction,
-        fault=faults.reporter(plugins.one("eviction_policies").source),
+        fault=faults.reporter(entry.source),
         events=bool(plugins.entries("kv_event_publishers")),
     )
+
+
+def _tracked(policy: EvictionPolicy, calls: PluginCalls) -> EvictionPolicy:
+    """Return a policy whose methods are called through `calls`."""
+
+    def evict(count: int) -> list[int]:
+        # One more than wanted shows that there are too many, even in an endless iterator.
+        return list(itertools.islice(policy.evict(count), count + 1))
+
+    result: EvictionPolicy = tracked(policy, calls, ("released", "taken"))
+    vars(result)["evict"] = calls.bound("evict", evict)
+    return result
 
 
 def _start(
@@ -204,6 +235,10 @@ def _recorder(hooks: HookSet, faults: StepFaults) -> Callable[[StepRecord], None
     """Return the receiver of step records, None if no hook is registered for them."""
     if not hooks.has("step_planned"):
         return None
+    hooks.route(
+        "step_planned",
+        lambda source, call: faults.calls("hooks", source).bound(call.__name__, call),
+    )
 
     def record(record: StepRecord) -> None:
         try:

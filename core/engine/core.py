@@ -30,6 +30,7 @@ class EngineCore(EngineUtilities):
     Attributes:
         step: runs one step: `StepRunner.step`, or `StepRunner.step_with_batch_queue` where
             the executor runs several batches at once.
+        activity: what the core is doing.
     """
 
     def __init__(self, parts: EngineCoreParts) -> None:
@@ -39,6 +40,7 @@ class EngineCore(EngineUtilities):
         self._executor = parts.executor
         self._steps = steps = StepRunner(parts)
         self.step = steps.step_fn
+        self.activity = parts.activity
         self._pause = PauseController(
             PauseDependencies(
                 parts.scheduler,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from hardpoint.core.activity import PluginCalls
 from hardpoint.core.faults import Fanout, FaultReporter
 from hardpoint.plugins import KVEventBatch, KVEventPublisher
 from hardpoint.plugins.kv_cache import KVEvent
@@ -15,14 +16,14 @@ class KVEventFanout:
 
     def __init__(
         self,
-        publishers: Sequence[tuple[KVEventPublisher, FaultReporter]],
+        publishers: Sequence[tuple[KVEventPublisher, FaultReporter, PluginCalls]],
         wall_clock: Callable[[], float],
         data_parallel_rank: int = 0,
     ) -> None:
         """Store the publishers.
 
         Args:
-            publishers: each with the reporter of its faults, in the order of calls.
+            publishers: each with the reporter of its faults and what calls its methods.
             wall_clock: seconds since 1970.
             data_parallel_rank: of the engine.
         """

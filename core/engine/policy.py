@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from hardpoint.core.activity import PluginCalls, tracked
 from hardpoint.core.faults import FaultReporter, StepFaults
 from hardpoint.plugins import (
     EngineConfig,
@@ -24,11 +25,26 @@ from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.request import RequestView
 from hardpoint.plugins.typed import convert
 from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.registry.references import with_references
 from hardpoint.registry.selection import Selection
 
 _KIND = "scheduling_policies"
+_METHODS = (
+    "key",
+    "group",
+    "group_key",
+    "admit",
+    "victim",
+    "added",
+    "scheduled",
+    "preempted",
+    "finished",
+    "export_state",
+    "import_state",
+    "close",
+)
 _CONFIG_PATH = "scheduler.policy"
 _ORIGIN = "set_policy()"
 
@@ -45,10 +61,19 @@ class GuardedPolicy(SchedulingPolicy):
 
     contract = 1
 
-    def __init__(self, policy: SchedulingPolicy, report: FaultReporter) -> None:
-        """`report` is called with each fault."""
+    def __init__(
+        self, policy: SchedulingPolicy, report: FaultReporter, calls: PluginCalls | None = None
+    ) -> None:
+        """Guard a policy.
+
+        Args:
+            policy: to guard.
+            report: is called with each fault.
+            calls: call the policy's methods; without them, they are called directly.
+        """
         super().__init__(policy.context)
         self.wrapped = policy
+        self._policy = policy if calls is None else tracked(policy, calls, _METHODS)
         self.report = report
         self._overridden = policy.overridden
         self._request_keys = _KeyChecker("key() of request", report)
@@ -66,7 +91,7 @@ class GuardedPolicy(SchedulingPolicy):
         """Return the policy's key in a wrapper that compares with every other one."""
         request_id, arrival = request.request_id, request.arrival_time
         try:
-            value = self.wrapped.key(_view(request))
+            value = self._policy.key(_view(request))
         except BaseException as cause:
             raise_unless_fault(cause)
             self._failed("key", request, cause)
@@ -76,7 +101,7 @@ class GuardedPolicy(SchedulingPolicy):
     def group(self, request: Request) -> Hashable:
         """Return the policy's group, or None if the group cannot be compared."""
         try:
-            group = self.wrapped.group(_view(request))
+            group = self._policy.group(_view(request))
         except BaseException as cause:
             raise_unless_fault(cause)
             self._failed("group", request, cause)
@@ -96,7 +121,7 @@ class GuardedPolicy(SchedulingPolicy):
         if group is None and self._replaced_a_group:  # the policy may not know this one
             return _Key(group)
         try:
-            value = self.wrapped.group_key(group, now)
+            value = self._policy.group_key(group, now)
         except BaseException as cause:
             raise_unless_fault(cause)
             self.report(f"group_key() of group {_show(group)} failed", cause)
@@ -106,7 +131,7 @@ class GuardedPolicy(SchedulingPolicy):
     def admit(self, request: Request, load: Load) -> str | None:
         """Return why the policy holds a request back; None admits it."""
         try:
-            reason = self.wrapped.admit(_view(request), load)
+            reason = self._policy.admit(_view(request), load)
         except BaseException as cause:
             raise_unless_fault(cause)
             self._failed("admit", request, cause)
@@ -124,7 +149,7 @@ class GuardedPolicy(SchedulingPolicy):
         """Return the policy's victim, or the request admitted last."""
         views = tuple(_view(request) for request in running)
         try:
-            victim = self.wrapped.victim(views, load)
+            victim = self._policy.victim(views, load)
         except BaseException as cause:
             raise_unless_fault(cause)
             self.report("victim() failed", cause)
@@ -138,7 +163,7 @@ class GuardedPolicy(SchedulingPolicy):
     def added(self, request: Request) -> None:
         """Notify the policy."""
         try:
-            self.wrapped.added(_view(request))
+            self._policy.added(_view(request))
         except BaseException as cause:
             raise_unless_fault(cause)
             self._failed("added", request, cause)
@@ -146,7 +171,7 @@ class GuardedPolicy(SchedulingPolicy):
     def scheduled(self, request: Request, tokens: int) -> None:
         """Notify the policy."""
         try:
-            self.wrapped.scheduled(_view(request), tokens)
+            self._policy.scheduled(_view(request), tokens)
         except BaseException as cause:
             raise_unless_fault(cause)
             self._failed("scheduled", request, cause)
@@ -154,7 +179,7 @@ class GuardedPolicy(SchedulingPolicy):
     def preempted(self, request: Request) -> None:
         """Notify the policy."""
         try:
-            self.wrapped.preempted(_view(request))
+            self._policy.preempted(_view(request))
         except BaseException as cause:
             raise_unless_fault(cause)
             self._failed("preempted", request, cause)
@@ -162,22 +187,22 @@ class GuardedPolicy(SchedulingPolicy):
     def finished(self, request: Request) -> None:
         """Notify the policy."""
         try:
-            self.wrapped.finished(_view(request))
+            self._policy.finished(_view(request))
         except BaseException as cause:
             raise_unless_fault(cause)
             self._failed("finished", request, cause)
 
     def export_state(self) -> Any:
         """Return the policy's state; its errors are the caller's to handle."""
-        return self.wrapped.export_state()
+        return self._policy.export_state()
 
     def import_state(self, state: Any) -> None:
         """Pass on the state of another policy; errors are the caller's to handle."""
-        self.wrapped.import_state(state)
+        self._policy.import_state(state)
 
     def close(self) -> None:
         """Close the policy."""
-        self.wrapped.close()
+        self._policy.close()
 
     def _failed(self, method: str, request: Request, cause: BaseException) -> None:
         self.report(f"{method}() of request {request.request_id!r} failed", cause)
@@ -351,7 +376,9 @@ class PolicySlot:
     def _build(self, plugins: PluginSet) -> tuple[GuardedPolicy, Source]:
         entry = plugins.one(_KIND)
         policy = plugins.create(entry, PolicyContext)
-        return GuardedPolicy(policy, self._faults.reporter(entry.source)), entry.source
+        # The built-in ones are called per request and step: without a detour.
+        calls = self._faults.calls(_KIND, entry.source) if is_third_party(entry) else None
+        return GuardedPolicy(policy, self._faults.reporter(entry.source), calls), entry.source
 
 
 @contextlib.contextmanager

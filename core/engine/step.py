@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from hardpoint.core.activity import Activity
 from hardpoint.core.faults import StepFaults
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.plugins import (
@@ -51,6 +52,7 @@ class EngineCoreParts:
         grammars: of structured output, the same that the scheduler has.
         step_log: logs every step.
         sleep_levels: levels that the workers support, in addition to 0.
+        activity: records the requests of each step.
     """
 
     scheduler: Scheduler
@@ -66,6 +68,7 @@ class EngineCoreParts:
     grammars: Grammars | None = None
     step_log: StepLog | None = None
     sleep_levels: tuple[int, ...] = (1, 2)
+    activity: Activity = field(default_factory=Activity)
 
 
 class StepRunner:
@@ -76,6 +79,7 @@ class StepRunner:
         self._parts = parts
         self._scheduler = parts.scheduler
         self._executor = parts.executor
+        self._activity = parts.activity
         self._unsent: list[Outputs] = []
         self._check = ResultCheck(parts.executor_label, parts.scheduler.live_request)
         self._batches = BatchQueue(parts.executor.max_concurrent_batches)
@@ -187,6 +191,7 @@ class StepRunner:
     def _execute(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
         if self._parts.step_log is not None:
             self._parts.step_log.begins(plan)
+        self._activity.begin_step(self._batches.request_ids(plan))
         if events := self._parts.kv_cache.take_events():
             self._parts.kv_events.publish(events)
         return self._executor.execute_model(plan)
@@ -221,6 +226,8 @@ class StepRunner:
     def _complete_step(self, plan: SchedulerOutput, outputs: Outputs) -> tuple[Outputs, bool]:
         """Log a step and fetch its drafts; return its outputs and whether it computed any token."""
         executed = plan.total_num_scheduled_tokens > 0
+        self._activity.end_step()
+        self._parts.faults.check_slow()
         if self._parts.step_log is not None:
             self._parts.step_log.ends(plan)
         if executed and self._takes_drafts:
@@ -231,6 +238,8 @@ class StepRunner:
 
     def _step_failed(self, plan: SchedulerOutput | None, error: BaseException) -> None:
         """Log a failed step, and return its plan to the scheduler as lost."""
+        if not is_fault(error):  # else the record of the step shows which requests may be the cause
+            self._activity.end_step()
         if plan is None:
             return
         if is_fault(error):

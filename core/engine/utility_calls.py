@@ -245,6 +245,20 @@ class EngineUtilities(ControlCalls):
         """Return the decisions that plugins failed to take, by plugin name."""
         return self._parts.faults.report()
 
+    @utility()
+    def slow_plugins(self: UtilityHost) -> dict[str, StepFault]:
+        """Return the steps in which plugins took too long, by plugin name."""
+        slow = self._parts.faults.slow()
+        for meters in self._parts.executor.collective_rpc("plugin_meters"):
+            for name, meter in meters.items():
+                if meter.slow_steps:
+                    slow[name] = StepFault(
+                        meter.slow_steps,
+                        f"plugin {name!r}: its methods took up to {meter.slowest_step:.3g} s in "
+                        f"one step, more than plugins.slow_seconds",
+                    )
+        return slow
+
 
 class SyncControlCalls(ControlCalls, SyncCaller):
     """The control calls of a program that waits for them."""

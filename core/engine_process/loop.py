@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from hardpoint.core.activity import Activity
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.utility_calls import call_utility, failed_call
 from hardpoint.core.errors import rejection_output
@@ -34,14 +35,18 @@ class Watchdog:
     # Setting the timer costs more than a small step, so it is set again only once a tenth of its
     # time has passed.
 
-    def __init__(self, limit_s: float, *, exits: bool = False) -> None:
+    def __init__(
+        self, limit_s: float, *, exits: bool = False, activity: Activity | None = None
+    ) -> None:
         """Create a watchdog that is stopped.
 
         Args:
             limit_s: 0 switches it off.
             exits: whether a step that takes longer also ends the process, at once.
+            activity: records when the time of a step began that may end the process.
         """
         self._limit_s = limit_s
+        self._activity = activity if exits else None
         self._exits = exits
         self._set_at: float | None = None
 
@@ -54,6 +59,8 @@ class Watchdog:
             timeout = self._limit_s * (1 + _SLACK)
             faulthandler.dump_traceback_later(timeout, exit=self._exits)
             self._set_at = now
+            if self._activity is not None:
+                self._activity.begin_watch(now, self._limit_s)
 
     def stop(self) -> None:
         """Stop until the next step."""
@@ -168,7 +175,9 @@ class EngineLoop:
         self._core = core
         self._queues = queues
         self._options = options
-        self._watchdog = Watchdog(options.watchdog_seconds, exits=options.watchdog_exits)
+        self._watchdog = Watchdog(
+            options.watchdog_seconds, exits=options.watchdog_exits, activity=core.activity
+        )
         self._clock = clock
         self._state = ShutdownState.RUNNING
         self._drain_until = 0.0

@@ -16,6 +16,7 @@ from typing import TextIO
 
 import msgspec
 
+from hardpoint.core.activity import Activity, Snapshot
 from hardpoint.plugins import HardpointError, errors
 from hardpoint.plugins.errors import EngineDeadError
 
@@ -67,6 +68,7 @@ class FailureReport(msgspec.Struct, frozen=True, kw_only=True):
         return error
 
 
+_WATCHDOG_EXIT_CODE = 1  # that of faulthandler
 _PROGRAM = Path(__file__).with_name("__main__.py")
 _SEND_TIMEOUT_S = 60.0
 _GRACE_S = 5.0  # for the child to end itself, before it is killed
@@ -79,10 +81,14 @@ class EngineProcess:
     It runs in a session of its own, so that Ctrl-C in the terminal reaches the parent alone. It
     ends when the parent ends in whatever way, when `close` is called, and when this object is
     collected. The copy of this object in a process that the parent forked does nothing.
+
+    Attributes:
+        activity: what the engine in it does; None if it does not record that.
     """
 
     def __init__(self, popen: subprocess.Popen[bytes], channel: socket.socket) -> None:
         """Take over a child and the parent's end of its launch socket, both from `spawn`."""
+        self.activity: Activity | None = None
         self._popen = popen
         self._channel = channel
         self._pidfd = _open_pidfd(popen.pid)
@@ -173,7 +179,13 @@ class EngineProcess:
     @property
     def description(self) -> str:
         """The state as text, such as `the engine process (pid 7) exited with code 3`."""
-        return f"the engine process (pid {self.pid}) {_ending(self.returncode)}"
+        code = self.returncode
+        now = self.activity.snapshot() if self.activity is not None else Snapshot()
+        ending, limit = _ending(code), now.watchdog_seconds
+        if code == _WATCHDOG_EXIT_CODE and 0 < limit <= now.step_seconds:
+            ending = f"was ended by its watchdog: a step took longer than {limit:g} s"
+            ending += " (engine.watchdog_seconds)"
+        return f"the engine process (pid {self.pid}) {ending}{'' if code is None else now.during}"
 
     @property
     def reported(self) -> bool:

@@ -16,6 +16,7 @@ from types import FrameType
 
 import msgspec
 
+from hardpoint.core.activity import Activity
 from hardpoint.core.engine.build import BuiltCore, build_core
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.engine.request_check import RequestCheck
@@ -132,7 +133,8 @@ def run_engine(launch: Launch, watch: ParentWatch) -> None:
     with contextlib.ExitStack() as closing:  # all are closed, even if one raises
         spec = prepare_worker(config, plugins, config_sources, lambda _what, _done, _total: None)
         closing.callback(spec.loader.close)
-        built = build_core(spec, plugins.hooks(), config_sources, time.monotonic)
+        activity = Activity.open(Path(launch.folder)) if launch.folder else None
+        built = build_core(spec, plugins.hooks(), config_sources, time.monotonic, activity)
         closing.callback(built.core.close)
         _serve(launch, watch, spec, built, closing)
 

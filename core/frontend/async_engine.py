@@ -7,11 +7,13 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import logging
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import Any
 
+from hardpoint.core.activity import PluginCall
 from hardpoint.core.client.engine_lock import OwnerProcess
 from hardpoint.core.client.event_loop import EventLoopBridge, Item, SendQueue
 from hardpoint.core.client.process_client import ProcessClient
@@ -31,13 +33,16 @@ from hardpoint.plugins.errors import EngineClosedError, EngineDeadError
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.typed import convert
 from hardpoint.registry.blame import raise_unless_fault
+from hardpoint.registry.discovery import is_third_party
 
 from .frontend import EngineParts, Frontend, Submission
 from .input_processor import NO_EXTRAS, AsyncTokenizer, RequestExtras
-from .lifecycle import EngineLifecycle, EngineState, Restarter
+from .lifecycle import DEADLY, WINDOW_S, EngineLifecycle, EngineState, Restarter
 from .output_collector import RequestOutputCollector
 from .plugin_health import Health
 from .prompts import Prompt
+
+_log = logging.getLogger("hardpoint")
 
 # How long a send that found the engine dead waits for the client to report its end.
 _DEATH_NOTICE_S = 20.0
@@ -214,7 +219,8 @@ class AsyncEngine:
             EngineDeadError: the engine is dead and is not restarted.
         """
         fallbacks = await EngineUtilities.step_faults.call_async(self.call_utility)
-        return self._frontend.health(fallbacks, self._restarter.count)
+        slow = await EngineUtilities.slow_plugins.call_async(self.call_utility)
+        return self._frontend.health(fallbacks, slow, self._restarter.count)
 
     async def why_waiting(self, request_id: str) -> dict[int, WaitReason | None]:
         """Return why the completions of a request got no tokens in the last step, by index.
@@ -281,7 +287,9 @@ class AsyncEngine:
         loop = self._loop
         if loop is not None and not loop.is_closed():
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._frontend.fail_all, _closed, FinishReason.ABORT)
+                loop.call_soon_threadsafe(
+                    self._frontend.fail_all, lambda _: _closed(), FinishReason.ABORT
+                )
         if self._closing_thread is not None:
             self._closing_thread.join()
         self._frontend.close(self.parts.client.close)
@@ -371,7 +379,14 @@ class AsyncEngine:
         if not self._lifecycle.takes_outputs:
             return
         self._bridge.disconnect()
-        self._frontend.fail_all(lambda: engine_dead(error) if final else _retryable(error))
+        last = self._client.activity.snapshot()
+        error = self._frontend.named(error, last.in_step)
+        self._frontend.fail_all(
+            lambda in_step: engine_dead(error) if final else _for_request(error, in_step=in_step),
+            in_step=last.in_step,
+        )
+        if not final and last.call is not None:
+            self._suspect(last.call)
         if not final and self._restarter.may_restart():
             if self._lifecycle.move(EngineState.RESTARTING):
                 loop = asyncio.get_running_loop()
@@ -386,6 +401,18 @@ class AsyncEngine:
                 target=self._client.close, name="hardpoint-close"
             )
             self._closing_thread.start()
+
+    def _suspect(self, call: PluginCall) -> None:
+        """Quarantine a third-party plugin that ran when the engine died, and died before."""
+        entry = self.parts.plugins.find(call.kind, call.name)
+        if entry is None or not is_third_party(entry) or not self._restarter.died_in(call):
+            return
+        if (parts := self.parts.without(call)) is None:
+            return
+        message = f"the engine died {DEADLY} times within {WINDOW_S:g} s in {call}"
+        _log.error("quarantined: %s", message)
+        self.parts = parts
+        self._frontend.quarantine(call, message)
 
     async def _restart_engine(self) -> None:
         """Start another engine process, with the same configuration."""
@@ -433,8 +460,14 @@ def _closed() -> EngineClosedError:
     return EngineClosedError("the engine is closed")
 
 
-def _retryable(error: BaseException) -> EngineDeadError:
-    """Return the error for a request in flight when the engine died."""
+def _for_request(error: BaseException, *, in_step: bool) -> EngineDeadError:
+    """Return the error for a request in flight when the engine died.
+
+    Args:
+        error: that ended the engine.
+        in_step: whether the request was in the step in which it died, and so may be responsible.
+    """
     reported = engine_dead(error)
-    reported.args = (f"{error}; the request may be sent again",)
+    advice = "was in the step in which it died" if in_step else "may be sent again"
+    reported.args = (f"{error}; the request {advice}",)
     return reported

@@ -7,12 +7,16 @@ import dataclasses
 import logging
 import math
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from hardpoint.core.activity import PluginCall
 from hardpoint.core.client.base import EngineCoreClient
 from hardpoint.core.engine.policy import change_policy
+from hardpoint.core.errors import engine_dead
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreOutputs,
@@ -27,11 +31,12 @@ from hardpoint.plugins import (
     typed,
 )
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.errors import PluginFaultError, shown
+from hardpoint.plugins.config import ConfigSources, KVCacheConfig, SchedulerConfig
+from hardpoint.plugins.errors import EngineDeadError, PluginFaultError, shown
 from hardpoint.plugins.read_only import read_only
 from hardpoint.plugins.stats import StepFault
 from hardpoint.registry.blame import describe
+from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.guards import GuardedTokenizer
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
@@ -47,6 +52,8 @@ from .validation import PrebuiltRequestValidator, RequestReceivedHook
 
 _log = logging.getLogger("hardpoint")
 
+_DISPENSABLE = frozenset({"logits_processors", "kv_event_publishers", "hooks"})
+_MOST_NAMED = 8  # requests, in an error
 _ABORTED = str(FinishReason.ABORT)
 
 _AT_ONCE = math.ulp(0.0)
@@ -94,6 +101,24 @@ class EngineParts:
             self.config, self.config_sources, self.plugins, use, options
         )
         return dataclasses.replace(self, config=config, plugins=plugins)
+
+    def without(self, call: PluginCall) -> EngineParts | None:
+        """Return the parts of an engine without a plugin; None if it cannot do without.
+
+        The built-in default takes the place of a policy.
+        """
+        if call.kind in _DISPENSABLE:
+            return dataclasses.replace(self, plugins=self.plugins.without(call.kind, call.name))
+        if call.kind == "scheduling_policies":
+            return self.with_policy(SchedulerConfig().policy, {})
+        if call.kind == "eviction_policies":
+            kv_cache = msgspec.structs.replace(
+                self.config.kv_cache, eviction=KVCacheConfig().eviction
+            )
+            config = msgspec.structs.replace(self.config, kv_cache=kv_cache)
+            plugins = self.plugins.changed(config, self.config_sources, call.kind)
+            return dataclasses.replace(self, config=config, plugins=plugins)
+        return None
 
 
 @dataclass(frozen=True)
@@ -156,6 +181,11 @@ class Frontend:
         self._received_hook: RequestReceivedHook | None = None
         if parts.hooks.has("request_received"):
             self._received_hook = RequestReceivedHook(parts.hooks, self._prebuilt, self._arguments)
+        self._third_party = {
+            entry.name
+            for entry in parts.plugins.entries("logits_processors")
+            if is_third_party(entry)
+        }
         self._has_finished_hook = parts.hooks.has("request_finished")
         self._random_ids = config.engine.random_request_ids
         if not self._random_ids:
@@ -253,18 +283,48 @@ class Frontend:
         return live
 
     def fail_all(
-        self, error: Callable[[], Exception], reason: FinishReason = FinishReason.ERROR
+        self,
+        error: Callable[[bool], Exception],
+        reason: FinishReason = FinishReason.ERROR,
+        in_step: Collection[str] | None = (),
     ) -> None:
         """End every request because the engine has ended or closes; each sink gets its own error.
 
         Args:
+            error: returns it, called with whether the request is one of `in_step`.
             reason: for statistics.
+            in_step: internal ids of the requests of the step that ended the engine; None is all.
         """
-        parents = self.output.parents()
+        parents, suspects = self.output.parents(), self.output.parents_of(in_step)
         self.drop_all(reason)
         for parent in parents:
             if parent.sink is not None:
-                parent.sink(error())
+                parent.sink(error(parent in suspects))
+
+    def named(self, error: BaseException, in_step: Collection[str] | None) -> EngineDeadError:
+        """Return the error of a dead engine; it names the requests that may be responsible.
+
+        Args:
+            error: that ended the engine.
+            in_step: internal ids of the requests of the step that ended it; None is all.
+        """
+        reported = engine_dead(error)
+        users = [
+            f"{parent.request_id!r} ({', '.join(sorted(names & self._third_party))})"
+            for parent, names in self.output.parents_of(in_step).items()
+            if not names.isdisjoint(self._third_party)
+        ]
+        if users:
+            more = f" and {len(users) - _MOST_NAMED} more" if len(users) > _MOST_NAMED else ""
+            reported.args = (
+                f"{reported}; requests of that step that used third-party plugins: "
+                f"{', '.join(users[:_MOST_NAMED])}{more}",
+            )
+        return reported
+
+    def quarantine(self, call: PluginCall, message: str) -> None:
+        """Refuse requests that use a plugin."""
+        self._health.quarantine(call.name, message)
 
     def drop_all(self, reason: FinishReason = FinishReason.ERROR) -> None:
         """Drop every request because the engine has ended; statistics record that at once.
@@ -292,11 +352,14 @@ class Frontend:
             raise RequestError(f"request_id: {request_id!r} is not a live request")
         return {child: self.output.index_of(child) for child in live}
 
-    def health(self, fallbacks: dict[str, StepFault], restarts: int = 0) -> Health:
+    def health(
+        self, fallbacks: dict[str, StepFault], slow: dict[str, StepFault], restarts: int = 0
+    ) -> Health:
         """Return the faults of plugins, with those that the engine reports."""
         if self.statistics is not None:
             fallbacks = fallbacks | self.statistics.faults()
-        return self._health.report(fallbacks, restarts)
+            slow = slow | self.statistics.slow()
+        return self._health.report(fallbacks, slow, restarts)
 
     def close(self, close_client: Callable[[], None]) -> None:
         """Call the hooks, close the client and the components: all of them, even if one raises."""

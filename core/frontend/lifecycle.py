@@ -38,6 +38,7 @@ import time
 from collections.abc import Callable
 from enum import Enum
 
+from hardpoint.core.activity import PluginCall
 from hardpoint.core.client.event_loop import EventLoopBridge
 from hardpoint.core.client.process_client import ProcessClient
 from hardpoint.plugins.errors import EngineClosedError, EngineDeadError
@@ -45,7 +46,12 @@ from hardpoint.plugins.errors import EngineClosedError, EngineDeadError
 from .frontend import EngineParts
 
 _log = logging.getLogger("hardpoint")
-_WINDOW_S = 60.0
+
+WINDOW_S = 60.0
+"""In which restarts, and deaths of one cause, are counted."""
+
+DEADLY = 2
+"""So many deaths in a plugin's methods quarantine it."""
 
 
 class EngineState(Enum):
@@ -155,6 +161,7 @@ class Restarter:
         self._connect = connect
         self._limit = max_per_minute
         self._clock = clock
+        self._deaths: list[tuple[float, tuple[str, str]]] = []
         self._attempts: collections.deque[float] = collections.deque()
         self._lock = threading.Lock()
         self._closed = False
@@ -162,12 +169,19 @@ class Restarter:
     def may_restart(self) -> bool:
         """Return whether one more restart is allowed now, and count it."""
         now = self._clock()
-        while self._attempts and now - self._attempts[0] >= _WINDOW_S:
+        while self._attempts and now - self._attempts[0] >= WINDOW_S:
             self._attempts.popleft()
         if not self.enabled or self._closed or len(self._attempts) >= self._limit:
             return False
         self._attempts.append(now)
         return True
+
+    def died_in(self, call: PluginCall) -> bool:
+        """Record a death in a plugin's method; return whether the plugin is to be quarantined."""
+        now, key = self._clock(), (call.kind, call.name)
+        self._deaths = [d for d in self._deaths if now - d[0] < WINDOW_S]
+        self._deaths.append((now, key))
+        return sum(died == key for _, died in self._deaths) >= DEADLY
 
     def give_up(self, error: EngineDeadError) -> None:
         """Add to an error that the limit prevented a restart, and log it.

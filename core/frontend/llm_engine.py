@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from hardpoint.core.client.engine_lock import EngineLock, locked
 from hardpoint.core.engine.utility_calls import EngineUtilities
-from hardpoint.core.errors import attribute_error, engine_dead
+from hardpoint.core.errors import attribute_error
 from hardpoint.plugins import (
     EngineCoreRequest,
     FinishReason,
@@ -61,6 +61,7 @@ class LLMEngine:
         self._client = parts.client
         self._frontend = Frontend(parts)
         self._fallbacks: dict[str, StepFault] = {}
+        self._slow: dict[str, StepFault] = {}
         # An engine that is dropped releases what closing it does; at exit the system does.
         self._release = weakref.finalize(self, self._frontend.close, self._client.close)
         self._release.atexit = False
@@ -159,7 +160,8 @@ class LLMEngine:
             self._forget(self._frontend.output.live_ids(), FinishReason.ABORT)
             raise
         if outputs is None or processed is None:
-            raise EngineTimeoutError(f"the engine gave no outputs within {timeout:g} s")
+            during = self._client.activity.snapshot().during
+            raise EngineTimeoutError(f"the engine gave no outputs within {timeout:g} s{during}")
         if statistics is not None and outputs.outputs:
             self._call_sinks(statistics.record)
         return processed.request_outputs
@@ -232,7 +234,8 @@ class LLMEngine:
         """Return the faults of plugins, their effects, and the quarantined plugins."""
         if not self._closed:
             self._fallbacks = EngineUtilities.step_faults.call(self.call_utility)
-        return self._frontend.health(self._fallbacks)
+            self._slow = EngineUtilities.slow_plugins.call(self.call_utility)
+        return self._frontend.health(self._fallbacks, self._slow)
 
     def close(self) -> None:
         """End the engine and free its memory; a thread that waits for outputs gets an error.
@@ -275,8 +278,9 @@ class LLMEngine:
         """
         if self._closed or isinstance(error, EngineClosedError):
             raise EngineClosedError("the engine was closed during the call")
+        in_step = self._client.activity.snapshot().in_step
+        reported = self._frontend.named(attribute_error(error, self.parts.plugins), in_step)
         self._end()
-        reported = engine_dead(attribute_error(error, self.parts.plugins))
         raise reported from reported.__cause__
 
     def _end(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hardpoint.plugins import (
@@ -132,7 +132,19 @@ class OutputProcessor:
 
     def parents(self) -> list[ParentRequest]:
         """Return every live prompt."""
-        return list({id(s.parent): s.parent for s in self._states.values()}.values())
+        return list(self.parents_of(None))
+
+    def parents_of(self, request_ids: Collection[str] | None) -> dict[ParentRequest, set[str]]:
+        """Return the live prompts of internal ids, with the plugins that get arguments of them.
+
+        Args:
+            request_ids: unknown ones are skipped; None is all that are live.
+        """
+        found: dict[ParentRequest, set[str]] = {}
+        for request_id, state in self._states.items():
+            if request_ids is None or request_id in request_ids:
+                found.setdefault(state.parent, set()).update(state.plugins)
+        return found
 
     def figures(self) -> list[RequestFigures]:
         """Return the figures of every live request, for statistics."""

@@ -165,7 +165,7 @@ class PluginArguments:
         for processor in self._used(processors, request.params):
             name = processor.entry.name
             arguments = self._given(processor, request.params)
-            if name in self._health.ended:
+            if name in self._health.ended or name in self._health.deadly:
                 self._health.check(name)
             prepared = self._prepared(processor, arguments, request)
             resolved[name] = msgspec.to_builtins(prepared, str_keys=False)

@@ -6,7 +6,7 @@ import msgspec
 
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.stats import StepFault
-from hardpoint.registry.discovery import DISTRIBUTION
+from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
 
 
@@ -15,15 +15,18 @@ class Health(msgspec.Struct, frozen=True):
 
     Attributes:
         faults: by plugin name, how many distinct requests it ended.
-        quarantined: by plugin name, its first fault; requests that use it are refused.
+        quarantined: by plugin name, its first fault, or that it ran when the engine died; requests
+            that use it are refused, and a built-in default takes the place of a policy.
         fallbacks: by plugin name, the decisions that the built-in default took instead, and the
             failed calls that had no effect.
+        slow: by plugin name, the steps for which it took longer than `plugins.slow_seconds`.
         restarts: how often a dead engine was restarted.
     """
 
     faults: dict[str, int]
     quarantined: dict[str, str]
     fallbacks: dict[str, StepFault] = {}
+    slow: dict[str, StepFault] = {}
     restarts: int = 0
 
     @property
@@ -39,6 +42,7 @@ class PluginHealth:
 
     Attributes:
         ended: by plugin name, the requests that it ended.
+        deadly: by plugin name, why it is quarantined: it ran when the engine died.
     """
 
     def __init__(self, plugins: PluginSet, quarantine_after: int) -> None:
@@ -46,10 +50,11 @@ class PluginHealth:
         self._builtin = {
             entry.name
             for entry in plugins.entries("logits_processors")
-            if entry.distribution == DISTRIBUTION
+            if not is_third_party(entry)
         }
         self._quarantine_after = quarantine_after
         self.ended: dict[str, set[str]] = {}
+        self.deadly: dict[str, str] = {}
         self._first: dict[str, str] = {}
 
     def record(self, plugin: str, request_id: str, message: str) -> None:
@@ -57,24 +62,36 @@ class PluginHealth:
         self.ended.setdefault(plugin, set()).add(request_id)
         self._first.setdefault(plugin, message)
 
+    def quarantine(self, plugin: str, message: str) -> None:
+        """Quarantine a plugin that ran when the engine died; `message` says so."""
+        self.deadly[plugin] = message
+
     def check(self, plugin: str) -> None:
         """Refuse a request that uses a quarantined plugin.
 
         Raises:
             RequestError: naming the plugin and its first fault.
         """
+        if plugin in self.deadly:
+            raise RequestError(
+                f"plugin_args.{plugin}: the plugin is quarantined: {self.deadly[plugin]}"
+            )
         if self._quarantined(plugin):
             raise RequestError(
                 f"plugin_args.{plugin}: the plugin is quarantined, for it ended "
                 f"{len(self.ended[plugin])} requests; the first: {self._first[plugin]}"
             )
 
-    def report(self, fallbacks: dict[str, StepFault], restarts: int = 0) -> Health:
+    def report(
+        self, fallbacks: dict[str, StepFault], slow: dict[str, StepFault], restarts: int = 0
+    ) -> Health:
         """Return the health, with the faults that the engine reports of its own plugins."""
         return Health(
             faults={plugin: len(ended) for plugin, ended in self.ended.items()},
-            quarantined={p: self._first[p] for p in self.ended if self._quarantined(p)},
+            quarantined={p: self._first[p] for p in self.ended if self._quarantined(p)}
+            | self.deadly,
             fallbacks=fallbacks,
+            slow=slow,
             restarts=restarts,
         )
 

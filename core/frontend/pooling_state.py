@@ -28,6 +28,7 @@ class PoolingState:
     def __init__(self, request: EngineCoreRequest, parent: ParentRequest) -> None:
         """Start without a result."""
         self.parent = parent
+        self.plugins = tuple(request.plugin_args)
         self.finish_reason: FinishReason | None = None
         self.figures: RequestFigures | None = None
         self._request = request

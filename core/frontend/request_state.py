@@ -98,6 +98,7 @@ class RequestState:
     Attributes:
         figures: for statistics; None if they are off.
         parts: of a prompt that comes in parts, else None.
+        plugins: names of the plugins that get arguments of the request.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class RequestState:
         self.figures: RequestFigures | None = None
         self.parts = PromptParts(self._begin) if request.resumable else None
         self._request = request
+        self.plugins = tuple(request.plugin_args)
         self._prompt = prompt
         self._prompt_token_ids = request.prompt_token_ids
         self._tokenizer = tokenizer

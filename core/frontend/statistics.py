@@ -42,7 +42,7 @@ def open_statistics(config: EngineConfig, plugins: PluginSet, clock: _Clock) -> 
     """
     if not config.stats.on:
         return None
-    faults = StepFaults.under(config.plugins.on_error)
+    faults = StepFaults.under(config.plugins)
     sinks: Fanout[StatSink] = Fanout(
         create_all(plugins, "stat_sinks", faults, StatSinkContext, clock=clock, model=config.model)
     )
@@ -150,6 +150,10 @@ class Statistics:
     def faults(self) -> dict[str, StepFault]:
         """Return the failed calls of sinks, by name."""
         return self._faults.report()
+
+    def slow(self) -> dict[str, StepFault]:
+        """Return the calls of sinks that took too long, by name."""
+        return self._faults.slow()
 
     def begin(self, outputs: EngineCoreOutputs) -> None:
         """Start a batch of outputs."""
@@ -264,6 +268,7 @@ class Statistics:
         with self._lock:
             if not self._closed:
                 self._sinks.call(call, method)
+                self._faults.check_slow()
 
     def _take_events(self, request: RequestFigures, output: EngineCoreOutput) -> None:
         for event in output.events:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from hardpoint.core.activity import PluginCalls
 from hardpoint.core.worker.sampling.logprobs import gather_logprobs
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
 from hardpoint.plugins import (
@@ -38,13 +39,24 @@ class ModelRunner:
     def __init__(
         self,
         model: Model,
+        calls: PluginCalls,
         attention: AttentionBackend,
         sampling: SamplingStage,
         processors: dict[str, type[LogitsPlugin]],
         device: torch.device,
     ) -> None:
-        """`processors` are the logits processors' classes by name, for their `Arguments`."""
+        """Create a runner that has no cache yet.
+
+        Args:
+            model: whose weights are loaded.
+            calls: call the model's methods.
+            attention: backend of the model's layers.
+            sampling: chooses the tokens.
+            processors: the logits processors' classes by name, for their `Arguments`.
+            device: of the model.
+        """
         self._model = model
+        self._calls = calls
         self._attention = attention
         self._sampling = sampling
         self._allocated: InputBatch | None = None
@@ -93,7 +105,8 @@ class ModelRunner:
                 self._specs[layer], self._caches[layer], attention_plan, q, k, v
             )
 
-        hidden = self._model.forward(ForwardBatch(step.token_ids, step.positions, attend))
+        inputs = ForwardBatch(step.token_ids, step.positions, attend)
+        hidden = self._calls.run("forward", self._model.forward, inputs)
         self._pending = (step, hidden)
         return None
 
@@ -191,7 +204,7 @@ class ModelRunner:
         return ReadOnlyDict(arguments), None
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.compute_logits(hidden).float()
+        return self._calls.run("compute_logits", self._model.compute_logits, hidden).float()
 
     def _prompt_logprobs(
         self, step: StepInput, hidden: torch.Tensor

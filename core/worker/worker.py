@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hardpoint.core.activity import Activity, PluginCalls
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
 from hardpoint.core.worker.sampling.processor_runner import ProcessorRunner
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
@@ -32,6 +33,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Component, Progress
 from hardpoint.plugins.requests import LoRARequest
 from hardpoint.plugins.stats import PluginMeter
+from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
 
 from .input_batch import InputBatch
@@ -72,9 +74,15 @@ class WorkerSpec:
 class LocalWorker:
     """The worker of this process: a model and its KV cache on one device."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
-        """Store the spec; `load_model` builds the model."""
+    def __init__(self, spec: WorkerSpec, activity: Activity | None = None) -> None:
+        """Store the spec; `load_model` builds the model.
+
+        Args:
+            spec: what to build.
+            activity: records the methods of plugins that run.
+        """
         self._spec: WorkerSpec | None = spec
+        self._activity = activity or Activity()
         self._runner: ModelRunner | None = None
         self._components: list[Component] = []
         self._max_model_len = spec.max_model_len
@@ -119,6 +127,7 @@ class LocalWorker:
         self._components = [*processors, stage.sampler, attention, model]
         self._runner = ModelRunner(
             model,
+            PluginCalls(self._activity, "models", entry.source),
             attention,
             stage,
             {entry.name: cls for entry, cls in spec.plugins.logits_processors()},
@@ -169,7 +178,7 @@ class LocalWorker:
 
     def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return what each logits processor cost so far, by name."""
-        return self.runner.plugin_meters()
+        return {} if self._runner is None else self._runner.plugin_meters()
 
     def sleep(self, level: int) -> None:
         """Release memory.
@@ -279,6 +288,7 @@ class LocalWorker:
 
     def _sampling(self, spec: WorkerSpec) -> SamplingStage:
         vocab_size = spec.model_config.vocab_size
+        slow_seconds = spec.config.plugins.slow_seconds
         runners = []
         for entry in spec.plugins.entries("logits_processors"):
             build = functools.partial(
@@ -297,16 +307,20 @@ class LocalWorker:
                     spec.config.scheduler.max_num_seqs,
                     ends_engine=spec.config.plugins.on_error.get(entry.name) == "engine",
                     rebuild=build,
+                    activity=self._activity,
+                    slow_seconds=slow_seconds if is_third_party(entry) else 0.0,
                 )
             )
+        entry = spec.plugins.one("samplers")
         sampler = spec.plugins.create(
-            spec.plugins.one("samplers"), SamplerContext, device=spec.device, vocab_size=vocab_size
+            entry, SamplerContext, device=spec.device, vocab_size=vocab_size
         )
         return SamplingStage(
             LogitsPipeline(runners, spec.device),
             sampler,
             spec.device,
             processed_logprobs=spec.config.sampler.logprobs == "processed",
+            calls=PluginCalls(self._activity, "samplers", entry.source),
         )
 
 

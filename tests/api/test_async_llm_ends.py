@@ -82,10 +82,11 @@ class TestEnd:
                 os.kill(pid, signal.SIGKILL)
                 for told, words in await asyncio.gather(*tasks):
                     assert told - began < 10
-                    assert words == (
-                        f"the engine process (pid {pid}) was killed by signal 9 (SIGKILL); "
-                        "the request may be sent again"
+                    assert words.startswith(
+                        f"the engine process (pid {pid}) was killed by signal 9 (SIGKILL)"
                     )
+                    ends = ("the request may be sent again", "was in the step in which it died")
+                    assert words.endswith(ends)
                 assert (llm.is_running, llm.errored) == (False, True)
                 assert str(pid) in str(llm.dead_error)
                 for call in (llm.health(), llm.scheduler_stats(), collect(llm.generate("x"))):

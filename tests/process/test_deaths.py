@@ -368,9 +368,11 @@ def test_a_step_that_hangs_ends_the_engine_if_it_shall(opened, endless, tmp_path
     engine = {"watchdog_seconds": 2.0, "watchdog_exits": True}
     llm = opened(endless, SLOW | {"engine": engine})
     began = time.monotonic()
+    words = "was ended by its watchdog: a step took longer than 2 s"
     add(llm, 1, hangs(tmp_path / "begun"))
-    with pytest.raises(EngineDeadError, match="exited with code 1"):
+    with pytest.raises(EngineDeadError, match=words) as error:
         finals(llm)
+    assert "(engine.watchdog_seconds), in apply() of plugin 'slow'" in str(error.value)
     told("hanging engine ended", time.monotonic() - began, 20)
     assert "slow.py" in capfd.readouterr().err
 

@@ -42,6 +42,7 @@ class LogitsPipeline:
             for runner in runners
             if runner.has_device_state or isinstance(runner.processor, BatchLogitsProcessor)
         ]
+        self._timed = [runner for runner in runners if runner.slow_seconds]
         # Of the step's rows, derived again when those change.
         self._requests: list[LogitsRequest] = []
         self._active: list[ActiveRows] = []
@@ -50,6 +51,7 @@ class LogitsPipeline:
 
     def meters(self) -> dict[str, PluginMeter]:
         """Return what each processor cost so far, by name."""
+        self._end_step()
         return {runner.name: runner.meter for runner in self.runners}
 
     def fault(self, name: str, method: str, cause: BaseException) -> RequestFault:
@@ -67,7 +69,7 @@ class LogitsPipeline:
         for name in request.arguments:
             runner = self._by_name[name]
             try:
-                with runner.measured():
+                with runner.measured("start"):
                     if runner.has_state:
                         _set_state(request.state, name, runner.processor.start(request))
                     if runner.has_device_state:
@@ -86,6 +88,7 @@ class LogitsPipeline:
             update: what changed since the last step, None if nothing did.
             full_update: returns the batch as if every request had just been added.
         """
+        self._end_step()
         if update is not None:
             self.batch_size = update.batch_size
         for runner in self._batch_followers:
@@ -200,6 +203,10 @@ class LogitsPipeline:
                 self._advance_device(runner, [view], torch.tensor([token], device=self._device))
                 before = view
 
+    def _end_step(self) -> None:
+        for runner in self._timed:
+            runner.end_step()
+
     def _advance_host(
         self,
         runner: ProcessorRunner,
@@ -208,7 +215,7 @@ class LogitsPipeline:
         faults: Faults,
     ) -> None:
         name, advance = runner.name, runner.processor.advance
-        with runner.measured():
+        with runner.measured("advance"):
             for request, token in zip(requests, tokens, strict=True):
                 state = request.state
                 if name in state and (not faults or request.request_id not in faults):
@@ -229,7 +236,7 @@ class LogitsPipeline:
         self._version += 1
         rows = ProcessorRows(runner.name, users, self._version, self._device, runner.device_state)
         try:
-            with runner.measured():
+            with runner.measured("advance_rows"):
                 runner.device_state.advance(
                     users, lambda tensors: runner.processor.advance_rows(rows, tokens, tensors)
                 )

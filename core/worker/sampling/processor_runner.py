@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from hardpoint.core.activity import Activity
+from hardpoint.core.faults import slow_message
 from hardpoint.plugins import (
     BatchLogitsProcessor,
     BatchUpdate,
@@ -53,6 +55,8 @@ class ProcessorRunner:
         ends_engine: a fault ends the engine instead of the requests that use the plugin.
         rebuild: builds a new processor when a batch-level one has lost its batch state; without
             it, the processor stays broken.
+        activity: records the method that runs.
+        slow_seconds: above which its time in a step is counted; 0 is never.
         broken: the error of `update_state` that lost the batch state, None if there was none.
     """
 
@@ -63,11 +67,15 @@ class ProcessorRunner:
     ends_engine: bool = False
     rebuild: Callable[[], LogitsPlugin] | None = None
     meter: PluginMeter = field(default_factory=PluginMeter)
+    activity: Activity = field(default_factory=Activity)
+    slow_seconds: float = 0.0
     broken: BaseException | None = None
 
     def __post_init__(self) -> None:
         """Derive what stays constant, and allocate the device state."""
         self.name = self.processor.name
+        self.cells = self.activity.cells
+        self._seconds_before = 0.0  # of the meter, when the step began
         cls = type(self.processor)
         self.has_state = cls.start is not LogitsPlugin.start
         self.advances = self.has_state and cls.advance is not LogitsPlugin.advance
@@ -79,6 +87,7 @@ class ProcessorRunner:
         )
         self.device_state = DeviceState(self.processor, self.max_rows, self.device)
         self.has_device_state = bool(self.device_state)
+        self.number = self._number(self.method_name)  # read in every step
 
     def fault(self, method: str, cause: BaseException | str) -> RequestFault:
         """Count a fault of this processor, and return it for the request that it ends.
@@ -98,14 +107,27 @@ class ProcessorRunner:
         return RequestFault(message, self.name)
 
     @contextmanager
-    def measured(self, rows: int = 0) -> Iterator[None]:
-        """Add the time spent in the context, and `rows`, to the meter."""
+    def measured(self, method: str) -> Iterator[None]:
+        """Record that a method runs in the context; add the time spent to the meter."""
+        outer, self.cells[0] = self.cells[0], self._number(method)
         began = time.perf_counter()
         try:
             yield
         finally:
             self.meter.seconds += time.perf_counter() - began
-            self.meter.rows += rows
+            self.cells[0] = outer
+
+    def end_step(self) -> None:
+        """Count the step since the last call of this, if the processor took too long in it."""
+        before, self._seconds_before = self._seconds_before, self.meter.seconds
+        if (seconds := self.meter.seconds - before) > self.slow_seconds:
+            self.meter.slow_steps += 1
+            self.meter.slowest_step = max(seconds, self.meter.slowest_step)
+            if self.meter.slow_steps == 1:
+                slow_message(self.source, seconds, self.slow_seconds)
+
+    def _number(self, method: str) -> int:
+        return self.activity.number("logits_processors", self.source, method)
 
     @property
     def method_name(self) -> str:
@@ -124,7 +146,7 @@ class ProcessorRunner:
         if not isinstance(self.processor, BatchLogitsProcessor):
             return
         try:
-            with self.measured():
+            with self.measured("update_state"):
                 if self.broken is not None:
                     if self.rebuild is None or full_update is None:
                         return
@@ -182,15 +204,18 @@ class ActiveRows:
         Raises:
             ProcessorError: the processor failed; `logits` may be damaged.
         """
-        meter = self.runner.meter
+        runner = self.runner
+        meter, cells = runner.meter, runner.cells
         meter.steps += 1
+        outer, cells[0] = cells[0], runner.number
         began = time.perf_counter()  # not `measured`: a context manager costs more than the edits
         try:
             return self._dispatch(logits, batch_size)
         except BaseException as cause:
             raise_unless_fault(cause)
-            raise ProcessorError(self.runner, cause) from cause
+            raise ProcessorError(runner, cause) from cause
         finally:
+            cells[0] = outer
             meter.seconds += time.perf_counter() - began
             meter.rows += len(self.batch_rows)
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from hardpoint.core.activity import PluginCalls
 from hardpoint.plugins import LogitsRequest, RequestFault, Sampler, SamplingRows
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.requests import TokenLogprobs
@@ -71,8 +72,20 @@ class SamplingStage:
         device: torch.device,
         *,
         processed_logprobs: bool = False,
+        calls: PluginCalls | None = None,
     ) -> None:
-        """With `processed_logprobs`, log-probabilities are those of the processed logits."""
+        """Join processors and sampler.
+
+        Args:
+            pipeline: of the processors.
+            sampler: chooses from what they return.
+            device: of the logits.
+            processed_logprobs: whether log-probabilities are those of the processed logits.
+            calls: call the sampler's method.
+        """
+        self._sample = sampler.sample
+        if calls is not None:
+            self._sample = calls.bound("sample", sampler.sample)
         self.pipeline = pipeline
         self.sampler = sampler
         self._device = device
@@ -168,7 +181,7 @@ class SamplingStage:
         faults: Collection[str] = (),
     ) -> _Choice:
         """Let the sampler choose from processed logits, and check its result."""
-        chosen = self.sampler.sample(logits, self._sampling_rows(requests))
+        chosen = self._sample(logits, self._sampling_rows(requests))
         expected = (torch.int64, (len(requests),))
         got = (getattr(chosen, "dtype", None), tuple(getattr(chosen, "shape", ())))
         if got != expected:

@@ -90,7 +90,9 @@ def test_a_step_that_waits_no_longer_than_asked(own, tmp_path):
     engine, held = engine_of(own), HeldSteps(tmp_path)
     engine.add_request("a", "x", slowed(held.slow(), 1))
     began = time.monotonic()
-    with pytest.raises(EngineTimeoutError, match="^the engine gave no outputs within 0.2 s$"):
+    with pytest.raises(
+        EngineTimeoutError, match=r"^the engine gave no outputs within 0.2 s, in apply"
+    ):
         engine.step(timeout=0.2)
     assert 0.2 <= time.monotonic() - began < 10
     held.let_go()

@@ -54,7 +54,7 @@ class Core:
     """Has outputs of other clients only."""
 
     def __init__(self):
-        self.steps, self.aborted = 0, []
+        self.steps, self.aborted, self.activity = 0, [], None
 
     def on_executor_failure(self, callback):
         pass

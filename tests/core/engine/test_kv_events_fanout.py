@@ -45,7 +45,8 @@ def fanout(*publishers, ends_engine=(), rank=0):
     pairs = []
     for publisher in publishers:
         source = Source(publisher.name, f"pkg:{publisher.name}", "dist", "1.0", "default")
-        pairs.append((publisher, faults.reporter(source)))
+        calls = faults.calls("kv_event_publishers", source)
+        pairs.append((publisher, faults.reporter(source), calls))
     return KVEventFanout(pairs, iter(range(50, 100)).__next__, rank), faults
 
 

@@ -71,10 +71,10 @@ class Desk:
         self.clock = ScriptedClock(100.0)
         faults = StepFaults(ends_engine)
         self.sinks = sinks or (Recorder(),)
-        pairs = [
-            (sink, faults.reporter(Source(sink.name, "pkg:Sink", "dist", "1.0", "default")))
-            for sink in self.sinks
-        ]
+        pairs = []
+        for sink in self.sinks:
+            source = Source(sink.name, "pkg:Sink", "dist", "1.0", "default")
+            pairs.append((sink, faults.reporter(source), faults.calls("stat_sinks", source)))
         self.statistics = Statistics(
             Fanout(pairs), faults, self.clock, request_metrics=request_metrics, interval_seconds=10
         )

@@ -1,0 +1,232 @@
+"""What an engine is doing now, in memory that another process can read after the engine has died.
+
+It says which requests the step computes, and which plugin's method runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ParamSpec, TypeVar
+
+import msgspec
+
+from hardpoint.plugins.manifest import Source
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+FILE_NAME = "activity"
+"""Of the shared file, in the folder of the sockets."""
+
+_HEADER_BYTES = 64
+_CALLS_BYTES = 1 << 16
+_REQUESTS_BYTES = 1 << 18
+_SIZE = _HEADER_BYTES + _CALLS_BYTES + _REQUESTS_BYTES
+_REQUESTS_AT = _HEADER_BYTES + _CALLS_BYTES
+
+# The header: numbers of 16 bits, then of 32, then floating-point numbers of 64.
+_CALL, _STEP = 0, 1
+_NUM_CALLS_BYTES, _NUM_REQUESTS_BYTES = 1, 2  # the first has the two cells
+_STEP_BEGAN, _WATCHDOG_S = 2, 3
+_TOO_MANY = 2**32 - 1
+
+
+class PluginCall(msgspec.Struct, frozen=True, array_like=True):
+    """A method of a plugin.
+
+    Attributes:
+        kind: of the plugin.
+        name: under which it is enabled.
+        plugin: its description for messages, such as `plugin 'x' (acme 1.0, acme:X)`.
+        method: name of the method.
+    """
+
+    kind: str
+    name: str
+    plugin: str
+    method: str
+
+    def __str__(self) -> str:
+        """Return method and plugin as text."""
+        return f"{self.method}() of {self.plugin}"
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """What an engine was doing at one moment.
+
+    Attributes:
+        call: the method of a plugin that ran, the innermost of several.
+        in_step: ids of the requests of a step that had begun and not ended, empty if there was
+            none; None if they were too many to be recorded.
+        step_seconds: since the step began; 0 without a watchdog that ends the engine.
+        watchdog_seconds: after which the watchdog ends the engine; 0 if it does not.
+    """
+
+    call: PluginCall | None = None
+    in_step: frozenset[str] | None = frozenset()
+    step_seconds: float = 0.0
+    watchdog_seconds: float = 0.0
+
+    @property
+    def during(self) -> str:
+        """Return the method that ran as the rest of a message, or nothing."""
+        return f", in {self.call}" if self.call is not None else ""
+
+
+class Activity:
+    """What one engine is doing. The engine's main thread writes it, any process may read it.
+
+    Attributes:
+        cells: `cells[0]` is the number of the method that runs, 0 for none of a plugin. Where a
+            call costs too much, the caller sets it to a number from `number`, and resets it.
+    """
+
+    def __init__(self, memory: mmap.mmap | bytearray | None = None) -> None:
+        """Start idle, in `memory` of the right size or in memory of this process alone."""
+        self._use(bytearray(_SIZE) if memory is None else memory)
+        self._calls: list[PluginCall] = []
+        self._numbers: dict[tuple[str, str, str], int] = {}
+        self._request_ids: list[str] = []
+
+    @classmethod
+    def create(cls, folder: Path) -> Activity:
+        """Return an idle one in a new file of a folder, for `open` in another process."""
+        (folder / FILE_NAME).write_bytes(bytes(_SIZE))
+        return cls.open(folder)
+
+    @classmethod
+    def open(cls, folder: Path) -> Activity:
+        """Return the one in a folder."""
+        with (folder / FILE_NAME).open("r+b") as file:
+            return cls(mmap.mmap(file.fileno(), _SIZE))
+
+    def close(self) -> None:
+        """Release the file; what was written last can still be read. For readers."""
+        self._use(bytearray(self._memory))
+
+    def _use(self, memory: mmap.mmap | bytearray) -> None:
+        self._memory = memory
+        view = memoryview(memory)
+        self.cells = view[:4].cast("H")
+        self._lengths = view[:16].cast("I")
+        self._times = view[:_HEADER_BYTES].cast("d")
+
+    def number(self, kind: str, source: Source, method: str) -> int:
+        """Return the number of a plugin's method; 0 if there are too many."""
+        key = (kind, source.name, method)
+        if (known := self._numbers.get(key)) is not None:
+            return known
+        call = PluginCall(kind, source.name, str(source), method)
+        data = msgspec.json.encode([*self._calls, call])
+        if len(data) > _CALLS_BYTES:
+            return 0
+        self._calls.append(call)
+        self._numbers[key] = len(self._calls)
+        self._memory[_HEADER_BYTES : _HEADER_BYTES + len(data)] = data
+        self._lengths[_NUM_CALLS_BYTES] = len(data)
+        return len(self._calls)
+
+    def begin_step(self, request_ids: Sequence[str]) -> None:
+        """Record the requests of a step."""
+        if request_ids != self._request_ids:
+            self.cells[_STEP] = 0
+            self._request_ids = list(request_ids)
+            data = msgspec.json.encode(self._request_ids)
+            fits = len(data) <= _REQUESTS_BYTES
+            if fits:
+                self._memory[_REQUESTS_AT : _REQUESTS_AT + len(data)] = data
+            self._lengths[_NUM_REQUESTS_BYTES] = len(data) if fits else _TOO_MANY
+        self.cells[_STEP] = 1
+
+    def end_step(self) -> None:
+        """Record that no step is under way."""
+        self.cells[_STEP] = 0
+
+    def begin_watch(self, now: float, limit_s: float) -> None:
+        """Record that the watchdog ends the engine if a step that begins now takes longer."""
+        self._times[_STEP_BEGAN], self._times[_WATCHDOG_S] = now, limit_s
+
+    def snapshot(self) -> Snapshot:
+        """Return what the engine is doing, or was doing when it died."""
+        began = self._times[_STEP_BEGAN]
+        return Snapshot(
+            self._call(),
+            self._in_step() if self.cells[_STEP] else frozenset(),
+            time.monotonic() - began if began else 0.0,
+            self._times[_WATCHDOG_S],
+        )
+
+    def _call(self) -> PluginCall | None:
+        number = self.cells[_CALL]
+        if not number:
+            return None
+        try:
+            data = self._read(_HEADER_BYTES, self._lengths[_NUM_CALLS_BYTES])
+            return msgspec.json.decode(data, type=list[PluginCall])[number - 1]
+        except (msgspec.DecodeError, IndexError):  # it died while it wrote them
+            return None
+
+    def _in_step(self) -> frozenset[str] | None:
+        length = self._lengths[_NUM_REQUESTS_BYTES]
+        if length == _TOO_MANY:
+            return None
+        try:
+            return frozenset(msgspec.json.decode(self._read(_REQUESTS_AT, length), type=list[str]))
+        except msgspec.DecodeError:
+            return None
+
+    def _read(self, start: int, length: int) -> bytes:
+        return bytes(self._memory[start : start + length])
+
+
+class PluginCalls:
+    """Calls the methods of one plugin: records which one runs, and adds up the time.
+
+    Attributes:
+        source: names the plugin in messages.
+    """
+
+    def __init__(self, activity: Activity, kind: str, source: Source) -> None:
+        """Record in `activity`."""
+        self.source = source
+        self._kind = kind
+        self._activity = activity
+        self._cells = activity.cells
+        self._numbers: dict[str, int] = {}
+        self._seconds = 0.0
+
+    def run(self, method: str, function: Callable[P, R], *arguments: P.args, **more: P.kwargs) -> R:
+        """Call a method of the plugin; return what it returns."""
+        number = self._numbers.get(method)
+        if number is None:
+            number = self._activity.number(self._kind, self.source, method)
+            self._numbers[method] = number
+        cells = self._cells
+        outer, cells[0] = cells[0], number
+        began = time.perf_counter()
+        try:
+            return function(*arguments, **more)
+        finally:
+            self._seconds += time.perf_counter() - began
+            cells[0] = outer
+
+    def bound(self, method: str, function: Callable[P, R]) -> Callable[P, R]:
+        """Return a function that calls a method of the plugin, as `run` does."""
+        return functools.partial(self.run, method, function)
+
+    def take_seconds(self) -> float:
+        """Return the time spent in the plugin's methods since the last call of this."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+def tracked(component: object, calls: PluginCalls, methods: Iterable[str]) -> Any:
+    """Return an object with some methods of a component, each called through `calls`."""
+    return SimpleNamespace(
+        **{name: calls.bound(name, getattr(component, name)) for name in methods}
+    )

@@ -1,0 +1,82 @@
+"""After a death in a step: who is named, who may send again, and who is quarantined."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+import pytest
+from support.process.harness import process_config
+
+from hardpoint import AsyncLLM, RequestError, SamplingParams, plugins
+from hardpoint.plugins import LogitsProcessor, Phase
+from hardpoint.plugins.errors import EngineDeadError
+
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+HERE = __name__
+
+
+class Exits(LogitsProcessor):
+    """Ends the process in the step in which all that it is told to wait for are there."""
+
+    contract = 1
+    phase = Phase.BIAS
+
+    class Arguments(plugins.Arguments):
+        after: int
+
+    def apply(self, logits, rows):
+        for request, arguments in zip(rows.requests, rows.arguments(), strict=True):
+            if len(request.output_token_ids) >= arguments.after:
+                os._exit(41)
+        time.sleep(0.01)
+        return logits
+
+
+async def error_of(llm, request_id, **fields):
+    params = SamplingParams(**GREEDY, max_tokens=fields.pop("max_tokens", 400), **fields)
+    with pytest.raises(EngineDeadError) as error:
+        async for _ in llm.generate("x", params, request_id):
+            pass
+    return str(error.value)
+
+
+def test_the_plugin_and_the_requests_of_the_step_are_named_and_it_is_quarantined(scripted):
+    config = process_config(
+        scripted,
+        {"plugins": {"enable": [f"{HERE}:Exits"]}, "scheduler": {"max_num_seqs": 2}},
+    )
+
+    async def die(llm):
+        bad = error_of(llm, "bad", plugin_args={"exits": {"after": 20}})
+        other = error_of(llm, "other")
+        waiting = error_of(llm, "waiting")
+        return await asyncio.gather(bad, other, waiting)
+
+    async def main():
+        async with AsyncLLM(config=config, restart="on_failure") as llm:
+            for times in (1, 2):
+                bad, other, waiting = await die(llm)
+                common = (
+                    f"exited with code 41, in apply() of plugin 'exits' ({HERE}:Exits), asked for "
+                    "by plugins.enable[1] (argument AsyncLLM(config=...)); requests of that step "
+                    "that used third-party plugins: "
+                    "'bad' (exits); the request "
+                )
+                assert bad.endswith(f"{common}was in the step in which it died")
+                assert other.endswith(f"{common}was in the step in which it died")
+                assert waiting.endswith(f"{common}may be sent again")
+                health = await llm.health()
+                assert health.restarts == times
+                assert health.ok == (times == 1)
+            assert (
+                "the engine died 2 times within 60 s in apply() of plugin"
+                in health.quarantined["exits"]
+            )
+            with pytest.raises(RequestError, match=r"plugin_args.exits: the plugin is quaran.*2 t"):
+                await error_of(llm, "bad", plugin_args={"exits": {"after": 20}})
+            params = SamplingParams(**GREEDY, max_tokens=3)
+            assert [output async for output in llm.generate("x", params)][-1].finished
+
+    asyncio.run(main())

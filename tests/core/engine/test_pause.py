@@ -20,7 +20,7 @@ class Waits:
     """Says that a loop steps the core, without one: the test says when it is idle."""
 
     def __init__(self, rig):
-        rig.core.enter_loop(lambda error: None)
+        rig.core.enter_loop()
         self.rig = rig
 
     def run_until_idle(self):

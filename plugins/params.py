@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from .errors import RequestError, reason_of
+from .errors import RequestError, reason_of, shown
 from .typed import Strict, convert
 
 __all__ = ["PoolingParams", "RepetitionDetection", "RequestOutputKind", "SamplingParams"]
@@ -130,14 +130,7 @@ class SamplingParams(Strict, omit_defaults=True):
         """
         plain = msgspec.structs.replace(self, logits_processors=[])  # functions are no data
         params = convert(plain, SamplingParams, path="", error=RequestError)
-        if not isinstance(self.logits_processors, list):
-            raise RequestError(
-                f"logits_processors: expected a list, got {type(self.logits_processors).__name__}"
-            )
-        try:
-            callables = list(self.logits_processors)
-        except Exception as cause:  # of a subclass
-            raise RequestError(f"logits_processors: {reason_of(cause)}") from cause
+        callables = _callables(self.logits_processors)
         if params.max_tokens is not None and params.min_tokens > params.max_tokens:
             raise RequestError(
                 f"min_tokens: expected at most max_tokens ({params.max_tokens}), "
@@ -168,3 +161,25 @@ class PoolingParams(Strict, omit_defaults=True):
     task: Literal["embed", "token_embed", "classify", "score"]
     dimensions: Annotated[int, Meta(ge=1)] | None = None
     normalize: bool | None = None
+
+
+def _callables(given: Any) -> list[Any]:
+    """Return `logits_processors` as a new list.
+
+    Raises:
+        RequestError: it is no list, or an item is no callable.
+    """
+    if not isinstance(given, list):
+        raise RequestError(f"logits_processors: expected a list, got {type(given).__name__}")
+    try:
+        callables = list(given)
+    except Exception as cause:  # of a subclass
+        raise RequestError(f"logits_processors: {reason_of(cause)}") from cause
+    for index, item in enumerate(callables):
+        if not callable(item):
+            raise RequestError(
+                f"logits_processors[{index}]: expected a callable with exactly two positional "
+                f"parameters (output_ids, logits) or three (prompt_ids, output_ids, logits), "
+                f"got {shown(item)}"
+            )
+    return callables

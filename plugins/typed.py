@@ -327,8 +327,10 @@ def _explain(message: str, value: Any, type_: Any, path: str) -> str:
     if info is not None and (text.startswith("Invalid enum") or (wrong_type and _is_number(info))):
         expected = f"expected {type_text(info)}"
     if in_key:
-        key = failing_keys(type_, value, [*steps, ANY_KEY])[-1]
-        return f"{where}: {expected} as key, got {key}"
+        name = failing_keys(type_, value, [*steps, ANY_KEY])[-1]
+        table, _ = value_at(value, steps)
+        key = next(key for key in table if str(key) == name)
+        return f"{where}: {expected} as key, got {shown(key)}"
     given, exists = value_at(value, steps)
     return f"{where}: {expected}" + (f", got {shown(given)}" if exists else "")
 

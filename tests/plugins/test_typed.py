@@ -91,7 +91,8 @@ def test_path_words_and_value(value, expected):
         ({"colour": 7}, "a.b.colour: ", ", got 7"),
         ({"inner": {"name": ""}}, "a.b.inner.name: expected a string", ", got ''"),
         ({"biases": {3: 1.0, -1: 1.0}}, "a.b.biases: expected a whole number >= 0 as key", "-1"),
-        ({"biases": {"x": 1.0, 3: 1.0}}, "a.b.biases: expected a whole number", " as key, got x"),
+        ({"biases": {"x": 1.0, 3: 1.0}}, "a.b.biases: expected a whole number", " as key, got 'x'"),
+        ({"biases": {"3": 1.0}}, "a.b.biases: expected a whole number", " as key, got '3'"),
         ({"deep": {"k": {"m": [], 4: []}}}, "a.b.deep.k: expected a string as key", ", got 4"),
     ],
 )

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import errno
 import functools
+import io
 import logging
 import os
 import sys
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     away. A standard stream that is closed stands for /dev/null.
     """
     _fill_absent_streams()
+    _escape_unencodable()
     try:
         code = _exit_code(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -80,6 +82,12 @@ def _fill_absent_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - open to the end
+
+
+def _escape_unencodable() -> None:
+    """Print what the encoding of the output lacks as escapes, instead of failing."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _discard_unwritten() -> None:

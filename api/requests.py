@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from hardpoint.core.client.engine_lock import EngineLock
 from hardpoint.core.errors import engine_dead, error_of
 from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.core.frontend.llm_engine import LLMEngine
@@ -127,13 +128,10 @@ class OpenCalls:
         """Return the number of requests that a call waits for."""
         return len(self._outputs)
 
-    def check_process(self) -> None:
-        """Refuse a call in a fork of the process that opened the engine.
-
-        Raises:
-            HardpointError: the process is such a fork.
-        """
-        self._engine.lock.owner.check()
+    @property
+    def lock(self) -> EngineLock:
+        """The engine's lock."""
+        return self._engine.lock
 
     def add(self, requests: Iterable[Request]) -> list[str]:
         """Add the prompts of a call with their parameters; if one is refused, none runs.
@@ -254,7 +252,10 @@ class OutputStream(Iterator[RequestOutput]):
             EnginePausedError: there is none before the engine is resumed; ask again then.
             HardpointError: the engine rejected the request, or is dead.
         """
-        self._calls.check_process()
+        with self._calls.lock:  # of several threads that iterate, each gets some of the outputs
+            return self._next()
+
+    def _next(self) -> RequestOutput:
         if not self._is_open:
             raise StopIteration
         try:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from hardpoint.plugins import HardpointError
+from hardpoint.plugins.errors import EngineClosedError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -20,11 +22,13 @@ class OwnerProcess:
 
     Attributes:
         pid: its process id.
+        ending_thread: the thread that ends the interpreter, once it does; others are refused.
     """
 
     def __init__(self) -> None:
         """Make the current process the owner."""
         self.pid = os.getpid()
+        self.ending_thread: int | None = None
 
     @property
     def is_other(self) -> bool:
@@ -32,11 +36,14 @@ class OwnerProcess:
         return os.getpid() != self.pid
 
     def check(self) -> None:
-        """Refuse a call in a fork.
+        """Refuse a call in a fork, or in a daemon thread when the interpreter ends.
 
         Raises:
             HardpointError: the current process is not the owner.
+            EngineClosedError: the interpreter ends.
         """
+        if self.ending_thread not in (None, threading.get_ident()):
+            raise EngineClosedError("the program is ending, so the engine takes no more calls")
         if os.getpid() != self.pid:
             raise HardpointError(
                 f"the engine belongs to the process {self.pid}, which opened it; the process "
@@ -79,6 +86,8 @@ class EngineLock:
             if self._is_awaited or not self._lock.acquire(blocking=False):
                 self._wait()
             self._thread = thread
+            if self.owner.ending_thread is not None:
+                self._check_ending()
         self._depth += 1
 
     def __exit__(self, *_: object) -> None:
@@ -89,6 +98,23 @@ class EngineLock:
             self._lock.release()
             if self._later:
                 self._run_later()
+
+    def wait_at_exit(self, end_waiting: Callable[[], None]) -> None:
+        """Let the end of the interpreter wait for the current step, and refuse further calls.
+
+        Args:
+            end_waiting: called first; ends the waiting for outputs in other threads.
+        """
+        # The interpreter ends daemon threads wherever they are; within torch, that is an abort.
+        weakref.finalize(self, _end_calls, self.owner, self._lock, end_waiting)
+
+    def _check_ending(self) -> None:
+        try:
+            self.owner.check()
+        except EngineClosedError:
+            self._thread = None
+            self._lock.release()
+            raise
 
     def _wait(self) -> None:
         with self._gate:
@@ -116,6 +142,18 @@ class EngineLock:
             finally:
                 self._thread, self._depth = None, 0
                 self._lock.release()
+
+
+_EXIT_TIMEOUT_S = 10.0
+
+
+def _end_calls(owner: OwnerProcess, lock: Any, end_waiting: Callable[[], None]) -> None:
+    if owner.is_other:
+        return
+    owner.ending_thread = threading.get_ident()
+    end_waiting()
+    if lock.acquire(timeout=_EXIT_TIMEOUT_S):
+        lock.release()
 
 
 class _Locked(Protocol):

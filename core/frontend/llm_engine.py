@@ -68,6 +68,7 @@ class LLMEngine:
         self._closed = False
         self.is_paused = False
         self.lock = EngineLock()
+        self.lock.wait_at_exit(self._client.end_waiting)
 
     @locked
     def add_request(

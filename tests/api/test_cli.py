@@ -1,5 +1,6 @@
 """The program: how it starts, what it refuses, and with which exit code it ends."""
 
+import io
 import json
 import os
 import subprocess
@@ -112,6 +113,14 @@ def test_an_output_that_cannot_be_written_is_an_error(monkeypatch, capsys, argum
     assert capsys.readouterr().err == (
         "hardpoint: error: the output cannot be written: No space left on device\n"
     )
+
+
+def test_what_the_encoding_of_the_output_lacks_is_printed_as_escapes(monkeypatch):
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
+    replace_command(monkeypatch, lambda options, context: print("go \N{GRINNING FACE}") or 0)
+    assert main(["config"]) == 0
+    assert printed.getvalue() == b"go \\U0001f600\n"
 
 
 def test_an_error_that_cannot_be_written_has_its_exit_code(monkeypatch, capsys):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.process.harness import run_program
 
 from hardpoint import LLM, AsyncLLM, EngineClosedError, HardpointError, SamplingParams
 from hardpoint.core.client.engine_lock import EngineLock
@@ -115,6 +116,46 @@ def test_an_interrupt_of_one_call_is_an_error_of_the_others(llm, monkeypatch):
     with pytest.raises(HardpointError, match="ended by an interrupt of another call"):
         next(stream)
     assert texts(llm.generate("say abc", GREEDY)) == [" abc abc abc"]
+
+
+def test_threads_that_iterate_one_stream_share_its_outputs(llm):
+    stream = llm.stream("long", LONG)
+    threads = [Thread(lambda: [output.outputs[0].token_ids for output in stream]) for _ in "ab"]
+    deltas = threads[0].wait() + threads[1].wait()
+    assert sum(map(len, deltas)) == LONG.max_tokens
+
+
+def test_a_daemon_thread_in_a_step_does_not_abort_the_end_of_the_program(scripted, tmp_path):
+    """An atexit function that waits for the thread does not hang, either."""
+    source = f"""
+        import atexit, json, threading
+
+        def wait():
+            thread.join(60)
+            print(json.dumps([not thread.is_alive(), *errors]))
+
+        atexit.register(wait)  # before all others, so that it runs last
+
+        from hardpoint import EngineClosedError, LLM, SamplingParams
+        from hardpoint.testing import scripted_config
+
+        def work():
+            try:
+                while True:
+                    llm.generate(["say abc"] * 20, params)
+                    begun.set()
+            except EngineClosedError as error:
+                errors.append(str(error))
+
+        llm = LLM(config=scripted_config({str(scripted)!r}))
+        params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+        errors, begun = [], threading.Event()
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        begun.wait(60)
+    """
+    expected = [True, "the program is ending, so the engine takes no more calls"]
+    assert run_program(source, folder=tmp_path) == [expected]
 
 
 def test_a_fork_is_refused_and_harms_nothing(llm):

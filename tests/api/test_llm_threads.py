@@ -125,6 +125,7 @@ def test_threads_that_iterate_one_stream_share_its_outputs(llm):
     assert sum(map(len, deltas)) == LONG.max_tokens
 
 
+@pytest.mark.nightly
 def test_a_daemon_thread_in_a_step_does_not_abort_the_end_of_the_program(scripted, tmp_path):
     """An atexit function that waits for the thread does not hang, either."""
     source = f"""
@@ -226,3 +227,11 @@ def test_what_the_collector_asks_for_waits_for_the_release():
     assert done == ["same", "other"]
     lock.call_soon(lambda: done.append("at once"))
     assert done[2:] == ["at once"]
+
+
+def test_when_the_program_ends_the_thread_that_ends_it_alone_is_served():
+    lock = EngineLock()
+    lock.owner.ending_thread = threading.get_ident()
+    with lock:
+        refused = Thread(lambda: lock.__enter__())
+        assert str(refused.wait()) == "the program is ending, so the engine takes no more calls"

@@ -9,6 +9,7 @@ import functools
 import io
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ __all__ = ["main"]
 
 _BROKEN_PIPE = 141
 _INTERRUPTED = 130
+_HIGHEST_CODE = 255
+_COMMAND_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 _WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.ENXIO}
 _LOG_SINK = frozenset({"log", "stat_sinks/log"})  # what it shows is asked for
 
@@ -120,12 +123,18 @@ def _run(arguments: list[str]) -> int:
         return 2
     owned = commands[options.command]
     try:
-        return owned.command.run(options, _context(load, problem))
+        code = owned.command.run(options, _context(load, problem))
     except (HardpointError, SystemExit, KeyboardInterrupt, BrokenPipeError):
         raise
     except BaseException as error:
         error.add_note(f"Raised by the command {options.command!r} of {owned.source}.")
         raise
+    if not isinstance(code, int) or not 0 <= code <= _HIGHEST_CODE:
+        raise PluginContractError(
+            f"{owned.source}: its command {options.command!r} returned {repr(code)[:100]}, "
+            f"expected an exit code from 0 to {_HIGHEST_CODE}"
+        )
+    return code
 
 
 @dataclass(frozen=True)
@@ -182,8 +191,24 @@ def _commands_of(chosen: SelectedPlugin) -> list[Command]:
                 f"{chosen.source}: its hook cli_commands must return a list of "
                 f"hardpoint.plugins.Command, got {result!r}"
             )
+        for command in result:
+            _check_command(command, chosen.source)
         commands += result
     return commands
+
+
+def _check_command(command: Command, source: Source) -> None:
+    for field, value in (("name", command.name), ("summary", command.summary)):
+        if not isinstance(value, str):
+            raise PluginContractError(
+                f"{source}: the {field} of its command {command.name!r}: expected a string, "
+                f"got {type(value).__name__}"
+            )
+    if not _COMMAND_NAME.fullmatch(command.name):
+        raise PluginContractError(
+            f"{source}: the name of its command: expected a letter or digit, then letters, digits, "
+            f"'-' and '_', got {command.name!r}"
+        )
 
 
 def _context(load: _Load, problem: HardpointError | None) -> CommandContext:
@@ -240,7 +265,9 @@ def _parser(commands: _Commands) -> argparse.ArgumentParser:
     )
     for name, owned in commands.items():
         try:
-            owned.command.configure(known.add_parser(name, help=owned.command.summary))
+            owned.command.configure(
+                known.add_parser(name, help=owned.command.summary.replace("%", "%%"))
+            )
         except BaseException as cause:
             raise_unless_fault(cause)
             raise PluginFaultError(

@@ -145,12 +145,12 @@ class Command:
     """One command.
 
     Attributes:
-        name: as typed after `hardpoint`.
+        name: as typed after `hardpoint`: letters, digits, `-` and `_`.
         summary: one line of help.
         configure: adds arguments to the command's parser, which already has `--config`, `--model`
             and `--set`.
-        run: runs the command and returns the exit code. A HardpointError becomes one line on
-            standard error and exit code 2.
+        run: runs the command and returns the exit code, 0 to 255. A HardpointError becomes one line
+            on standard error and exit code 2.
     """
 
     name: str

@@ -42,6 +42,10 @@ class HookSet:
             known = ", ".join(name for name in vars(HookSpecs) if not name.startswith("_"))
             detail = " ".join(str(cause).split())
             raise PluginContractError(f"{source}: {detail}; hooks are: {known}") from cause
+        for caller in self._manager.get_hookcallers(plugin) or ():
+            for impl in caller.get_hookimpls():
+                if impl.plugin is plugin:
+                    _check_runs(impl, caller.name, source)
 
     def has(self, hook: str) -> bool:
         """Return whether any plugin implements a hook, so that callers may skip the call."""
@@ -101,6 +105,18 @@ def _built(cls: type, source: Source) -> Any:
     except BaseException as cause:
         raise_unless_fault(cause)
         raise PluginLoadError(f"{source}: its constructor failed: {describe(cause)}") from cause
+
+
+def _check_runs(impl: pluggy.HookImpl, hook: str, source: Source) -> None:
+    """Refuse a function whose body would not run when it is called."""
+    is_wrapper = impl.wrapper or impl.hookwrapper
+    if inspect.iscoroutinefunction(impl.function):
+        problem = "is an `async def`, which is never awaited"
+    elif inspect.isgeneratorfunction(impl.function) and not is_wrapper:
+        problem = "yields, and is no wrapper: add `wrapper=True` to its hookimpl"
+    else:
+        return
+    raise PluginContractError(f"{source}: its hook {hook} {problem}")
 
 
 def _one_of(impls: Sequence[pluggy.HookImpl]) -> str:

@@ -136,8 +136,10 @@ class GuardedPolicy(SchedulingPolicy):
             raise_unless_fault(cause)
             self._failed("admit", request, cause)
             return None
-        if reason is None or (isinstance(reason, str) and reason):
-            return reason
+        if reason is None:
+            return None
+        if isinstance(reason, str) and (text := str.__str__(reason)):  # a subclass may do anything
+            return text
         self.report(
             f"admit() of request {request.request_id!r} returned {_show(reason)}, "
             f"expected None or the reason as a string that is not empty",

@@ -50,7 +50,7 @@ class Eviction:
         if self._policy is None or not block_ids:
             return
         try:
-            self._policy.taken(block_ids)
+            self._policy.taken(tuple(block_ids))  # the pool's own list must not change
         except BaseException as cause:
             raise_unless_fault(cause)
             self._fault(f"taken() of {_count(len(block_ids))} failed", cause)

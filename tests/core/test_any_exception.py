@@ -12,7 +12,8 @@ from support.plugins.raising import PanicException
 
 from hardpoint import PluginError, RequestError, SamplingParams
 from hardpoint.cli import main
-from hardpoint.plugins.errors import EngineFaultError, PluginLoadError
+from hardpoint.plugins import Command, EvictionPolicy, SchedulingPolicy, hookimpl
+from hardpoint.plugins.errors import EngineFaultError, PluginContractError, PluginLoadError
 from hardpoint.testing import scripted_engine
 
 HERE = "support.plugins.raising"
@@ -161,3 +162,96 @@ def test_what_the_programs_own_signal_handler_raises_passes(scripted, monkeypatc
     finally:
         signal.signal(signal.SIGTERM, before)
     engine.close()
+
+
+# What plugins do besides raising
+
+
+class FalseText(str):
+    def __bool__(self):
+        raise SystemExit("no truth")
+
+
+class OddPolicy(SchedulingPolicy):
+    contract = 1
+
+    def key(self, request):
+        return 0
+
+    def admit(self, request, load):
+        return FalseText("not now")
+
+
+class Grabs(EvictionPolicy):
+    contract = 1
+
+    def released(self, blocks):
+        blocks.clear()
+
+    def taken(self, block_ids):
+        block_ids.clear()
+
+    def evict(self, count):
+        return range(10**9, 10**9 + count)
+
+
+class Yields:
+    contract = 1
+
+    @hookimpl
+    def step_planned(self, record):
+        yield
+
+
+class Awaits:
+    contract = 1
+
+    @hookimpl
+    async def request_finished(self, output):
+        pass
+
+
+def test_policies_that_change_or_answer_what_they_should_not_are_counted(scripted):
+    config = {
+        "scheduler": {"policy": f"{__name__}:OddPolicy"},
+        "kv_cache": {"num_blocks": 4, "eviction": f"{__name__}:Grabs"},
+        "max_model_len": 64,
+    }
+    engine = scripted_engine(scripted, config)
+    for times in range(4):
+        long = ("long", [times] * 40, SamplingParams(**GREEDY))
+        assert run_all(engine, [long])["long"].outputs[0].error is None
+    assert set(engine.health().fallbacks) == {"odd_policy", "grabs"}
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("Yields", "step_planned yields, and is no wrapper"), ("Awaits", "is an `async def`")],
+)
+def test_a_hook_whose_body_would_not_run_is_refused(scripted, name, words):
+    with pytest.raises(PluginContractError, match=f"its hook .*{words}"):
+        scripted_engine(scripted, {"plugins": {"enable": [f"{__name__}:{name}"]}})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"run": lambda *_: "text"}, "its command 'oops' returned 'text', expected an exit code"),
+        ({"run": lambda *_: 10**9}, "returned 1000000000, expected an exit code from 0 to 255"),
+        ({"name": "--model"}, "the name of its command: expected a letter or digit"),
+        ({"name": 5}, "the name of its command 5: expected a string, got int"),
+        ({"summary": "100% sure"}, ""),
+    ],
+)
+def test_a_command_that_is_not_one_is_refused_in_words(folder, capsys, monkeypatch, fields, words):
+    command = Command(
+        **{"name": "oops", "summary": "", "configure": bool, "run": lambda *_: 0} | fields
+    )
+    monkeypatch.setattr(f"{HERE}.Oops.cli_commands", hookimpl(lambda self: [command]))
+    enable = f'plugins.enable=["{HERE}:Oops"]'
+    assert main(["--set", enable, "oops"]) == (2 if words else 0)
+    assert words in capsys.readouterr().err
+    if "%" in command.summary:
+        assert main(["--set", enable, "--help"]) == 0
+        assert command.summary in capsys.readouterr().out

@@ -21,6 +21,7 @@ from hardpoint.core.engine.prepare import find_files, prepare_worker
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.engine_process.launch import Interpreter
 from hardpoint.core.engine_process.process import EngineProcess
+from hardpoint.core.errors import naming_plugin
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.frontend import EngineParts
 from hardpoint.core.frontend.lifecycle import Restarter
@@ -105,7 +106,7 @@ def build_engine(
         if config.kv_events.publishers:  # which open sockets
             check_descriptors()
         prepared = _prepare(config, config_sources or ConfigSources(), progress, clock)
-        with prepared.closed_on_error():
+        with prepared.closed_on_error(), naming_plugin(prepared.spec.plugins):
             built = build_core(prepared.spec, prepared.hooks, prepared.config_sources, clock)
             parts = prepared.parts(InprocClient(built.core), built.size)
     else:
@@ -209,7 +210,8 @@ def _prepare(
     plugins = resolve_plugins(config, config_sources)
     _announce(plugins)
     hooks = plugins.hooks()
-    spec = prepare_worker(config, plugins, config_sources, progress)
+    with naming_plugin(plugins):
+        spec = prepare_worker(config, plugins, config_sources, progress)
     tokenizer = _tokenizer(config, plugins, spec.loader.context.files, spec.model_config.vocab_size)
     reasoning = _reasoning(config, plugins, tokenizer, spec.model_config.vocab_size)
     statistics = open_statistics(config, plugins, clock)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from hardpoint.plugins import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -13,7 +16,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.errors import EngineDeadError, EngineFaultError, PluginFaultError
 from hardpoint.plugins.manifest import Source
-from hardpoint.registry.blame import describe, text_of
+from hardpoint.registry.blame import describe, raise_unless_fault, text_of
 from hardpoint.registry.plugin_set import PluginSet
 
 from .wire import WireError
@@ -90,6 +93,19 @@ def attribute_error(error: BaseException, plugins: PluginSet) -> BaseException:
     named = PluginFaultError(f"{source}: {describe(error)}")
     named.__cause__ = error
     return named
+
+
+@contextlib.contextmanager
+def naming_plugin(plugins: PluginSet) -> Iterator[None]:
+    """Raise an exception of the body that a plugin caused as an error that names it."""
+    try:
+        yield
+    except BaseException as error:
+        raise_unless_fault(error)
+        named = attribute_error(error, plugins)
+        if named is error:
+            raise
+        raise named from error
 
 
 def rejection_output(request_id: str, error: BaseException) -> EngineCoreOutputs:

@@ -21,7 +21,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Progress
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.errors import PluginNotFoundError, shown
+from hardpoint.plugins.errors import PluginFaultError, PluginNotFoundError, shown
 from hardpoint.registry.blame import describe
 from hardpoint.registry.plugin_set import PluginSet
 
@@ -140,6 +140,12 @@ def prepare_worker(
         if not is_out_of_memory(error):
             raise
         raise ModelError(f"model: {out_of_memory(error, memory_limit(device))}") from error
+    if not _is_model_config(model_config):
+        source = plugins.get("loaders", loader.name).source
+        raise PluginFaultError(
+            f"{source}: its config() gave {repr(model_config)[:120]}, expected a ModelConfig with "
+            f"sizes >= 1"
+        )
     _check_architecture(model_config, plugins)
     max_model_len = _max_model_len(config, model_config, config_sources)
     _check_limits(config, max_model_len, config_sources)
@@ -152,6 +158,13 @@ def prepare_worker(
         device=device,
         max_model_len=max_model_len,
         progress=progress,
+    )
+
+
+def _is_model_config(found: object) -> bool:
+    return isinstance(found, ModelConfig) and all(
+        isinstance(size, int) and size >= 1
+        for size in (found.vocab_size, found.max_position_embeddings)
     )
 
 

@@ -15,7 +15,6 @@ from hardpoint.plugins import (
     ForwardBatch,
     HardpointError,
     LogitsRequest,
-    Model,
     ModelRunnerOutput,
     NewRequest,
     RequestFault,
@@ -28,6 +27,7 @@ from hardpoint.plugins.requests import TokenLogprobs
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.blame import raise_unless_fault
 
+from .checked_model import CheckedModel
 from .input_batch import InputBatch, StepInput
 
 _PROMPT_ROWS = 256  # rows of logits held at once for prompt log-probabilities
@@ -38,7 +38,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Model,
+        model: CheckedModel,
         calls: PluginCalls,
         attention: AttentionBackend,
         sampling: SamplingStage,
@@ -62,7 +62,7 @@ class ModelRunner:
         self._allocated: InputBatch | None = None
         self._argument_types = {name: cls.Arguments for name, cls in processors.items()}
         self._device = device
-        self._specs = model.kv_specs()
+        self._specs = model.specs
         self._caches: list[Any] = []
         self._pending: tuple[StepInput, torch.Tensor] | None = None
         self._broken: dict[str, RequestFault] = {}  # could not start; not reported yet

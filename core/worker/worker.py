@@ -36,6 +36,7 @@ from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
 
+from .checked_model import CheckedModel, checked_weights
 from .input_batch import InputBatch
 from .memory import (
     MemoryEstimate,
@@ -114,19 +115,22 @@ class LocalWorker:
             device=spec.device,
             max_model_len=spec.max_model_len,
         )
-        shapes = model.weight_shapes()
-        self._bytes_per_block = sum(attention.bytes_per_block(kv) for kv in model.kv_specs())
+        checked = CheckedModel(model, entry.source)
+        shapes = checked.shapes
+        self._bytes_per_block = sum(attention.bytes_per_block(kv) for kv in checked.specs)
         limit = memory_limit(spec.device)
         self._estimate = estimate_memory(model, spec.config, shapes, self._bytes_per_block, limit)
         self._estimate.check(spec.config.model)
         # Before the weights, so that a plugin that cannot start fails early.
         stage = self._sampling(spec)
         with torch.inference_mode():
-            model.load_weights(_checked(spec.loader.weights(shapes), shapes, spec))
+            loader = spec.plugins.get("loaders", spec.loader.name)
+            weights = checked_weights(spec.loader, loader.source, shapes)
+            model.load_weights(_checked(weights, shapes, spec))
         processors = [runner.processor for runner in stage.pipeline.runners]
         self._components = [*processors, stage.sampler, attention, model]
         self._runner = ModelRunner(
-            model,
+            checked,
             PluginCalls(self._activity, "models", entry.source),
             attention,
             stage,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +34,7 @@ from .chat_template import ChatRenderer
 from .gguf import build_gguf_tokenizer, special_tokens
 from .stream import TokenTexts
 
+_MAX_GROWTH = 256
 _TEMPLATE_VARIABLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -164,7 +167,9 @@ def _fast_tokenizer(path: Path, config: Mapping[str, Any]) -> FastTokenizer:
     file = path / "tokenizer.json"
     if file.exists():
         with refusing_damage(f"{path.name}/{file.name} is not readable: it"):
-            return FastTokenizer.from_str(read_text(file))
+            read = FastTokenizer.from_str(read_text(file))
+            _check_growth(read, f"{path.name}/{file.name}")
+        return read
     if "auto_map" in config:
         raise ModelError(
             f"{path.name}/tokenizer_config.json: auto_map: expected no code (a model's folder "
@@ -192,6 +197,32 @@ def _fast_tokenizer(path: Path, config: Mapping[str, Any]) -> FastTokenizer:
         )
     fast: FastTokenizer = tokenizer.backend_tokenizer
     return fast
+
+
+def _check_growth(tokenizer: FastTokenizer, where: str) -> None:
+    """Refuse replacements that would make a short text as long as memory.
+
+    Raises:
+        ModelError: one after the other, they lengthen a text more than `_MAX_GROWTH` times.
+    """
+    for name, part in (("normalizer", tokenizer.normalizer), ("decoder", tokenizer.decoder)):
+        growth = 1.0 if part is None else _growth(json.loads(part.__getstate__()))
+        if growth > _MAX_GROWTH:
+            raise ModelError(
+                f"{where}: {name}: expected replacements that lengthen a text at most "
+                f"{_MAX_GROWTH} times, got {growth:g} times"
+            )
+
+
+def _growth(part: Mapping[str, Any]) -> float:
+    """Return how many times longer a normalizer or decoder can make a text."""
+    parts = [*part.get("normalizers", ()), *part.get("decoders", ())]
+    growth = math.prod(map(_growth, parts))
+    if part.get("type") == "Replace":
+        pattern = part["pattern"].get("String")
+        matched = len(pattern) if pattern else 1  # what an expression matches is not known
+        growth *= max(1.0, len(part["content"]) / matched)
+    return growth
 
 
 def _template(config: Mapping[str, Any]) -> str | None:

@@ -274,3 +274,17 @@ def test_deep_and_wrong_json_is_refused(name, text, message, folder, opener):
     (folder / name).write_text(text)
     with pytest.raises(ModelError, match=message):
         opener.open_and_close(folder)
+
+
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+def test_replacements_that_double_a_text_again_and_again_are_refused(part, folder, opener):
+    twice = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+    once = {"type": "Replace", "pattern": {"Regex": " +"}, "content": "_"}
+    for count, refused in ((3, False), (40, True)):
+        parts = {"type": "Sequence", f"{part}s": [*[twice] * count, once]}
+        edit(folder / "tokenizer.json", **{part: parts})
+        if not refused:
+            opener.open_and_close(folder)
+            continue
+        with pytest.raises(ModelError, match=f"tokenizer.json: {part}: expected .* got 1.09"):
+            opener.open_and_close(folder)

@@ -26,9 +26,11 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 def compile_template(source: str) -> Template:
     """Compile a template for a sandbox with what transformers offers to chat templates."""
     from jinja2 import TemplateError, nodes  # noqa: PLC0415
+    from jinja2.exceptions import SecurityError  # noqa: PLC0415
     from jinja2.ext import Extension, loopcontrols  # noqa: PLC0415
     from jinja2.parser import Parser  # noqa: PLC0415
     from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415
+    from jinja2.utils import Namespace  # noqa: PLC0415
 
     class Generation(Extension):
         """`{% generation %}` marks what the assistant says; it has no effect here."""
@@ -48,12 +50,26 @@ def compile_template(source: str) -> Template:
     def strftime_now(form: str) -> str:
         return datetime.now().strftime(form)
 
+    class PlainNamespace(Namespace):
+        """A namespace without names that begin with an underscore, which Python's own are."""
+
+        def __init__(self, *args: Any, **fields: Any) -> None:
+            super().__init__()
+            for name, value in dict(*args, **fields).items():
+                self[name] = value
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            if name.startswith("_"):
+                raise SecurityError(f"namespace: expected names without a leading _, got {name!r}")
+            super().__setitem__(name, value)
+
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = strftime_now
+    environment.globals["namespace"] = PlainNamespace
     return environment.from_string(source)
 
 

@@ -49,6 +49,7 @@ TIME_OR_MEMORY = r"it takes more than 1 s \(the option template_seconds .*\) or 
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
         ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe"),
         ("{{ messages.append(1) }}", "access to attribute 'append' of 'list' object is unsafe"),
+        ("{% set n = namespace(a=1) %}{% set n.__class__ = 1 %}", "without a leading _, got"),
         ("{% include 'x' %}", "no loader for this environment"),
         ("{{ raise_exception('no system message') }}", "refuses them: no system message"),
     ],

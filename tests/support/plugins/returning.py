@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 
 
@@ -33,6 +35,7 @@ class NoResult(UniprocExecutor):
     contract = 1
 
     def sample_tokens(self, plan, bitmask=None):
-        future = super().sample_tokens(plan, bitmask)
-        future._result = {"sampled_token_ids": {}}
+        super().sample_tokens(plan, bitmask)
+        future = Future()
+        future.set_result({"sampled_token_ids": {}})
         return future

@@ -307,6 +307,8 @@ def test_config_schema_describes_itself(capsys):
     assert schema["SchedulerConfig"]["properties"]["max_num_seqs"] == {
         "type": "integer",
         "minimum": 1,
+        "maximum": 65536,
         "default": EngineConfig().scheduler.max_num_seqs,
-        "description": "maximum number of running requests.",
+        "description": "maximum number of running requests; "
+        "their block tables are allocated at start.",
     }

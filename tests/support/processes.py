@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 from support.process.forked_python import forked_python
-from support.searching import searches_long
 
 ROOT = Path(__file__).parents[2]
 
-BUILDS = (("-m", "build"), ("-m", "pip"))
+_FORKED = ("-c", "-m hardpoint", "-m pytest", "example.py")
+"""Programs that may run in a fork of an interpreter; others get one of their own."""
 
 
 def run(*command: str, path: Path | None = None, cwd: Path, examples: float = 1.0) -> str:
@@ -25,9 +25,12 @@ def run(*command: str, path: Path | None = None, cwd: Path, examples: float = 1.
     environment = dict(os.environ)
     if path is not None:
         environment["PYTHONPATH"] = str(path)
+    from support.searching import searches_long  # hypothesis needs a working directory
+
     if not searches_long():
         environment["HARDPOINT_EXAMPLES"] = str(examples)
-    if command[0] == sys.executable and command[1:3] not in BUILDS:
+    program = " ".join(command[1:3] if command[1] == "-m" else command[1:2])
+    if command[0] == sys.executable and program in _FORKED:
         done = forked_python().run(list(command[1:]), cwd, environment)
     else:
         done = subprocess.run(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from hardpoint.plugins import (
     EngineCoreOutput,
@@ -106,6 +106,29 @@ def naming_plugin(plugins: PluginSet) -> Iterator[None]:
         if named is error:
             raise
         raise named from error
+
+
+def close_all(components: Iterable[Component]) -> None:
+    """Close every component, last ones first, even if another one raises.
+
+    Raises:
+        PluginFaultError: a component's `close` failed.
+    """
+    with contextlib.ExitStack() as stack:
+        for component in components:
+            stack.callback(_close, component)
+
+
+def _close(component: Component) -> None:
+    try:
+        component.close()
+    except BaseException as cause:
+        raise_unless_fault(cause)
+        if isinstance(cause, HardpointError):  # of a component that this one closes
+            raise
+        cls = type(component)
+        source = f"plugin {component.name!r} ({cls.__module__}:{cls.__qualname__})"
+        raise PluginFaultError(f"{source}: its close failed: {describe(cause)}") from cause
 
 
 def rejection_output(request_id: str, error: BaseException) -> EngineCoreOutputs:

@@ -125,6 +125,7 @@ def _check_class(target: Any, kind: Kind, source: Source) -> None:
     if missing := sorted(getattr(target, "__abstractmethods__", ())):
         raise PluginContractError(f"{source}: it lacks {', '.join(missing)}")
     _check_types(target, source)
+    _check_members(target, source)
     if issubclass(target, LogitsPlugin):
         _check_logits_plugin(target, source)
 
@@ -163,6 +164,24 @@ def _check_types(target: type[Component], source: Source) -> None:
             )
 
 
+def _check_members(target: type[Component], source: Source) -> None:
+    """Check what the contract states of members and Python does not: no `async`, true bools."""
+    contract = [base for base in target.__mro__ if base.__module__.startswith("hardpoint.plugins")]
+    expected = {name: member for base in reversed(contract) for name, member in vars(base).items()}
+    own = [base for base in target.__mro__ if base not in contract]
+    for name, member in [
+        item for base in own for item in vars(base).items() if item[0] in expected
+    ]:
+        function = getattr(member, "__func__", member)
+        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+            raise PluginContractError(
+                f"{source}: its {name} is async, which nothing awaits; expected a plain method "
+                f"(def {name})"
+            )
+        if isinstance(expected[name], bool) and not isinstance(member, bool):
+            raise PluginContractError(f"{source}: its {name} must be True or False, got {member!r}")
+
+
 def _check_version(target: Any, kind: Kind, source: Source) -> None:
     place = "module" if isinstance(target, ModuleType) else "class body"
     own = vars(target) if hasattr(target, "__dict__") else {}
@@ -175,7 +194,7 @@ def _check_version(target: Any, kind: Kind, source: Source) -> None:
         )
     stated = own["contract"]
     accepted = [v for v in (kind.contract - 1, kind.contract) if v > 0]
-    if stated not in accepted or isinstance(stated, bool):
+    if type(stated) is not int or stated not in accepted:
         raise PluginContractError(
             f"{source}: it was written for version {stated!r} of the {kind.name} contract; "
             f"this Hardpoint accepts {' and '.join(map(str, accepted))}"

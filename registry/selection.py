@@ -103,7 +103,20 @@ class Selection:
                 f"{path}: {use!r} is of kind {chosen.kind.name}{few}; choose it "
                 f"with {chosen.kind.chosen_by} (from {self._config_sources.of(path)})"
             )
+        if name is None:
+            self._check_unnamed(chosen, path)
         self._add(chosen)
+
+    def _check_unnamed(self, chosen: SelectedPlugin, path: str) -> None:
+        """Refuse to enable a class a second time under another name, unless that was given."""
+        value = chosen.source.value
+        for (kind, name), other in self._on.items():
+            if kind == chosen.kind.name and other.source.value == value and name != chosen.name:
+                raise PluginConflictError(
+                    f"{path}: {value} is on as {kind}/{name} already; to have it twice, give this "
+                    f'one a name, too: {{ use = "{value}", name = "{chosen.name}" }} '
+                    f"(from {self._config_sources.of(path)})"
+                )
 
     def _disable(self) -> None:
         for index, name in enumerate(self._config.plugins.disable):

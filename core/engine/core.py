@@ -7,6 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable
 
+from hardpoint.core.errors import close_all
 from hardpoint.plugins import (
     EngineCoreRequest,
     Request,
@@ -154,12 +155,10 @@ class EngineCore(EngineUtilities):
         parts = self._parts
         self._pause.fail_pending("the engine was closed")
         with contextlib.ExitStack() as stack:  # closes each part, even if another one raises
-            for component in parts.components:
-                stack.callback(component.close)
+            stack.callback(close_all, parts.components)
             stack.callback(parts.kv_events.close)
             stack.callback(parts.policy.close)
-            stack.callback(self._scheduler.close)
-            stack.callback(self._executor.close)
+            stack.callback(close_all, [self._scheduler, self._executor])
 
     def _live_request(self, request_id: str) -> Request | None:
         try:

@@ -20,7 +20,7 @@ from hardpoint.core.activity import Activity
 from hardpoint.core.engine.build import BuiltCore, build_core
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.engine.request_check import RequestCheck
-from hardpoint.core.errors import attribute_error
+from hardpoint.core.errors import attribute_error, naming_plugin
 from hardpoint.core.wire import EngineAddresses, EngineCoreReadyResponse
 from hardpoint.core.worker.worker import WorkerSpec
 from hardpoint.plugins import EngineConfig
@@ -131,10 +131,12 @@ def run_engine(launch: Launch, watch: ParentWatch) -> None:
     plugins = PluginSet(launch.manifest)
     check_versions(plugins)
     with contextlib.ExitStack() as closing:  # all are closed, even if one raises
-        spec = prepare_worker(config, plugins, config_sources, lambda _what, _done, _total: None)
+        with naming_plugin(plugins):
+            spec = prepare_worker(config, plugins, config_sources, lambda *_progress: None)
         closing.callback(spec.loader.close)
         activity = Activity.open(Path(launch.folder)) if launch.folder else None
-        built = build_core(spec, plugins.hooks(), config_sources, time.monotonic, activity)
+        with naming_plugin(plugins):
+            built = build_core(spec, plugins.hooks(), config_sources, time.monotonic, activity)
         closing.callback(built.core.close)
         _serve(launch, watch, spec, built, closing)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from hardpoint.core.activity import Activity, PluginCalls
+from hardpoint.core.errors import close_all
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
 from hardpoint.core.worker.sampling.processor_runner import ProcessorRunner
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
@@ -263,9 +264,7 @@ class LocalWorker:
     def _release(self) -> None:
         components, self._components = self._components, []
         self._runner = None
-        with contextlib.ExitStack() as stack:  # closes each component, even if another one raises
-            for component in components:
-                stack.callback(component.close)
+        close_all(components)
 
     @property
     def runner(self) -> ModelRunner:

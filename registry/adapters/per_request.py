@@ -260,6 +260,8 @@ def adapt_factory(external: ExternalProcessor) -> type[Adapter]:
     try:
         names = parameter_names(target)
         problem = "" if len(names) == 1 else signature_text(target)
+        if inspect.isbuiltin(target):
+            problem = f"the function {target.__name__} of Python itself"
     except TypeError as cause:
         problem = str(cause)
     if not problem:

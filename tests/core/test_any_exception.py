@@ -8,6 +8,7 @@ import sys
 import pytest
 from support.driving import FINAL, run
 from support.fault_cases import run_all
+from support.plugins import raising
 from support.plugins.raising import PanicException
 
 from hardpoint import PluginError, RequestError, SamplingParams
@@ -39,6 +40,19 @@ def test_a_panic_in_a_logits_processor_ends_its_request(scripted, where):
     assert f"its {where} failed: PanicException: index" in finals["bad"].outputs[0].error
     assert finals["good"].outputs[0].text == TEXT
     engine.close()
+
+
+@pytest.mark.parametrize("process", [{}, {"in_process": False}], ids=["here", "own process"])
+def test_a_failed_device_state_is_named_at_the_start(scripted, process):
+    with pytest.raises(PluginError, match=r"'no_state' .*its device_state failed: PanicExc"):
+        engine_with(scripted, "NoState", engine=process)
+
+
+def test_a_failed_close_is_named_and_the_others_are_closed(scripted):
+    engine = engine_with(scripted, "NoClose", "Closes")
+    with pytest.raises(PluginError, match=r"'no_close' .*its close failed: PanicException: index"):
+        engine.close()
+    assert raising.CLOSED.pop() == "closes"
 
 
 @pytest.mark.parametrize("where", ["Arguments", "prepare"])

@@ -9,6 +9,7 @@ from support.plugins.fake import component
 
 from hardpoint.plugins import Arguments as PluginArguments
 from hardpoint.plugins import (
+    BatchLogitsProcessor,
     LogitsProcessor,
     Phase,
     Sampler,
@@ -157,7 +158,7 @@ class TestVersion:
         child = type("Child", (component(LogitsProcessor),), {})
         assert "add `contract = 1` to its class body" in refusal(child)
 
-    @pytest.mark.parametrize("version", [0, 2, "1", True, 1.5])
+    @pytest.mark.parametrize("version", [0, 2, "1", True, 1.0, 1.5])
     def test_wrong(self, refusal, version):
         message = refusal(component(LogitsProcessor, contract=version))
         assert message.endswith(
@@ -265,3 +266,21 @@ class TestSlips:
         plugins = installed.resolve(plugins={"enable": [value]})
         with pytest.raises(PluginContractError, match=r"must call super\(\).__init__\(context\)"):
             plugins.create(plugins.get("logits_processors", "slip"), Context)
+
+
+class TestMembers:
+    def test_a_method_is_not_async(self, refusal):
+        async def apply(self, logits, rows):
+            return logits
+
+        message = refusal(component(LogitsProcessor, apply=apply))
+        assert "its apply is async, which nothing awaits; expected a plain method" in message
+
+    @pytest.mark.parametrize("name", ["argmax_invariant", "supports_drafts"])
+    def test_a_flag_is_true_or_false(self, refusal, name):
+        message = refusal(component(BatchLogitsProcessor, **{name: "yes"}))
+        assert f"its {name} must be True or False, got 'yes'" in message
+
+    def test_a_function_of_python_itself_is_no_factory(self, installed):
+        with pytest.raises(PluginContractError, match="the function system of Python itself"):
+            installed.resolve(plugins={"enable": ["os:system"]})

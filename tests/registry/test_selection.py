@@ -105,6 +105,18 @@ class TestEnable:
         plugins = installed.resolve(plugins={"enable": ["dry", value]})
         assert list(on(plugins)).count("logits_processors/dry") == 1
 
+    def test_a_second_name_must_be_given(self, installed):
+        value = installed.offer("logits_processors/dry", component(LogitsProcessor))
+        named = {"use": value, "name": "wet"}
+        plugins = installed.resolve(plugins={"enable": [value, named]})
+        assert {"logits_processors/dry", "logits_processors/wet"} <= on(plugins).keys()
+        with pytest.raises(PluginConflictError) as error:
+            installed.resolve(plugins={"enable": [named, value]})
+        assert str(error.value).startswith(
+            f"plugins.enable[1]: {value} is on as logits_processors/wet already; to have it twice, "
+            f'give this one a name, too: {{ use = "{value}", name = "dry" }} (from '
+        )
+
     def test_a_model_by_architecture(self, installed):
         installed.offer("models/OtherForCausalLM", component(LogitsProcessor))
         with pytest.raises(PluginContractError, match="models must be classes derived from"):

@@ -85,7 +85,12 @@ class ProcessorRunner:
         self.greedy_skips = self.processor.argmax_invariant or (
             self.processor.phase is Phase.TEMPERATURE
         )
-        self.device_state = DeviceState(self.processor, self.max_rows, self.device)
+        try:
+            self.device_state = DeviceState(self.processor, self.max_rows, self.device)
+        except BaseException as cause:
+            raise_unless_fault(cause)
+            message = f"{self.source}: its device_state failed: {describe(cause)}"
+            raise PluginFaultError(message) from cause
         self.has_device_state = bool(self.device_state)
         self.number = self._number(self.method_name)  # read in every step
 

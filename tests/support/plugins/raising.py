@@ -57,6 +57,26 @@ class Logits(LogitsProcessor):
         return logits
 
 
+CLOSED: list[str] = []
+
+
+class NoState(Logits):
+    contract = 1
+    device_state = panic
+
+
+class NoClose(Logits):
+    contract = 1
+    close = panic
+
+
+class Closes(Logits):
+    contract = 1
+
+    def close(self):
+        CLOSED.append(self.name)
+
+
 class Whole(BatchLogitsProcessor):
     contract = 1
     phase = Phase.BIAS

@@ -137,6 +137,7 @@ def build_core(
             policy,
             kv_events,
             faults,
+            scheduler_label=str(plugins.one("schedulers").source),
             executor_label=str(plugins.one("executors").source),
             components=[eviction],
             config=config,

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from hardpoint.core.activity import Activity
 from hardpoint.core.faults import StepFaults
@@ -46,7 +47,8 @@ class EngineCoreParts:
     """The parts of an engine core.
 
     Attributes:
-        executor_label: names the executor in the error if it fails outside of its calls.
+        scheduler_label: names the scheduler in the error if it returns what it may not.
+        executor_label: the same of the executor; also if it fails outside of its calls.
         components: further components to close with the core.
         config: logged when a step fails.
         log_stats: whether outputs carry scheduler statistics.
@@ -62,6 +64,7 @@ class EngineCoreParts:
     policy: PolicySlot
     kv_events: KVEventFanout
     faults: StepFaults
+    scheduler_label: str = "the scheduler"
     executor_label: str = "the executor"
     components: Sequence[Component] = ()
     config: EngineConfig | None = None
@@ -111,7 +114,8 @@ class StepRunner:
             return self._pop_unsent(), False
         plan = None
         try:
-            plan = self._scheduler.schedule()
+            plan = self._scheduler.schedule()  # kept at once: an interrupt must not lose it
+            _checked(plan, SchedulerOutput, self._parts.scheduler_label, "schedule")
             forward = self._execute(plan)
             bitmask = self._bitmask(plan)  # while the model runs
             result = forward.result()
@@ -151,10 +155,11 @@ class StepRunner:
         plan = None
         try:
             plan = self._scheduler.schedule()
+            _checked(plan, SchedulerOutput, self._parts.scheduler_label, "schedule")
             sample = None if self._batches.delays(plan) else self._sample
             self._batches.push(start_batch(plan, self._execute, sample))
         except BaseException:
-            if plan is not None and not self._batches.has(plan):
+            if isinstance(plan, SchedulerOutput) and not self._batches.has(plan):
                 self._batches.push(Batch.lost(plan))  # plans are updated in their order
             raise
         return plan.total_num_scheduled_tokens > 0
@@ -195,7 +200,8 @@ class StepRunner:
         self._activity.begin_step(self._batches.request_ids(plan))
         if events := self._parts.kv_cache.take_events():
             self._parts.kv_events.publish(events)
-        return self._executor.execute_model(plan)
+        future = self._executor.execute_model(plan)
+        return _checked(future, Future, self._parts.executor_label, "execute_model")
 
     def _sample(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
         return self._executor.sample_tokens(plan, self._bitmask(plan))
@@ -213,7 +219,8 @@ class StepRunner:
             self._parts.faults.note("executor", fault.message, consequence="its request ends")
             if request_id not in plan.num_scheduled_tokens:  # the scheduler looks at no others
                 self._end(request_id, fault)
-        return self._scheduler.update(plan, result)
+        outputs = self._scheduler.update(plan, result)
+        return _checked(outputs, dict, self._parts.scheduler_label, "update")
 
     def _end(self, request_id: str, fault: RequestFault) -> None:
         """End a request by a fault; one of the next steps returns its output."""
@@ -241,7 +248,7 @@ class StepRunner:
         """Log a failed step, and return its plan to the scheduler as lost."""
         if not is_fault(error):  # else the record of the step shows which requests may be the cause
             self._activity.end_step()
-        if plan is None:
+        if not isinstance(plan, SchedulerOutput):
             return
         if is_fault(error):
             log_failure(error, plan, self._parts.config, self._scheduler.stats)
@@ -290,6 +297,18 @@ class StepRunner:
 
     def _pop_unsent(self) -> Outputs:
         return self._unsent.pop(0) if self._unsent else {}
+
+
+T = TypeVar("T")
+
+
+def _checked(value: T, expected: type[Any], label: str, method: str) -> T:
+    """Return what a component's method returned, if it has the expected type."""
+    if not isinstance(value, expected):
+        raise PluginFaultError(
+            f"{label}: its {method} returned {type(value).__name__}, expected {expected.__name__}"
+        )
+    return value
 
 
 class ResultCheck:

@@ -42,7 +42,7 @@ class Exits(Dense):
     contract = 1
 
     def __init__(self, context):
-        raise SystemExit(23)
+        os._exit(23)
 
 
 class Kills(Dense):

@@ -14,6 +14,7 @@ from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.engine.step import StepRunner
 from hardpoint.core.engine.step_log import log_failure
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError, SchedulerOutput
+from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.requests import LoRARequest
 from hardpoint.plugins.stats import PluginMeter
 
@@ -328,7 +329,9 @@ def test_closing_closes_the_executor_whatever_fails():
 
     rig = Rig(ScriptedExecutor(), scheduler=Fragile)
     rig.core.add_request(request("a"))
-    with pytest.raises(RuntimeError, match="does not close"):
+    with pytest.raises(
+        PluginFaultError, match="its close failed: RuntimeError: the sched"
+    ):
         rig.core.close()
     assert rig.executor.calls == [("close",)]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from support.core.engine_harness import LoopRig, Rig, ScriptedExecutor, expected, request
 
@@ -323,7 +325,7 @@ class TestInABusyLoop:
             self.call(rig, 1, "pause", "keep")
             self.answer(rig, 1)
             rig.send(request("a", timeout=5.0))
-            rig.now = 100.0
+            rig.now = time.monotonic() + 100.0  # by the clock that its arrival is read from
             rig.until(lambda: rig.ends == {"a": "timeout"})
 
     def test_sleep_fails_by_its_answer(self):

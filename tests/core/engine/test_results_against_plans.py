@@ -71,3 +71,19 @@ def test_what_is_no_result_ends_the_engine_in_words(scripted):
     assert "plugin 'no_result'" in str(error.value)
     assert "expected a ModelRunnerOutput for step 1, got dict" in str(error.value)
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "words"),
+    [
+        ("executor", "NoFuture", "its execute_model returned NoneType, expected Future"),
+        ("scheduler", "NoPlan", "its schedule returned NoneType, expected SchedulerOutput"),
+        ("scheduler", "NoOutputs", "its update returned NoneType, expected dict"),
+    ],
+)
+def test_who_returns_another_type_ends_the_engine_and_is_named(scripted, path, name, words):
+    engine = scripted_engine(scripted, {path: {"use": f"{HERE}:{name}"}})
+    engine.add_request("r", [1, 2], PARAMS)
+    with pytest.raises(EngineFaultError, match=f"{HERE}:{name}.*{words}"):
+        run_all(engine, [])
+    engine.close()

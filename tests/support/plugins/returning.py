@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
+from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 
 
 class Returning(UniprocExecutor):
@@ -39,3 +40,30 @@ class NoResult(UniprocExecutor):
         future = Future()
         future.set_result({"sampled_token_ids": {}})
         return future
+
+
+class NoFuture(UniprocExecutor):
+    """Returns no future."""
+
+    contract = 1
+
+    def execute_model(self, plan):
+        return None
+
+
+class NoPlan(DefaultScheduler):
+    """Returns no plan."""
+
+    contract = 1
+
+    def schedule(self):
+        super().schedule()
+
+
+class NoOutputs(DefaultScheduler):
+    """Returns no outputs."""
+
+    contract = 1
+
+    def update(self, plan, result):
+        super().update(plan, result)

@@ -329,9 +329,7 @@ def test_closing_closes_the_executor_whatever_fails():
 
     rig = Rig(ScriptedExecutor(), scheduler=Fragile)
     rig.core.add_request(request("a"))
-    with pytest.raises(
-        PluginFaultError, match="its close failed: RuntimeError: the sched"
-    ):
+    with pytest.raises(PluginFaultError, match="its close failed: RuntimeError: the sched"):
         rig.core.close()
     assert rig.executor.calls == [("close",)]
 

@@ -27,14 +27,14 @@ def snapshot(value: Any) -> Any:
 
 def count_elements(value: Any) -> int:
     """Return the number of elements of all reachable containers, tensors and arrays."""
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # kept, so that no other object gets the id of one that is counted
     pending = [value]
     count = 0
     while pending:
         item = pending.pop()
         if isinstance(item, (*_PLAIN, *_CODE)) or id(item) in seen:
             continue
-        seen.add(id(item))
+        seen[id(item)] = item
         if isinstance(item, torch.Tensor):
             count += item.numel()
         elif isinstance(item, np.ndarray):

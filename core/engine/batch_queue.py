@@ -11,7 +11,10 @@ from typing import TypeVar
 import msgspec
 
 from hardpoint.plugins import ModelRunnerOutput, SchedulerOutput
+from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.plan import NO_DRAFT, DraftTokenIds
+
+from .step_check import no_result, result_of
 
 T = TypeVar("T")
 
@@ -59,17 +62,21 @@ class Batch:
         self.sampling = Future()
         self.sampling.set_exception(error)
 
-    def result(self) -> ModelRunnerOutput:
+    def result(self, executor: str) -> ModelRunnerOutput:
         """Wait for the result.
 
+        Args:
+            executor: names the executor in messages.
+
         Raises:
+            PluginFaultError: there is no result.
             BaseException: the error of the forward pass, or that of sampling.
         """
-        output = self.forward.result()
+        output = result_of(self.forward, executor, "execute_model")
         if output is None and self.sampling is not None:
-            output = self.sampling.result()
+            output = result_of(self.sampling, executor, "sample_tokens")
         if output is None:
-            raise no_result(self.plan)
+            raise no_result(self.plan, executor)
         return output
 
 
@@ -141,11 +148,6 @@ class BatchQueue:
         return self._batches.popleft()
 
 
-def no_result(plan: SchedulerOutput) -> RuntimeError:
-    """Return the error of a step for which the executor returned None instead of a result."""
-    return RuntimeError(f"the executor gave no result for step {plan.step}")
-
-
 def start_batch(
     plan: SchedulerOutput,
     execute: Callable[[SchedulerOutput], Future[ModelRunnerOutput | None]],
@@ -167,16 +169,18 @@ def start_batch(
     return batch
 
 
-def with_drafts(plan: SchedulerOutput, drafts: DraftTokenIds | None) -> SchedulerOutput:
+def with_drafts(
+    plan: SchedulerOutput, drafts: DraftTokenIds | None, executor: str
+) -> SchedulerOutput:
     """Return a plan with its draft placeholders filled; those without a draft get NO_DRAFT.
 
     Raises:
-        RuntimeError: the executor has no drafts, though the plan is to verify some.
+        PluginFaultError: the executor has no drafts, though the plan is to verify some.
     """
     if drafts is None:
-        raise RuntimeError(
-            f"step {plan.step} is to verify drafts of {', '.join(plan.draft_token_ids)}, "
-            "but the executor has none"
+        raise PluginFaultError(
+            f"{executor}: step {plan.step} is to verify drafts of "
+            f"{', '.join(plan.draft_token_ids)}, but its take_draft_token_ids returned None"
         )
     known = drafts.by_request()
     filled = {}

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from hardpoint.core.errors import close_all
 from hardpoint.plugins import (
     EngineCoreRequest,
-    Request,
     RequestError,
 )
 from hardpoint.plugins.errors import PluginFaultError
@@ -18,6 +17,7 @@ from hardpoint.registry.blame import describe, raise_unless_fault
 
 from .pause import PauseController, PauseDependencies
 from .step import EngineCoreParts, Outputs, StepRunner
+from .step_check import live_request
 from .utility_calls import EngineUtilities
 
 _log = logging.getLogger("hardpoint")
@@ -68,15 +68,19 @@ class EngineCore(EngineUtilities):
             arrived: when the engine got it, in seconds on its clock; None is now.
 
         Raises:
-            RequestError: the request could never run, its id is that of a live request, or too
-                many requests wait.
+            RequestError: the request could never run, its id is that of a live request, too many
+                requests wait, or the scheduler did not add it.
         """
-        if self._live_request(request.request_id) is not None:
+        if live_request(self._scheduler, request.request_id) is not None:
             raise RequestError(f"request_id: {request.request_id!r} is the id of a live request")
         # Not the client's: its clock may be another one, and it could jump the queue.
         request.arrival_time = self._scheduler.context.clock() if arrived is None else arrived
+        num_before = self._scheduler.num_unfinished_requests()
         self._scheduler.add_request(request)
-        if block_hashes and (live := self._live_request(request.request_id)) is not None:
+        if self._scheduler.num_unfinished_requests() <= num_before:
+            label = self._parts.scheduler_label
+            raise RequestError(f"{label}: its add_request did not add the request")
+        if block_hashes and (live := live_request(self._scheduler, request.request_id)) is not None:
             self._parts.kv_cache.take_hashes(live, block_hashes)
         if request.kv_transfer_params is not None and self._scheduler.context.connector is None:
             _log.warning(
@@ -87,7 +91,7 @@ class EngineCore(EngineUtilities):
 
     def client_of(self, request_id: str) -> int | None:
         """Return the client index of a live request, None if no live request has that id."""
-        live = self._live_request(request_id)
+        live = live_request(self._scheduler, request_id)
         return None if live is None else live.source.client_index
 
     def hash_prompt(self, request: EngineCoreRequest) -> list[bytes]:
@@ -159,9 +163,3 @@ class EngineCore(EngineUtilities):
             stack.callback(parts.kv_events.close)
             stack.callback(parts.policy.close)
             stack.callback(close_all, [self._scheduler, self._executor])
-
-    def _live_request(self, request_id: str) -> Request | None:
-        try:
-            return self._scheduler.live_request(request_id)
-        except NotImplementedError:  # optional for schedulers
-            return None

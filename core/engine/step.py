@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 from hardpoint.core.activity import Activity
 from hardpoint.core.faults import StepFaults
@@ -17,8 +16,8 @@ from hardpoint.plugins import (
     Executor,
     FinishReason,
     GrammarBitmask,
+    HardpointError,
     ModelRunnerOutput,
-    Request,
     RequestFault,
     Scheduler,
     SchedulerOutput,
@@ -28,9 +27,10 @@ from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.scheduler import Grammars
 from hardpoint.registry.blame import is_fault, raise_unless_fault
 
-from .batch_queue import Batch, BatchQueue, no_result, start_batch, with_drafts
+from .batch_queue import Batch, BatchQueue, start_batch, with_drafts
 from .kv_events import KVEventFanout
 from .policy import PolicySlot
+from .step_check import ResultCheck, checked, no_result, plan_defect, result_of
 from .step_log import StepLog, log_failure
 
 _log = logging.getLogger("hardpoint")
@@ -85,7 +85,7 @@ class StepRunner:
         self._executor = parts.executor
         self._activity = parts.activity
         self._unsent: list[Outputs] = []
-        self._check = ResultCheck(parts.executor_label, parts.scheduler.live_request)
+        self._check = ResultCheck(parts.executor_label, parts.scheduler)
         self._batches = BatchQueue(parts.executor.max_concurrent_batches)
         limits = parts.scheduler.context.limits
         self._takes_drafts = limits.num_draft_tokens > 0 and not limits.asynchronous
@@ -115,14 +115,15 @@ class StepRunner:
         plan = None
         try:
             plan = self._scheduler.schedule()  # kept at once: an interrupt must not lose it
-            _checked(plan, SchedulerOutput, self._parts.scheduler_label, "schedule")
+            checked(plan, SchedulerOutput, self._parts.scheduler_label, "schedule")
             forward = self._execute(plan)
             bitmask = self._bitmask(plan)  # while the model runs
-            result = forward.result()
+            result = result_of(forward, self._parts.executor_label, "execute_model")
             if result is None and plan.total_num_scheduled_tokens:
-                result = self._executor.sample_tokens(plan, bitmask).result()
+                sampling = self._executor.sample_tokens(plan, bitmask)
+                result = result_of(sampling, self._parts.executor_label, "sample_tokens")
             if result is None:
-                raise no_result(plan)
+                raise no_result(plan, self._parts.executor_label)
             if aborted := late_aborts():
                 self.abort_later(aborted)
             outputs = self._update(plan, result)
@@ -155,7 +156,7 @@ class StepRunner:
         plan = None
         try:
             plan = self._scheduler.schedule()
-            _checked(plan, SchedulerOutput, self._parts.scheduler_label, "schedule")
+            checked(plan, SchedulerOutput, self._parts.scheduler_label, "schedule")
             sample = None if self._batches.delays(plan) else self._sample
             self._batches.push(start_batch(plan, self._execute, sample))
         except BaseException:
@@ -172,7 +173,7 @@ class StepRunner:
             if batch.is_lost:
                 self._scheduler.plan_lost(batch.plan)
                 return {}, False
-            result = batch.result()
+            result = batch.result(self._parts.executor_label)
             if aborted := late_aborts():
                 self.abort_later(aborted)
             outputs = self._update(batch.plan, result)
@@ -188,7 +189,9 @@ class StepRunner:
             return
         try:
             if batch.plan.draft_token_ids:
-                batch.plan = with_drafts(batch.plan, self._executor.take_draft_token_ids())
+                batch.plan = with_drafts(
+                    batch.plan, self._executor.take_draft_token_ids(), self._parts.executor_label
+                )
         except BaseException as error:  # raised when it is this batch's turn
             batch.fail(error)
         else:
@@ -201,7 +204,7 @@ class StepRunner:
         if events := self._parts.kv_cache.take_events():
             self._parts.kv_events.publish(events)
         future = self._executor.execute_model(plan)
-        return _checked(future, Future, self._parts.executor_label, "execute_model")
+        return checked(future, Future, self._parts.executor_label, "execute_model")
 
     def _sample(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
         return self._executor.sample_tokens(plan, self._bitmask(plan))
@@ -220,7 +223,7 @@ class StepRunner:
             if request_id not in plan.num_scheduled_tokens:  # the scheduler looks at no others
                 self._end(request_id, fault)
         outputs = self._scheduler.update(plan, result)
-        return _checked(outputs, dict, self._parts.scheduler_label, "update")
+        return checked(outputs, dict, self._parts.scheduler_label, "update")
 
     def _end(self, request_id: str, fault: RequestFault) -> None:
         """End a request by a fault; one of the next steps returns its output."""
@@ -245,18 +248,28 @@ class StepRunner:
         return self._with_stats(outputs), executed
 
     def _step_failed(self, plan: SchedulerOutput | None, error: BaseException) -> None:
-        """Log a failed step, and return its plan to the scheduler as lost."""
+        """Log a failed step, and return its plan to the scheduler as lost.
+
+        Raises:
+            PluginFaultError: the plan is wrong, which is why the step failed.
+        """
         if not is_fault(error):  # else the record of the step shows which requests may be the cause
             self._activity.end_step()
         if not isinstance(plan, SchedulerOutput):
             return
+        defect = None
         if is_fault(error):
             log_failure(error, plan, self._parts.config, self._scheduler.stats)
+            if not isinstance(error, HardpointError):  # which names what failed
+                defect = plan_defect(plan, self._scheduler)
         try:
             self._scheduler.plan_lost(plan)
         except BaseException as further:  # the caller raises `error`
             raise_unless_fault(further)
             _log.error("the scheduler cannot drop step %d", plan.step, exc_info=further)
+        if defect is not None:
+            label = self._parts.scheduler_label
+            raise PluginFaultError(f"{label}: its plan of step {plan.step} {defect}") from error
 
     def abort_requests(self, request_ids: Iterable[str] | None) -> Outputs:
         """Abort requests; unknown ids are ignored, None is all of them.
@@ -297,103 +310,3 @@ class StepRunner:
 
     def _pop_unsent(self) -> Outputs:
         return self._unsent.pop(0) if self._unsent else {}
-
-
-T = TypeVar("T")
-
-
-def _checked(value: T, expected: type[Any], label: str, method: str) -> T:
-    """Return what a component's method returned, if it has the expected type."""
-    if not isinstance(value, expected):
-        raise PluginFaultError(
-            f"{label}: its {method} returned {type(value).__name__}, expected {expected.__name__}"
-        )
-    return value
-
-
-class ResultCheck:
-    """Finds the requests for which an executor returned too little, too much or nothing."""
-
-    def __init__(self, executor: str, live_request: Callable[[str], Request | None]) -> None:
-        """Store what names the executor, and the scheduler's method, which it may lack."""
-        self._executor = executor
-        self._live_request = live_request
-
-    def check(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, RequestFault]:
-        """Return the faults of requests, by id; those of the plan are added to the result, too.
-
-        Raises:
-            PluginFaultError: it is no result at all.
-        """
-        if not isinstance(result, ModelRunnerOutput):
-            raise PluginFaultError(
-                f"{self._executor}: expected a ModelRunnerOutput for step {plan.step}, got "
-                f"{type(result).__name__}"
-            )
-        if _is_plain(plan, result) or result.invalid_block_ids:
-            return {}
-        found = {
-            request_id: RequestFault(
-                f"{self._executor}: for step {plan.step} it returned {message}"
-            )
-            for request_id, message in self._differences(plan, result)
-        }
-        for request_id in found.keys() & plan.num_scheduled_tokens.keys():
-            result.faults[request_id] = found[request_id]
-            result.sampled_token_ids.pop(request_id, None)
-        return found
-
-    def _differences(
-        self, plan: SchedulerOutput, result: ModelRunnerOutput
-    ) -> Iterator[tuple[str, str]]:
-        """Yield requests with what is wrong with their tokens, faults that are known left out."""
-        scheduled, sampled = plan.num_scheduled_tokens, result.sampled_token_ids
-        for request_id in sampled.keys() - scheduled.keys():
-            if self._live(request_id) is not None:
-                yield request_id, "tokens of a request that it was not to compute"
-        computed = _computed_before(plan)
-        for request_id, count in scheduled.items():
-            if request_id in result.faults or request_id in result.pooler_output:
-                continue
-            tokens = sampled.get(request_id, ())
-            limit = 1 + len(plan.draft_token_ids.get(request_id, ()))
-            if len(tokens) > limit:
-                yield request_id, f"{len(tokens)} tokens, expected {_range(limit)}"
-            elif (count > 1 or not tokens) and (live := self._live(request_id)) is not None:
-                is_complete = computed.get(request_id, 0) + count >= live.num_tokens
-                if is_complete and not tokens:
-                    yield request_id, f"no token, expected {_range(limit)}"
-                elif tokens and not is_complete:
-                    yield request_id, "a token, expected none before the whole prompt is computed"
-
-    def _live(self, request_id: str) -> Request | None:
-        try:
-            return self._live_request(request_id)
-        except NotImplementedError:  # optional for schedulers
-            return None
-
-
-def _is_plain(plan: SchedulerOutput, result: ModelRunnerOutput) -> bool:
-    """Return whether each request of a plan was to compute one token and got one.
-
-    It is so in most steps, and costs less than 0.1 microseconds per request: no loop in Python.
-    """
-    scheduled, sampled = plan.num_scheduled_tokens, result.sampled_token_ids
-    count = len(scheduled)
-    return (
-        plan.total_num_scheduled_tokens == count
-        and list(sampled) == list(scheduled)
-        and all(sampled.values())  # none is empty, so if their sum is that, each is of length 1
-        and sum(map(len, sampled.values())) == count
-    )
-
-
-def _computed_before(plan: SchedulerOutput) -> dict[str, int]:
-    """Return how many tokens of each request were computed before the step, by id."""
-    cached = plan.cached_requests
-    computed = dict(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
-    return computed | {new.source.request_id: new.num_computed_tokens for new in plan.new_requests}
-
-
-def _range(limit: int) -> str:
-    return "one" if limit == 1 else f"1 to {limit}"

@@ -1,17 +1,21 @@
-"""Models and weight loaders whose results are checked, so that a wrong one names its plugin."""
+"""Models, attention backends and weight loaders whose results are checked.
+
+A wrong one names its plugin.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from hardpoint.plugins import ForwardBatch, KVSpec, Model, WeightLoader
+from hardpoint.plugins import AttentionBackend, ForwardBatch, KVSpec, Model, WeightLoader
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
+from hardpoint.registry.tensor_checks import shown
 
-_SHOWN = 120
+_CACHE_EXTRA = 1 << 20  # bytes that a layer may have beside its blocks
 
 
 class CheckedModel:
@@ -71,6 +75,77 @@ class CheckedModel:
         return _fault(self._source, method, got, expected)
 
 
+class CheckedAttention:
+    """An attention backend whose sizes, caches and outputs are checked.
+
+    Attributes:
+        bytes_per_block: of all layers.
+    """
+
+    def __init__(self, backend: AttentionBackend, source: Source, specs: Sequence[KVSpec]) -> None:
+        """Ask the backend for the sizes of blocks.
+
+        Raises:
+            PluginFaultError: they are none.
+        """
+        self._backend = backend
+        self._source = source
+        self._specs = specs
+        self._sizes = [backend.bytes_per_block(spec) for spec in specs]
+        for size in self._sizes:
+            if type(size) is not int or size < 1:
+                raise _fault(source, "bytes_per_block", size, "an int >= 1")
+        self.bytes_per_block = sum(self._sizes)
+        self.plan = backend.plan
+
+    def allocate(self, num_blocks: int) -> list[Any]:
+        """Return the cache of each layer.
+
+        Raises:
+            PluginFaultError: a cache takes more memory than its blocks should.
+        """
+        caches = []
+        for spec, size in zip(self._specs, self._sizes, strict=True):
+            cache = self._backend.allocate(spec, num_blocks)
+            if (taken := _num_bytes(cache)) > size * num_blocks + _CACHE_EXTRA:
+                raise PluginFaultError(
+                    f"{self._source}: its allocate() took {taken} bytes for {num_blocks} blocks, "
+                    f"expected {size * num_blocks}, since bytes_per_block() gave {size}"
+                )
+            caches.append(cache)
+        return caches
+
+    def attend(
+        self,
+        layer: int,
+        cache: Any,
+        plan: Any,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the attention of a layer, [tokens, num_heads, head_size].
+
+        Args:
+            layer: index.
+            cache: of the layer.
+            plan: of the step.
+            qkv: as in `AttentionBackend.attend`.
+
+        Raises:
+            PluginFaultError: the backend returned something else.
+        """
+        out = self._backend.attend(self._specs[layer], cache, plan, *qkv)
+        q = qkv[0]
+        if not (
+            isinstance(out, torch.Tensor)
+            and out.shape == q.shape
+            and out.dtype == q.dtype
+            and out.device == q.device
+        ):
+            expected = f"a {q.dtype} tensor {list(q.shape)} on {q.device}"
+            raise _fault(self._source, "attend", out, expected)
+        return out
+
+
 def checked_weights(
     loader: WeightLoader, source: Source, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -113,9 +188,14 @@ def _is_spec(spec: Any) -> bool:
     return isinstance(spec, KVSpec) and all(getattr(spec, name) >= 1 for name in numbers)
 
 
+def _num_bytes(cache: Any) -> int:
+    """Return the bytes of the tensors of a cache: a tensor, or a list, tuple or dict of such."""
+    if isinstance(cache, torch.Tensor):
+        return cache.numel() * cache.element_size()
+    if isinstance(cache, Mapping):
+        cache = list(cache.values())
+    return sum(map(_num_bytes, cache)) if isinstance(cache, list | tuple) else 0
+
+
 def _fault(source: Source, method: str, got: Any, expected: str) -> PluginFaultError:
-    if isinstance(got, torch.Tensor):
-        text = f"a {got.dtype} tensor {list(got.shape)} ({got.layout}, on {got.device})"
-    else:
-        text = repr(got)[:_SHOWN]
-    return PluginFaultError(f"{source}: its {method}() gave {text}, expected {expected}")
+    return PluginFaultError(f"{source}: its {method}() gave {shown(got)}, expected {expected}")

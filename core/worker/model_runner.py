@@ -10,7 +10,6 @@ from hardpoint.core.activity import PluginCalls
 from hardpoint.core.worker.sampling.logprobs import gather_logprobs
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
 from hardpoint.plugins import (
-    AttentionBackend,
     EngineCoreRequest,
     ForwardBatch,
     HardpointError,
@@ -27,7 +26,7 @@ from hardpoint.plugins.requests import TokenLogprobs
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.blame import raise_unless_fault
 
-from .checked_model import CheckedModel
+from .checked_model import CheckedAttention, CheckedModel
 from .input_batch import InputBatch, StepInput
 
 _PROMPT_ROWS = 256  # rows of logits held at once for prompt log-probabilities
@@ -40,7 +39,7 @@ class ModelRunner:
         self,
         model: CheckedModel,
         calls: PluginCalls,
-        attention: AttentionBackend,
+        attention: CheckedAttention,
         sampling: SamplingStage,
         processors: dict[str, type[LogitsPlugin]],
         device: torch.device,
@@ -62,7 +61,6 @@ class ModelRunner:
         self._allocated: InputBatch | None = None
         self._argument_types = {name: cls.Arguments for name, cls in processors.items()}
         self._device = device
-        self._specs = model.specs
         self._caches: list[Any] = []
         self._pending: tuple[StepInput, torch.Tensor] | None = None
         self._broken: dict[str, RequestFault] = {}  # could not start; not reported yet
@@ -78,7 +76,7 @@ class ModelRunner:
 
     def restore_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache of every layer, without content."""
-        self._caches = [self._attention.allocate(spec, num_blocks) for spec in self._specs]
+        self._caches = self._attention.allocate(num_blocks)
 
     @property
     def has_batch(self) -> bool:
@@ -98,12 +96,11 @@ class ModelRunner:
         if plan.total_num_scheduled_tokens == 0:
             return ModelRunnerOutput()
         step = batch.prepare(plan.num_scheduled_tokens, self._device)
-        attention_plan = self._attention.plan(step.attention)
+        attention, caches = self._attention, self._caches
+        attention_plan = attention.plan(step.attention)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return self._attention.attend(
-                self._specs[layer], self._caches[layer], attention_plan, q, k, v
-            )
+            return attention.attend(layer, caches[layer], attention_plan, (q, k, v))
 
         inputs = ForwardBatch(step.token_ids, step.positions, attend)
         hidden = self._calls.run("forward", self._model.forward, inputs)

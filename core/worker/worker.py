@@ -37,7 +37,7 @@ from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
 
-from .checked_model import CheckedModel, checked_weights
+from .checked_model import CheckedAttention, CheckedModel, checked_weights
 from .input_batch import InputBatch
 from .memory import (
     MemoryEstimate,
@@ -106,7 +106,7 @@ class LocalWorker:
             return self._load_model(spec)
 
     def _load_model(self, spec: WorkerSpec) -> WorkerInfo:
-        attention = self._attention(spec)
+        backend = self._attention(spec)
         entry = spec.plugins.get("models", spec.model_config.architecture)
         model = spec.plugins.create(
             entry,
@@ -118,7 +118,9 @@ class LocalWorker:
         )
         checked = CheckedModel(model, entry.source)
         shapes = checked.shapes
-        self._bytes_per_block = sum(attention.bytes_per_block(kv) for kv in checked.specs)
+        source = spec.plugins.one("attention_backends").source
+        attention = CheckedAttention(backend, source, checked.specs)
+        self._bytes_per_block = attention.bytes_per_block
         limit = memory_limit(spec.device)
         self._estimate = estimate_memory(model, spec.config, shapes, self._bytes_per_block, limit)
         self._estimate.check(spec.config.model)
@@ -129,7 +131,7 @@ class LocalWorker:
             weights = checked_weights(spec.loader, loader.source, shapes)
             model.load_weights(_checked(weights, shapes, spec))
         processors = [runner.processor for runner in stage.pipeline.runners]
-        self._components = [*processors, stage.sampler, attention, model]
+        self._components = [*processors, stage.sampler, backend, model]
         self._runner = ModelRunner(
             checked,
             PluginCalls(self._activity, "models", entry.source),

@@ -12,6 +12,7 @@ from hardpoint.core.activity import PluginCalls
 from hardpoint.plugins import LogitsRequest, RequestFault, Sampler, SamplingRows
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.requests import TokenLogprobs
+from hardpoint.registry.tensor_checks import shown
 
 from .fault_isolation import FaultIsolation, Recompute
 from .logprobs import gather_logprobs
@@ -182,12 +183,15 @@ class SamplingStage:
     ) -> _Choice:
         """Let the sampler choose from processed logits, and check its result."""
         chosen = self._sample(logits, self._sampling_rows(requests))
-        expected = (torch.int64, (len(requests),))
-        got = (getattr(chosen, "dtype", None), tuple(getattr(chosen, "shape", ())))
-        if got != expected:
+        if not (
+            isinstance(chosen, torch.Tensor)
+            and chosen.dtype == torch.int64
+            and chosen.shape == (len(requests),)
+            and chosen.device == logits.device
+        ):
             raise PluginFaultError(
-                f"sampler {self.sampler.name!r}: expected token ids int64 [{len(requests)}], got "
-                f"{type(chosen).__name__} {got[0]} {list(got[1])}"
+                f"sampler {self.sampler.name!r}: expected token ids int64 [{len(requests)}] on "
+                f"{logits.device}, got {shown(chosen)}"
             )
         # NaN and +inf win every maximum, and -inf is chosen only where no other token is left; so
         # the chosen logit shows whether its row is finite. It travels to the host with the token.

@@ -15,6 +15,7 @@ from support.searching import examples
 
 from hardpoint.core.engine.batch_queue import Batch, BatchQueue, start_batch
 from hardpoint.plugins import ModelRunnerOutput, SchedulerOutput
+from hardpoint.plugins.errors import PluginFaultError
 
 PLAN = SchedulerOutput(step=1, total_num_scheduled_tokens=3)
 
@@ -35,28 +36,30 @@ def pipeline(depth=2, **settings):
 class TestBatch:
     def test_sampling_has_the_result(self):
         output = ModelRunnerOutput()
-        assert Batch(PLAN, done(None), done(output)).result() is output
+        assert Batch(PLAN, done(None), done(output)).result("the executor") is output
 
     def test_a_forward_pass_that_gives_a_result_needs_no_sampling(self):
         output = ModelRunnerOutput()
         batch = Batch(PLAN, done(output), done(error=RuntimeError("nothing to sample")))
-        assert batch.result() is output
+        assert batch.result("the executor") is output
 
     def test_the_error_of_the_forward_pass_is_the_one_that_is_raised(self):
         original = ValueError("out of memory")
         batch = Batch(PLAN, done(error=original), done(error=RuntimeError("no forward pass")))
         with pytest.raises(ValueError, match="out of memory") as caught:
-            batch.result()
+            batch.result("the executor")
         assert caught.value is original
 
     def test_an_error_of_sampling_alone_is_raised(self):
         with pytest.raises(RuntimeError, match="sampler broke"):
-            Batch(PLAN, done(None), done(error=RuntimeError("sampler broke"))).result()
+            Batch(PLAN, done(None), done(error=RuntimeError("sampler broke"))).result(
+                "the executor"
+            )
 
     @pytest.mark.parametrize("sampling", [None, done(None)])
     def test_no_result_at_all_is_an_error(self, sampling):
-        with pytest.raises(RuntimeError, match="gave no result for step 1"):
-            Batch(PLAN, done(None), sampling).result()
+        with pytest.raises(PluginFaultError, match="executor: it returned no result for step 1"):
+            Batch(PLAN, done(None), sampling).result("the executor")
 
     def test_it_is_done_when_both_are(self):
         forward, sampling = Future(), Future()
@@ -71,7 +74,7 @@ class TestBatch:
         output = ModelRunnerOutput()
         batch = start_batch(SchedulerOutput(step=2), lambda _: done(output), pytest.fail)
         assert batch.sampling is None
-        assert batch.result() is output
+        assert batch.result("the executor") is output
 
     def test_what_fails_at_the_start_fails_when_its_turn_comes(self):
         def broken(plan):
@@ -79,7 +82,7 @@ class TestBatch:
 
         batch = start_batch(PLAN, broken, lambda _: Future())
         with pytest.raises(OSError, match="no worker for step 1"):
-            batch.result()
+            batch.result("the executor")
 
 
 class TestBatchQueue:

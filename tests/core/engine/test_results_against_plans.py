@@ -6,7 +6,7 @@ import pytest
 from support.driving import run, summary
 from support.fault_cases import jobs, run_all
 
-from hardpoint import SamplingParams
+from hardpoint import RequestError, SamplingParams
 from hardpoint.plugins import EngineCoreRequest
 from hardpoint.plugins.errors import EngineFaultError
 from hardpoint.testing import scripted_engine
@@ -79,11 +79,22 @@ def test_what_is_no_result_ends_the_engine_in_words(scripted):
         ("executor", "NoFuture", "its execute_model returned NoneType, expected Future"),
         ("scheduler", "NoPlan", "its schedule returned NoneType, expected SchedulerOutput"),
         ("scheduler", "NoOutputs", "its update returned NoneType, expected dict"),
+        ("executor", "Cancelled", "its execute_model returned a future that was cancelled"),
+        ("scheduler", "TooMany", "plan of step 1 schedules 1000 tokens of request '.*', expected"),
+        ("scheduler", "Unknown", "plan of step 1 has request 'unknown' only in one of num_sched"),
     ],
 )
-def test_who_returns_another_type_ends_the_engine_and_is_named(scripted, path, name, words):
+def test_a_wrong_return_value_ends_the_engine_and_is_named(scripted, path, name, words):
     engine = scripted_engine(scripted, {path: {"use": f"{HERE}:{name}"}})
     engine.add_request("r", [1, 2], PARAMS)
     with pytest.raises(EngineFaultError, match=f"{HERE}:{name}.*{words}"):
         run_all(engine, [])
+    engine.close()
+
+
+def test_a_request_that_the_scheduler_does_not_add_is_refused(scripted):
+    engine = scripted_engine(scripted, {"scheduler": {"use": f"{HERE}:Ignoring"}})
+    with pytest.raises(RequestError, match="plugin 'ignoring'.*its add_request did not add"):
+        engine.add_request("r", [1, 2], PARAMS)
+    assert not engine.has_unfinished_requests()
     engine.close()

@@ -14,6 +14,7 @@ from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.engine.batch_queue import Batch, BatchQueue, with_drafts
 from hardpoint.plugins import ExecutorContext, GrammarBitmask, SchedulerOutput
+from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.plan import NO_DRAFT, DraftTokenIds
 
 
@@ -238,7 +239,9 @@ class TestDeferredDrafts:
         rig.step()
         first = expected([1, 2, 3], 1)
         assert rig.tokens["g"] == first  # those of the batch before arrive
-        with pytest.raises(RuntimeError, match="step 2 is to verify drafts of g, but the executor"):
+        with pytest.raises(
+            PluginFaultError, match="verify drafts of g, but its take_draft_token_ids returned"
+        ):
             rig.step()
         rig.executor.drafts = DraftTokenIds([], [])
         rig.step()  # a lost plan holds up nobody
@@ -246,7 +249,7 @@ class TestDeferredDrafts:
     def test_there_are_as_many_as_there_are_places(self):
         plan = SchedulerOutput(step=3, draft_token_ids={"a": [NO_DRAFT], "b": [NO_DRAFT] * 2})
         drafts = DraftTokenIds(["a"], [[5, 6, 7]])
-        filled = with_drafts(plan, drafts)
+        filled = with_drafts(plan, drafts, "the executor")
         assert filled.draft_token_ids == {"a": [5], "b": [NO_DRAFT, NO_DRAFT]}
         assert plan.draft_token_ids["a"] == [NO_DRAFT]
 

@@ -1,4 +1,4 @@
-"""Models and weight loaders that return what they may not: the error names the plugin."""
+"""Models, attention backends and loaders that return what they may not are named."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.plugins import KVSpec
 from hardpoint.plugins.errors import EngineFaultError, PluginFaultError
-from hardpoint.testing import ScriptedModel, scripted_config
+from hardpoint.testing import HistoryAttention, ScriptedModel, scripted_config
 
 
 class Wrong:
@@ -19,6 +19,9 @@ class Wrong:
     config: object = None
     weight_shapes: object = None
     kv_specs: object = None
+    bytes_per_block: object = None
+    allocate: object = None
+    attend: object = None
     forward: object = None
     compute_logits: object = None
 
@@ -56,6 +59,19 @@ class Model(ScriptedModel):
         return wrong("compute_logits", super().compute_logits(hidden))
 
 
+class Attention(HistoryAttention):
+    contract = 1
+
+    def bytes_per_block(self, spec):
+        return wrong("bytes_per_block", super().bytes_per_block(spec))
+
+    def allocate(self, spec, num_blocks):
+        return wrong("allocate", super().allocate(spec, num_blocks))
+
+    def attend(self, spec, cache, plan, q, k, v):
+        return wrong("attend", super().attend(spec, cache, plan, q, k, v))
+
+
 def endless():
     while True:
         yield "unknown", torch.zeros(1)
@@ -87,6 +103,18 @@ WEIGHTS = "a name and a dense CPU tensor"
         ),
         ("kv_specs", 3, r"'Scripted.*: its kv_specs\(\) gave 3, expected a list of KVSpec"),
         ("kv_specs", [KVSpec(1, 1, -8, 1.0)], "expected a list of KVSpec with numbers >= 1"),
+        (
+            "bytes_per_block",
+            0,
+            r"'attention' .*: its bytes_per_block\(\) gave 0, expected an int >= 1",
+        ),
+        ("bytes_per_block", 64.0, r"its bytes_per_block\(\) gave 64.0, expected an int >= 1"),
+        (
+            "allocate",
+            [torch.zeros(1, dtype=torch.int64).expand(1 << 30)],
+            r"'attention' .*: its allocate\(\) took 8589934592 bytes for \d+ blocks, expected \d+",
+        ),
+        ("allocate", ZeroDivisionError("x"), "'attention' .*: ZeroDivisionError: x"),
     ],
 )
 def test_at_start(method, value, message, scripted, monkeypatch):
@@ -106,17 +134,24 @@ def test_at_start(method, value, message, scripted, monkeypatch):
         ("forward", "x", r"its forward\(\) gave 'x', expected hidden states \[7, hidden\]"),
         ("compute_logits", torch.zeros(1, 5), r"expected floating logits \[1, 257\]"),
         ("compute_logits", torch.zeros(1, 257).long(), r"gave a torch.int64 tensor \[1, 257\]"),
+        ("attend", "x", r"its attend\(\) gave 'x', expected a torch.float64 tensor \[7, 1, 1\]"),
+        ("attend", torch.zeros(7, 1, 1), r"its attend\(\) gave a torch.float32 tensor"),
+        ("attend", torch.zeros(7, 1).double(), r"its attend\(\) gave .* tensor \[7, 1\]"),
+        ("attend", ZeroDivisionError("x"), "ZeroDivisionError: x"),
     ],
 )
 def test_in_a_step(method, value, message, scripted, monkeypatch):
+    name = "attention" if method == "attend" else "ScriptedForCausalLM"
     with LLM(config=config(scripted)) as llm:
         monkeypatch.setattr(Wrong, method, value)
-        with pytest.raises(EngineFaultError, match=f"plugin 'ScriptedForCausalLM' .*{message}"):
+        with pytest.raises(EngineFaultError, match=f"plugin '{name}' .*{message}"):
             llm.generate("say abc", SamplingParams(temperature=0.0))
 
 
 def config(folder):
-    found = scripted_config(folder, {"load": {"use": "loader"}})
+    found = scripted_config(
+        folder, {"load": {"use": "loader"}, "attention": {"use": f"{__name__}:Attention"}}
+    )
     found["plugins"] = {
         "enable": [
             {"use": f"{__name__}:Model", "name": "ScriptedForCausalLM"},

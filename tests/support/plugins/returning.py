@@ -67,3 +67,46 @@ class NoOutputs(DefaultScheduler):
 
     def update(self, plan, result):
         super().update(plan, result)
+
+
+class Cancelled(UniprocExecutor):
+    """Returns a future that is cancelled."""
+
+    contract = 1
+
+    def execute_model(self, plan):
+        future = Future()
+        future.cancel()
+        future.set_running_or_notify_cancel()
+        return future
+
+
+class TooMany(DefaultScheduler):
+    """Plans more tokens than a request has."""
+
+    contract = 1
+
+    def schedule(self):
+        plan = super().schedule()
+        plan.num_scheduled_tokens.update(dict.fromkeys(plan.num_scheduled_tokens, 1000))
+        return plan
+
+
+class Unknown(DefaultScheduler):
+    """Plans tokens of a request that does not exist."""
+
+    contract = 1
+
+    def schedule(self):
+        plan = super().schedule()
+        plan.num_scheduled_tokens["unknown"] = 1
+        return plan
+
+
+class Ignoring(DefaultScheduler):
+    """Adds no request."""
+
+    contract = 1
+
+    def add_request(self, request):
+        pass

@@ -117,11 +117,13 @@ class EngineFaultError(EngineDeadError, PluginFaultError):
     """A plugin's failure ended the engine; the plugin's exception is the cause."""
 
 
-def shown(value: object) -> str:
+def shown(value: object, limit: int = _MAX_VALUE) -> str:
     """Return a value as a message quotes it: its repr, or its type if it has none; cut if long."""
     try:
-        return _cut(repr(value), _MAX_VALUE)
-    except Exception:  # of the value's own __repr__, or of one that is nested too deeply
+        return _cut(repr(value), limit)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # of the value's own __repr__, or of one that is nested too deeply
         return f"a {type(value).__qualname__}"
 
 

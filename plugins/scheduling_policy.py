@@ -12,7 +12,7 @@ from .request import Request
 
 __all__ = ["Load", "PolicyContext", "SchedulingPolicy"]
 
-_OPTIONAL_METHODS = (
+OPTIONAL_METHODS = (
     "group",
     "group_key",
     "admit",
@@ -22,6 +22,7 @@ _OPTIONAL_METHODS = (
     "preempted",
     "finished",
 )
+"""Methods that a policy need not define."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class SchedulingPolicy(Component):
         """
         return frozenset(
             name
-            for name in _OPTIONAL_METHODS
+            for name in OPTIONAL_METHODS
             if getattr(getattr(self, name), "__func__", None) is not getattr(SchedulingPolicy, name)
         )
 

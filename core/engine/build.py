@@ -23,6 +23,7 @@ from hardpoint.plugins import (
     Executor,
     ExecutorContext,
     PublisherContext,
+    Scheduler,
     SchedulerContext,
     StepRecord,
     WorkerInfo,
@@ -117,19 +118,10 @@ def build_core(
         )
         undo.callback(executor.close)
         info, size, config = _start(executor, spec, config_sources)
+        limits = _limits(config, size, executor)
         kv_cache = _kv_cache(config.kv_cache, size.num_blocks, plugins, eviction, faults)
-        scheduler = plugins.create(
-            plugins.one("schedulers"),
-            SchedulerContext,
-            limits=_limits(config, size, executor),
-            kv_cache=kv_cache,
-            policy=policy.policy,
-            clock=clock,
-            watermark=config.kv_cache.watermark,
-            policy_fault=policy.report_fault,
-            record=_recorder(hooks, faults),
-            log_stats=config.stats.on,
-        )
+        record = _recorder(hooks, faults)
+        scheduler = _scheduler(config, plugins, limits, kv_cache, policy, clock, record)
         parts = EngineCoreParts(
             scheduler,
             executor,
@@ -168,6 +160,29 @@ def _kv_cache(
         eviction=eviction,
         fault=faults.reporter(entry.source),
         events=bool(plugins.entries("kv_event_publishers")),
+    )
+
+
+def _scheduler(
+    config: EngineConfig,
+    plugins: PluginSet,
+    limits: SchedulerLimits,
+    kv_cache: BlockManager,
+    policy: PolicySlot,
+    clock: _Clock,
+    record: Callable[[StepRecord], None] | None,
+) -> Scheduler:
+    return plugins.create(
+        plugins.one("schedulers"),
+        SchedulerContext,
+        limits=limits,
+        kv_cache=kv_cache,
+        policy=policy.policy,
+        clock=clock,
+        watermark=config.kv_cache.watermark,
+        policy_fault=policy.report_fault,
+        record=record,
+        log_stats=config.stats.on,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,10 +20,11 @@ from hardpoint.plugins import (
     SchedulingPolicy,
 )
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.plugins.errors import PluginFaultError, shown
 from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.request import RequestView
+from hardpoint.plugins.scheduling_policy import OPTIONAL_METHODS
 from hardpoint.plugins.typed import convert
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.discovery import is_third_party
@@ -31,22 +33,11 @@ from hardpoint.registry.references import with_references
 from hardpoint.registry.selection import Selection
 
 _KIND = "scheduling_policies"
-_METHODS = (
-    "key",
-    "group",
-    "group_key",
-    "admit",
-    "victim",
-    "added",
-    "scheduled",
-    "preempted",
-    "finished",
-    "export_state",
-    "import_state",
-    "close",
-)
+_METHODS = ("key", *OPTIONAL_METHODS, "export_state", "import_state", "close")
 _CONFIG_PATH = "scheduler.policy"
 _ORIGIN = "set_policy()"
+
+_shown = functools.partial(shown, limit=60)
 
 
 class GuardedPolicy(SchedulingPolicy):
@@ -109,7 +100,7 @@ class GuardedPolicy(SchedulingPolicy):
             if group is None or _is_group(group):
                 return group
             self.report(
-                f"group() of request {request.request_id!r} returned {_show(group)}, "
+                f"group() of request {request.request_id!r} returned {_shown(group)}, "
                 f"expected something hashable that is equal to itself",
                 None,
             )
@@ -124,7 +115,7 @@ class GuardedPolicy(SchedulingPolicy):
             value = self._policy.group_key(group, now)
         except BaseException as cause:
             raise_unless_fault(cause)
-            self.report(f"group_key() of group {_show(group)} failed", cause)
+            self.report(f"group_key() of group {_shown(group)} failed", cause)
             return _Key(group)
         return _Key(group, 0.0, value, self._group_keys.check(value, group))
 
@@ -141,7 +132,7 @@ class GuardedPolicy(SchedulingPolicy):
         if isinstance(reason, str) and (text := str.__str__(reason)):  # a subclass may do anything
             return text
         self.report(
-            f"admit() of request {request.request_id!r} returned {_show(reason)}, "
+            f"admit() of request {request.request_id!r} returned {_shown(reason)}, "
             f"expected None or the reason as a string that is not empty",
             None,
         )
@@ -159,7 +150,7 @@ class GuardedPolicy(SchedulingPolicy):
             for request, view in zip(running, views, strict=True):
                 if victim is view:
                     return request
-            self.report(f"victim() returned {_show(victim)}, which is not running", None)
+            self.report(f"victim() returned {_shown(victim)}, which is not running", None)
         return running[-1]
 
     def added(self, request: Request) -> None:
@@ -242,13 +233,13 @@ class _KeyChecker:
         except BaseException as error:
             raise_unless_fault(error)
             defect, cause = "has no order", error
-        message = f"{self._subject} {_show(owner)} returned {_show(value)}, which {defect}"
+        message = f"{self._subject} {_shown(owner)} returned {_shown(value)}, which {defect}"
         self._report(message, cause)
         return None
 
     def report_incomparable(self, one: _Key, other: _Key, cause: BaseException) -> None:
         """Report two keys that do not compare."""
-        owners = f"{_show(one.owner)} and {_show(other.owner)}"
+        owners = f"{_shown(one.owner)} and {_shown(other.owner)}"
         self._report(f"{self._subject}s {owners} do not compare", cause)
 
 
@@ -308,16 +299,6 @@ def _is_group(value: Any) -> bool:
     except BaseException as cause:
         raise_unless_fault(cause)
         return False
-
-
-def _show(value: Any) -> str:
-    """Return the repr of any value, shortened for a message."""
-    try:
-        text = repr(value)
-    except BaseException as cause:
-        raise_unless_fault(cause)
-        return f"a {type(value).__name__} without a repr"
-    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 class PolicySlot:

@@ -316,7 +316,7 @@ class TestNonsense:
         guard_of(told, victim=returning("x" * 5000)).victim([A], LOAD)
         guard_of(told, victim=returning(Silent())).victim([A], LOAD)
         assert len(told.words[0]) < 150
-        assert told.words[1] == "victim() returned a Silent without a repr, which is not running"
+        assert told.words[1] == "victim() returned a Silent, which is not running"
 
 
 class OnlyLess:

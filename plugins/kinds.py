@@ -63,6 +63,7 @@ class Kind:
         name: also the entry-point group's, after `hardpoint.`.
         interface: what a component derives from; None for hooks, which pluggy checks.
         forms: the interface's own abstract forms, if an author derives from one of several.
+        suite: the class in `hardpoint.testing` that checks its components; empty if none does yet.
         contract: current version; the engine accepts it and the one before.
         chosen_by: the configuration path that names the component, or the list of them for
             Number.MANY; None if `plugins.enable` names it.
@@ -74,6 +75,7 @@ class Kind:
     processes: tuple[Process, ...]
     fault_scope: FaultScope
     summary: str
+    suite: str
     contract: int = 1
     chosen_by: str | None = None
     forms: tuple[type[Component], ...] = ()
@@ -107,6 +109,7 @@ KINDS: dict[str, Kind] = {
             processes=(Process.FRONTEND, Process.WORKER),
             fault_scope=FaultScope.REQUEST,
             summary="Change the logits of the requests that ask for it.",
+            suite="LogitsProcessorSuite",
         ),
         Kind(
             name="samplers",
@@ -116,6 +119,7 @@ KINDS: dict[str, Kind] = {
             fault_scope=FaultScope.ENGINE,
             chosen_by="sampler.use",
             summary="Choose a token from the processed logits.",
+            suite="",
         ),
         Kind(
             name="schedulers",
@@ -125,6 +129,7 @@ KINDS: dict[str, Kind] = {
             fault_scope=FaultScope.ENGINE,
             chosen_by="scheduler.use",
             summary="Assign each step's token budget to requests.",
+            suite="SchedulerSuite",
         ),
         Kind(
             name="scheduling_policies",
@@ -134,6 +139,7 @@ KINDS: dict[str, Kind] = {
             fault_scope=FaultScope.STEP,
             chosen_by="scheduler.policy",
             summary="Order waiting requests and choose whom to preempt.",
+            suite="SchedulingPolicySuite",
         ),
         Kind(
             name="eviction_policies",
@@ -143,6 +149,7 @@ KINDS: dict[str, Kind] = {
             fault_scope=FaultScope.STEP,
             chosen_by="kv_cache.eviction",
             summary="Choose the cached content to discard when a block is needed.",
+            suite="EvictionPolicySuite",
         ),
         Kind(
             name="kv_event_publishers",
@@ -152,6 +159,7 @@ KINDS: dict[str, Kind] = {
             fault_scope=FaultScope.STEP,
             chosen_by="kv_events.publishers",
             summary="Publish the events of the KV cache.",
+            suite="",
         ),
         Kind(
             name="executors",
@@ -161,6 +169,7 @@ KINDS: dict[str, Kind] = {
             fault_scope=FaultScope.ENGINE,
             chosen_by="executor.use",
             summary="Run the workers that hold the model.",
+            suite="",
         ),
         Kind(
             name="models",
@@ -169,6 +178,7 @@ KINDS: dict[str, Kind] = {
             processes=(Process.WORKER,),
             fault_scope=FaultScope.ENGINE,
             summary="Compute hidden states and logits of one architecture.",
+            suite="",
         ),
         Kind(
             name="loaders",
@@ -177,6 +187,7 @@ KINDS: dict[str, Kind] = {
             processes=(Process.FRONTEND, Process.WORKER),
             fault_scope=FaultScope.ENGINE,
             summary="Read a model's configuration and weights from one format.",
+            suite="",
         ),
         Kind(
             name="attention_backends",
@@ -186,6 +197,7 @@ KINDS: dict[str, Kind] = {
             fault_scope=FaultScope.ENGINE,
             chosen_by="attention.use",
             summary="Store keys and values in blocks and compute attention over them.",
+            suite="",
         ),
         Kind(
             name="tokenizers",
@@ -195,6 +207,7 @@ KINDS: dict[str, Kind] = {
             fault_scope=FaultScope.ENGINE,
             chosen_by="tokenizer.use",
             summary="Turn text into token ids and back.",
+            suite="",
         ),
         Kind(
             name="reasoning_parsers",
@@ -203,6 +216,7 @@ KINDS: dict[str, Kind] = {
             processes=(Process.FRONTEND,),
             fault_scope=FaultScope.REQUEST,
             summary="Separate a model's reasoning from its answer.",
+            suite="",
         ),
         Kind(
             name="stat_sinks",
@@ -212,6 +226,7 @@ KINDS: dict[str, Kind] = {
             fault_scope=FaultScope.STEP,
             chosen_by="stats.sinks",
             summary="Receive the engine's statistics.",
+            suite="",
         ),
         Kind(
             name="hooks",
@@ -220,6 +235,7 @@ KINDS: dict[str, Kind] = {
             processes=(Process.FRONTEND, Process.ENGINE),
             fault_scope=FaultScope.REQUEST,
             summary="Behaviour that is not a component: lifecycle, requests, commands.",
+            suite="",
         ),
     )
 }

@@ -48,6 +48,7 @@ def test_every_kind_is_described(pages, kind):
     assert kind.summary in section
     assert f"- entry-point group: `{kind.group}`" in section
     assert f"- contract version: {kind.contract}" in section
+    assert kind.suite in section
     for form in kind.forms or ([kind.interface] if kind.interface else []):
         assert f"### {form.__name__}" in section
         for method in form.__abstractmethods__:

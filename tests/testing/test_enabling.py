@@ -12,6 +12,8 @@ import pytest
 from hypothesis import strategies as st
 from support.broken.processors import Bias, MixesRows
 
+import hardpoint.testing
+from hardpoint.plugins.kinds import KINDS
 from hardpoint.testing import LogitsProcessorSuite
 from hardpoint.testing import suite as kit_suite
 from hardpoint.testing.pytest_hooks import examples_scale, replay_line, search_seed
@@ -94,9 +96,15 @@ def test_the_scripted_model_needs_neither_pytest_nor_hypothesis():
     assert "pytest" in done.stdout
 
 
-def test_unknown_names_are_rejected():
-    import hardpoint.testing
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
+def test_every_kind_has_a_suite(kind):
+    if not kind.suite:
+        pytest.skip("no suite yet")
+    assert kind.suite in hardpoint.testing.__all__
+    assert issubclass(getattr(hardpoint.testing, kind.suite), ConformanceSuite)
 
+
+def test_unknown_names_are_rejected():
     with pytest.raises(AttributeError, match=r"'hardpoint\.testing' has no attribute 'Suit'"):
         hardpoint.testing.Suit  # noqa: B018
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from hypothesis.errors import Flaky
+from hypothesis.errors import Flaky, HypothesisException
 
 from .pytest_hooks import examples_scale, replay_line, search_seed
 
@@ -35,6 +36,45 @@ class Violation(Exception):  # noqa: N818 - it is a finding
         self.observed = observed
         self.fix = fix
         self.rule = rule
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule of a kind's contract.
+
+    Attributes:
+        text: a short name, a colon, and what always holds.
+        fix: what an author does about a violation, unless the check says something better.
+    """
+
+    text: str
+    fix: str
+
+    def violation(self, observed: str, fix: str | None = None) -> Violation:
+        """Return a violation of this rule, to be raised."""
+        return Violation(observed, fix or self.fix, rule=self.text)
+
+
+EXCEPTIONS = Rule("exceptions: only those of the contract are raised", "handle this case")
+
+
+@contextmanager
+def exceptions_as_violations() -> Iterator[None]:
+    """Raise unexpected exceptions as violations.
+
+    Raises:
+        Violation: a rule was broken, or an exception was raised.
+    """
+    try:
+        yield
+    except (Violation, HypothesisException):
+        raise
+    except Exception as cause:
+        frame = traceback.extract_tb(cause.__traceback__)[-1]
+        raise EXCEPTIONS.violation(
+            f"{type(cause).__name__}: {cause} (in {frame.name}, line {frame.lineno} of "
+            f"{frame.filename.rpartition('/')[2]})"
+        ) from cause
 
 
 class ReplayableCase:
@@ -144,7 +184,7 @@ class ConformanceSuite:
         raise NotImplementedError
 
     def _exception_guard(self) -> AbstractContextManager[None]:
-        """Return the context in which `_run_checks` runs each check."""
+        """Return the context in which each check runs."""
         return nullcontext()
 
     def _run_checks(self, rule: str, *checks: Callable[[], None]) -> None:
@@ -166,7 +206,12 @@ class ConformanceSuite:
         """Run a check on drawn cases; fail the test with the smallest failing case."""
         count = max(1, round(examples * self.examples * examples_scale()))
         search = Search(count, self.replay_seed)
-        found = search.run(check, **strategies)
+
+        def guarded(**drawn: Any) -> None:
+            with self._exception_guard():
+                check(**drawn)
+
+        found = search.run(guarded, **strategies)
         if found is not None:
             self._fail(rule, found.violation, found.report())
 

@@ -15,7 +15,7 @@ from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.tensor_checks import shown
 
-_CACHE_EXTRA = 1 << 20  # bytes that a layer may have beside its blocks
+_CACHE_EXTRA = 1 << 20  # bytes that a layer may have besides its blocks
 
 
 class CheckedModel:

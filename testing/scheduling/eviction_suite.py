@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hardpoint.plugins import CachedBlock, EvictionContext, EvictionPolicy
 from hardpoint.plugins.component import Component
+from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import load_default_scheduler
 from hardpoint.testing.snapshots import count_elements
 from hardpoint.testing.suite import Violation, best_cpu_time, reject_replaced_tests, short_repr
@@ -17,7 +18,6 @@ from hardpoint.testing.suite import Violation, best_cpu_time, reject_replaced_te
 from .features import UnsupportedFeatures
 from .rules import EVICTION
 from .scenarios import Scenario, play, scenarios
-from .suite_base import SchedulingSuiteBase
 
 _BLOCKS = 24
 _ALL_SUPPORTED = UnsupportedFeatures({}, frozenset())
@@ -32,7 +32,7 @@ _CALLS = st.lists(
 )
 
 
-class EvictionPolicySuite(SchedulingSuiteBase):
+class EvictionPolicySuite(ComponentSuite):
     """Base class of a test class, which sets `eviction`, and `options` if it has some.
 
     Attributes:

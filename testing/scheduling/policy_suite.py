@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hardpoint.plugins import PolicyContext, SchedulingPolicy
 from hardpoint.plugins.component import Component
+from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import load_default_scheduler
 from hardpoint.testing.suite import reject_replaced_tests
 
@@ -16,12 +17,11 @@ from .checks import policy as rules
 from .features import UnsupportedFeatures
 from .rules import POLICY_CALLS
 from .scenarios import Scenario, play, scenarios
-from .suite_base import SchedulingSuiteBase
 
 _ALL_SUPPORTED = UnsupportedFeatures({}, frozenset())
 
 
-class SchedulingPolicySuite(SchedulingSuiteBase):
+class SchedulingPolicySuite(ComponentSuite):
     """Base class of a test class, which sets `policy`, and `options` if it has some.
 
     Attributes:

@@ -2,27 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from hardpoint.testing.suite import Violation
-
-
-@dataclass(frozen=True)
-class Rule:
-    """An invariant of the scheduler contract.
-
-    Attributes:
-        text: a short name, a colon, and what always holds.
-        fix: what an author does about a violation, unless the check says something better.
-    """
-
-    text: str
-    fix: str
-
-    def violation(self, observed: str, fix: str | None = None) -> Violation:
-        """Return a violation of this rule, to be raised."""
-        return Violation(observed, fix or self.fix, rule=self.text)
-
+from hardpoint.testing.suite import Rule
 
 LIMITS = Rule(
     "limits: no step exceeds SchedulerLimits",
@@ -107,8 +87,4 @@ PAUSE = Rule(
 REJECTION = Rule(
     "rejection: requests that can never run are rejected at once, and all others are accepted",
     "check a request against the limits in add_request, and raise RequestError with the numbers",
-)
-EXCEPTIONS = Rule(
-    "exceptions: only those of the contract are raised",
-    "handle this case",
 )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +11,10 @@ from hypothesis import strategies as st
 from hardpoint.plugins import PauseState, RepetitionDetection, RequestError, Scheduler
 from hardpoint.plugins.requests import LoRARequest, MultiModalFeature
 from hardpoint.testing.scheduling.fakes.connector import Compile, Transfer
-from hardpoint.testing.suite import ReplayableCase, Violation
+from hardpoint.testing.suite import ReplayableCase, exceptions_as_violations
 
 from .features import FEATURES, UnsupportedFeatures
-from .rules import EXCEPTIONS, REJECTION
+from .rules import REJECTION
 from .simulator import SchedulerSimulator
 
 EVENTS = (
@@ -98,25 +96,6 @@ def play(scheduler: type[Scheduler], scenario: Scenario, **settings: Any) -> Sch
         lines.append("simulator.run()")
         simulator.run()
     return simulator
-
-
-@contextmanager
-def exceptions_as_violations() -> Iterator[None]:
-    """Raise unexpected exceptions as violations.
-
-    Raises:
-        Violation: a rule was broken, or an exception was raised.
-    """
-    try:
-        yield
-    except Violation:
-        raise
-    except Exception as cause:
-        frame = traceback.extract_tb(cause.__traceback__)[-1]
-        raise EXCEPTIONS.violation(
-            f"{type(cause).__name__}: {cause} (in {frame.name}, line {frame.lineno} of "
-            f"{frame.filename.rpartition('/')[2]})"
-        ) from cause
 
 
 def _arguments(given: Mapping[str, Any]) -> str:

@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 
 from hardpoint.plugins import OverloadedError, RequestError, Scheduler
 from hardpoint.plugins.component import Component
+from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.suite import reject_replaced_tests
 
 from .features import FEATURES, UnsupportedFeatures, find_unsupported
 from .rules import REJECTION
 from .scenarios import EVENTS, Scenario, pause_scenarios, play, preemption_scenarios, scenarios
 from .simulator import SchedulerSimulator
-from .suite_base import SchedulingSuiteBase
 
 _RULE = "contract: the loader can check and build the class"
 
 
-class SchedulerSuite(SchedulingSuiteBase):
+class SchedulerSuite(ComponentSuite):
     """Base class of a test class, which sets `scheduler`, and `options` if it has some.
 
     Each test is a situation, in which every rule must hold: the message names the broken one.

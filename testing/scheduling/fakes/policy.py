@@ -6,8 +6,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from hardpoint.plugins import Load, Request, SchedulingPolicy
-from hardpoint.testing.scheduling.rules import POLICY_CALLS, Rule
-from hardpoint.testing.suite import Violation, short_repr
+from hardpoint.testing.scheduling.rules import POLICY_CALLS
+from hardpoint.testing.suite import Rule, Violation, short_repr
 
 RETURN_VALUES = Rule(
     "return values: each method returns what the contract says, and raises nothing",

@@ -1,4 +1,4 @@
-"""The base of the suites for schedulers and policies: building the component, its contract."""
+"""The base of the suites for one component: building it as the loader does, its contract."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import msgspec
 from hardpoint.plugins import HardpointError, typed
 from hardpoint.plugins.component import Context
 from hardpoint.plugins.errors import PluginContractError
-from hardpoint.testing.engine_access import check_plugin_class, plugin_name
-from hardpoint.testing.suite import ConformanceSuite, Violation, short_repr
 
-from .scenarios import exceptions_as_violations
+from .engine_access import check_plugin_class, plugin_name
+from .suite import ConformanceSuite, Violation, exceptions_as_violations, short_repr
 
 
-class SchedulingSuiteBase(ConformanceSuite):
-    """Base class of the suites for schedulers, scheduling policies and eviction policies.
+class ComponentSuite(ConformanceSuite):
+    """Base class of the suites for a class that derives from `Component`.
 
     Attributes:
         kind: the plugin kind.

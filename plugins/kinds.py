@@ -119,7 +119,7 @@ KINDS: dict[str, Kind] = {
             fault_scope=FaultScope.ENGINE,
             chosen_by="sampler.use",
             summary="Choose a token from the processed logits.",
-            suite="",
+            suite="SamplerSuite",
         ),
         Kind(
             name="schedulers",

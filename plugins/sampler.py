@@ -27,7 +27,7 @@ class SamplingRows:
     """The rows of one step, as tensors on the device.
 
     Attributes:
-        greedy: bool [rows]; whether to choose the likeliest token.
+        greedy: bool [rows]; whether to choose the likeliest token, of equals the lowest id.
         all_greedy: whether all rows are greedy; known without a sync.
         any_greedy: whether any row is greedy; known without a sync.
         seeds: int64 [rows]; the request's seed, mixed with its completion index.
@@ -51,10 +51,12 @@ class Sampler(Component):
         """Return the chosen token ids.
 
         The token of a row must depend only on the row's logits, seed and position, so that a
-        request gets the same tokens alone and in any batch.
+        request gets the same tokens alone and in any batch. A token at -inf must not be chosen.
+        Where a plugin has damaged a row, NaN and +inf win, as in `argmax`, and a row of nothing but
+        -inf gets any token: the engine finds the plugin by the chosen logit.
 
         Args:
-            logits: float32 [rows, vocab], after every processor.
+            logits: float32 [rows, vocab], after every processor; must not be changed.
             rows: sampling settings of each row.
 
         Returns:

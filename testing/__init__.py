@@ -24,6 +24,7 @@ from .scripted import (
 
 if TYPE_CHECKING:
     from hardpoint.testing.logits.suite import LogitsProcessorSuite
+    from hardpoint.testing.sampling_suite import SamplerSuite
     from hardpoint.testing.scheduling.eviction_suite import EvictionPolicySuite
     from hardpoint.testing.scheduling.policy_suite import SchedulingPolicySuite
     from hardpoint.testing.scheduling.scheduler_suite import SchedulerSuite
@@ -34,6 +35,7 @@ __all__ = [
     "EvictionPolicySuite",
     "HistoryAttention",
     "LogitsProcessorSuite",
+    "SamplerSuite",
     "SchedulerSimulator",
     "SchedulerSuite",
     "SchedulingPolicySuite",
@@ -51,6 +53,7 @@ __all__ = [
 _LAZY = {
     "EvictionPolicySuite": "scheduling.eviction_suite",
     "LogitsProcessorSuite": "logits.suite",
+    "SamplerSuite": "sampling_suite",
     "SchedulerSimulator": "scheduling.simulator",
     "SchedulerSuite": "scheduling.scheduler_suite",
     "SchedulingPolicySuite": "scheduling.policy_suite",

@@ -1,0 +1,478 @@
+"""The conformance suite for samplers; the built-in one passes it too."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from hardpoint.plugins import Sampler, SamplerContext, SamplingRows
+from hardpoint.plugins.component import Component
+
+from .component_suite import ComponentSuite
+from .snapshots import count_elements, snapshot
+from .suite import Rule, Violation, best_cpu_time, reject_replaced_tests, short_repr
+
+_KINDS = ("plain", "peaked", "flat", "ties", "few", "one")
+_BROKEN = {"NaN": math.nan, "+inf": math.inf, "nothing but -inf": -math.inf}
+_SURVIVORS = 5
+_LEAST_EXPECTED = 5  # draws in a bin of a chi-square test; rarer tokens share one
+_SEEDS = st.integers(0, 9) | st.integers(-(2**63), 2**63 - 1)
+
+RESULT = Rule(
+    "result: token ids of the vocabulary, int64 [rows], on the logits' device",
+    "return what argmax(-1) over the vocabulary returns, one id per row",
+)
+ROWS = Rule(
+    "rows: a row's token depends only on its logits, seed and position",
+    "compute the noise of a row from (seed, position, token id) alone, and use nothing of the "
+    "other rows, of the row's index or of earlier calls",
+)
+SEEDS = Rule(
+    "seeds: the same seed and position draw the same token, others draw independently",
+    "compute the noise as a hash of seed, position and token id, or seed one generator per row by "
+    "a hash of both",
+)
+FREQUENCIES = Rule(
+    "frequencies: tokens are drawn with the probabilities of the logits",
+    "draw token i with probability softmax(logits)[i], for example as the argmax of logits plus "
+    "Gumbel noise; override probabilities() of the suite if another distribution is meant",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a drawn batch.
+
+    Attributes:
+        content: seeds the logits.
+        kind: one of `_KINDS` or of the keys of `_BROKEN`.
+    """
+
+    content: int
+    kind: str
+    seed: int
+    position: int
+    greedy: bool
+
+    def logits(self, vocab_size: int) -> torch.Tensor:
+        """Return float32 [vocab]."""
+        generator = torch.Generator().manual_seed(self.content)
+        logits = torch.randn(vocab_size, generator=generator) * 2
+        order = torch.randperm(vocab_size, generator=generator)
+        if self.kind == "peaked":
+            logits[order[0]] += 30
+        elif self.kind == "flat":
+            logits.zero_()
+        elif self.kind == "ties":
+            logits.round_()
+        elif self.kind in ("few", "one"):
+            logits[order[1 if self.kind == "one" else _SURVIVORS :]] = -math.inf
+        elif self.kind == "nothing but -inf":
+            logits.fill_(-math.inf)
+        elif self.kind in _BROKEN:
+            logits[order[0]] = _BROKEN[self.kind]
+        return logits
+
+
+def _rows(kinds: Sequence[str] = _KINDS) -> st.SearchStrategy[Row]:
+    return st.builds(
+        Row,
+        content=st.integers(0, 2**31),
+        kind=st.sampled_from(kinds),
+        seed=_SEEDS,
+        position=st.integers(0, 9) | st.integers(0, 100_000),
+        greedy=st.booleans(),
+    )
+
+
+_BATCHES = st.lists(_rows(), min_size=1, max_size=6)
+
+
+class SamplerSuite(ComponentSuite):
+    """Base class of a test class, which sets `sampler`, and `options` if it has some.
+
+    Attributes:
+        sampler: the class under test.
+        vocab_size: width of the logits, at least 16.
+        device: of the logits.
+        budget_us_per_row: maximum microseconds per row of `budget_vocab_size` logits; None does
+            not measure.
+    """
+
+    kind = "samplers"
+    sampler: ClassVar[type[Sampler]]
+    vocab_size: ClassVar[int] = 131
+    device: ClassVar[str] = "cpu"
+    budget_us_per_row: ClassVar[float | None] = 5000.0
+    budget_vocab_size: ClassVar[int] = 32_000
+
+    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the distribution of a row's token, float64 [vocab]; override if it is another.
+
+        Args:
+            logits: float64 [vocab], -inf for tokens that must not be drawn.
+        """
+        return logits.softmax(-1)
+
+    def _component(self) -> type[Component]:
+        return self.sampler
+
+    def test_contract(self) -> None:
+        """The class states its contract and can be built; its options survive pickling."""
+        self._run_checks(
+            "contract: the loader can check and build the class",
+            lambda: reject_replaced_tests(type(self), SamplerSuite),
+            self._check_contract,
+            lambda: self._make().close(),
+        )
+
+    def test_result(self) -> None:
+        """Sample returns int64 token ids on the logits' device."""
+
+        def check(batch: Sequence[Row]) -> None:
+            self._batch(batch)
+
+        self._search(RESULT.text, 50, check, batch=_BATCHES)
+
+    def test_greedy(self) -> None:
+        """A greedy row gets the likeliest token, of equals the lowest id."""
+
+        def check(batch: Sequence[Row]) -> None:
+            logits, tokens = self._batch(batch)
+            for row, (given, token) in enumerate(zip(batch, tokens, strict=True)):
+                best = int(logits[row].argmax())
+                if given.greedy and token != best:
+                    raise Violation(
+                        f"greedy row {row} got token {token} with logit {logits[row, token]:.4g}, "
+                        f"the likeliest is token {best} with {logits[row, best]:.4g}",
+                        "return logits.argmax(-1) for the rows in rows.greedy; of equal logits the "
+                        "lowest id wins",
+                    )
+
+        self._search("greedy: greedy rows get the likeliest token", 100, check, batch=_BATCHES)
+
+    def test_masked(self) -> None:
+        """A token whose logit is -inf is never chosen."""
+
+        def check(content: int) -> None:
+            batch = [
+                Row(content, kind, seed, seed % 7, greedy=seed % 5 == 0)
+                for seed in range(64)
+                for kind in ("few", "one")
+            ]
+            logits, tokens = self._batch(batch)
+            for row, token in enumerate(tokens):
+                if logits[row, token] == -math.inf:
+                    left = int((logits[row] > -math.inf).sum())
+                    raise Violation(
+                        f"row {row} got token {token}, whose logit is -inf; {left} of "
+                        f"{self.vocab_size} tokens are left in it",
+                        "give probability 0 to the tokens at -inf: processors have forbidden them",
+                    )
+
+        self._search(
+            "masked: a token at -inf is never chosen", 10, check, content=st.integers(0, 2**31)
+        )
+
+    def test_rows(self) -> None:
+        """A row gets the same token alone and in any batch, in any row."""
+
+        def check(batch: Sequence[Row], turns: int) -> None:
+            sampler = self._make()
+            _, tokens = self._batch(batch, sampler)
+            shift = turns % len(batch)
+            _, turned = self._batch([*batch[shift:], *batch[:shift]], sampler)
+            for row, token in enumerate(tokens):
+                _, alone = self._batch([batch[row]], sampler)
+                other = turned[(row - shift) % len(batch)]
+                if not token == alone[0] == other:
+                    raise ROWS.violation(
+                        f"the same row got token {alone[0]} alone, {token} as row {row} of "
+                        f"{len(batch)}, and {other} as row {(row - shift) % len(batch)}"
+                    )
+
+        self._search(ROWS.text, 150, check, batch=_BATCHES, turns=st.integers(0, 5))
+
+    def test_seeds(self) -> None:
+        """The same seed and position draw the same token; other seeds and positions, others."""
+
+        def check(batch: Sequence[Row]) -> None:
+            sampler = self._make()
+            _, tokens = self._batch(batch, sampler)
+            for what, again in (("called again", sampler), ("a new instance", self._make())):
+                _, repeated = self._batch(batch, again)
+                if repeated != tokens:
+                    raise SEEDS.violation(
+                        f"for the same logits, seeds and positions it chose {tokens}, {what} "
+                        f"{repeated}"
+                    )
+
+        self._search(SEEDS.text, 50, check, batch=_BATCHES)
+        self._run_checks(SEEDS.text, self._check_seeds_matter)
+
+    def test_frequencies(self) -> None:
+        """Over many seeds, and over many positions, tokens come as often as they should."""
+        # The seeds are fixed, so a sampler that repeats its draws passes always or never.
+        self._run_checks(FREQUENCIES.text, *self._frequency_checks())
+
+    def test_independence(self) -> None:
+        """Draws of neighbouring seeds and positions do not depend on each other."""
+        self._run_checks(SEEDS.text, self._check_independence)
+
+    def test_unusable_rows(self) -> None:
+        """Rows of NaN, +inf or nothing but -inf raise nothing, and show what they are."""
+
+        def check(batch: Sequence[Row], broken: Row, at: int) -> None:
+            sampler = self._make()
+            at = min(at, len(batch))
+            logits, tokens = self._batch([*batch[:at], broken, *batch[at:]], sampler)
+            chosen = float(logits[at, tokens[at]])
+            if broken.kind != "nothing but -inf" and math.isfinite(chosen):
+                raise Violation(
+                    f"in a row that contains {broken.kind} it chose token {tokens[at]} with logit "
+                    f"{chosen:.4g}",
+                    "let NaN and +inf win, as argmax does: by the chosen logit the engine finds "
+                    "the plugin that damaged the row",
+                )
+            _, expected = self._batch(batch, sampler) if batch else (logits, [])
+            if tokens[:at] + tokens[at + 1 :] != expected:
+                raise ROWS.violation(
+                    f"next to a row that contains {broken.kind} the others got "
+                    f"{tokens[:at] + tokens[at + 1 :]}, without it {expected}"
+                )
+
+        self._search(
+            "unusable rows: the fault of one row's processors ends no other request",
+            60,
+            check,
+            batch=st.lists(_rows(), max_size=3),
+            broken=_rows(tuple(_BROKEN)),
+            at=st.integers(0, 3),
+        )
+
+    def test_reads_only(self) -> None:
+        """The logits, the rows and torch's global random state stay as they are."""
+
+        def check(batch: Sequence[Row]) -> None:
+            logits, rows = self._logits(batch), self._settings(batch)
+            parts = {
+                "the logits": lambda: logits,
+                "the rows": lambda: rows,
+                "torch's global random state": torch.get_rng_state,
+            }
+            before = {name: snapshot(part()) for name, part in parts.items()}
+            self._sample(self._make(), logits, rows)
+            after = {name: snapshot(part()) for name, part in parts.items()}
+            if changed := [name for name in parts if before[name] != after[name]]:
+                raise Violation(
+                    f"sample changed {' and '.join(changed)}",
+                    "work on copies: log-probabilities are computed from the same logits; and "
+                    "take noise from no global generator",
+                )
+
+        self._search("reads only: sample changes nothing", 30, check, batch=_BATCHES)
+
+    def test_memory(self) -> None:
+        """Nothing grows with the number of calls."""
+        self._run_checks("memory: nothing grows with the number of steps", self._check_memory)
+
+    def test_speed(self) -> None:
+        """The cost of a row stays within the budget."""
+        if self.budget_us_per_row is None:
+            pytest.skip("budget_us_per_row is None")
+        self._run_checks("speed: a row costs no more than its budget", self._check_speed)
+
+    def _make(self, vocab_size: int | None = None) -> Sampler:
+        sampler: Sampler = self._build(
+            SamplerContext,
+            device=torch.device(self.device),
+            vocab_size=vocab_size or self.vocab_size,
+        )
+        return sampler
+
+    def _logits(self, batch: Sequence[Row]) -> torch.Tensor:
+        return torch.stack([row.logits(self.vocab_size) for row in batch]).to(self.device)
+
+    def _settings(self, batch: Sequence[Row]) -> SamplingRows:
+        return self._draws([r.seed for r in batch], [r.position for r in batch], batch)
+
+    def _draws(
+        self, seeds: Sequence[int], positions: Sequence[int], batch: Sequence[Row] = ()
+    ) -> SamplingRows:
+        greedy = [row.greedy for row in batch] or [False] * len(seeds)
+        return SamplingRows(
+            greedy=torch.tensor(greedy, device=self.device),
+            all_greedy=all(greedy),
+            any_greedy=any(greedy),
+            seeds=torch.tensor(seeds, device=self.device),
+            positions=torch.tensor(positions, device=self.device),
+        )
+
+    def _batch(
+        self, batch: Sequence[Row], sampler: Sampler | None = None
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Return the logits of a batch, and the tokens that a sampler chooses from them."""
+        logits = self._logits(batch)
+        tokens = self._sample(sampler or self._make(), logits.clone(), self._settings(batch))
+        return logits, tokens
+
+    def _sample(self, sampler: Sampler, logits: torch.Tensor, rows: SamplingRows) -> list[int]:
+        """Return the sampled tokens; raise a Violation if they are none."""
+        chosen = sampler.sample(logits, rows)
+        if not isinstance(chosen, torch.Tensor):
+            raise RESULT.violation(f"sample returned {short_repr(chosen)}, no tensor")
+        expected = (torch.int64, (len(logits),), logits.device)
+        got = (chosen.dtype, tuple(chosen.shape), chosen.device)
+        if got != expected:
+            raise RESULT.violation(
+                f"sample returned {got[0]} {list(got[1])} on {got[2]} for {len(logits)} rows of "
+                f"logits on {logits.device}, expected {expected[0]} {list(expected[1])}"
+            )
+        tokens: list[int] = chosen.tolist()
+        if outside := [token for token in tokens if not 0 <= token < logits.shape[1]]:
+            raise RESULT.violation(
+                f"sample returned token {outside[0]}, the vocabulary is 0 to {logits.shape[1] - 1}"
+            )
+        return tokens
+
+    def _check_seeds_matter(self) -> None:
+        logits = torch.zeros(64, self.vocab_size, device=self.device)
+        if self.probabilities(logits[0].double().cpu()).max() > 0.5:
+            return
+        same, other = [3] * 64, list(range(64))
+        for what, seeds, positions in (
+            ("64 seeds at one position", other, same),
+            ("one seed at 64 positions", same, other),
+        ):
+            tokens = set(self._sample(self._make(), logits, self._draws(seeds, positions)))
+            if len(tokens) == 1:
+                raise SEEDS.violation(
+                    f"from {self.vocab_size} equally likely tokens, {what} all drew token "
+                    f"{tokens.pop()}"
+                )
+
+    def _frequency_checks(self) -> Iterator[Callable[[], None]]:
+        """Yield a check per distribution and per source of randomness."""
+        wide = max(self.vocab_size, 5000)
+        for kind, vocab_size, draws in (
+            ("flat", self.vocab_size, 4096),
+            ("plain", self.vocab_size, 4096),
+            ("few", self.vocab_size, 2048),
+            ("plain", wide, 512),
+        ):
+            logits = Row(7, kind, 0, 0, greedy=False).logits(vocab_size)
+            for what in ("seeds", "positions"):
+                yield functools.partial(self._check_frequencies, what, logits, draws)
+
+    def _check_frequencies(self, what: str, logits: torch.Tensor, draws: int) -> None:
+        """Compare the tokens of many seeds, or of many positions, with the probabilities."""
+        sampler, vocab_size = self._make(len(logits)), len(logits)
+        counts = torch.zeros(vocab_size, dtype=torch.float64)
+        for start in range(0, draws, 512):
+            numbers, same = list(range(start, start + 512)), [11] * 512
+            rows = self._draws(*((numbers, same) if what == "seeds" else (same, numbers)))
+            tokens = self._sample(sampler, logits.to(self.device).repeat(512, 1), rows)
+            counts += torch.bincount(torch.tensor(tokens), minlength=vocab_size)
+        expected = self.probabilities(logits.double()) * draws
+        if (excess := _chi_square(counts, expected)) is not None:
+            worst = int((counts - expected).abs().argmax())
+            raise FREQUENCIES.violation(
+                f"{draws} draws with {what} 0 to {draws - 1} gave token {worst} "
+                f"{counts[worst]:.0f} times, {expected[worst]:.1f} times expected ({excess})"
+            )
+
+    def _check_independence(self) -> None:
+        """Compare pairs of draws among four equally likely tokens with independent ones."""
+        side = 64
+        logits = torch.full((self.vocab_size,), -math.inf)
+        logits[:4] = 0.0
+        share = self.probabilities(logits.double())[:4]
+        grid = [(seed, position) for seed in range(side) for position in range(side)]
+        rows = self._draws([seed for seed, _ in grid], [position for _, position in grid])
+        given = logits.to(self.device).repeat(len(grid), 1)
+        table = torch.tensor(self._sample(self._make(), given, rows)).view(side, side)
+        for first, second, what in (
+            (table[:-1, 1:], table[1:, :-1], "seed s at p + 1 and seed s + 1 at p"),
+            (table[:, :-1], table[:, 1:], "seed s at positions p and p + 1"),
+            (table[:-1], table[1:], "seeds s and s + 1 at position p"),
+            (table[:-1, :-1], table[1:, 1:], "seed s at p and seed s + 1 at p + 1"),
+        ):
+            pairs = torch.bincount((first * 4 + second).flatten(), minlength=16).double()
+            expected = (share[:, None] * share[None, :]).flatten() * pairs.sum()
+            if (excess := _chi_square(pairs, expected)) is not None:
+                equal = float((first == second).double().mean())
+                raise SEEDS.violation(
+                    f"among four equally likely tokens, {what} drew the same one in {equal:.0%} of "
+                    f"{int(pairs.sum())} cases, {float((share**2).sum()):.0%} expected ({excess})"
+                )
+
+    def _check_memory(self) -> None:
+        sampler, sizes, waves = self._make(), [], 100
+        logits = torch.zeros(4, self.vocab_size, device=self.device)
+        for wave in range(2 * waves):
+            seeds = list(range(4 * wave, 4 * wave + 4))
+            self._sample(sampler, logits, self._draws(seeds, seeds))
+            if wave in (waves - 1, 2 * waves - 1):
+                attributes = {n: value for n, value in vars(sampler).items() if n != "context"}
+                sizes.append(count_elements(attributes))
+        if sizes[1] - sizes[0] >= waves:
+            raise Violation(
+                f"the sampler's attributes grew from {sizes[0]} to {sizes[1]} elements in "
+                f"{waves} steps",
+                "keep nothing per seed or per step: all that a draw needs is in the rows",
+            )
+
+    def _check_speed(self) -> None:
+        count, vocab_size = 8, self.budget_vocab_size
+        sampler = self._make(vocab_size)
+        generator = torch.Generator().manual_seed(0)
+        logits = torch.randn(count, vocab_size, generator=generator).to(self.device)
+        rows = self._draws(list(range(count)), [3] * count)
+
+        def work() -> None:
+            sampler.sample(logits, rows).tolist()  # which waits for the device
+
+        cost = best_cpu_time(4, work) * 1e6 / count
+        budget = self.budget_us_per_row or 0.0
+        if cost > budget:
+            raise Violation(
+                f"a row of {vocab_size} logits cost {cost:.0f} microseconds, the budget is "
+                f"{budget:.0f}",
+                "work on all rows at once, without a loop over them; or set budget_us_per_row",
+            )
+
+
+def _chi_square(counts: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """Return how far counts are from the expected ones; None if they fit.
+
+    They do not if chance gives a larger chi-square once in 10**9 (six standard deviations, by the
+    approximation of Wilson and Hilferty, 1931), or if something happened that cannot.
+    """
+    if counts[expected <= 0].any():
+        return "which is impossible"
+    bins: list[list[float]] = [[0.0, 0.0]]
+    for count, mean in zip(counts.tolist(), expected.tolist(), strict=True):
+        if bins[-1][1] >= _LEAST_EXPECTED:
+            bins.append([0.0, 0.0])
+        bins[-1][0] += count
+        bins[-1][1] += mean
+    if len(bins) > 1 and bins[-1][1] < _LEAST_EXPECTED:
+        count, mean = bins.pop()
+        bins[-1][0] += count
+        bins[-1][1] += mean
+    freedom = len(bins) - 1
+    if not freedom:
+        return None
+    value = sum((count - mean) ** 2 / mean for count, mean in bins)
+    part = 2 / (9 * freedom)
+    limit = freedom * (1 - part + 6 * math.sqrt(part)) ** 3
+    if value <= limit:
+        return None
+    return f"chi-square {value:.0f} with {freedom} degrees of freedom, at most {limit:.0f} fits"

@@ -1,0 +1,222 @@
+"""Samplers with one mistake each, and a right one."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from hardpoint.plugins import Sampler
+
+
+def noise(seed, position, vocab_size):
+    generator = torch.Generator().manual_seed(hash((seed, position)))
+    return -torch.empty(vocab_size).exponential_(generator=generator).log()
+
+
+class Gumbel(Sampler):
+    """Right: the argmax of logits and Gumbel noise, row by row."""
+
+    contract = 1
+
+    def sample(self, logits, rows):
+        chosen = (logits + self.noise(logits, rows)).argmax(-1)
+        return torch.where(rows.greedy, logits.argmax(-1), chosen)
+
+    def noise(self, logits, rows):
+        pairs = zip(rows.seeds.tolist(), rows.positions.tolist(), strict=True)
+        return torch.stack([noise(*pair, logits.shape[1]) for pair in pairs])
+
+
+class NoContract(Gumbel):
+    pass
+
+
+class TakesTheLeast(Gumbel):
+    contract = 1
+
+    def sample(self, logits, rows):
+        return logits.argmin(-1)
+
+
+class LastOfEquals(Gumbel):
+    contract = 1
+
+    def sample(self, logits, rows):
+        last = logits.shape[1] - 1 - logits.flip(-1).argmax(-1)
+        return torch.where(rows.greedy, last, super().sample(logits, rows))
+
+
+class IgnoresGreedy(Gumbel):
+    contract = 1
+
+    def sample(self, logits, rows):
+        return (logits + self.noise(logits, rows)).argmax(-1)
+
+
+class AlwaysGreedy(Gumbel):
+    contract = 1
+
+    def sample(self, logits, rows):
+        return logits.argmax(-1)
+
+
+class IgnoresTheSeed(Gumbel):
+    contract = 1
+
+    def noise(self, logits, rows):
+        return torch.stack([noise(0, p, logits.shape[1]) for p in rows.positions.tolist()])
+
+
+class IgnoresThePosition(Gumbel):
+    contract = 1
+
+    def noise(self, logits, rows):
+        return torch.stack([noise(s, 0, logits.shape[1]) for s in rows.seeds.tolist()])
+
+
+class AddsSeedAndPosition(Gumbel):
+    contract = 1
+
+    def noise(self, logits, rows):
+        sums = (rows.seeds + rows.positions).tolist()
+        return torch.stack([noise(0, each, logits.shape[1]) for each in sums])
+
+
+class GlobalGenerator(Gumbel):
+    contract = 1
+
+    def noise(self, logits, rows):
+        return -torch.empty_like(logits).exponential_().log()
+
+
+class SeedsTheGlobalGenerator(Gumbel):
+    contract = 1
+
+    def noise(self, logits, rows):
+        result = torch.empty_like(logits)
+        for row, pair in enumerate(zip(rows.seeds.tolist(), rows.positions.tolist(), strict=True)):
+            torch.manual_seed(hash(pair))
+            result[row].exponential_()
+        return -result.log()
+
+
+class NoiseByRow(Gumbel):
+    contract = 1
+
+    def noise(self, logits, rows):
+        pairs = zip(rows.seeds.tolist(), rows.positions.tolist(), strict=True)
+        found = [noise(s + i, p, logits.shape[1]) for i, (s, p) in enumerate(pairs)]
+        return torch.stack(found)
+
+
+class NoiseOfTheBatch(Gumbel):
+    contract = 1
+
+    def noise(self, logits, rows):
+        return noise(int(rows.seeds[0]), int(rows.positions[0]), logits.numel()).view_as(logits)
+
+
+class DrawsMasked(Gumbel):
+    contract = 1
+
+    def sample(self, logits, rows):
+        return super().sample(logits.clamp(min=-3.0), rows)
+
+
+class Flatter(Gumbel):
+    contract = 1
+
+    def sample(self, logits, rows):
+        return super().sample(logits * 0.8, rows)
+
+
+class Int32(Gumbel):
+    contract = 1
+
+    def sample(self, logits, rows):
+        return super().sample(logits, rows).int()
+
+
+class Column(Gumbel):
+    contract = 1
+
+    def sample(self, logits, rows):
+        return super().sample(logits, rows)[:, None]
+
+
+class OnMeta(Gumbel):
+    contract = 1
+
+    def sample(self, logits, rows):
+        return super().sample(logits, rows).to("meta")
+
+
+class OffByOne(Gumbel):
+    contract = 1
+
+    def sample(self, logits, rows):
+        return super().sample(logits, rows) + 1
+
+
+class Beyond(Gumbel):
+    contract = 1
+
+    def sample(self, logits, rows):
+        return super().sample(logits, rows) + logits.shape[1]
+
+
+class Lists(Gumbel):
+    contract = 1
+
+    def sample(self, logits, rows):
+        return super().sample(logits, rows).tolist()
+
+
+class EditsLogits(Gumbel):
+    contract = 1
+
+    def sample(self, logits, rows):
+        return super().sample(logits.sub_(logits.amax(-1, keepdim=True)), rows)
+
+
+class Multinomial(Gumbel):
+    contract = 1
+
+    def sample(self, logits, rows):
+        chosen = logits.argmax(-1)
+        for row in (~rows.greedy).nonzero().flatten().tolist():
+            seed = hash((int(rows.seeds[row]), int(rows.positions[row])))
+            generator = torch.Generator().manual_seed(seed)
+            share = logits[row].softmax(-1)
+            chosen[row] = torch.multinomial(share, 1, generator=generator)
+        return chosen
+
+
+class HidesNan(Gumbel):
+    contract = 1
+
+    def sample(self, logits, rows):
+        return super().sample(logits.nan_to_num(-1e30, 30.0, -1e30), rows)
+
+
+class Hoards(Gumbel):
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.seen = {}
+
+    def sample(self, logits, rows):
+        self.seen |= dict.fromkeys(rows.seeds.tolist())
+        return super().sample(logits, rows)
+
+
+class Slow(Gumbel):
+    contract = 1
+
+    def sample(self, logits, rows):
+        end = time.process_time() + 0.05
+        while time.process_time() < end:
+            pass
+        return super().sample(logits, rows)

@@ -1,0 +1,99 @@
+"""Samplers with one mistake each fail their rule, in stated words."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+from support.broken import samplers
+
+from hardpoint.testing import SamplerSuite
+from hardpoint.testing import suite as kit_suite
+
+SEED = 20_240_601
+
+# component, test that it fails, rule, pattern of the message
+SAMPLERS = [
+    (samplers.NoContract, "contract", "contract", "add `contract = 1` to its class body"),
+    (samplers.Int32, "result", "result", r"returned torch.int32 \[\d\] .*, expected torch.int64"),
+    (samplers.Column, "result", "result", r"int64 \[\d, 1\] on cpu for \d rows"),
+    (samplers.OnMeta, "result", "result", r"int64 \[\d\] on meta for \d rows of logits on cpu"),
+    (samplers.Beyond, "result", "result", r"token \d+, the vocabulary is 0 to 130"),
+    (samplers.Lists, "result", "result", r"returned \[.*\], no tensor"),
+    (samplers.TakesTheLeast, "greedy", "greedy", r"got token \d+ with logit -.*, the likeliest is"),
+    (samplers.OffByOne, "greedy", "greedy", r"got token \d+ with logit .*, the likeliest is"),
+    (samplers.IgnoresGreedy, "greedy", "greedy", r"got token \d+ with logit .*, the likeliest is"),
+    (samplers.LastOfEquals, "greedy", "greedy", "of equal logits the lowest id wins"),
+    (samplers.TakesTheLeast, "masked", "masked", "whose logit is -inf; 5 of 131 tokens are left"),
+    (samplers.DrawsMasked, "masked", "masked", "whose logit is -inf; 5 of 131 tokens are left"),
+    (samplers.NoiseByRow, "rows", "rows", r"got token \d+ alone, \d+ as row \d of \d"),
+    (samplers.NoiseOfTheBatch, "rows", "rows", r"got token \d+ alone, \d+ as row \d of \d"),
+    (samplers.GlobalGenerator, "seeds", "seeds", "for the same logits, seeds and positions it"),
+    (samplers.IgnoresTheSeed, "seeds", "seeds", "64 seeds at one position all drew token"),
+    (samplers.IgnoresThePosition, "seeds", "seeds", "one seed at 64 positions all drew token"),
+    (samplers.AlwaysGreedy, "seeds", "seeds", "64 seeds at one position all drew token 0"),
+    (samplers.Flatter, "frequencies", "frequencies", r"4096 draws .* gave token \d+ .* times"),
+    (samplers.TakesTheLeast, "frequencies", "frequencies", "4096 draws with seeds 0 to 4095 gave"),
+    (samplers.IgnoresTheSeed, "frequencies", "frequencies", "seeds 0 to 4095 gave"),
+    (samplers.AddsSeedAndPosition, "independence", "seeds", "seed s at p . 1 and seed s"),
+    (samplers.Multinomial, "unusable_rows", "exceptions", "RuntimeError: probability tensor conta"),
+    (samplers.HidesNan, "unusable_rows", "unusable rows", "row that contains NaN it chose token"),
+    (samplers.EditsLogits, "reads_only", "reads only", "sample changed the logits"),
+    (samplers.SeedsTheGlobalGenerator, "reads_only", "reads", "changed torch's global random st"),
+    (samplers.Hoards, "memory", "memory", r"grew from \d+ to \d+ elements in 100 steps"),
+    (samplers.Slow, "speed", "speed", r"a row of 32000 logits cost \d+ microseconds, the budget"),
+]  # fmt: skip
+
+RIGHT = [
+    (SamplerSuite, "sampler", samplers.Gumbel),
+]
+
+
+@pytest.fixture(autouse=True)
+def _brief(monkeypatch):
+    """Stop at the first failing case instead of shrinking it, which would take time."""
+    monkeypatch.setattr(kit_suite, "_SHRINKING_SECONDS", -1.0)
+
+
+def outcome(suite, attributes, test):
+    """Return the message with which a test fails; None if it passes or is skipped."""
+    instance = type("TestBroken", (suite,), {**attributes, "replay_seed": SEED})()
+    try:
+        getattr(instance, f"test_{test}")()
+    except pytest.skip.Exception:
+        return None
+    except pytest.fail.Exception as failure:
+        return str(failure)
+    return None
+
+
+def check(suite, attributes, cls, test, rule, pattern):
+    message = outcome(suite, attributes, test)
+    assert message is not None, f"{test} let it pass"
+    assert message.startswith(f"{cls.__module__}.{cls.__name__} breaks a rule.\n  rule: ")
+    assert re.search(f"\n  rule: (?:{rule})", message), message
+    assert re.search(pattern, message), message
+    assert "\n  fix: " in message
+
+
+def name(value):
+    return getattr(value, "__name__", None) or (value if str(value).isidentifier() else "")
+
+
+@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), SAMPLERS, ids=name)
+def test_a_broken_sampler_fails_its_rule(cls, test, rule, pattern):
+    check(SamplerSuite, {"sampler": cls}, cls, test, rule, pattern)
+
+
+@pytest.mark.parametrize(("suite", "attribute", "cls"), RIGHT, ids=name)
+def test_correct_components_pass(suite, attribute, cls):
+    tests = [test for test in dir(suite) if test.startswith("test_")]
+    messages = {test: outcome(suite, {attribute: cls, "examples": 0.3}, test[5:]) for test in tests}
+    assert {test: message for test, message in messages.items() if message} == {}
+
+
+@pytest.mark.parametrize(("suite", "broken_ones"), [(SamplerSuite, SAMPLERS)])
+def test_every_test_catches_a_component(suite, broken_ones):
+    tests = {test for test, _ in inspect.getmembers(suite) if test.startswith("test_")}
+    assert {f"test_{test}" for _, test, _, _ in broken_ones} == tests

@@ -297,7 +297,9 @@ def _tokenizer(
     files = find_files(path) if path else model_files
     entry = plugins.one("tokenizers")
     tokenizer: Tokenizer = plugins.create(entry, TokenizerContext, files=files)
-    return GuardedTokenizer(tokenizer, entry.source, vocab_size)
+    guarded = GuardedTokenizer(tokenizer, entry.source, vocab_size)
+    guarded.check()
+    return guarded
 
 
 def _reasoning(

@@ -28,11 +28,16 @@ class DecodeStream(Protocol):
     """Decodes one token at a time."""
 
     def step(self, token_id: int) -> str | None:
-        """Add a token; return the text that is final now, or None."""
+        """Add a token of the model's vocabulary; return the text that is final now, or None."""
 
 
 class Tokenizer(Component):
-    """Converts text to token ids and back, and applies the chat template, in the frontend."""
+    """Converts text to token ids and back, and applies the chat template, in the frontend.
+
+    Token ids are those of the model's vocabulary. If a method raises, or returns something else,
+    the request for which it was called ends with an error that names the tokenizer. The properties
+    are read when the engine starts.
+    """
 
     context: TokenizerContext
 
@@ -55,11 +60,17 @@ class Tokenizer(Component):
         """Return the token ids of `text`.
 
         May be called concurrently with the other methods, from another thread.
+
+        Raises:
+            RequestError: the text cannot be encoded.
         """
 
     @abstractmethod
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`; incomplete characters become U+FFFD."""
+        """Return the text of `token_ids`; incomplete characters become U+FFFD.
+
+        Ids that the model has and the tokenizer has not are skipped.
+        """
 
     @abstractmethod
     def decode_stream(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -21,6 +22,9 @@ from hardpoint.plugins.tokenizer import DecodeStream
 from .blame import describe, raise_unless_fault
 
 T = TypeVar("T")
+
+_MAY_REFUSE = frozenset({"encode", "apply_chat_template"})
+"""Methods whose RequestError is for the caller; a RequestError of another method is a fault."""
 
 
 class _Guard(Component):
@@ -49,10 +53,13 @@ class _Guard(Component):
     def _call(self, method: str, call: Callable[..., T], *args: Any, **options: Any) -> T:
         try:
             return call(*args, **options)
-        except HardpointError:  # says what is wrong
-            raise
         except BaseException as cause:
             raise_unless_fault(cause)
+            # A fault that names another plugin passes, as does the refusal of a request.
+            if isinstance(cause, PluginFaultError) or (
+                isinstance(cause, RequestError) and method in _MAY_REFUSE
+            ):
+                raise
             raise self.fault(method, cause) from cause
 
     def _text(self, method: str, value: Any) -> str:
@@ -65,7 +72,7 @@ class _Guard(Component):
         try:
             ids = list(value)
             if set(map(type, ids)) != {int}:
-                ids = [operator.index(token) for token in ids]
+                ids = [int(operator.index(token)) for token in ids]
         except BaseException as cause:
             raise_unless_fault(cause)
             returned = f"returned {shown(value)}, expected token ids: {describe(cause)}"
@@ -86,10 +93,33 @@ class GuardedTokenizer(_Guard, Tokenizer):
         super().__init__(tokenizer, source)
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
 
+    def check(self) -> None:
+        """Check the properties, which an engine reads once.
+
+        Raises:
+            PluginFaultError: one failed, or is not what the interface says.
+        """
+        _ = self.eos_token_ids
+        with contextlib.suppress(NotImplementedError):
+            _ = self.vocab_size
+
     @property
     def vocab_size(self) -> int:
-        """The number that the tokenizer says; may raise NotImplementedError."""
-        return self._tokenizer.vocab_size
+        """The number that the tokenizer says.
+
+        Raises:
+            NotImplementedError: the tokenizer does not say.
+        """
+        try:
+            size = self._tokenizer.vocab_size
+        except NotImplementedError:
+            raise
+        except BaseException as cause:
+            raise_unless_fault(cause)
+            raise self.fault("vocab_size", cause) from cause
+        if type(size) is not int or size < 1:
+            raise self.fault("vocab_size", f"returned {shown(size)}, expected a number of tokens")
+        return size
 
     @property
     def eos_token_ids(self) -> Sequence[int]:
@@ -118,7 +148,7 @@ class GuardedTokenizer(_Guard, Tokenizer):
         stream = self._call(
             "decode_stream", make, prompt_token_ids, skip_special_tokens=skip_special_tokens
         )
-        if not callable(getattr(stream, "step", None)):
+        if not callable(self._call("decode_stream", getattr, stream, "step", None)):
             raise self.fault("decode_stream", f"returned {shown(stream)}, which has no step()")
         return stream
 
@@ -168,8 +198,23 @@ class GuardedReasoningParser(_Guard, ReasoningParser):
         return self._markers
 
     def split(self, text: str) -> tuple[str | None, str]:
-        """Return a whole output as (reasoning, content); may raise NotImplementedError."""
-        return self._parser.split(text)
+        """Return a whole output as (reasoning, content).
+
+        Raises:
+            NotImplementedError: the parser does not split text.
+            RequestError: the parser failed.
+        """
+        try:
+            parts = self._parser.split(text)
+        except NotImplementedError:
+            raise
+        except BaseException as cause:
+            raise_unless_fault(cause)
+            raise self.fault("split", cause) from cause
+        match parts:
+            case (str() | None as reasoning, str() as content):
+                return reasoning, content
+        raise self.fault("split", f"returned {shown(parts)}, expected (text or None, text)")
 
     def fault(self, method: str, reason: str | BaseException) -> HardpointError:
         """Return the error of the request for which a method failed."""

@@ -26,7 +26,8 @@ class Detokenizer:
         """The prompt's end decides how the first token reads."""
         self._tokenizer = tokenizer
         self._skip = params.skip_special_tokens
-        self._stream = tokenizer.decode_stream(prompt_token_ids, skip_special_tokens=self._skip)
+        stream = tokenizer.decode_stream(prompt_token_ids, skip_special_tokens=self._skip)
+        self._step = stream.step
         self._stops = params.stop_strings
         self._keep_stop = params.include_stop_str_in_output
         self._delta = params.output_kind is RequestOutputKind.DELTA
@@ -57,16 +58,18 @@ class Detokenizer:
         self._num_tokens += len(token_ids)
         if ended_by_token and not self._keep_stop:
             token_ids = token_ids[:-1]
-        step, pending = self._stream.step, self._pending
+        step, pending = self._step, self._pending
         for count, token in enumerate(token_ids, start=1):
             try:
                 piece = step(token)
             except BaseException as cause:
                 raise_unless_fault(cause)
                 raise self._tokenizer.fault("step", cause) from cause
+            if piece is not None and not isinstance(piece, str):
+                raise self._tokenizer.fault(
+                    "step", f"returned {shown(piece)}, expected text or None"
+                )
             if piece:
-                if not isinstance(piece, str):
-                    raise self._tokenizer.fault("step", f"returned {shown(piece)}, expected text")
                 if pending:
                     pending.clear()
                 self._pieces.append(piece)
@@ -87,9 +90,8 @@ class Detokenizer:
 
     def resume(self, prompt_token_ids: Sequence[int]) -> None:
         """Continue after a further part of the prompt; its end decides how a token reads."""
-        self._stream = self._tokenizer.decode_stream(
-            prompt_token_ids, skip_special_tokens=self._skip
-        )
+        stream = self._tokenizer.decode_stream(prompt_token_ids, skip_special_tokens=self._skip)
+        self._step = stream.step
         self._pending.clear()
         self._tail = ""
         self.stop_string = None

@@ -237,15 +237,31 @@ class Frontend:
         children = parent.children(request)
         if self._received_hook is not None:
             children = [self._received_hook(child) for child in children]
+        self._register(children, text, parent, arrived)
+        return Submission(parent, children)
+
+    def _register(
+        self,
+        children: Sequence[EngineCoreRequest],
+        text: str | None,
+        parent: ParentRequest,
+        arrived: float,
+    ) -> None:
+        """Register all completions of a prompt, or none if the tokenizer fails for one."""
         # Clocks of two processes do not compare, so the engine gets the time that is left.
         spent = self._clock() - arrived
-        for child in children:
-            if child.timeout is not None:
-                child.timeout = max(child.timeout - spent, _AT_ONCE)
-            # A time to come would give negative latencies.
-            since = child.arrival_time if child.arrival_time <= arrived else arrived
-            self.output.add_request(child, text, parent, since)
-        return Submission(parent, children)
+        registered: list[str] = []
+        try:
+            for child in children:
+                if child.timeout is not None:
+                    child.timeout = max(child.timeout - spent, _AT_ONCE)
+                # A time to come would give negative latencies.
+                since = child.arrival_time if child.arrival_time <= arrived else arrived
+                self.output.add_request(child, text, parent, since)
+                registered.append(child.request_id)
+        except BaseException:
+            self.output.drop(registered, FinishReason.ERROR)
+            raise
 
     def process_outputs(self, batch: EngineCoreOutputs) -> ProcessedBatch:
         """Process a batch of outputs; those of requests with a sink go to it."""

@@ -11,6 +11,7 @@ from hardpoint.plugins import (
     FinishReason,
     RequestError,
 )
+from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.registry.guards import GuardedTokenizer
 
 from .pooling_state import PoolingState
@@ -169,42 +170,67 @@ class OutputProcessor:
         processed = ProcessedOutputs()
         for request_id in request_ids:
             if state := self._states.get(request_id):
-                state.end(FinishReason.ABORT)
+                try:
+                    state.end(FinishReason.ABORT)
+                except PluginFaultError as fault:  # of the tokenizer
+                    self._fail(state, fault, processed)
                 self.drop([request_id], state.finish_reason or FinishReason.ABORT)
-                if (request_output := state.output()) is not None:
-                    processed.request_outputs.append((state.parent, request_output))
+                self._show(state, processed)
                 processed.aborts.append(request_id)
         return processed
 
     def process(self, outputs: Sequence[EngineCoreOutput]) -> ProcessedOutputs:
         """Process a batch in one loop. Unknown ids are skipped: they were aborted."""
         processed = ProcessedOutputs()
-        statistics = self._statistics
         for output in outputs:
             state = self._states.get(output.request_id)
             if state is None:
                 continue
-            if output.error_kind is not None:
-                self._reject(state, output, processed)
-                continue
-            parts = state.parts
-            if parts is not None and parts.skips(output):
-                continue
-            state.update(output)
-            if statistics is not None and state.figures is not None:
-                statistics.record_output(state.figures, output, state.num_tokens)
-            if output.faulty_plugin is not None:
-                fault = (output.faulty_plugin, state.parent.internal_id, output.error or "")
-                processed.faults.append(fault)
-            reason = state.finish_reason
-            if reason is not None and (parts is None or not parts.ends_one(reason)):
-                parts = None
-                self._finish(output, reason, processed)
-            if (request_output := state.output()) is not None:
-                processed.request_outputs.append((state.parent, request_output))
-            if reason is not None and parts is not None:
-                parts.finish(in_engine=output.finished)
+            try:
+                self._take(state, output, processed)
+            except PluginFaultError as fault:  # of the tokenizer
+                self._fail(state, fault, processed)
+                self._finish(output, FinishReason.ERROR, processed)
+                self._show(state, processed)
         return processed
+
+    def _take(self, state: _State, output: EngineCoreOutput, processed: ProcessedOutputs) -> None:
+        """Process one output of a live request.
+
+        Raises:
+            PluginFaultError: the tokenizer failed.
+        """
+        if output.error_kind is not None:
+            self._reject(state, output, processed)
+            return
+        parts = state.parts
+        if parts is not None and parts.skips(output):
+            return
+        state.update(output)
+        if self._statistics is not None and state.figures is not None:
+            self._statistics.record_output(state.figures, output, state.num_tokens)
+        if output.faulty_plugin is not None:
+            fault = (output.faulty_plugin, state.parent.internal_id, output.error or "")
+            processed.faults.append(fault)
+        reason = state.finish_reason
+        if reason is not None and (parts is None or not parts.ends_one(reason)):
+            parts = None
+            self._finish(output, reason, processed)
+        self._show(state, processed)
+        if reason is not None and parts is not None:
+            parts.finish(in_engine=output.finished)
+
+    def _show(self, state: _State, processed: ProcessedOutputs) -> None:
+        if (request_output := state.output()) is not None:
+            processed.request_outputs.append((state.parent, request_output))
+
+    def _fail(
+        self, state: _State, fault: PluginFaultError, processed: ProcessedOutputs
+    ) -> None:
+        """Mark a request as ended by a fault of the tokenizer."""
+        assert isinstance(state, RequestState)  # others have no text
+        state.fail(str(fault))
+        processed.faults.append((self._tokenizer.name, state.parent.internal_id, str(fault)))
 
     def _finish(
         self, output: EngineCoreOutput, reason: FinishReason, processed: ProcessedOutputs

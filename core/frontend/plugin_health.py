@@ -36,9 +36,10 @@ class Health(msgspec.Struct, frozen=True):
 
 
 class PluginHealth:
-    """Counts the requests that each plugin ended; quarantines third-party ones.
+    """Counts the requests that each plugin ended; quarantines third-party logits processors.
 
-    A built-in is never quarantined: too much depends on it.
+    A built-in is never quarantined, for too much depends on it. Nor is a plugin that every request
+    needs, such as the tokenizer.
 
     Attributes:
         ended: by plugin name, the requests that it ended.
@@ -47,10 +48,8 @@ class PluginHealth:
 
     def __init__(self, plugins: PluginSet, quarantine_after: int) -> None:
         """Quarantine a plugin after `quarantine_after` distinct requests; 0 never does."""
-        self._builtin = {
-            entry.name
-            for entry in plugins.entries("logits_processors")
-            if not is_third_party(entry)
+        self._dispensable = {
+            entry.name for entry in plugins.entries("logits_processors") if is_third_party(entry)
         }
         self._quarantine_after = quarantine_after
         self.ended: dict[str, set[str]] = {}
@@ -97,4 +96,4 @@ class PluginHealth:
 
     def _quarantined(self, plugin: str) -> bool:
         ended = len(self.ended.get(plugin, ()))
-        return plugin not in self._builtin and 0 < self._quarantine_after <= ended
+        return plugin in self._dispensable and 0 < self._quarantine_after <= ended

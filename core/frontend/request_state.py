@@ -179,11 +179,12 @@ class RequestState:
                 self._detokenizer.finish()
             if self._detokenizer.stop_string is not None:
                 self._stopped_by(self._detokenizer.stop_string)
-        self._token_ids += new
         if output.logprobs:
-            for entry in output.logprobs[: len(new)]:
+            entries = output.logprobs[: len(new)]
+            self._logprobs += [self._decoded(entry) for entry in entries]
+            for entry in entries:
                 self._cumulative_logprob += entry.logprobs[0]
-                self._logprobs.append(self._decoded(entry))
+        self._token_ids += new
 
     def end(self, reason: FinishReason) -> None:
         """End the request without the engine."""
@@ -192,6 +193,11 @@ class RequestState:
             self._detokenizer.finish()
             if self._detokenizer.stop_string is not None:
                 self._stopped_by(self._detokenizer.stop_string)
+
+    def fail(self, error: str) -> None:
+        """End the request because the tokenizer failed; it keeps the text that it has."""
+        self.finish_reason, self.parts = FinishReason.ERROR, None
+        self._error = self._error or error
 
     def _stopped_by(self, stop_string: str) -> None:
         """Record the stop string as the reason of the end, unless a fault ended the request."""

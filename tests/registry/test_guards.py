@@ -12,12 +12,12 @@ from hardpoint import RequestError, SamplingParams
 from hardpoint.builtin_plugins.reasoning import ThinkTags
 from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
 from hardpoint.plugins import ReasoningContext, ReasoningMarkers
-from hardpoint.plugins.errors import EngineFaultError, PluginFaultError
+from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.registry.guards import GuardedReasoningParser, GuardedTokenizer
 from hardpoint.testing import scripted_engine
 
 HERE = __name__
-GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
 def failing(*_, **__):
@@ -124,10 +124,45 @@ class Picky(TransformersTokenizer):
             raise KeyError(text)
         return super().encode(text, **options)
 
+    def decode(self, token_ids, **options):
+        if len(token_ids) > 1:
+            raise RequestError("not two")  # a fault: there is no caller to refuse
+        return super().decode(token_ids, **options)
+
     def decode_stream(self, prompt_token_ids, **options):
-        if prompt_token_ids == [7, 7, 7]:
-            return SimpleNamespace(step=lambda _: b"bytes")
+        if list(prompt_token_ids[:2]) == [7, 7]:
+            return SimpleNamespace(step=WRONG_STEPS[prompt_token_ids[2]])
+        if list(prompt_token_ids) == [8] and next(ONCE, None) is None:
+            raise LookupError("again")
         return super().decode_stream(prompt_token_ids, **options)
+
+
+def raising(error):
+    def step(_):
+        raise error
+
+    return step
+
+
+WRONG_STEPS = [
+    returning(b""),
+    returning(0),
+    returning(np.array([1, 2])),
+    raising(LookupError("lost")),
+    raising(SystemExit(3)),
+    raising(RequestError("no such token")),
+    returning(None),
+]
+STEP_WORDS = [
+    "its step returned b'', expected text or None",
+    "its step returned 0, expected text or None",
+    "its step returned array([1, 2]), expected text or None",
+    "its step failed: LookupError: lost",
+    "its step failed: SystemExit: 3",
+    "its step failed: RequestError: no such token",
+    "its decode failed: RequestError: not two",  # of all tokens that gave no text
+]
+ONCE = iter([True])
 
 
 class Lost(ThinkTags):
@@ -150,11 +185,79 @@ def test_a_prompt_that_it_cannot_encode_disturbs_nobody(scripted):
     while engine.has_unfinished_requests():
         outputs = engine.step()
     assert outputs[0].outputs[0].text == " abc a"
-    engine.add_request("worse", [7, 7, 7], GREEDY)
-    with pytest.raises(
-        EngineFaultError, match="^plugin 'picky'.*: its step returned b'bytes', exp"
-    ):
-        engine.step()
+    engine.close()
+
+
+def test_a_token_that_it_cannot_decode_ends_that_request_alone(scripted):
+    engine = scripted_engine(scripted, {"tokenizer": {"use": f"{HERE}:Picky"}})
+    engine.add_request("fine", "say abc", GREEDY)
+    for number in range(len(WRONG_STEPS)):
+        engine.add_request(str(number), [7, 7, number], GREEDY)
+    with pytest.raises(PluginFaultError, match="its decode_stream failed: LookupError: again$"):
+        engine.add_request("twice", [8], SamplingParams(n=2))
+    texts, errors = {}, {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            (completion,) = output.outputs
+            texts[output.request_id] = completion.text
+            if completion.finish_reason == "error":
+                errors[output.request_id] = completion.error
+    assert texts["fine"] == " abc a"
+    assert [errors.pop(str(number)) for number in range(len(WRONG_STEPS))] == [
+        f"plugin 'picky' ({HERE}:Picky), asked for by tokenizer.use: {words}"
+        for words in STEP_WORDS
+    ]
+    assert not errors
+    health = engine.health()
+    assert (health.faults, health.ok) == ({"picky": len(WRONG_STEPS)}, True)
+    engine.close()
+
+
+class OddSpecials(TransformersTokenizer):
+    """Its properties are not what the interface says."""
+
+    contract = 1
+
+    class Options(TransformersTokenizer.Options):
+        wrong: str
+
+    @property
+    def eos_token_ids(self):
+        return "eos" if self.options.wrong == "eos" else []
+
+    @property
+    def vocab_size(self):
+        return None if self.options.wrong == "size" else 1 / 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("eos", "eos_token_ids returned 'eos', expected token ids: TypeError: "),
+        ("size", "vocab_size returned None, expected a number of tokens$"),
+        ("zero", "vocab_size failed: ZeroDivisionError: division by zero$"),
+    ],
+)
+def test_properties_are_checked_at_start(scripted, wrong, words):
+    extra = {"tokenizer": {"use": f"{HERE}:OddSpecials"}}
+    extra |= {"plugin": {"odd_specials": {"wrong": wrong}}}
+    with pytest.raises(PluginFaultError, match=f"^plugin 'odd_specials'.*: its {words}"):
+        scripted_engine(scripted, extra)
+
+
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [
+        (returning("ab"), "returned 'ab', expected (text or None, text)"),
+        (returning(("a", None)), "returned ('a', None), expected (text or None, text)"),
+        (failing, "failed: LookupError: lost"),
+    ],
+)
+def test_split(split, words):
+    mine = parser(None)
+    mine._parser.split = split
+    with pytest.raises(RequestError, match=f"parser 'mine': its split {re.escape(words)}$"):
+        mine.split("x")
 
 
 def test_a_reasoning_parser_without_markers_is_named(scripted):

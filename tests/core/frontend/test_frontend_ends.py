@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import signal
 from concurrent.futures import Future
 
@@ -16,8 +17,9 @@ from support.waiting import until
 from hardpoint import AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams, plugins
 from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
 from hardpoint.core.build import build_engine
+from hardpoint.core.frontend.frontend import Frontend
 from hardpoint.plugins import EngineConfig, StatSink, hookimpl, typed
-from hardpoint.plugins.errors import EngineClosedError, EngineFaultError
+from hardpoint.plugins.errors import EngineClosedError, EngineFaultError, PluginFaultError
 from hardpoint.testing import scripted_config, scripted_engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
@@ -78,31 +80,53 @@ def broken_decode(self, *_given, **_how):
     raise RuntimeError(f"no such token in {self.vocab_size}")
 
 
-def test_an_error_of_the_tokenizer_ends_the_engine_and_names_it(scripted, monkeypatch):
+def broken_outputs(*_):
+    raise PluginFaultError("plugin 'x': it broke")
+
+
+TOKENIZER_FAULT = "plugin 'transformers'.*: its decode failed: RuntimeError: no such token in 257"
+
+
+def test_an_error_of_the_tokenizer_ends_its_request_and_names_it(scripted, monkeypatch):
     engine = scripted_engine(scripted)
     engine.add_request("r", "say abc", SamplingParams(logprobs=1))
+    engine.add_request("other", "say abc", GREEDY)
     monkeypatch.setattr(TransformersTokenizer, "decode", broken_decode)
-    with pytest.raises(EngineFaultError, match="plugin 'transformers'.*: no such token in 257"):
+    outputs = drive(engine)
+    (ended,) = (output for output in outputs if output.request_id == "r")
+    assert ended.outputs[0].finish_reason == "error"
+    assert re.match(TOKENIZER_FAULT, ended.outputs[0].error)
+    assert outputs[-1].outputs[0].text == " abc abc abc"
+    assert core_of(engine).num_unfinished_requests() == 0
+
+    engine.add_request("last", "say abc", GREEDY)
+    monkeypatch.setattr(Frontend, "process_outputs", broken_outputs)
+    with pytest.raises(EngineFaultError, match="plugin 'x': it broke"):
         drive(engine)
     with pytest.raises(EngineClosedError):
         engine.step()
 
 
-def test_it_does_so_in_an_event_loop_and_the_process_is_gone(scripted, monkeypatch):
+def test_in_an_event_loop_too_and_an_error_of_the_frontend_ends_the_process(scripted, monkeypatch):
     async def main():
         async with AsyncLLM(config=scripted_config(scripted), restart="on_failure") as llm:
-            other = asyncio.create_task(anext(llm.generate("long", ENDLESS)))
+            others = llm.generate("long", ENDLESS)
+            await anext(others)
             monkeypatch.setattr(TransformersTokenizer, "decode", broken_decode)
-            with pytest.raises(
-                EngineFaultError, match="plugin 'transformers'.*: no such t"
-            ) as told:
-                await anext(llm.generate("say abc", SamplingParams(logprobs=1)))
+            ended = await anext(llm.generate("say abc", SamplingParams(logprobs=1)))
+            assert re.match(TOKENIZER_FAULT, ended.outputs[0].error)
+            await anext(others)
+
+            other = asyncio.create_task(anext(others))
+            monkeypatch.setattr(Frontend, "process_outputs", broken_outputs)
+            with pytest.raises(EngineFaultError, match="plugin 'x': it broke") as told:
+                await anext(llm.generate("say abc"))
             assert "sent again" not in str(told.value)  # nobody here would serve it
             await asyncio.gather(other, return_exceptions=True)
             assert llm.errored
             pid = llm.engine_pid
             await until(lambda: not psutil.pid_exists(pid), "its end, without anybody closing it")
-            with pytest.raises(EngineFaultError, match="no such token"):
+            with pytest.raises(EngineFaultError, match="it broke"):
                 await llm.scheduler_stats()
 
     asyncio.run(main())

@@ -19,6 +19,7 @@ from support.core.output_desk import (
 )
 
 from hardpoint import RequestError
+from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
 from hardpoint.testing import EOS
 
 
@@ -44,6 +45,31 @@ class TestUnknownIds:
         outputs, aborts = desk.take(desk.said("a", LENGTH), desk.said("b", LENGTH))
         assert len(outputs) == 1
         assert aborts == []
+        assert desk.is_empty
+
+
+class TestFaultsOfTheTokenizer:
+    @pytest.fixture
+    def half(self, desk, monkeypatch):
+        """What the engine says: half a character, which no `decode` will take."""
+        monkeypatch.setattr(TransformersTokenizer, "decode", lambda *_, **__: 1 / 0)
+        desk.add()
+        return [desk.tokenizer.encode("é")[0]]
+
+    def test_one_at_the_end_is_the_end(self, desk, half):
+        output = desk.say(finish=LENGTH, ids=half)
+        assert completion(output).finish_reason == "error"
+        assert completion(output).error.endswith(
+            "its decode failed: ZeroDivisionError: division by zero"
+        )
+        assert desk.is_empty
+
+    def test_one_in_an_abort_is_shown(self, desk, half):
+        desk.say(ids=half)
+        processed = desk.processor.abort(["r"])
+        ((_, output),) = processed.request_outputs
+        assert (completion(output).finish_reason, processed.aborts) == ("error", ["r"])
+        assert processed.faults[0][:2] == ("transformers", "r")
         assert desk.is_empty
 
 

@@ -46,11 +46,11 @@ class Desk:
             self.processor.add_request(child, prompt, parent)
         return [child.request_id for child in children]
 
-    def said(self, text="", finish=None, name="r", **fields):
-        """What the engine says: a text's tokens."""
+    def said(self, text="", finish=None, name="r", ids=None, **fields):
+        """What the engine says: a text's tokens, or tokens by their ids."""
         return EngineCoreOutput(
             request_id=name,
-            new_token_ids=self.tokenizer.encode(text),
+            new_token_ids=ids or self.tokenizer.encode(text),
             finish_reason=finish,
             **fields,
         )

@@ -187,14 +187,14 @@ class OutputProcessor:
             if state is None:
                 continue
             try:
-                self._take(state, output, processed)
+                self._process_one(state, output, processed)
             except PluginFaultError as fault:  # of the tokenizer
                 self._fail(state, fault, processed)
                 self._finish(output, FinishReason.ERROR, processed)
                 self._show(state, processed)
         return processed
 
-    def _take(self, state: _State, output: EngineCoreOutput, processed: ProcessedOutputs) -> None:
+    def _process_one(self, state: _State, output: EngineCoreOutput, processed: ProcessedOutputs) -> None:
         """Process one output of a live request.
 
         Raises:
@@ -224,9 +224,7 @@ class OutputProcessor:
         if (request_output := state.output()) is not None:
             processed.request_outputs.append((state.parent, request_output))
 
-    def _fail(
-        self, state: _State, fault: PluginFaultError, processed: ProcessedOutputs
-    ) -> None:
+    def _fail(self, state: _State, fault: PluginFaultError, processed: ProcessedOutputs) -> None:
         """Mark a request as ended by a fault of the tokenizer."""
         assert isinstance(state, RequestState)  # others have no text
         state.fail(str(fault))

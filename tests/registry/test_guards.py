@@ -37,9 +37,9 @@ def tokenizer(**methods):
     return GuardedTokenizer(mine, "plugin 'mine'", vocab_size=9)
 
 
-def parser(markers):
+def parser(markers, split=None):
     context = ReasoningContext(name="mine", options=None, tokenizer=None)
-    mine = SimpleNamespace(context=context, markers=markers)
+    mine = SimpleNamespace(context=context, markers=markers, split=split)
     return GuardedReasoningParser(mine, "plugin 'mine'", vocab_size=9)
 
 
@@ -254,10 +254,8 @@ def test_properties_are_checked_at_start(scripted, wrong, words):
     ],
 )
 def test_split(split, words):
-    mine = parser(None)
-    mine._parser.split = split
     with pytest.raises(RequestError, match=f"parser 'mine': its split {re.escape(words)}$"):
-        mine.split("x")
+        parser(None, split).split("x")
 
 
 def test_a_reasoning_parser_without_markers_is_named(scripted):

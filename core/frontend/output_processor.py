@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hardpoint.plugins import (
@@ -180,49 +180,61 @@ class OutputProcessor:
         return processed
 
     def process(self, outputs: Sequence[EngineCoreOutput]) -> ProcessedOutputs:
-        """Process a batch in one loop. Unknown ids are skipped: they were aborted."""
-        processed = ProcessedOutputs()
-        for output in outputs:
-            state = self._states.get(output.request_id)
-            if state is None:
-                continue
-            try:
-                self._process_one(state, output, processed)
-            except PluginFaultError as fault:  # of the tokenizer
-                self._fail(state, fault, processed)
-                self._finish(output, FinishReason.ERROR, processed)
-                self._show(state, processed)
+        """Process a batch. Unknown ids are skipped: they were aborted."""
+        processed, remaining = ProcessedOutputs(), iter(outputs)
+        while self._process_until_fault(remaining, processed):
+            pass
         return processed
 
-    def _process_one(self, state: _State, output: EngineCoreOutput, processed: ProcessedOutputs) -> None:
-        """Process one output of a live request.
+    def _process_until_fault(
+        self, outputs: Iterator[EngineCoreOutput], processed: ProcessedOutputs
+    ) -> bool:
+        """Process outputs in one loop; return True after one for which the tokenizer failed."""
+        statistics = self._statistics
+        try:
+            for output in outputs:
+                state = self._states.get(output.request_id)
+                if state is None:
+                    continue
+                if output.error_kind is not None:
+                    self._reject(state, output, processed)
+                    continue
+                parts = state.parts
+                if parts is not None and parts.skips(output):
+                    continue
+                state.update(output)
+                if statistics is not None and state.figures is not None:
+                    statistics.record_output(state.figures, output, state.num_tokens)
+                reason = state.finish_reason
+                if reason is not None and (parts is None or not parts.ends_one(reason)):
+                    parts = None
+                    self._finish(state, output, reason, processed)
+                if (request_output := state.output()) is not None:
+                    processed.request_outputs.append((state.parent, request_output))
+                if reason is not None and parts is not None:
+                    parts.finish(in_engine=output.finished)
+        except PluginFaultError as fault:
+            assert state is not None
+            self._fail(state, fault, processed)
+            self._finish(state, output, FinishReason.ERROR, processed)
+            self._show(state, processed)
+            return True
+        return False
 
-        Raises:
-            PluginFaultError: the tokenizer failed.
-        """
-        if output.error_kind is not None:
-            self._reject(state, output, processed)
-            return
-        parts = state.parts
-        if parts is not None and parts.skips(output):
-            return
-        state.update(output)
-        if self._statistics is not None and state.figures is not None:
-            self._statistics.record_output(state.figures, output, state.num_tokens)
+    def _finish(
+        self,
+        state: _State,
+        output: EngineCoreOutput,
+        reason: FinishReason,
+        processed: ProcessedOutputs,
+    ) -> None:
+        """Forget a request that has ended; abort it where only the frontend ended it."""
         if output.faulty_plugin is not None:
             fault = (output.faulty_plugin, state.parent.internal_id, output.error or "")
             processed.faults.append(fault)
-        reason = state.finish_reason
-        if reason is not None and (parts is None or not parts.ends_one(reason)):
-            parts = None
-            self._finish(output, reason, processed)
-        self._show(state, processed)
-        if reason is not None and parts is not None:
-            parts.finish(in_engine=output.finished)
-
-    def _show(self, state: _State, processed: ProcessedOutputs) -> None:
-        if (request_output := state.output()) is not None:
-            processed.request_outputs.append((state.parent, request_output))
+        self.drop([output.request_id], reason)
+        if not output.finished:
+            processed.aborts.append(output.request_id)
 
     def _fail(self, state: _State, fault: PluginFaultError, processed: ProcessedOutputs) -> None:
         """Mark a request as ended by a fault of the tokenizer."""
@@ -230,13 +242,10 @@ class OutputProcessor:
         state.fail(str(fault))
         processed.faults.append((self._tokenizer.name, state.parent.internal_id, str(fault)))
 
-    def _finish(
-        self, output: EngineCoreOutput, reason: FinishReason, processed: ProcessedOutputs
-    ) -> None:
-        """Forget a request that has ended; abort it where only the frontend ended it."""
-        self.drop([output.request_id], reason)
-        if not output.finished:
-            processed.aborts.append(output.request_id)
+    def _show(self, state: _State, processed: ProcessedOutputs) -> None:
+        """Add the output of a request that has ended, if it has one."""
+        if (request_output := state.output()) is not None:
+            processed.request_outputs.append((state.parent, request_output))
 
     def _reject(self, state: _State, output: EngineCoreOutput, processed: ProcessedOutputs) -> None:
         """End a prompt of which the engine rejected a completion: all of them run, or none."""

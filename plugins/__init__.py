@@ -90,7 +90,7 @@ from .scheduling_policy import Load, PolicyContext, SchedulingPolicy
 from .stats import IterationStats, PrefixCacheStats, SchedulerStats, StatSink, StatSinkContext
 from .step_record import StepRecord, WaitingFor, WaitReason
 from .tokenizer import DecodeStream, Tokenizer, TokenizerContext
-from .typed import Arguments, Options
+from .typed import Arguments, Options, State
 
 __all__ = [  # noqa: RUF022 - in groups by kind
     # Every component
@@ -98,6 +98,7 @@ __all__ = [  # noqa: RUF022 - in groups by kind
     "Arguments",
     "Meta",
     "Options",
+    "State",
     # Errors
     "ConfigError",
     "HardpointError",

@@ -125,7 +125,7 @@ class Executor(Component):
 
     @property
     def max_concurrent_batches(self) -> int:
-        """Maximum number of steps in flight; more than 1 is a pipeline.
+        """Maximum number of steps in flight, 1 to 7; more than 1 is a pipeline.
 
         In a pipeline `sample_tokens` is called before the step's `execute_model` is done, and
         begins after it. If `execute_model` itself returns a result, that of `sample_tokens` is

@@ -306,8 +306,16 @@ class LogitsPlugin(Component):
             processor needs them.
 
     State. `apply` and `edits` never change it: they may be called twice for a step, or for rows
-    that stand for draft tokens. Host state is built by `start` and carried on by `advance`; device
-    state is declared by `device_state`, filled by `start_row` and carried on by `advance_rows`.
+    that stand for draft tokens. Host state that depends on tokens alone is built by `start` and
+    carried on by `advance`; device state is declared by `device_state`, filled by `start_row` and
+    carried on by `advance_rows`. Host state that depends on logits, too, is carried on by
+    `observe`, and declared:
+
+    Attributes:
+        State: its type, a subclass of `hardpoint.plugins.State`, or bytes.
+        max_state_bytes: its greatest size as msgpack; a larger one is a fault of its request.
+        supports_drafts: whether rows may stand for draft tokens; without it, speculation is
+            refused, naming the processor.
     """
 
     phase: ClassVar[Phase]
@@ -316,6 +324,9 @@ class LogitsPlugin(Component):
     after: ClassVar[tuple[str, ...]] = ()
     params_fields: ClassVar[tuple[str, ...]] = ()
     reads: ClassVar[Reads] = Reads.HOST_IDS
+    max_state_bytes: ClassVar[int] = 0
+    supports_drafts: ClassVar[bool] = True
+    State: ClassVar[type[Any]] = typed.State
 
     class Arguments(typed.Arguments):
         """No arguments; override with a subclass of `hardpoint.plugins.Arguments`."""
@@ -348,7 +359,8 @@ class LogitsPlugin(Component):
     def start(self, request: LogitsRequest) -> Any:  # noqa: ARG002
         """Return this request's state, from its prompt and the outputs so far.
 
-        Called when a request enters the batch, also when it re-enters after preemption.
+        Called when a request enters the batch, also when it re-enters after preemption; with
+        `observe`, only when it enters for the first time.
         """
         return None
 
@@ -356,6 +368,22 @@ class LogitsPlugin(Component):
         """Return the state after one more accepted output token; may modify it in place.
 
         Called once per accepted token, before the next `apply` or `edits`.
+        """
+        return state
+
+    def observe(self, state: Any, token: int, logprob: float) -> Any:  # noqa: ARG002
+        """Return the state after one more accepted output token.
+
+        Called once per accepted token, in order, after it was sampled and before the next `apply`
+        or `edits`. The engine keeps the state while a request is preempted or paused: it goes on
+        from the state after the tokens that it then has. A token that is sampled and dropped
+        leaves no trace. For state in device tensors there is no such method.
+
+        Args:
+            state: after the tokens before; what `start` returned, for the first one.
+            token: the accepted one.
+            logprob: the natural logarithm of its probability under the logits that it was drawn
+                from, after all processors.
         """
         return state
 
@@ -448,11 +476,8 @@ class BatchLogitsProcessor(LogitsPlugin):
     """The batch form: all rows of the batch, with updates of which request is in which row.
 
     For classes of other engines, and for work across rows. Most authors should use one of the other
-    forms: here a wrong row map applies one request's settings to another.
-
-    Attributes:
-        supports_drafts: whether `apply` handles rows that repeat for draft tokens; without it,
-            speculation is refused, naming the processor.
+    forms: here a wrong row map applies one request's settings to another. It has no `observe`, and
+    declares `supports_drafts` if `apply` handles rows that repeat for draft tokens.
     """
 
     supports_drafts: ClassVar[bool] = False

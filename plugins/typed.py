@@ -23,6 +23,7 @@ from .msgspec_errors import ANY_KEY, failing_keys, parse_error, plain_text, valu
 __all__ = [
     "Arguments",
     "Options",
+    "State",
     "Strict",
     "check_text",
     "convert",
@@ -58,6 +59,10 @@ class Options(Strict):
 
 class Arguments(Strict):
     """Base of a component's per-request arguments: `SamplingParams(plugin_args={name: ...})`."""
+
+
+class State(Strict):
+    """Base of a logits processor's state that depends on logits, see `LogitsPlugin.observe`."""
 
 
 def convert(

@@ -20,7 +20,7 @@ from hardpoint.plugins.errors import (
 )
 from hardpoint.plugins.hooks import PROJECT
 from hardpoint.plugins.kinds import KINDS, Kind
-from hardpoint.plugins.logits import LogitsPlugin, Phase, Reads
+from hardpoint.plugins.logits import BatchLogitsProcessor, LogitsPlugin, Phase, Reads
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.params import SamplingParams
 
@@ -149,9 +149,42 @@ def _check_logits_plugin(target: type[LogitsPlugin], source: Source) -> None:
             raise PluginContractError(
                 f"{source}: its params_fields name {field!r}, which SamplingParams does not have"
             )
+    _check_observe(target, source)
     if target.advance is not LogitsPlugin.advance and target.start is LogitsPlugin.start:
         raise PluginContractError(
             f"{source}: it has advance but no start, so there is no state to carry on; add start"
+        )
+
+
+def _check_observe(target: type[LogitsPlugin], source: Source) -> None:
+    """Check what a logits processor declares of state that depends on logits."""
+    state = target.State
+    is_declared = inspect.isclass(state) and issubclass(state, (typed.State, bytes))
+    if target.observe is LogitsPlugin.observe:
+        if state is not typed.State or target.max_state_bytes:
+            raise PluginContractError(
+                f"{source}: it declares State or max_state_bytes but has no observe, for which "
+                f"they are; add observe, or remove them"
+            )
+        return
+    if issubclass(target, BatchLogitsProcessor):
+        raise PluginContractError(
+            f"{source}: it has observe, which the batch form does not have; derive from "
+            f"LogitsProcessor or SparseLogitsProcessor"
+        )
+    if target.start is LogitsPlugin.start or target.advance is not LogitsPlugin.advance:
+        raise PluginContractError(
+            f"{source}: it has observe, so it needs start for the first state, and no advance"
+        )
+    if not is_declared or state is typed.State:
+        raise PluginContractError(
+            f"{source}: it has observe, so its State must be declared: "
+            f"`class State(hardpoint.plugins.State)` with its fields, or `State = bytes`"
+        )
+    if type(target.max_state_bytes) is not int or target.max_state_bytes < 1:
+        raise PluginContractError(
+            f"{source}: it has observe, so its max_state_bytes must be an int >= 1, "
+            f"got {target.max_state_bytes!r}"
         )
 
 

@@ -176,11 +176,46 @@ class ProcessorPipeline:
         isolation.isolate(self.name)
         return isolation.run(logits.clone()), isolation.faults
 
+    @property
+    def observes(self) -> bool:
+        """Return whether the processor's state depends on logits."""
+        return self._runner.observes
+
     def advance(
-        self, requests: Sequence[LogitsRequest], tokens: Sequence[int]
+        self, requests: Sequence[LogitsRequest], tokens: Sequence[int], processed: torch.Tensor
     ) -> dict[str, RequestFault]:
-        """Advance the states of each request by one token; return the faults."""
-        return self._pipeline.advance(requests, tokens, torch.tensor(list(tokens)))
+        """Advance the states of each request by one token; return the faults.
+
+        Args:
+            requests: of the last `apply`.
+            tokens: one per request.
+            processed: the logits that it returned, [requests, vocab].
+        """
+        faults = self._pipeline.advance(requests, tokens, torch.tensor(list(tokens)))
+        rows = self._pipeline.observing_rows(requests)
+        chosen = [tokens[row] for row in rows]
+        logprobs = _logprobs(processed[rows], chosen)
+        return faults | self._pipeline.observe([requests[row] for row in rows], chosen, logprobs)
+
+    def finish(self, request_id: str) -> None:
+        """Forget the kept states of a request that has ended."""
+        self._pipeline.observed_states.drop([request_id])
+
+    def draft_view(
+        self, source: LogitsRequest, draft: int, scratch_row: int, processed: torch.Tensor
+    ) -> LogitsRequest:
+        """Return a view of a request after one more draft token.
+
+        Args:
+            source: the request, or its view after the drafts before.
+            draft: the token.
+            scratch_row: beyond the batch, another one for each view.
+            processed: the processed logits of `source`, [vocab].
+        """
+        (logprob,) = _logprobs(processed.unsqueeze(0), [draft])
+        view = self._pipeline.fork(source, draft, scratch_row, logprob)
+        self._pipeline.fork_device_state([(source, view, draft)])
+        return view
 
     def draft_rows(
         self, requests: Sequence[LogitsRequest], drafts: Sequence[Sequence[int]], scratch_row: int
@@ -208,6 +243,12 @@ class ProcessorPipeline:
         if state:
             tokens = torch.empty(len(requests), dtype=torch.int64, device=self.device)
             state.advance(requests, lambda t: processor.advance_rows(rows, tokens, t))
+
+
+def _logprobs(processed: torch.Tensor, tokens: Sequence[int]) -> list[float]:
+    chosen = torch.tensor(list(tokens), dtype=torch.int64).unsqueeze(1)
+    values: list[float] = processed.log_softmax(-1).gather(1, chosen).squeeze(1).tolist()
+    return values
 
 
 @functools.cache

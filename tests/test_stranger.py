@@ -97,6 +97,7 @@ class TestThroughTheContract:
         assert result["not_enabled"] == [
             "hooks/acme_audit (acme-sampling 1.0.0, acme_sampling.audit:Audit)",
             "logits_processors/dry (acme-sampling 1.0.0, acme_sampling.dry:Dry)",
+            "logits_processors/mirostat (acme-sampling 1.0.0, acme_sampling.mirostat:Mirostat)",
             "logits_processors/top_a (acme-sampling 1.0.0, acme_sampling:TopA)",
             "logits_processors/xtc (acme-sampling 1.0.0, acme_sampling.xtc:Xtc)",
         ]
@@ -112,11 +113,15 @@ class TestThroughTheContract:
             "1.0.0",
         ]
         assert "hooks/acme_audit" in result["on"]
-        assert offered(result) == ["logits_processors/dry", "logits_processors/xtc"]
+        assert offered(result) == [
+            "logits_processors/dry",
+            "logits_processors/mirostat",
+            "logits_processors/xtc",
+        ]
         assert result["hooks"] is True
 
     def test_enabling_one_leaves_the_other(self, resolve):
-        result = resolve(plugins={"enable": ["top_a", "dry", "xtc"]})
+        result = resolve(plugins={"enable": ["top_a", "dry", "xtc", "mirostat"]})
         assert offered(result) == ["hooks/acme_audit"]
         assert "acme_sampling.dry" in result["imported"]
         assert "acme_sampling.audit" not in result["imported"]

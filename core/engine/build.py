@@ -14,6 +14,7 @@ import msgspec
 from hardpoint.core.activity import Activity, PluginCalls, tracked
 from hardpoint.core.faults import CALL_LOST, StepFaults, create_all
 from hardpoint.core.kv_cache import BlockManager, CacheSize, size_cache
+from hardpoint.core.worker.sampling.observed_states import NUM_VERSIONS
 from hardpoint.core.worker.worker import LocalWorker, WorkerSpec
 from hardpoint.plugins import (
     ConfigError,
@@ -29,7 +30,7 @@ from hardpoint.plugins import (
     WorkerInfo,
 )
 from hardpoint.plugins.config import ConfigSources, KVCacheConfig
-from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.plugins.errors import PluginContractError, PluginFaultError
 from hardpoint.plugins.read_only import read_only
 from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.registry.discovery import is_third_party
@@ -243,7 +244,13 @@ def _without_cache(spec: WorkerSpec) -> EngineConfig:
 
 
 def _limits(config: EngineConfig, size: CacheSize, executor: Executor) -> SchedulerLimits:
-    ahead = executor.max_concurrent_batches > 1
+    depth = executor.max_concurrent_batches
+    if not 1 <= depth < NUM_VERSIONS:
+        raise PluginContractError(
+            f"executor {executor.name!r}: max_concurrent_batches: expected 1 to "
+            f"{NUM_VERSIONS - 1}, got {depth}"
+        )
+    ahead = depth > 1
     return limits_of(config, size.max_model_len, asynchronous=ahead)
 
 

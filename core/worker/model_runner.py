@@ -145,14 +145,22 @@ class ModelRunner:
             output.sampled_token_ids[request_id] = [token]
             if row in sampled.logprobs:
                 output.logprobs[request_id] = [sampled.logprobs[row]]
-        output.faults |= self._sampling.pipeline.advance(
-            [requests[row] for row in rows], tokens, sampled.device_ids[rows]
-        )
+        pipeline = self._sampling.pipeline
+        advancing = [requests[row] for row in rows]
+        output.faults |= pipeline.advance(advancing, tokens, sampled.device_ids[rows])
+        if sampled.observed:
+            seen = [row for row in rows if row in sampled.observed]
+            output.faults |= pipeline.observe(
+                [requests[row] for row in seen],
+                [sampled.tokens[row] for row in seen],
+                [sampled.observed[row] for row in seen],
+            )
 
     def _apply(self, plan: SchedulerOutput, batch: InputBatch) -> None:
         """Apply the plan's additions and removals to the batch."""
         for request_id in plan.finished_request_ids | plan.preempted_request_ids:
             batch.remove(request_id)
+        self._sampling.pipeline.observed_states.drop(plan.finished_request_ids)
         for request_id, (block_ids,) in plan.cached_requests.new_block_ids.items():
             batch.extend_blocks(request_id, block_ids)
         for new in plan.new_requests:

@@ -11,6 +11,7 @@ import torch
 
 from hardpoint.core.activity import Activity, PluginCalls
 from hardpoint.core.errors import close_all
+from hardpoint.core.worker.sampling.observed_states import ObservedStates
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
 from hardpoint.core.worker.sampling.processor_runner import ProcessorRunner
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
@@ -92,6 +93,7 @@ class LocalWorker:
         self._bytes_per_block = 0
         self._estimate: MemoryEstimate | None = None
         self._profiling = Profiling(spec.config.engine.profile_dir, spec.device)
+        self._observed_states = ObservedStates()  # kept when the model is released
 
     def load_model(self) -> WorkerInfo:
         """Build the model and read its weights.
@@ -168,7 +170,8 @@ class LocalWorker:
         if plan.draft_token_ids or plan.encoder_inputs or plan.kv_connector_metadata is not None:
             raise _unsupported(plan)
         if not plan.total_num_scheduled_tokens and not (self._runner and self._runner.has_batch):
-            return ModelRunnerOutput()  # asleep: the requests of the plan have no state here
+            self._observed_states.drop(plan.finished_request_ids)
+            return ModelRunnerOutput()  # asleep: the requests of the plan have no other state here
         try:
             return self.runner.execute(plan)
         except (MemoryError, RuntimeError) as error:
@@ -321,7 +324,7 @@ class LocalWorker:
             entry, SamplerContext, device=spec.device, vocab_size=vocab_size
         )
         return SamplingStage(
-            LogitsPipeline(runners, spec.device),
+            LogitsPipeline(runners, spec.device, self._observed_states),
             sampler,
             spec.device,
             processed_logprobs=spec.config.sampler.logprobs == "processed",

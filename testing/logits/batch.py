@@ -81,13 +81,27 @@ class BatchFixture:
             raise Violation(f"on a single row, {fault.message}", _RESULT_ADVICE)
         return result
 
-    def advance(self, tokens: Sequence[int], requests: Sequence[LogitsRequest] = ()) -> None:
-        """Run a step in which each request gets one more token."""
+    def advance(
+        self,
+        tokens: Sequence[int],
+        requests: Sequence[LogitsRequest] = (),
+        logits: torch.Tensor | None = None,
+    ) -> None:
+        """Run a step in which each request gets one more token.
+
+        Args:
+            tokens: one per request; see `allowed_tokens`.
+            requests: those that get one; all if empty.
+            logits: [requests, vocab] of the step; None is zeros.
+        """
         chosen = list(requests) or self.requests
-        self.process(torch.zeros(len(chosen), self.subject.vocab_size), chosen)
+        if logits is None:
+            logits = torch.zeros(len(chosen), self.subject.vocab_size)
+        processed = self.process(logits, chosen)
+        tokens = allowed_tokens(self.pipeline, processed, tokens)
         for request, token in zip(chosen, tokens, strict=True):
             self.outputs[self.requests.index(request)].append(token)
-        advance_requests(self.pipeline, chosen, tokens)
+        advance_requests(self.pipeline, chosen, tokens, processed)
         self.update(None)
 
 
@@ -115,14 +129,34 @@ def start_request(pipeline: ProcessorPipeline, request: LogitsRequest) -> None:
         )
 
 
+def allowed_tokens(
+    pipeline: ProcessorPipeline, processed: torch.Tensor, tokens: Sequence[int]
+) -> list[int]:
+    """Return tokens that may have been sampled from processed logits [rows, vocab].
+
+    For a processor that observes, a token at -inf is replaced by the likeliest; others only see
+    tokens, of which any may come.
+    """
+    if not pipeline.observes:
+        return list(tokens)
+    return [
+        token if row[token] > -torch.inf else int(row.argmax())
+        for row, token in zip(processed, tokens, strict=True)
+    ]
+
+
 def advance_requests(
-    pipeline: ProcessorPipeline, requests: Sequence[LogitsRequest], tokens: Sequence[int]
+    pipeline: ProcessorPipeline,
+    requests: Sequence[LogitsRequest],
+    tokens: Sequence[int],
+    processed: torch.Tensor,
 ) -> None:
     """Advance the requests' states by one token each; raise a Violation if that fails."""
-    for fault in pipeline.advance(requests, tokens).values():
+    for fault in pipeline.advance(requests, tokens, processed).values():
         raise Violation(
-            f"advance or advance_rows failed: {fault.message}",
-            "advance and advance_rows must accept every token of the vocabulary",
+            f"advance, advance_rows or observe failed: {fault.message}",
+            "advance and advance_rows must accept every token of the vocabulary, and observe "
+            "every token that may be sampled; a state must be as State and max_state_bytes declare",
         )
 
 

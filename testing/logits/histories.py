@@ -14,7 +14,9 @@ from hardpoint.testing.suite import Violation, short_repr
 
 from .batch import (
     LOGITS_KINDS,
+    BatchFixture,
     advance_requests,
+    allowed_tokens,
     apply_processor,
     check_update_state,
     difference,
@@ -55,12 +57,17 @@ def steps() -> st.SearchStrategy[list[Step]]:
 
 @dataclass(eq=False)
 class _HistoryRequest:
-    """A request with its output tokens; `request` is None while it is not in the batch."""
+    """A request with its output tokens; `request` is None while it is not in the batch.
+
+    `alone` is the same request in a batch of its own, if the processor observes: its state depends
+    on all logits that it saw.
+    """
 
     number: int
     case: Case
     outputs: list[int]
     request: LogitsRequest | None = None
+    alone: BatchFixture | None = None
 
 
 class SimulatedBatch:
@@ -92,13 +99,24 @@ class SimulatedBatch:
         requests = [entry.request for entry in sampled if entry.request is not None]
         return apply_processor(self.pipeline, logits.clone(), requests)
 
-    def advance(self, sampled: Sequence[_HistoryRequest]) -> None:
-        """Append one token to each sampled request."""
+    def advance(
+        self, sampled: Sequence[_HistoryRequest], logits: torch.Tensor, processed: torch.Tensor
+    ) -> None:
+        """Append one token to each sampled request.
+
+        Args:
+            sampled: those of `sampled_requests`.
+            logits: of the step, [sampled, vocab].
+            processed: what `process` returned for them.
+        """
         tokens = [_token(entry, self.subject.vocab_size) for entry in sampled]
-        for entry, token in zip(sampled, tokens, strict=True):
+        tokens = allowed_tokens(self.pipeline, processed, tokens)
+        for row, (entry, token) in enumerate(zip(sampled, tokens, strict=True)):
             self._batch.append(str(entry.number), token)
+            if entry.alone is not None:
+                entry.alone.advance([token], logits=logits[row : row + 1])
         requests = [entry.request for entry in sampled if entry.request is not None]
-        advance_requests(self.pipeline, requests, tokens)
+        advance_requests(self.pipeline, requests, tokens, processed)
 
     def _remove_requests(self, step: Step) -> None:
         for name, number in step.events:
@@ -108,6 +126,8 @@ class SimulatedBatch:
                 entry.request = None
                 if name == "preempt":
                     self.waiting.append(entry)
+                else:
+                    self.pipeline.finish(str(entry.number))
 
     def _add_requests(self, step: Step, cases: Sequence[Case]) -> None:
         for name, number in step.events:
@@ -118,7 +138,10 @@ class SimulatedBatch:
             elif name == "add":
                 self._count += 1
                 case = cases[number % len(cases)]
-                self._add(_HistoryRequest(self._count, case, list(case.outputs)))
+                entry = _HistoryRequest(self._count, case, list(case.outputs))
+                if self.pipeline.observes:
+                    entry.alone = BatchFixture(self.subject, [case])
+                self._add(entry)
 
     def _add(self, entry: _HistoryRequest) -> None:
         """Put a request into a row; a resumed one gets a new list and a new request object."""
@@ -139,16 +162,24 @@ def check_history(subject: Subject, cases: list[Case], history: list[Step]) -> N
         logits = torch.cat([_logits(entry, subject.vocab_size) for entry in sampled])
         result = batch.process(sampled, logits)
         for row, entry in enumerate(sampled):
-            expected = run_alone(subject, entry.case, entry.outputs, logits[row])
+            expected = _alone(subject, entry, logits[row])
             if (message := difference(result[row], expected)) is not None:
                 raise Violation(
                     f"in step {number}, with {len(sampled)} rows, {message}; the row belongs to "
                     f"{short_repr(replace(entry.case, outputs=tuple(entry.outputs)))}",
                     "a row's result may depend on nothing but its own request: keep what belongs "
-                    "to a request in its state (start, advance, device_state) or follow every "
-                    "BatchUpdate, key caches by rows.version, and do not mix rows",
+                    "to a request in its state (start, advance, device_state; observe, if it "
+                    "depends on logits) or follow every BatchUpdate, key caches by rows.version, "
+                    "and do not mix rows",
                 )
-        batch.advance(sampled)
+        batch.advance(sampled, logits, result)
+
+
+def _alone(subject: Subject, entry: _HistoryRequest, logits: torch.Tensor) -> torch.Tensor:
+    """Return the result for a request that ran alone from its start, for logits [vocab]."""
+    if entry.alone is None:
+        return run_alone(subject, entry.case, entry.outputs, logits)
+    return entry.alone.process(logits.unsqueeze(0))[0]
 
 
 def _token(entry: _HistoryRequest, vocab_size: int) -> int:

@@ -105,6 +105,11 @@ class Subject:
         """Return whether it is a BatchLogitsProcessor."""
         return issubclass(self.cls, BatchLogitsProcessor)
 
+    @property
+    def observes(self) -> bool:
+        """Return whether its state depends on logits, so that it only starts without outputs."""
+        return self.cls.observe is not LogitsPlugin.observe
+
     def checked_options(self) -> Any:
         """Return the options, validated as the engine does.
 
@@ -250,7 +255,7 @@ class Subject:
         uses = st.just(True) if users_only else st.sampled_from([True, True, False])
         tokens = st.integers(0, 3) | st.integers(0, self.vocab_size - 1)
         prompts = st.lists(tokens, min_size=1, max_size=8)
-        outputs = st.lists(tokens, max_size=8)
+        outputs = st.lists(tokens, max_size=0 if self.observes else 8)
 
         def make(
             uses: bool,

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
 from hardpoint.plugins import (
-    BatchLogitsProcessor,
     Phase,
     Reads,
     ReasoningParser,
@@ -126,6 +125,8 @@ class LogitsProcessorSuite(ConformanceSuite):
 
     def test_advance(self) -> None:
         """An advanced state equals one started on the whole history."""
+        if self._subject.observes:
+            pytest.skip("it observes: a state is never started on a history")
         tokens = st.integers(0, 3) | st.integers(0, self.vocab_size - 1)
         self._search_cases(
             "advance: start on the whole history equals start and advance",
@@ -139,6 +140,8 @@ class LogitsProcessorSuite(ConformanceSuite):
     def test_fork(self) -> None:
         """Drafts do not change the request's own state."""
         self._skip_without_drafts()
+        if self._subject.observes:
+            pytest.skip("it observes: test_drafts checks the forks, too")
         self._search_cases(
             "fork: advancing a forked state does not change the original",
             60,
@@ -151,6 +154,16 @@ class LogitsProcessorSuite(ConformanceSuite):
     def test_drafts(self) -> None:
         """The row of a draft equals that of the real token."""
         self._skip_without_drafts()
+        if self._subject.observes:
+            self._search_cases(
+                "drafts: a draft's row equals that of a request that generated the token",
+                60,
+                states.check_observed_drafts,
+                case=self._users(),
+                drafts=st.lists(st.integers(0, 3), min_size=1, max_size=4),
+                seed=_SEEDS,
+            )
+            return
         drafts = st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=3)
         self._search_cases(
             "drafts: a draft's row equals that of a request that generated the token",
@@ -270,7 +283,7 @@ class LogitsProcessorSuite(ConformanceSuite):
         return st.lists(self._users(), min_size=1, max_size=3)
 
     def _skip_without_drafts(self) -> None:
-        if issubclass(self.processor, BatchLogitsProcessor) and not self.processor.supports_drafts:
+        if not self.processor.supports_drafts:
             pytest.skip("supports_drafts is False: it is never used with drafts")
 
     def _search_cases(

@@ -13,6 +13,7 @@ from hardpoint.plugins.read_only import ReadOnlyDict, ReadOnlyList
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.blame import raise_unless_fault
 
+from .observed_states import ObservedStates
 from .processor_runner import ActiveRows, ProcessorRunner
 from .rows import ProcessorRows
 
@@ -30,9 +31,21 @@ class LogitsPipeline:
         batch_size: rows of the worker's batch.
     """
 
-    def __init__(self, runners: Sequence[ProcessorRunner], device: torch.device) -> None:
-        """`runners` are in the order in which they run."""
+    def __init__(
+        self,
+        runners: Sequence[ProcessorRunner],
+        device: torch.device,
+        observed_states: ObservedStates | None = None,
+    ) -> None:
+        """Join processors.
+
+        Args:
+            runners: in the order in which they run.
+            device: of the logits.
+            observed_states: of requests from before; None is none.
+        """
         self.runners = runners
+        self.observed_states = ObservedStates() if observed_states is None else observed_states
         self.batch_size = 0
         self._device = device
         self._by_name = {runner.name: runner for runner in runners}
@@ -47,6 +60,7 @@ class LogitsPipeline:
         self._requests: list[LogitsRequest] = []
         self._active: list[ActiveRows] = []
         self._advancing: list[ProcessorRunner] = []
+        self._observing: list[ProcessorRunner] = []
         self._version = 0
 
     def meters(self) -> dict[str, PluginMeter]:
@@ -70,7 +84,10 @@ class LogitsPipeline:
             runner = self._by_name[name]
             try:
                 with runner.measured("start"):
-                    if runner.has_state:
+                    if runner.observes:
+                        state = self.observed_states.start(runner.processor, request)
+                        _set_state(request.state, name, state)
+                    elif runner.has_state:
                         _set_state(request.state, name, runner.processor.start(request))
                     if runner.has_device_state:
                         runner.device_state.start(request)
@@ -116,6 +133,7 @@ class LogitsPipeline:
             used = {name for request in requests for name in request.arguments}
             runners = [runner for runner in self.runners if runner.name in used]
             self._advancing = [runner for runner in runners if runner.advances]
+            self._observing = [runner for runner in runners if runner.observes]
             active = (runner.active_rows(requests, self._version) for runner in runners)
             self._active = [rows for rows in active if rows is not None]
         return self._active
@@ -145,63 +163,104 @@ class LogitsPipeline:
                 faults.update(self._advance_device(runner, requests, device_ids))
         return faults
 
+    def observing_rows(self, requests: Sequence[LogitsRequest]) -> list[int]:
+        """Return the rows of the last `apply` whose requests use a processor that observes."""
+        if not self._observing:
+            return []
+        names = {runner.name for runner in self._observing}
+        return [
+            row for row, request in enumerate(requests) if not names.isdisjoint(request.arguments)
+        ]
+
+    def observe(
+        self, requests: Sequence[LogitsRequest], tokens: Sequence[int], logprobs: Sequence[float]
+    ) -> Faults:
+        """Carry on the states that depend on logits by each request's new token.
+
+        Args:
+            requests: of the rows of `observing_rows` that got a token, which is their last one.
+            tokens: on the host.
+            logprobs: of the tokens, as `LogitsPlugin.observe` gets them.
+
+        Returns:
+            The faults.
+        """
+        faults: Faults = {}
+        for runner in self._observing:
+            name, observe = runner.name, runner.processor.observe
+            with runner.measured("observe"):
+                for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
+                    if name not in request.state or request.request_id in faults:
+                        continue
+                    try:
+                        state = observe(request.state[name], token, logprob)
+                        self.observed_states.record(runner.processor, request, state)
+                        _set_state(request.state, name, state)
+                    except BaseException as cause:
+                        raise_unless_fault(cause)
+                        faults[request.request_id] = runner.fault("observe", cause)
+        return faults
+
     def check_drafts(self) -> None:
-        """Raise if a batch-level processor is on that does not support draft tokens.
+        """Raise if a processor is on that does not support draft tokens.
 
         Raises:
             PluginContractError: names the processor.
         """
         for runner in self.runners:
-            processor = runner.processor
-            if isinstance(processor, BatchLogitsProcessor) and not processor.supports_drafts:
+            if not runner.processor.supports_drafts:
                 raise PluginContractError(
-                    f"{runner.source}: it works on the whole batch and does not declare "
-                    f"supports_drafts, so it cannot be on together with speculation"
+                    f"{runner.source}: it does not declare supports_drafts, so it cannot be on "
+                    f"together with speculation"
                 )
 
-    def fork(self, request: LogitsRequest, drafts: Sequence[int], row: int) -> LogitsRequest:
-        """Return a view of a request after some draft tokens, with copies of its states.
-
-        Device state is not filled; `row` is the row that `fork_device_state` will fill.
-        """
-        view = LogitsRequest(
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            output_token_ids=ReadOnlyList([*request.output_token_ids, *drafts]),
-            params=request.params,
-            stop_token_ids=request.stop_token_ids,
-            child_index=request.child_index,
-            arguments=request.arguments,
-            row=row,
-            draft_of=request,
-            state=ReadOnlyDict(),
-        )
-        for name, state in request.state.items():
-            processor = self._by_name[name].processor
-            forked = processor.fork(state) if self._by_name[name].advances else state
-            for token in drafts if self._by_name[name].advances else ():
-                forked = processor.advance(forked, token)
-            _set_state(view.state, name, forked)
-        return view
-
-    def fork_device_state(self, views: Sequence[LogitsRequest], drafts: Sequence[int]) -> None:
-        """Fill the device state of draft views from their requests.
+    def fork(
+        self, source: LogitsRequest, draft: int, row: int, logprob: float | None = None
+    ) -> LogitsRequest:
+        """Return a view of a request after a draft token, with copies of its states.
 
         Args:
-            views: per request in the order of its drafts; the first is after its first draft.
-            drafts: the draft token that a view has more than the view before it.
+            source: the request, or its view after the drafts before.
+            draft: the token.
+            row: that `fork_device_state` will fill.
+            logprob: of the token, for processors that observe; None if the request uses none.
+        """
+        view = LogitsRequest(
+            request_id=source.request_id,
+            prompt_token_ids=source.prompt_token_ids,
+            output_token_ids=ReadOnlyList([*source.output_token_ids, draft]),
+            params=source.params,
+            stop_token_ids=source.stop_token_ids,
+            child_index=source.child_index,
+            arguments=source.arguments,
+            row=row,
+            draft_of=source.draft_of or source,
+            state=ReadOnlyDict(),
+        )
+        for name, state in source.state.items():
+            runner = self._by_name[name]
+            processor = runner.processor
+            if runner.observes:
+                assert logprob is not None, "rows of processors that observe run in turn"
+                state = processor.observe(processor.fork(state), draft, logprob)
+            elif runner.advances:
+                state = processor.advance(processor.fork(state), draft)
+            _set_state(view.state, name, state)
+        return view
+
+    def fork_device_state(self, forks: Sequence[tuple[LogitsRequest, LogitsRequest, int]]) -> None:
+        """Fill the device state of draft views.
+
+        Args:
+            forks: of each view, in the order of drafts: what it was forked from, the view, and the
+                draft token.
         """
         for runner in self._batch_followers:
             if not runner.has_device_state:
                 continue
-            before: LogitsRequest | None = None
-            for view, token in zip(views, drafts, strict=True):
-                follows = before is not None and before.draft_of is view.draft_of
-                source = before if follows else view.draft_of
-                assert source is not None, "a draft view stands for a request"
+            for source, view, token in forks:
                 runner.device_state.copy_to_scratch([(source, view)])
                 self._advance_device(runner, [view], torch.tensor([token], device=self._device))
-                before = view
 
     def _end_step(self) -> None:
         for runner in self._timed:

@@ -79,6 +79,7 @@ class ProcessorRunner:
         cls = type(self.processor)
         self.has_state = cls.start is not LogitsPlugin.start
         self.advances = self.has_state and cls.advance is not LogitsPlugin.advance
+        self.observes = cls.observe is not LogitsPlugin.observe
         # Stored, because isinstance on an abstract class takes as long as a sparse edit.
         self.is_sparse = isinstance(self.processor, SparseLogitsProcessor)
         self.is_dense = isinstance(self.processor, LogitsProcessor)

@@ -28,12 +28,15 @@ class Sampled:
         tokens: one per row; without meaning for a row whose request has a fault.
         device_ids: the same on the device, int64 [rows].
         logprobs: by row, where the request asks for them.
+        observed: the token's logprob under the processed logits, by row, where a processor of the
+            request observes it.
         faults: requests that cannot go on, by id.
     """
 
     tokens: list[int]
     device_ids: torch.Tensor
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    observed: dict[int, float] = field(default_factory=dict)
     faults: Faults = field(default_factory=dict)
 
 
@@ -127,6 +130,11 @@ class SamplingStage:
         result = Sampled(choice.tokens, choice.device_ids)
         if isolation is not None:
             result.faults = isolation.faults
+        if observing := self.pipeline.observing_rows(requests):
+            rows = choice.logits[observing].log_softmax(-1)
+            chosen = choice.device_ids[observing].unsqueeze(1)
+            logprobs = rows.gather(1, chosen).squeeze(1).tolist()
+            result.observed = dict(zip(observing, logprobs, strict=True))
         if with_logprobs:
             source = choice.logits[with_logprobs] if raw is None else raw
             counts = [requests[row].params.logprobs or 0 for row in with_logprobs]

@@ -2,6 +2,7 @@
 
 from acme_sampling import TopA
 from acme_sampling.dry import Dry
+from acme_sampling.mirostat import Mirostat
 from acme_sampling.xtc import Xtc
 from hypothesis import strategies as st
 
@@ -40,3 +41,12 @@ class TestXtc(LogitsProcessorSuite):
         protected=st.lists(tokens, max_size=3),
     )
     params = st.builds(SamplingParams, seed=st.integers(0, 99), max_tokens=st.none())
+
+
+class TestMirostat(LogitsProcessorSuite):
+    processor = Mirostat
+    arguments = st.builds(
+        Mirostat.Arguments,
+        tau=st.floats(0, 20, exclude_min=True),
+        eta=st.floats(0, 1, exclude_min=True),
+    )

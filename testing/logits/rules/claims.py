@@ -116,8 +116,8 @@ def check_memory(subject: Subject, cases: list[Case], waves: int) -> None:
         for step in (fill, stay):
             batch.apply_events(step, cases)
             sampled = batch.sampled_requests(step)
-            batch.process(sampled, make_logits(wave, len(sampled), subject.vocab_size))
-            batch.advance(sampled)
+            logits = make_logits(wave, len(sampled), subject.vocab_size)
+            batch.advance(sampled, logits, batch.process(sampled, logits))
         finished += [weakref.ref(entry.request) for entry in sampled if entry.request is not None]
         batch.apply_events(leave, cases)
         if wave in (waves - 1, 2 * waves - 1):

@@ -9,6 +9,7 @@ from hardpoint.plugins import LogitsRequest
 from hardpoint.testing.logits.batch import (
     LOGITS_KINDS,
     BatchFixture,
+    allowed_tokens,
     difference,
     make_logits,
     run_alone,
@@ -107,6 +108,37 @@ def check_drafts(subject: Subject, cases: list[Case], drafts: list[list[int]], s
             )
 
 
+def check_observed_drafts(subject: Subject, case: Case, drafts: list[int], seed: int) -> None:
+    """Check that states after drafts equal those after the same tokens, and change no others."""
+    batch, alone = BatchFixture(subject, [case]), BatchFixture(subject, [case])
+    (source,) = batch.requests
+    before = _state_of(batch, source)
+    for depth, draft in enumerate(drafts):
+        logits = make_logits(seed + depth, 1, subject.vocab_size)
+        result, expected = batch.process(logits, [source])[0], alone.process(logits)[0]
+        if (message := difference(result, expected)) is not None:
+            raise Violation(
+                f"after the drafts {drafts[:depth]}, {message}; expected is the result for a "
+                f"request that generated them; for {case}",
+                "let apply and edits depend on rows.states() and the rows' own outputs, and "
+                "observe on its arguments alone",
+            )
+        (token,) = allowed_tokens(batch.pipeline, result.unsqueeze(0), [draft])
+        try:
+            source = batch.pipeline.draft_view(source, token, MAX_ROWS + depth, result)
+        except Exception as cause:
+            raise Violation(
+                f"fork, or observe on a forked state, raised {type(cause).__name__}: {cause}",
+                "fork must copy every state that start or observe returns",
+            ) from cause
+        alone.advance([token], logits=logits)
+    if _state_of(batch, batch.requests[0]) != before:
+        raise Violation(
+            f"the drafts {drafts} changed the request's own state, for {case}",
+            "let observe return a new state and change none",
+        )
+
+
 def check_swaps(
     subject: Subject, cases: list[Case], swaps: list[tuple[int, int]], seed: int
 ) -> None:
@@ -120,7 +152,13 @@ def check_swaps(
     logits = make_logits(seed, len(cases), subject.vocab_size)
     result = batch.process(logits)
     for row, case in enumerate(cases):
-        expected = run_alone(subject, case, batch.outputs[row], logits[row])
+        if subject.observes:
+            alone = BatchFixture(subject, [case])
+            for token in batch.outputs[row]:
+                alone.advance([token])
+            expected = alone.process(logits[row : row + 1])[0]
+        else:
+            expected = run_alone(subject, case, batch.outputs[row], logits[row])
         if (message := difference(result[row], expected)) is not None:
             raise Violation(
                 f"after the swaps {swaps}, {message}; for {case}",

@@ -1,0 +1,84 @@
+"""The states of logits processors that depend on logits, which outlive a preemption."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from hardpoint.plugins import LogitsRequest
+from hardpoint.plugins.logits import LogitsPlugin
+
+NUM_VERSIONS = 8
+"""States kept per request. Results may come as many steps late as a pipeline has batches, and the
+last one may be lost, so that a request may go on from a state that is some steps old."""
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class _Version(NamedTuple):
+    """A state as msgpack, and the number of output tokens after which it is that."""
+
+    num_tokens: int
+    state: bytes
+
+
+class ObservedStates:
+    """The newest states of each request and processor, from its start to its end."""
+
+    def __init__(self) -> None:
+        """Start without requests."""
+        self._versions: dict[str, dict[str, deque[_Version]]] = {}
+
+    def __len__(self) -> int:
+        """Return the number of requests."""
+        return len(self._versions)
+
+    def start(self, processor: LogitsPlugin, request: LogitsRequest) -> Any:
+        """Return the state of a request that enters the batch: a new one, or that of its tokens.
+
+        Raises:
+            LookupError: the request has output tokens, and no state after them is kept.
+            TypeError, ValueError: the state that `start` returned is not as declared.
+        """
+        by_name = self._versions.setdefault(request.request_id, {})
+        num_tokens = len(request.output_token_ids)
+        if not num_tokens:
+            state = processor.start(request)
+            by_name[processor.name] = deque(maxlen=NUM_VERSIONS)
+            self.record(processor, request, state)
+            return state
+        versions = by_name.get(processor.name, ())
+        kept = [version for version in versions if version.num_tokens <= num_tokens]
+        if not kept or kept[-1].num_tokens != num_tokens:
+            raise LookupError(f"no state after {num_tokens} output tokens is kept")
+        by_name[processor.name] = deque(kept, NUM_VERSIONS)  # later tokens were dropped
+        return msgspec.msgpack.decode(kept[-1].state, type=processor.State)
+
+    def record(self, processor: LogitsPlugin, request: LogitsRequest, state: Any) -> None:
+        """Keep the state of a request after its output tokens.
+
+        Raises:
+            TypeError: it is not of the declared type.
+            ValueError: it is larger than declared.
+        """
+        if not isinstance(state, processor.State):
+            raise TypeError(
+                f"expected a state of type {processor.State.__name__}, got {type(state).__name__}"
+            )
+        encoded = _encode(state)
+        if len(encoded) > processor.max_state_bytes:
+            raise ValueError(
+                f"expected a state of at most max_state_bytes ({processor.max_state_bytes}), "
+                f"got {len(encoded)} bytes"
+            )
+        version = _Version(len(request.output_token_ids), encoded)
+        self._versions[request.request_id][processor.name].append(version)
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Forget requests that have ended; unknown ids are ignored."""
+        if self._versions:
+            for request_id in request_ids:
+                self._versions.pop(request_id, None)

@@ -31,7 +31,6 @@ SMALL_MODULES = {
     "hardpoint.core.frontend.prompt_parts": "resumable prompts fill it",
     "hardpoint.core.kv_cache.prefix_lookup": "an algorithm with tests of its own",
     "hardpoint.core.worker.profiling": "torch's profiler, which nothing else of a worker needs",
-    "hardpoint.core.worker.sampling.drafts": "speculative decoding calls it from the model runner",
     "hardpoint.core.worker.sampling.edits": "an algorithm with tests of its own",
     "hardpoint.registry.ordering": "an algorithm with tests of its own",
     "hardpoint.testing.pytest_hooks": "what pytest imports as a plugin, without the suites",

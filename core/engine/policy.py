@@ -37,7 +37,7 @@ _METHODS = ("key", *OPTIONAL_METHODS, "export_state", "import_state", "close")
 _CONFIG_PATH = "scheduler.policy"
 _ORIGIN = "set_policy()"
 
-_shown = functools.partial(shown, limit=60)
+_short = functools.partial(shown, limit=60)
 
 
 class GuardedPolicy(SchedulingPolicy):
@@ -100,7 +100,7 @@ class GuardedPolicy(SchedulingPolicy):
             if group is None or _is_group(group):
                 return group
             self.report(
-                f"group() of request {request.request_id!r} returned {_shown(group)}, "
+                f"group() of request {request.request_id!r} returned {_short(group)}, "
                 f"expected something hashable that is equal to itself",
                 None,
             )
@@ -115,7 +115,7 @@ class GuardedPolicy(SchedulingPolicy):
             value = self._policy.group_key(group, now)
         except BaseException as cause:
             raise_unless_fault(cause)
-            self.report(f"group_key() of group {_shown(group)} failed", cause)
+            self.report(f"group_key() of group {_short(group)} failed", cause)
             return _Key(group)
         return _Key(group, 0.0, value, self._group_keys.check(value, group))
 
@@ -132,7 +132,7 @@ class GuardedPolicy(SchedulingPolicy):
         if isinstance(reason, str) and (text := str.__str__(reason)):  # a subclass may do anything
             return text
         self.report(
-            f"admit() of request {request.request_id!r} returned {_shown(reason)}, "
+            f"admit() of request {request.request_id!r} returned {_short(reason)}, "
             f"expected None or the reason as a string that is not empty",
             None,
         )
@@ -150,7 +150,7 @@ class GuardedPolicy(SchedulingPolicy):
             for request, view in zip(running, views, strict=True):
                 if victim is view:
                     return request
-            self.report(f"victim() returned {_shown(victim)}, which is not running", None)
+            self.report(f"victim() returned {_short(victim)}, which is not running", None)
         return running[-1]
 
     def added(self, request: Request) -> None:
@@ -233,13 +233,13 @@ class _KeyChecker:
         except BaseException as error:
             raise_unless_fault(error)
             defect, cause = "has no order", error
-        message = f"{self._subject} {_shown(owner)} returned {_shown(value)}, which {defect}"
+        message = f"{self._subject} {_short(owner)} returned {_short(value)}, which {defect}"
         self._report(message, cause)
         return None
 
     def report_incomparable(self, one: _Key, other: _Key, cause: BaseException) -> None:
         """Report two keys that do not compare."""
-        owners = f"{_shown(one.owner)} and {_shown(other.owner)}"
+        owners = f"{_short(one.owner)} and {_short(other.owner)}"
         self._report(f"{self._subject}s {owners} do not compare", cause)
 
 

@@ -75,7 +75,11 @@ class WorkerSpec:
 
 
 class LocalWorker:
-    """The worker of this process: a model and its KV cache on one device."""
+    """The worker of this process: a model and its KV cache on one device.
+
+    Attributes:
+        observed_states: of logits processors, kept when the model is released.
+    """
 
     def __init__(self, spec: WorkerSpec, activity: Activity | None = None) -> None:
         """Store the spec; `load_model` builds the model.
@@ -93,7 +97,7 @@ class LocalWorker:
         self._bytes_per_block = 0
         self._estimate: MemoryEstimate | None = None
         self._profiling = Profiling(spec.config.engine.profile_dir, spec.device)
-        self._observed_states = ObservedStates()  # kept when the model is released
+        self.observed_states = ObservedStates()
 
     def load_model(self) -> WorkerInfo:
         """Build the model and read its weights.
@@ -170,7 +174,7 @@ class LocalWorker:
         if plan.draft_token_ids or plan.encoder_inputs or plan.kv_connector_metadata is not None:
             raise _unsupported(plan)
         if not plan.total_num_scheduled_tokens and not (self._runner and self._runner.has_batch):
-            self._observed_states.drop(plan.finished_request_ids)
+            self.observed_states.drop(plan.finished_request_ids)
             return ModelRunnerOutput()  # asleep: the requests of the plan have no other state here
         try:
             return self.runner.execute(plan)
@@ -324,7 +328,7 @@ class LocalWorker:
             entry, SamplerContext, device=spec.device, vocab_size=vocab_size
         )
         return SamplingStage(
-            LogitsPipeline(runners, spec.device, self._observed_states),
+            LogitsPipeline(runners, spec.device, self.observed_states),
             sampler,
             spec.device,
             processed_logprobs=spec.config.sampler.logprobs == "processed",

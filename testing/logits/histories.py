@@ -162,7 +162,7 @@ def check_history(subject: Subject, cases: list[Case], history: list[Step]) -> N
         logits = torch.cat([_logits(entry, subject.vocab_size) for entry in sampled])
         result = batch.process(sampled, logits)
         for row, entry in enumerate(sampled):
-            expected = _alone(subject, entry, logits[row])
+            expected = _single_row(subject, entry, logits[row])
             if (message := difference(result[row], expected)) is not None:
                 raise Violation(
                     f"in step {number}, with {len(sampled)} rows, {message}; the row belongs to "
@@ -175,7 +175,7 @@ def check_history(subject: Subject, cases: list[Case], history: list[Step]) -> N
         batch.advance(sampled, logits, result)
 
 
-def _alone(subject: Subject, entry: _HistoryRequest, logits: torch.Tensor) -> torch.Tensor:
+def _single_row(subject: Subject, entry: _HistoryRequest, logits: torch.Tensor) -> torch.Tensor:
     """Return the result for a request that ran alone from its start, for logits [vocab]."""
     if entry.alone is None:
         return run_alone(subject, entry.case, entry.outputs, logits)

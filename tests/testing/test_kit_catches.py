@@ -98,13 +98,21 @@ BROKEN = [
     (broken.Grows, ANY, {"memory": "grew from \\d+ to \\d+ elements while"}),
     (broken.Sleeps, ANY, {"speed": "the budget is 500"}),
     (broken.Unmasks, SCALE, {"masks_stay": "was masked \\(-inf\\) and became 5"}),
+    (broken.KeepsOnSelf, ANY, {
+        "history": "observe, if it depends on logits",
+        "swaps": None,
+    }),
+    (broken.OutgrowsItsBound, ANY, {"history": "expected a state of at most max_state_bytes"}),
+    (broken.ObservesInPlace, ANY, {"drafts": "changed the request's own state"}),
+    (broken.ObservesNothing, ANY, {"history": "expected a state of type State, got NoneType"}),
 ]  # fmt: skip
 CRASHING = {"PrepareCrashes", "RejectsAll", "FailsToBuild", "PreparesNothing", "NoContract"} | {
-    "ReturnsNothing", "Double", "EditsOutOfRange", "CrashesOnUpdate",
+    "ReturnsNothing", "Double", "EditsOutOfRange", "CrashesOnUpdate", "OutgrowsItsBound",
+    "ObservesNothing",
 }  # fmt: skip
 
 RIGHT = [(broken.Bias, ANY), (broken.Counter, SCALE), (broken.BatchBias, ANY)]
-RIGHT += [(broken.DeviceCounter, None)]
+RIGHT += [(broken.DeviceCounter, None), (broken.Observer, ANY)]
 
 TESTS = [name for name, _ in inspect.getmembers(LogitsProcessorSuite) if name.startswith("test_")]
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.plugins.observing import Bytes, Follows
 from support.searching import examples
 
 from hardpoint import SamplingParams, plugins
@@ -21,7 +22,7 @@ from hardpoint.builtin_plugins.logits import (
     truncation,
 )
 from hardpoint.builtin_plugins.sampler import DefaultSampler
-from hardpoint.core.worker.sampling.drafts import accepted, with_drafts
+from hardpoint.core.worker.sampling.drafts import accepted, verify_in_turn, with_drafts
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
 from hardpoint.core.worker.sampling.processor_runner import ProcessorRunner
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
@@ -141,9 +142,13 @@ def begin(stage: SamplingStage, outputs: list[list[int]]) -> list[LogitsRequest]
 
 def model(rows: list[LogitsRequest]) -> torch.Tensor:
     """Logits that are a pure function of the history."""
+    return logits_of([[*row.prompt_token_ids, *row.output_token_ids] for row in rows])
+
+
+def logits_of(histories: list[list[int]]) -> torch.Tensor:
     result = []
-    for request in rows:
-        seed = history_hash([*request.prompt_token_ids, *request.output_token_ids])
+    for history in histories:
+        seed = history_hash(history)
         result.append(torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 2)
     return torch.stack(result)
 
@@ -245,3 +250,65 @@ def test_a_batch_level_processor_without_drafts_is_refused_by_name(monkeypatch):
         with_drafts(requests, [[1]] * ROWS, stage.pipeline, ROWS)
     assert "plugin 'whole_batch'" in str(error.value)
     assert "cannot be on together with speculation" in str(error.value)
+
+
+@pytest.fixture
+def observing(monkeypatch):
+    """Let every request use a processor whose state depends on logits."""
+    monkeypatch.setitem(PROCESSORS, "follows", Follows)
+    monkeypatch.setitem(ARGUMENTS, "follows", {})
+
+
+def step_in_turn(stage, requests, drafts):
+    """Like `step`, with the rows of each request one after the other."""
+    stage.pipeline.update(None)
+    histories = [
+        [*request.prompt_token_ids, *request.output_token_ids, *tokens[:count]]
+        for request, tokens in zip(requests, drafts, strict=True)
+        for count in range(len(tokens) + 1)
+    ]
+    verified = verify_in_turn(stage, requests, drafts, lambda: logits_of(histories), ROWS)
+    for round_ in itertools.count():
+        now = [
+            (request, result.tokens[round_], result.logprobs[round_])
+            for request, result in zip(requests, verified, strict=True)
+            if round_ < len(result.tokens)
+        ]
+        if not now:
+            return [result.tokens for result in verified]
+        for request, token, _ in now:
+            request.output_token_ids.append(token)
+        own, tokens, logprobs = zip(*now, strict=True)
+        stage.pipeline.active_rows(list(own))
+        assert stage.pipeline.advance(own, tokens, torch.tensor(tokens)) == {}
+        assert stage.pipeline.observe(own, tokens, logprobs) == {}
+
+
+def test_drafts_change_no_token_of_requests_that_observe(observing):
+    alone = build_stage()
+    requests = begin(alone, [[] for _ in range(ROWS)])
+    while len(requests[0].output_token_ids) < 24:
+        step_in_turn(alone, requests, [[]] * ROWS)
+    expected = [list(request.output_token_ids) for request in requests]
+    assert expected != [tokens[:24] for tokens in EXPECTED]
+    rng = random.Random(5)
+    lengths = set()
+    stage = build_stage()
+    requests = begin(stage, [[] for _ in range(ROWS)])
+    while min(len(request.output_token_ids) for request in requests) < 18:
+        drafts = []
+        for row, request in enumerate(requests):
+            done = len(request.output_token_ids)
+            right = expected[row][done : done + rng.randint(0, 4)]
+            drafts.append([t if rng.random() < 0.8 else rng.randrange(VOCAB) for t in right])
+        lengths |= {len(tokens) for tokens in step_in_turn(stage, requests, drafts)}
+    assert lengths == {1, 2, 3, 4, 5}
+    for row, request in enumerate(requests):
+        assert list(request.output_token_ids)[:24] == expected[row][: len(request.output_token_ids)]
+
+
+def test_an_observing_class_may_refuse_drafts(observing, monkeypatch):
+    monkeypatch.setitem(PROCESSORS, "bytes", Bytes)
+    stage = build_stage()
+    with pytest.raises(PluginContractError, match=r"'bytes'.*cannot be on together with spec"):
+        verify_in_turn(stage, [], [], lambda: logits_of([]), ROWS)

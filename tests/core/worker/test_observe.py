@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.driving import FINAL, run, summary
 from support.fault_cases import run_all
-from support.internals import core_of
+from support.internals import core_of, worker_of
 from support.plugins.observing import Follows, TwoBatches
 
 from hardpoint import PluginError, SamplingParams
@@ -237,4 +237,4 @@ def num_kept(engine):
     if not engine.has_unfinished_requests():
         while core_of(engine).has_requests():
             engine.step()
-    return len(core_of(engine)._executor._worker._observed_states)
+    return len(worker_of(engine).observed_states)

@@ -429,3 +429,75 @@ class Unmasks(Counter):
 
     def edits(self, rows):
         return Edits(range(len(rows)), [0] * len(rows), [5.0] * len(rows), Op.SET)
+
+
+class Observer(LogitsProcessor):
+    """Correct: lowers token 0 by the surprise of the tokens so far."""
+
+    contract = 1
+    phase = Phase.BIAS
+    max_state_bytes = 64
+
+    class State(plugins.State):
+        total: float = 0.0
+        seen: list[int] = []
+
+    class Arguments(plugins.Arguments):
+        by: float = 1.0
+
+    def start(self, request):
+        return self.State()
+
+    def apply(self, logits, rows):
+        for row, (state, own) in enumerate(zip(rows.states(), rows.arguments(), strict=True)):
+            logits[row, 0] += own.by * state.total
+        return logits
+
+    def observe(self, state, token, logprob):
+        return self.State(total=state.total + logprob, seen=[*state.seen, token][-3:])
+
+
+class KeepsOnSelf(Observer):
+    """Keeps the state beside the engine's, by the number of calls."""
+
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.total = 0.0
+
+    def apply(self, logits, rows):
+        logits[:, 0] += self.total
+        return logits
+
+    def observe(self, state, token, logprob):
+        self.total += logprob
+        return state
+
+
+class OutgrowsItsBound(Observer):
+    contract = 1
+
+    def observe(self, state, token, logprob):
+        return self.State(total=state.total, seen=[*state.seen, *range(40)])
+
+
+class ObservesInPlace(Observer):
+    """Changes the state that it gets, and copies none for drafts."""
+
+    contract = 1
+
+    def fork(self, state):
+        return state
+
+    def observe(self, state, token, logprob):
+        state.seen.append(token)
+        del state.seen[:-3]
+        return state
+
+
+class ObservesNothing(Observer):
+    contract = 1
+
+    def observe(self, state, token, logprob):
+        return None

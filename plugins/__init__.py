@@ -1,7 +1,8 @@
 """The contract: what a plugin author imports, and nothing else.
 
-Besides these names, `hardpoint.plugins.commands`, `hardpoint.plugins.typed` and
-`hardpoint.plugins.errors` are public.
+Besides these names, five modules are public: `hardpoint.plugins.errors`, `typed` (options and
+arguments), `commands` (of the command line), and for models and loaders `models` (layers) and
+`hf_config` (fields of Hugging Face configs).
 
 Start with the interface of your kind (`LogitsProcessor`, `SchedulingPolicy`, ...), state
 `contract = 1` in your class, and register it under the entry-point group `hardpoint.<kind>`.

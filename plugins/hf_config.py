@@ -1,4 +1,4 @@
-"""Checked access to the fields of Hugging Face configs."""
+"""Checked access to the fields of Hugging Face configs, for models and loaders."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hardpoint.plugins import ModelConfig, ModelError, RequestError, SamplingParams
+from .errors import ModelError, RequestError
+from .model import ModelConfig
+from .params import SamplingParams
+
+__all__ = ["ConfigFields", "default_sampling", "model_config", "short", "token_ids"]
 
 _LARGEST = 2**31 - 1
 _LARGEST_FLOAT = 3e38  # of float32, in which models compute

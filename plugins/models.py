@@ -1,20 +1,32 @@
-"""Layers for inference, with weights under Hugging Face names in the fastest known layout.
+"""Building blocks of models: layers with weights under Hugging Face names, in the fastest layout.
 
-A layer has the shapes of its checkpoint tensors (`shapes`) and loads them one at a time in any
-order (`load`). Tensors that are used together are fused as they arrive, so loading needs little
-more memory than the loaded model.
+Importing this module loads torch, which importing `hardpoint.plugins` does not. A layer has the
+shapes of its checkpoint tensors (`shapes`) and loads them one at a time in any order (`load`).
+Tensors that are used together are fused as they arrive, so loading needs little more memory than
+the loaded model.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from .hf_config import ConfigFields, short
+
+__all__ = [
+    "ConfigFields",
+    "Embedding",
+    "Layer",
+    "Linear",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "load_weights",
+    "weight_shapes",
+]
 
 _PACKED_DTYPES = (torch.bfloat16, torch.float32)
 _PACK_ROWS = 512
@@ -29,6 +41,22 @@ class Layer(Protocol):
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Load one tensor; called once for each name."""
+
+
+def weight_shapes(layers: Iterable[Layer]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors of some layers, for `Model.weight_shapes`."""
+    return {name: shape for layer in layers for name, shape in layer.shapes().items()}
+
+
+def load_weights(layers: Iterable[Layer], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Load each tensor into the layer that has it, for `Model.load_weights`.
+
+    Raises:
+        KeyError: no layer has a tensor of that name.
+    """
+    owners = {name: layer for layer in layers for name in layer.shapes()}
+    for name, tensor in weights:
+        owners[name].load(name, tensor)
 
 
 class RMSNorm:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from hardpoint import plugins
-from hardpoint.builtin_plugins.models.hf_config import ConfigFields
 from hardpoint.plugins import ModelConfig, ModelFiles, WeightLoader
+from hardpoint.plugins.hf_config import ConfigFields
 
 from .safetensors import read_model_config
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hardpoint.builtin_plugins.models.hf_config import short
 from hardpoint.plugins import HardpointError, ModelError
+from hardpoint.plugins.hf_config import short
 
 _MAX_TEXT_BYTES = 1 << 28
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")

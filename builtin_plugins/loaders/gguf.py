@@ -12,13 +12,13 @@ import gguf
 import numpy as np
 import torch
 
-from hardpoint.builtin_plugins.models.hf_config import (
+from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightLoader
+from hardpoint.plugins.hf_config import (
     ConfigFields,
     model_config,
     short,
     token_ids,
 )
-from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightLoader
 
 from .files import refusing_damage
 from .gguf_file import GGUFFile, open_gguf

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import gguf
 import numpy as np
 
-from hardpoint.builtin_plugins.models.hf_config import short
 from hardpoint.plugins import ModelError
+from hardpoint.plugins.hf_config import short
 
 from .files import refusing_damage, regular_file
 

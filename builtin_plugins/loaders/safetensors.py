@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from hardpoint.builtin_plugins.models.hf_config import (
+from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightLoader
+from hardpoint.plugins.hf_config import (
     default_sampling,
     model_config,
     short,
     token_ids,
 )
-from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightLoader
 
 from .files import (
     file_inside,

@@ -11,9 +11,17 @@ import torch
 import torch.nn.functional as F
 
 from hardpoint.plugins import ForwardBatch, KVSpec, Model, ModelContext
-
-from .hf_config import ConfigFields, short
-from .layers import Embedding, Layer, Linear, RMSNorm, RotaryEmbedding
+from hardpoint.plugins.hf_config import short
+from hardpoint.plugins.models import (
+    ConfigFields,
+    Embedding,
+    Layer,
+    Linear,
+    RMSNorm,
+    RotaryEmbedding,
+    load_weights,
+    weight_shapes,
+)
 
 # Above all models that are known; a config's larger number would be built before the files that
 # have no such layers are read.
@@ -102,14 +110,12 @@ class Llama(Model):
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the checkpoint tensors that the model needs, by Hugging Face name."""
-        return {name: shape for part in self._layers() for name, shape in part.shapes().items()}
+        return weight_shapes(self._layers())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load the tensors one by one; fused matrices are packed once they are complete."""
-        owners = {name: part for part in self._layers() for name in part.shapes()}
         self._rope.allocate()
-        for name, tensor in weights:
-            owners[name].load(name, tensor)
+        load_weights(self._layers(), weights)
         if self._tied:
             self._head.tie(self._embedding)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .hf_config import short
+from hardpoint.plugins.hf_config import short
+
 from .llama import Llama
 
 _SLIDING = "sliding_attention"

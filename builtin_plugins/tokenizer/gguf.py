@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.processors import TemplateProcessing
 
 from hardpoint.builtin_plugins.loaders.gguf_file import GGUFFile
-from hardpoint.builtin_plugins.models.hf_config import short
 from hardpoint.plugins import ModelError
+from hardpoint.plugins.hf_config import short
 
 _CONTROL, _USER_DEFINED = 3, 4
 

@@ -19,7 +19,6 @@ from hardpoint.builtin_plugins.loaders.files import (
     regular_file,
 )
 from hardpoint.builtin_plugins.loaders.gguf_file import open_gguf
-from hardpoint.builtin_plugins.models.hf_config import short
 from hardpoint.plugins import (
     Annotated,
     DecodeStream,
@@ -29,6 +28,7 @@ from hardpoint.plugins import (
     Tokenizer,
     TokenizerContext,
 )
+from hardpoint.plugins.hf_config import short
 
 from .chat_template import ChatRenderer
 from .gguf import build_gguf_tokenizer, special_tokens

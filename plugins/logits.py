@@ -304,18 +304,17 @@ class LogitsPlugin(Component):
         reads: what it looks at. Only the conformance kit reads it so far: this engine waits for
             token ids in every step. One that plans steps ahead will wait only where an active
             processor needs them.
+        State: the type of state that depends on logits: a subclass of `hardpoint.plugins.State`,
+            or bytes.
+        max_state_bytes: its greatest size as msgpack; a larger one is a fault of its request.
+        supports_drafts: whether rows may stand for draft tokens; without it, speculation is
+            refused, naming the processor.
 
     State. `apply` and `edits` never change it: they may be called twice for a step, or for rows
     that stand for draft tokens. Host state that depends on tokens alone is built by `start` and
     carried on by `advance`; device state is declared by `device_state`, filled by `start_row` and
     carried on by `advance_rows`. Host state that depends on logits, too, is carried on by
-    `observe`, and declared:
-
-    Attributes:
-        State: its type, a subclass of `hardpoint.plugins.State`, or bytes.
-        max_state_bytes: its greatest size as msgpack; a larger one is a fault of its request.
-        supports_drafts: whether rows may stand for draft tokens; without it, speculation is
-            refused, naming the processor.
+    `observe`, and declared by `State` and `max_state_bytes`.
     """
 
     phase: ClassVar[Phase]

@@ -11,7 +11,11 @@ from hardpoint import plugins
 from hardpoint.plugins.kinds import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
-PUBLIC = ("hardpoint.plugins", "hardpoint.plugins.commands", "hardpoint.plugins.typed")
+PUBLIC = tuple(
+    ["hardpoint.plugins"]
+    + [f"hardpoint.plugins.{name}" for name in ("commands", "hf_config", "models", "typed")]
+)
+MOST_NAMES = 110
 AUTHORS = [*(ROOT / "builtin_plugins").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
 CALLERS = ("core", "registry", "api", "builtin_plugins")
 
@@ -48,7 +52,7 @@ def test_built_ins_and_examples_are_looked_at():
 
 
 def test_the_list_stays_short_and_every_name_exists():
-    assert len(plugins.__all__) == len(set(plugins.__all__)) <= 100
+    assert len(plugins.__all__) == len(set(plugins.__all__)) <= MOST_NAMES
     assert all(hasattr(plugins, name) for name in plugins.__all__)
 
 

@@ -93,20 +93,20 @@ from .step_record import StepRecord, WaitingFor, WaitReason
 from .tokenizer import DecodeStream, Tokenizer, TokenizerContext
 from .typed import Arguments, Options, State
 
-__all__ = [  # noqa: RUF022 - in groups by kind
-    # Every component
+__all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
+    # Every component: stable
     "Annotated",
     "Arguments",
     "Meta",
     "Options",
     "State",
-    # Errors
+    # Errors: stable
     "ConfigError",
     "HardpointError",
     "ModelError",
     "OverloadedError",
     "RequestError",
-    # Requests and outputs
+    # Requests and outputs: stable
     "CompletionOutput",
     "FinishReason",
     "Logprob",
@@ -116,7 +116,7 @@ __all__ = [  # noqa: RUF022 - in groups by kind
     "RequestOutputKind",
     "RequestStatus",
     "SamplingParams",
-    # Logits processors
+    # Logits processors: stable
     "Added",
     "BatchLogitsProcessor",
     "BatchUpdate",
@@ -134,15 +134,15 @@ __all__ = [  # noqa: RUF022 - in groups by kind
     "Rows",
     "SparseLogitsProcessor",
     "TensorSpec",
-    # Samplers
+    # Samplers: provisional
     "Sampler",
     "SamplerContext",
     "SamplingRows",
-    # Scheduling policies
+    # Scheduling policies: stable
     "Load",
     "PolicyContext",
     "SchedulingPolicy",
-    # Schedulers: the interface, the plan of a step and its outcome
+    # Schedulers, the plan of a step and its outcome: provisional
     "CachedRequests",
     "EncoderCache",
     "EngineCoreEvent",
@@ -159,28 +159,27 @@ __all__ = [  # noqa: RUF022 - in groups by kind
     "Scheduler",
     "SchedulerContext",
     "SchedulerOutput",
-    "SchedulerStats",
     "StepRecord",
     "WaitReason",
     "WaitingFor",
-    # KV cache: eviction policies and event publishers
-    "AllBlocksCleared",
+    # Eviction policies: stable
     "BlockIds",
-    "BlockRemoved",
-    "BlockStored",
     "CachedBlock",
     "CachedPrefix",
     "EvictionContext",
     "EvictionPolicy",
+    # KV event publishers: provisional
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
     "KVEventBatch",
     "KVEventPublisher",
-    "PrefixCacheStats",
     "PublisherContext",
-    # Executors
+    # Executors: provisional
     "Executor",
     "ExecutorContext",
     "WorkerInfo",
-    # Models, loaders and attention backends
+    # Models, loaders and attention backends: provisional
     "AttentionBackend",
     "AttentionContext",
     "AttentionStep",
@@ -192,19 +191,21 @@ __all__ = [  # noqa: RUF022 - in groups by kind
     "ModelContext",
     "ModelFiles",
     "WeightLoader",
-    # Tokenizers
+    # Tokenizers: provisional
     "DecodeStream",
     "Tokenizer",
     "TokenizerContext",
-    # Reasoning parsers
+    # Reasoning parsers: provisional
     "ReasoningContext",
     "ReasoningMarkers",
     "ReasoningParser",
-    # Stat sinks
+    # Stat sinks: stable
     "IterationStats",
+    "PrefixCacheStats",
+    "SchedulerStats",
     "StatSink",
     "StatSinkContext",
-    # Hooks and commands
+    # Hooks and commands: provisional
     "Command",
     "CommandContext",
     "EngineConfig",

@@ -61,6 +61,7 @@ class ComponentDetails:
         summary: first paragraph of its docstring.
         interface: name of the class that it derives from; the kind's name for hooks.
         contract: version of the kind's contract that it states.
+        stability: of the kind's contract, "stable" or "provisional".
         phase: of a logits processor.
         adapter: that runs it, if it was written for another engine.
         hooks: names of the hooks that it implements.
@@ -77,6 +78,7 @@ class ComponentDetails:
     summary: str
     interface: str
     contract: int
+    stability: str
     phase: str | None
     adapter: str | None
     hooks: Sequence[str]

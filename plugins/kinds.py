@@ -22,7 +22,7 @@ from .scheduling_policy import SchedulingPolicy
 from .stats import StatSink
 from .tokenizer import Tokenizer
 
-__all__ = ["KINDS", "PLANNED", "FaultScope", "Kind", "Number", "Process"]
+__all__ = ["KINDS", "PLANNED", "FaultScope", "Kind", "Number", "Process", "Stability"]
 
 
 class Number(Enum):
@@ -55,6 +55,15 @@ class FaultScope(Enum):
     """The engine."""
 
 
+class Stability(Enum):
+    """How far authors may rely on a kind's interface."""
+
+    STABLE = "stable"
+    """It changes only with the kind's contract version, and the version before is accepted."""
+    PROVISIONAL = "provisional"
+    """Any release may change it; its notes say how."""
+
+
 @dataclass(frozen=True)
 class Kind:
     """One extension point.
@@ -77,6 +86,7 @@ class Kind:
     summary: str
     suite: str
     contract: int = 1
+    stability: Stability = Stability.PROVISIONAL
     chosen_by: str | None = None
     forms: tuple[type[Component], ...] = ()
 
@@ -103,6 +113,7 @@ KINDS: dict[str, Kind] = {
     for kind in (
         Kind(
             name="logits_processors",
+            stability=Stability.STABLE,
             interface=LogitsPlugin,
             forms=(LogitsProcessor, SparseLogitsProcessor, BatchLogitsProcessor),
             number=Number.MANY,
@@ -133,6 +144,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="scheduling_policies",
+            stability=Stability.STABLE,
             interface=SchedulingPolicy,
             number=Number.ONE,
             processes=(Process.ENGINE,),
@@ -143,6 +155,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="eviction_policies",
+            stability=Stability.STABLE,
             interface=EvictionPolicy,
             number=Number.ONE,
             processes=(Process.ENGINE,),
@@ -220,6 +233,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="stat_sinks",
+            stability=Stability.STABLE,
             interface=StatSink,
             number=Number.MANY,
             processes=(Process.FRONTEND,),

@@ -82,6 +82,7 @@ class Catalog:
             summary=first_paragraph(target),
             interface=_interface(kind, target),
             contract=target.contract,
+            stability=kind.stability.value,
             phase=_phase(target),
             adapter=adapter_of(target),
             hooks=_hooks(kind, target),

@@ -1,17 +1,19 @@
 """The reference pages are what the code says."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 from support.processes import ROOT
 
+from hardpoint import plugins
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.describing import struct_fields
 from hardpoint.plugins.hooks import HookSpecs
 from hardpoint.plugins.kinds import KINDS
 
-PAGES = ("kinds.md", "hooks.md", "config.md")
+PAGES = ("kinds.md", "types.md", "hooks.md", "config.md")
 
 
 def reference(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -53,6 +55,33 @@ def test_every_kind_is_described(pages, kind):
         assert f"### {form.__name__}" in section
         for method in form.__abstractmethods__:
             assert f"def {method}(" in section
+
+
+def test_every_public_name_is_described_and_says_how_stable_it_is(pages):
+    page = pages["types.md"]
+    rows = [line.split("|")[1:4] for line in page.splitlines() if line.startswith("| ")]
+    stability = {name: stable.strip() for _, stable, names in rows for name in links(names)}
+    for name in plugins.__all__:
+        assert stability[name] in ("stable", "provisional"), name
+        assert f"\n### {name}\n" in page
+    for kind in KINDS.values():
+        for name in kind.interface_names:
+            assert stability[name] == kind.stability.value, name
+
+
+def test_every_field_of_a_type_is_described(pages):
+    """What an interface passes is described whole: structs, dataclasses and protocols."""
+    page = pages["types.md"]
+    for cls in (plugins.SchedulerOutput, plugins.LogitsRequest, plugins.Rows, plugins.Request):
+        section = page.split(f"\n### {cls.__name__}\n")[1].split("\n### ")[0]
+        for name in vars(cls).get("__annotations__", {}):
+            assert f"| `{name}` |" in section or name.startswith("_"), f"{cls.__name__}.{name}"
+    for passed in ("SchedulerLimits", "KVCacheManager", "Worker"):  # in contexts, not in __all__
+        assert f"\n### {passed}\n" in page
+
+
+def links(cell: str) -> list[str]:
+    return re.findall(r"\[`(\w+)`\]", cell)
 
 
 def test_every_hook_is_described(pages):

@@ -101,6 +101,7 @@ def _details_json(details: ComponentDetails) -> dict[str, Any]:
         "interface": details.interface,
         "adapter": details.adapter,
         "contract": details.contract,
+        "stability": details.stability,
         "phase": details.phase,
         "place": info.place,
         "options": dict(details.options),
@@ -113,7 +114,7 @@ def _details_text(details: ComponentDetails) -> str:
     """Return the details as lines of text."""
     info = details.info
     facts = {
-        "interface": f"{details.interface}, contract {details.contract}",
+        "interface": f"{details.interface}, contract {details.contract} ({details.stability})",
         "adapter": details.adapter,
         "class": info.value,
         "from": info.package,

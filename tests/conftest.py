@@ -53,6 +53,12 @@ def acme_scheduling(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return once(tmp_path_factory, "acme_scheduling", install_wheel) / "site"
 
 
+@pytest.fixture(scope="session")
+def acme_gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the wheel of examples/acme_gpt is installed."""
+    return once(tmp_path_factory, "acme_gpt", install_wheel) / "site"
+
+
 def install_wheel(work: Path) -> None:
     """Build the wheel of the example that `work` is named after; install it into `work/site`."""
     source = work / "source"

@@ -23,7 +23,8 @@ rng = random.Random(1)
 asked = [
     {"xtc": {"threshold": 0.01, "probability": 0.5}},
     {"dry": {"allowed_length": 1, "multiplier": 20.0}},
-    {"xtc": {"threshold": 0.01, "probability": 1.0}, "dry": {"allowed_length": 1}},
+    {"xtc": {"threshold": 0.01, "probability": 1.0}, "dry": {"allowed_length": 1},
+     "mirostat": {"tau": 1.0, "eta": 0.9}},
     {},
 ]
 jobs = []
@@ -37,7 +38,7 @@ def tokens(outputs):
     return [output.outputs[0].token_ids for output in outputs]
 
 def llm(**extra):
-    extra["plugins"] = {"enable": ["dry", "xtc"]}
+    extra["plugins"] = {"enable": ["dry", "xtc", "mirostat"]}
     return LLM(config=scripted_config(folder, extra))
 
 with llm() as engine:

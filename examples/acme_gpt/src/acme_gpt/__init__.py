@@ -1,0 +1,1 @@
+"""A model family from a third party: a small GPT, its file format and its byte tokenizer."""

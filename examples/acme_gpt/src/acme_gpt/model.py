@@ -1,0 +1,125 @@
+"""A small GPT-2: learned positions, layer norms before each part, tied embeddings."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from hardpoint.plugins import ForwardBatch, KVSpec, Model, ModelContext
+from hardpoint.plugins.models import (
+    ConfigFields,
+    Embedding,
+    Layer,
+    Linear,
+    load_weights,
+    weight_shapes,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class LayerNorm:
+    """Layer normalisation with weight and bias."""
+
+    def __init__(self, name: str, size: int) -> None:
+        """`name` is that of its tensors, without `.weight` and `.bias`."""
+        self._name = name
+        self._size = size
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of weight and bias."""
+        return {f"{self._name}.{part}": (self._size,) for part in ("weight", "bias")}
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep weight or bias."""
+        self._tensors[name.rsplit(".", 1)[1]] = tensor
+
+    def to(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Convert the tensors."""
+        self._tensors = {name: t.to(device, dtype) for name, t in self._tensors.items()}
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise x [tokens, size]."""
+        return F.layer_norm(x, (self._size,), self._tensors["weight"], self._tensors["bias"])
+
+
+class Block:
+    """Attention and a feed-forward part, each with a norm before it."""
+
+    def __init__(self, name: str, hidden: int, context: ModelContext) -> None:
+        """`name` begins the names of its tensors."""
+        place = {"bias": True, "dtype": context.dtype, "device": context.device}
+        self.norm_1 = LayerNorm(f"{name}.norm_1", hidden)
+        self.norm_2 = LayerNorm(f"{name}.norm_2", hidden)
+        self.qkv = Linear([(f"{name}.{part}", hidden) for part in "qkv"], hidden, **place)
+        self.out = Linear([(f"{name}.out", hidden)], hidden, **place)
+        self.up = Linear([(f"{name}.up", 4 * hidden)], hidden, **place)
+        self.down = Linear([(f"{name}.down", hidden)], 4 * hidden, **place)
+
+    def layers(self) -> list[Layer]:
+        """Return the parts that have tensors."""
+        return [self.norm_1, self.qkv, self.out, self.norm_2, self.up, self.down]
+
+
+class TinyGPT(Model):
+    """Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019)."""
+
+    contract = 1
+
+    def __init__(self, context: ModelContext) -> None:
+        """Read the fields of the config; raise ModelError for those that do not fit."""
+        super().__init__(context)
+        fields = ConfigFields(context.config.hf, "TinyGPT config")
+        hidden = fields.whole("hidden_size", at_most=1 << 16)
+        self._heads = fields.whole("num_heads")
+        if hidden % self._heads:
+            raise fields.error("num_heads", f"expected a divisor of {hidden}, got {self._heads}")
+        self._head_size = hidden // self._heads
+        place = {"dtype": context.dtype, "device": context.device}
+        vocab, positions = context.config.vocab_size, context.config.max_position_embeddings
+        self._tokens = Embedding("tokens", vocab, hidden, **place)
+        self._positions = Embedding("positions", positions, hidden, **place)
+        count = fields.whole("num_layers", at_most=1 << 10)
+        self._blocks = [Block(f"blocks.{i}", hidden, context) for i in range(count)]
+        self._norm = LayerNorm("norm", hidden)
+        self._head = Linear([("tokens", vocab)], hidden, bias=False, **place)
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all tensors of the file."""
+        return weight_shapes(self._layers())
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load the tensors, and use the embedding as the head."""
+        load_weights(self._layers(), weights)
+        for layer in self._layers():
+            if isinstance(layer, LayerNorm):
+                layer.to(self.context.dtype, self.context.device)
+        self._head.tie(self._tokens)
+
+    def kv_specs(self) -> list[KVSpec]:
+        """Return one spec per block."""
+        scale = 1 / math.sqrt(self._head_size)
+        return [KVSpec(self._heads, self._heads, self._head_size, scale) for _ in self._blocks]
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return hidden states [tokens, hidden]."""
+        x = self._tokens(batch.token_ids) + self._positions(batch.positions)
+        for index, block in enumerate(self._blocks):
+            qkv = block.qkv(block.norm_1(x)).view(len(x), 3, self._heads, self._head_size)
+            attended = batch.attend(index, *(part.contiguous() for part in qkv.unbind(1)))
+            x = x + block.out(attended.reshape(len(x), -1))
+            x = x + block.down(F.gelu(block.up(block.norm_2(x)), approximate="tanh"))
+        return self._norm(x)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [rows, vocab] of hidden states [rows, hidden]."""
+        return self._head(hidden)
+
+    def _layers(self) -> list[Layer]:
+        blocks = [layer for block in self._blocks for layer in block.layers()]
+        return [self._tokens, self._positions, *blocks, self._norm]

@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 
-class PrefixCacheStats(msgspec.Struct, array_like=True, gc=False):
+class PrefixCacheStats(msgspec.Struct, gc=False):
     """Prefix cache totals since the start.
 
     Attributes:
@@ -37,7 +37,7 @@ class PrefixCacheStats(msgspec.Struct, array_like=True, gc=False):
     hit_tokens: int = 0
 
 
-class SchedulerStats(msgspec.Struct, array_like=True, kw_only=True, gc=False):
+class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):
     """State of a scheduler, with totals since the start.
 
     Attributes:
@@ -127,7 +127,7 @@ class IterationStats(msgspec.Struct, kw_only=True):
     scheduler: SchedulerStats | None = None
 
 
-class PluginMeter(msgspec.Struct, array_like=True):
+class PluginMeter(msgspec.Struct):
     """Costs of a plugin in one worker since the start.
 
     Attributes:
@@ -147,7 +147,7 @@ class PluginMeter(msgspec.Struct, array_like=True):
     slowest_step: float = 0.0
 
 
-class StepFault(msgspec.Struct, array_like=True, frozen=True):
+class StepFault(msgspec.Struct, frozen=True):
     """Faults of a plugin's decisions, which the built-in default made instead.
 
     Attributes:

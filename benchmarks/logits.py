@@ -46,6 +46,7 @@ from hardpoint.plugins import (
     LogitsRequest,
     SamplingParams,
 )
+from hardpoint.plugins.arguments import prepared_type
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 
 SIZES = ((32, 49_152), (256, 49_152), (32, 128_256), (256, 128_256))
@@ -117,7 +118,7 @@ CASES = {
     "min_p 0.05": Case("min_p", lambda *_: {"min_p": 0.05}),
     "thinking_budget": Case(
         "thinking_budget",
-        lambda *_: {"thinking_token_budget": 1_000_000, "start": THINK, "end": END_THINKING},
+        lambda *_: {"thinking_token_budget": 1_000_000, "opening": THINK, "closing": END_THINKING},
     ),
 }
 
@@ -182,7 +183,7 @@ class Batch:
         if case is None:
             return {}
         (cls,) = (type(runner.processor) for runner in runners if runner.name == case.processor)
-        return {case.processor: cls.Arguments(**case.fields(rng, vocab))}
+        return {case.processor: prepared_type(cls)(**case.fields(rng, vocab))}
 
     def _enter(self) -> None:
         added = tuple(

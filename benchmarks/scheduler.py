@@ -99,7 +99,7 @@ class Hardpoint:
                 BLOCK_SIZE,
                 eviction=plugins.create(plugins.one("eviction_policies"), EvictionContext),
             ),
-            policy=PolicySlot(plugins, StepFaults()).policy,
+            policy=PolicySlot(plugins, StepFaults(), 257).policy,
             clock=time.monotonic,
         )
         context = self._scheduler.context

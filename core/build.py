@@ -31,7 +31,6 @@ from hardpoint.core.worker.worker import WorkerSpec
 from hardpoint.plugins import (
     EngineConfig,
     ModelFiles,
-    ReasoningContext,
     ReasoningParser,
     SamplingParams,
     Tokenizer,
@@ -42,7 +41,7 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.read_only import read_only
 from hardpoint.plugins.typed import join_path
 from hardpoint.registry.discovery import installed_version
-from hardpoint.registry.guards import GuardedReasoningParser, GuardedTokenizer
+from hardpoint.registry.guards import GuardedTokenizer, open_parser
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 
@@ -308,5 +307,4 @@ def _reasoning(
     if config.reasoning.parser is None:
         return None
     entry = plugins.get("reasoning_parsers", config.reasoning.parser)
-    parser: ReasoningParser = plugins.create(entry, ReasoningContext, tokenizer=tokenizer)
-    return GuardedReasoningParser(parser, entry.source, vocab_size)
+    return open_parser(plugins, entry, tokenizer, vocab_size)

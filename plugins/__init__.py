@@ -12,6 +12,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from .arguments import PrepareContext
 from .commands import Command, CommandContext
 from .config import EngineConfig
 from .errors import ConfigError, HardpointError, ModelError, OverloadedError, RequestError
@@ -42,7 +43,6 @@ from .logits import (
     Moved,
     Op,
     Phase,
-    PrepareContext,
     Reads,
     RowMap,
     Rows,
@@ -99,6 +99,7 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "Arguments",
     "Meta",
     "Options",
+    "PrepareContext",
     "State",
     # Errors: stable
     "ConfigError",
@@ -128,7 +129,6 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "Moved",
     "Op",
     "Phase",
-    "PrepareContext",
     "Reads",
     "RowMap",
     "Rows",

@@ -59,8 +59,8 @@ class HookSpecs:
         Called for each of the `n` completions. May change the fields: they are checked again, and
         an invalid value refuses the request, naming the plugin and the field.
         `external_req_id` (the user's id), `request_id` (the internal one), `child_index` and
-        `client_index` must not change. `plugin_args` holds the resolved arguments of each logits
-        processor; those of parameters that change in `params` are resolved again.
+        `client_index` must not change. `plugin_args` holds the arguments for each component, as its
+        `prepare` returned them; those of parameters that change in `params` are prepared again.
         Raising a ValueError refuses the request with that message; any other error also refuses
         it, and names the plugin.
         """

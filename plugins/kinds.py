@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from .arguments import ComponentWithArguments
 from .component import Component
 from .executor import Executor
 from .kv_cache import EvictionPolicy, KVEventPublisher
@@ -99,6 +100,11 @@ class Kind:
     def scope_can_be_raised(self) -> bool:
         """Whether `plugins.on_error` may let faults of its components end the engine."""
         return self.name == "logits_processors" or self.fault_scope is FaultScope.STEP
+
+    @property
+    def takes_arguments(self) -> bool:
+        """Whether requests may give arguments for its components."""
+        return self.interface is not None and issubclass(self.interface, ComponentWithArguments)
 
     @property
     def interface_names(self) -> list[str]:

@@ -10,14 +10,13 @@ from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from . import typed
-from .component import Component, Context
+from .arguments import ComponentWithArguments
+from .component import Context
 from .params import SamplingParams
+from .type_variables import ArgumentsT_co, StateT_co
 
 if TYPE_CHECKING:
     import torch
-
-    from .reasoning import ReasoningParser
-    from .tokenizer import Tokenizer
 
 __all__ = [
     "Added",
@@ -32,7 +31,6 @@ __all__ = [
     "Moved",
     "Op",
     "Phase",
-    "PrepareContext",
     "Reads",
     "RowMap",
     "Rows",
@@ -205,25 +203,6 @@ class LogitsContext(Context["LogitsPlugin"]):
     max_num_seqs: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrepareContext:
-    """The request and frontend components that `prepare` may use.
-
-    Attributes:
-        params: checked parameters of the request.
-        stop_token_ids: every token id that ends the request.
-        reasoning: the configured reasoning parser, if any.
-    """
-
-    options: Any
-    params: SamplingParams
-    prompt_token_ids: Sequence[int]
-    stop_token_ids: Sequence[int]
-    vocab_size: int
-    tokenizer: Tokenizer | None
-    reasoning: ReasoningParser | None = None
-
-
 @dataclass(slots=True, eq=False, frozen=True)
 class LogitsRequest:
     """One request, as logits processors see it: they change nothing of it.
@@ -235,6 +214,7 @@ class LogitsRequest:
         state: results of `start`, by plugin name.
         child_index: index among the prompt's `n` completions.
         row: its row in the batch, in this step.
+        sampler_arguments: its arguments for the sampler.
         draft_of: the request whose draft token the row verifies; its `output_token_ids` then
             end with the drafts before it. None for other rows.
     """
@@ -248,11 +228,14 @@ class LogitsRequest:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
     row: int = 0
+    sampler_arguments: Any = None
     draft_of: LogitsRequest | None = None
 
 
-class Rows(Protocol):
+class Rows(Protocol[ArgumentsT_co, StateT_co]):
     """The rows of one step whose requests use a processor, in the order of `logits`.
+
+    `Rows[Arguments, History]` in an annotation says what a processor's arguments and states are.
 
     Attributes:
         requests: one per row.
@@ -271,10 +254,10 @@ class Rows(Protocol):
     def __len__(self) -> int:
         """Return the number of rows."""
 
-    def arguments(self) -> Sequence[Any]:
+    def arguments(self) -> Sequence[ArgumentsT_co]:
         """Return each row's arguments for this processor."""
 
-    def states(self) -> Sequence[Any]:
+    def states(self) -> Sequence[StateT_co]:
         """Return each row's state for this processor."""
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -287,7 +270,7 @@ class Rows(Protocol):
         """Return the device state `name` of every row as [rows, *shape]; read it only."""
 
 
-class LogitsPlugin(Component):
+class LogitsPlugin(ComponentWithArguments):
     """What every form of logits processor shares. Derive from one of the forms, not from this.
 
     A request uses the processor if it gives arguments for it: under `plugin_args[name]`, or by
@@ -327,24 +310,7 @@ class LogitsPlugin(Component):
     supports_drafts: ClassVar[bool] = True
     State: ClassVar[type[Any]] = typed.State
 
-    class Arguments(typed.Arguments):
-        """No arguments; override with a subclass of `hardpoint.plugins.Arguments`."""
-
     context: LogitsContext
-
-    @classmethod
-    def prepare(cls, arguments: Any, context: PrepareContext) -> Any:  # noqa: ARG003
-        """Check or complete one request's arguments, in the frontend, once.
-
-        Returns:
-            The arguments to use: the same, or others of the same type (strings resolved to
-            token ids, say).
-
-        Raises:
-            ValueError: refuses the request; the user gets the message after the path of the
-                arguments. A RequestError is passed on unchanged.
-        """
-        return arguments
 
     @classmethod
     def uses(cls, params: SamplingParams) -> bool:  # noqa: ARG003

@@ -6,9 +6,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 from .component import Component, Context
+from .type_variables import CacheT, PlanT
 
 if TYPE_CHECKING:
     import numpy as np
@@ -154,8 +155,11 @@ class AttentionContext(Context["AttentionBackend"]):
     block_size: int
 
 
-class AttentionBackend(Component):
-    """Stores keys and values in blocks and computes attention over them. One per device."""
+class AttentionBackend(Component, Generic[CacheT, PlanT]):
+    """Stores keys and values in blocks and computes attention over them. One per device.
+
+    `AttentionBackend[Cache, Plan]` as a base says what `allocate` and `plan` return.
+    """
 
     kv_layout: ClassVar[str] = ""
     """Name of the cache's shape and order; caches of other layouts never meet. May be empty."""
@@ -169,16 +173,22 @@ class AttentionBackend(Component):
         """Return the bytes of one block of one layer."""
 
     @abstractmethod
-    def allocate(self, spec: KVSpec, num_blocks: int) -> Any:
+    def allocate(self, spec: KVSpec, num_blocks: int) -> CacheT:
         """Return a zeroed cache of `num_blocks` blocks for one layer."""
 
     @abstractmethod
-    def plan(self, step: AttentionStep) -> Any:
+    def plan(self, step: AttentionStep) -> PlanT:
         """Return what all layers share in a step, masks and indices for example."""
 
     @abstractmethod
     def attend(
-        self, spec: KVSpec, cache: Any, plan: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        spec: KVSpec,
+        cache: CacheT,
+        plan: PlanT,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
     ) -> torch.Tensor:
         """Write k and v to the cache, then attend causally.
 

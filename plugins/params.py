@@ -81,7 +81,8 @@ class SamplingParams(Strict, omit_defaults=True):
         logits_processors: callables `(output_ids, logits)` or `(prompt_ids, output_ids, logits)`
             that return the logits [vocab] of this request; only if the engine runs in the caller's
             process. Otherwise enable a factory of such callables as a plugin.
-        plugin_args: arguments of plugins by name, each a mapping or an `Arguments` instance.
+        plugin_args: arguments of plugins by name or `kind/name`, each a mapping or an `Arguments`
+            instance.
     """
 
     n: Annotated[int, Meta(ge=1, le=4096)] = 1

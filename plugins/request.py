@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from enum import Enum
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn
 
 from .params import SamplingParams
 from .read_only import ReadOnlyList, read_only
 from .requests import EngineCoreEvent, EngineCoreRequest
+from .type_variables import ArgumentsT_co
 
 __all__ = ["Request", "RequestStatus", "RequestView"]
 
@@ -24,8 +25,10 @@ class RequestStatus(Enum):
     FINISHED = "finished"
 
 
-class Request:
+class Request(Generic[ArgumentsT_co]):
     """A live request. Only the scheduler modifies it; policies get a view of it.
+
+    `Request[Arguments]` in an annotation says what a policy's arguments are.
 
     Attributes:
         source: the request as received.
@@ -45,11 +48,14 @@ class Request:
         num_preemptions: number of preemptions.
         num_overtaken: steps that admitted another request first while it was set aside.
         events: events not sent yet.
+        arguments: for the policy: what its `prepare` made of those that the request gives, the
+            defaults if it gives none. The engine sets it before a policy gets the request.
         view: what policies get for it, made for the first one that is called. A scheduler sets it
             to None when the request ends.
     """
 
     __slots__ = (
+        "arguments",
         "arrival_time",
         "draft_token_ids",
         "events",
@@ -89,6 +95,7 @@ class Request:
         self.num_preemptions = 0
         self.num_overtaken = 0
         self.events: list[EngineCoreEvent] = []
+        self.arguments: ArgumentsT_co = None  # type: ignore[assignment]
         self.view: RequestView | None = None
 
     @property

@@ -78,8 +78,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, kw_only=True):
         prompt_token_ids: never empty, all inside the vocabulary.
         params: checked; `max_tokens` and `seed` are filled in.
         eos_token_ids: the model's own end-of-sequence tokens; empty under `ignore_eos`.
-        plugin_args: per logits processor that this request uses, its checked arguments as
-            plain data.
+        plugin_args: per component that has arguments of this request, these as plain data,
+            prepared. The key is the name of a logits processor, and `kind/name` of any other
+            component.
         arrival_time: seconds on the clock of the frontend, which sets 0 to the time of the call and
             measures latencies from it. The engine sets it to its own clock's time when the request
             arrives there.

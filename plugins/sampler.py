@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic
 
-from .component import Component, Context
+from .arguments import ComponentWithArguments, argument_column
+from .component import Context
+from .type_variables import ArgumentsT_co
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +26,10 @@ class SamplerContext(Context["Sampler"]):
 
 
 @dataclass(frozen=True)
-class SamplingRows:
+class SamplingRows(Generic[ArgumentsT_co]):
     """The rows of one step, as tensors on the device.
+
+    `SamplingRows[Arguments]` in an annotation says what a sampler's arguments are.
 
     Attributes:
         greedy: bool [rows]; whether to choose the likeliest token, of equals the lowest id.
@@ -32,6 +37,8 @@ class SamplingRows:
         any_greedy: whether any row is greedy; known without a sync.
         seeds: int64 [rows]; the request's seed, mixed with its completion index.
         positions: int64 [rows]; output position of the token to choose, 0 for the first.
+        given: each row's arguments for the sampler.
+        columns: the tensors that `tensor` has made, by name; kept while the rows stay the same.
     """
 
     greedy: torch.Tensor
@@ -39,10 +46,28 @@ class SamplingRows:
     any_greedy: bool
     seeds: torch.Tensor
     positions: torch.Tensor
+    given: Sequence[ArgumentsT_co] = ()
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def arguments(self) -> Sequence[ArgumentsT_co]:
+        """Return each row's arguments; the defaults for a request that gives none."""
+        return self.given
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return the argument `name` of every row as [rows, 1] on the device.
+
+        Whole numbers give int64, others float32. It is rebuilt only when the rows change.
+        """
+        if name not in self.columns:
+            self.columns[name] = argument_column(self.given, name, self.seeds.device)
+        return self.columns[name]
 
 
-class Sampler(Component):
-    """Chooses the next token of every row."""
+class Sampler(ComponentWithArguments):
+    """Chooses the next token of every row.
+
+    A request gives it arguments under `plugin_args[name]`; `rows.arguments()` has them.
+    """
 
     context: SamplerContext
 

@@ -279,6 +279,10 @@ class Scheduler(Component):
         """Return a live request, not to be modified; None if the id is unknown."""
         raise self._lacks("shows no live requests")
 
+    def live_requests(self) -> Iterable[Request]:
+        """Return all live requests, of which only `arguments` and `source` may be modified."""
+        raise self._lacks("shows no live requests")
+
     def why_waiting(self, request_id: str) -> WaitReason | None:  # noqa: ARG002
         """Return why a live request got no tokens in the last step; None if it got some.
 

@@ -7,7 +7,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .component import Component, Context
+from .arguments import ComponentWithArguments
+from .component import Context
 from .request import Request
 
 __all__ = ["Load", "PolicyContext", "SchedulingPolicy"]
@@ -52,12 +53,14 @@ class PolicyContext(Context["SchedulingPolicy"]):
     """Context of a scheduling policy."""
 
 
-class SchedulingPolicy(Component):
+class SchedulingPolicy(ComponentWithArguments):
     """Orders waiting requests and chooses preemption victims. Only `key` must be implemented.
 
     The cost of a step does not depend on the number of waiting requests: keys are static, and only
     groups are compared again in each step. To order by something that changes with time, express it
     as a static key (waiting longer is arriving earlier) or as a few groups.
+
+    A request gives it arguments under `plugin_args[name]`; `request.arguments` has them.
 
     If a method raises or returns an invalid value, `fcfs` makes that decision and `LLM.health()`
     counts the fault.

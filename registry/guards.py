@@ -9,17 +9,21 @@ from typing import Any, TypeVar
 
 from hardpoint.plugins import (
     HardpointError,
+    ReasoningContext,
     ReasoningMarkers,
     ReasoningParser,
     RequestError,
     Tokenizer,
+    typed,
 )
+from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.errors import PluginFaultError, shown
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.manifest import PluginEntry, Source
 from hardpoint.plugins.tokenizer import DecodeStream
 
 from .blame import describe, raise_unless_fault
+from .plugin_set import PluginSet
 
 T = TypeVar("T")
 
@@ -220,3 +224,30 @@ class GuardedReasoningParser(_Guard, ReasoningParser):
         """Return the error of the request for which a method failed."""
         reason = reason if isinstance(reason, str) else f"failed: {describe(reason)}"
         return RequestError(f"reasoning parser {self.name!r}: its {method} {reason}")
+
+
+def open_parser(
+    plugins: PluginSet,
+    entry: PluginEntry,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    arguments: typed.Arguments | None = None,
+) -> GuardedReasoningParser:
+    """Return a new reasoning parser.
+
+    Args:
+        plugins: of the engine.
+        entry: of the parser.
+        tokenizer: of its context.
+        vocab_size: of the model.
+        arguments: of the request that it is for; None is the defaults.
+
+    Raises:
+        PluginLoadError: its constructor failed.
+    """
+    if arguments is None:
+        arguments = prepared_type(plugins.target(entry))()
+    parser: ReasoningParser = plugins.create(
+        entry, ReasoningContext, tokenizer=tokenizer, arguments=arguments
+    )
+    return GuardedReasoningParser(parser, entry.source, vocab_size)

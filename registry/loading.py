@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+import msgspec
+
 from hardpoint.plugins import typed
+from hardpoint.plugins.arguments import ComponentWithArguments
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.errors import (
     HardpointError,
@@ -25,6 +28,7 @@ from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.params import SamplingParams
 
 from .blame import describe, raise_unless_fault
+from .request_arguments import prepares
 
 
 @contextlib.contextmanager
@@ -194,6 +198,32 @@ def _check_types(target: type[Component], source: Source) -> None:
         if not (inspect.isclass(declared) and issubclass(declared, base)):
             raise PluginContractError(
                 f"{source}: its {attribute} must derive from hardpoint.plugins.{attribute}"
+            )
+    if issubclass(target, ComponentWithArguments):
+        _check_arguments(target, source)
+    elif hasattr(target, "Arguments"):
+        raise PluginContractError(
+            f"{source}: it has Arguments, but requests give none to a component of its kind; "
+            f"expected Options"
+        )
+
+
+def _check_arguments(target: type[ComponentWithArguments], source: Source) -> None:
+    """Check the types of a component's arguments."""
+    prepared = getattr(target, "Prepared", target.Arguments)
+    if not (inspect.isclass(prepared) and issubclass(prepared, target.Arguments)):
+        raise PluginContractError(f"{source}: its Prepared must derive from its Arguments")
+    if prepared is not target.Arguments and not prepares(target):
+        raise PluginContractError(
+            f"{source}: it has Prepared but no prepare that returns it; add prepare"
+        )
+    if issubclass(target, LogitsPlugin):
+        return
+    for field in msgspec.structs.fields(prepared):
+        if field.required:
+            raise PluginContractError(
+                f"{source}: every request uses it, also without arguments, so its "
+                f"{prepared.__name__}.{field.name} needs a default"
             )
 
 

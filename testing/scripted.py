@@ -45,7 +45,7 @@ def history_hash(tokens: Iterable[int]) -> int:
     return value
 
 
-class HistoryAttention(AttentionBackend):
+class HistoryAttention(AttentionBackend[torch.Tensor, AttentionStep]):
     """Stores token ids as keys; "attends" by hashing every token up to the query's own."""
 
     contract = 1

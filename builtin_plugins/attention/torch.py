@@ -176,7 +176,7 @@ Cache = tuple[torch.Tensor, ...]
 """Keys and values, each [blocks, block_size, num_kv_heads, head_size]."""
 
 
-class TorchAttention(AttentionBackend):
+class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
     """Paged attention with torch operations, on any device."""
 
     # Grouped-query attention: query heads that share a key head are laid along the query dimension

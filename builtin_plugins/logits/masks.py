@@ -175,11 +175,16 @@ class BadWords(SparseLogitsProcessor):
 
         Attributes:
             bad_words: strings that must not be generated.
-            sequences: the same as token ids; `prepare` adds the encodings of `bad_words`.
+            sequences: the same as token ids.
         """
 
         bad_words: list[Annotated[str, Meta(min_length=1)]] = []
         sequences: list[Annotated[list[TokenId], Meta(min_length=1)]] = []
+
+    class Prepared(Arguments):
+        """The arguments, and `encoded`: the token ids of `bad_words`."""
+
+        encoded: list[list[TokenId]] = []
 
     def __init__(self, context: LogitsContext) -> None:
         """Create the processor with an empty cache."""
@@ -188,34 +193,36 @@ class BadWords(SparseLogitsProcessor):
         self._cache = RowCache[Edits]()
 
     @classmethod
-    def prepare(cls, arguments: Any, context: PrepareContext) -> Any:
+    def prepare(cls, arguments: Arguments, context: PrepareContext) -> Prepared:
         """Encode each word.
 
         Raises:
             ValueError: there is no tokenizer, a token is outside the vocabulary, or every allowed
                 token is forbidden.
         """
-        sequences = list(arguments.sequences)
+        encoded: list[list[int]] = []
         for word in arguments.bad_words:
             if context.tokenizer is None:
                 raise ValueError(
                     f"{word!r} needs a tokenizer, and there is none; give token ids "
                     f"as plugin_args bad_words.sequences"
                 )
-            sequences += _encodings(word, context.tokenizer)
+            encoded += _encodings(word, context.tokenizer)
+        sequences = [*arguments.sequences, *encoded]
         for sequence in sequences:
             _check_vocabulary(sequence, context.vocab_size)
         forbidden = {sequence[0] for sequence in sequences if len(sequence) == 1}
         allowed = context.params.allowed_token_ids
         if allowed and forbidden.issuperset(allowed):
             raise ValueError(f"each of allowed_token_ids {allowed} is forbidden")
-        return msgspec.structs.replace(arguments, sequences=sequences)
+        return cls.Prepared(**msgspec.structs.asdict(arguments), encoded=encoded)
 
     def start(self, request: LogitsRequest) -> _Sequences:
         """Index the request's sequences; the result never changes."""
         single: list[int] = []
         by_last: dict[int, list[tuple[list[int], int]]] = {}
-        for sequence in request.arguments[self.name].sequences:
+        arguments = request.arguments[self.name]
+        for sequence in (*arguments.sequences, *arguments.encoded):
             if len(sequence) == 1:
                 single.append(sequence[0])
             else:

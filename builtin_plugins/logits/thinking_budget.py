@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -56,8 +56,19 @@ class ThinkingBudget(SparseLogitsProcessor):
         start: list[TokenId] = []
         end: list[TokenId] = []
 
+    class Prepared(Arguments):
+        """The arguments, and the markers to look for.
+
+        Attributes:
+            opening: `start`, or the reasoning parser's start marker.
+            closing: `end`, or the reasoning parser's end marker.
+        """
+
+        opening: list[TokenId] = []
+        closing: list[TokenId] = []
+
     @classmethod
-    def prepare(cls, arguments: Any, context: PrepareContext) -> Any:
+    def prepare(cls, arguments: Arguments, context: PrepareContext) -> Prepared:
         """Add the reasoning parser's markers where the request has none.
 
         Raises:
@@ -65,7 +76,7 @@ class ThinkingBudget(SparseLogitsProcessor):
                 or equal, or the request does not allow the end marker.
         """
         if arguments.thinking_token_budget is None:
-            return arguments
+            return cls.Prepared(**msgspec.structs.asdict(arguments))
         start, end = arguments.start, arguments.end
         if not start and not end:
             if context.reasoning is None:
@@ -86,16 +97,17 @@ class ThinkingBudget(SparseLogitsProcessor):
         allowed = context.params.allowed_token_ids
         if allowed is not None and not set(end) <= set(allowed):
             raise ValueError(f"its end marker {end} is not among allowed_token_ids {allowed}")
-        return msgspec.structs.replace(arguments, start=start, end=end)
+        given = msgspec.structs.asdict(arguments)
+        return cls.Prepared(**given, opening=start, closing=end)
 
     def start(self, request: LogitsRequest) -> ThinkingState | None:
         """Return the state after prompt and outputs; None if no token can ever be forced."""
         arguments = request.arguments[self.name]
         budget = arguments.thinking_token_budget
-        if budget is None or not arguments.start or not arguments.end:
+        if budget is None or not arguments.opening or not arguments.closing:
             return None
         state = _after_prompt(
-            _Rules(budget, _marker(arguments.start), _marker(arguments.end)),
+            _Rules(budget, _marker(arguments.opening), _marker(arguments.closing)),
             request.prompt_token_ids,
         )
         for token in request.output_token_ids:

@@ -186,6 +186,10 @@ class DefaultScheduler(Scheduler):
             num_accepted_drafts=self._drafts.accepted,
         )
 
+    def live_requests(self) -> Iterable[Request]:
+        """Return all live requests."""
+        return self._tracker.requests.values()
+
     def live_request(self, request_id: str) -> Request | None:
         """Return a live request, to be read only; None if there is none with this id."""
         return self._tracker.requests.get(request_id)

@@ -105,7 +105,7 @@ def build_core(
     activity = activity or Activity()
     faults = StepFaults.under(config.plugins, activity)
     with contextlib.ExitStack() as undo:
-        policy = PolicySlot(plugins, faults)
+        policy = PolicySlot(plugins, faults, spec.model_config.vocab_size)
         undo.callback(policy.close)
         publishers = create_all(plugins, "kv_event_publishers", faults, PublisherContext)
         kv_events = KVEventFanout(publishers, time.time)

@@ -68,11 +68,12 @@ class EngineCore(EngineUtilities):
             arrived: when the engine got it, in seconds on its clock; None is now.
 
         Raises:
-            RequestError: the request could never run, its id is that of a live request, too many
-                requests wait, or the scheduler did not add it.
+            RequestError: the request could never run, its arguments do not fit the policy, its id
+                is that of a live request, too many requests wait, or the scheduler did not add it.
         """
         if live_request(self._scheduler, request.request_id) is not None:
             raise RequestError(f"request_id: {request.request_id!r} is the id of a live request")
+        self._parts.policy.take_arguments(request)
         # Not the client's: its clock may be another one, and it could jump the queue.
         request.arrival_time = self._scheduler.context.clock() if arrived is None else arrived
         num_before = self._scheduler.num_unfinished_requests()

@@ -12,17 +12,23 @@ import msgspec
 from hardpoint.core.activity import PluginCalls, tracked
 from hardpoint.core.faults import FaultReporter, StepFaults
 from hardpoint.plugins import (
+    ConfigError,
     EngineConfig,
+    EngineCoreRequest,
     Load,
     PolicyContext,
+    PrepareContext,
     Request,
+    RequestError,
     Scheduler,
     SchedulingPolicy,
 )
+from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.errors import PluginFaultError, shown
 from hardpoint.plugins.kinds import KINDS
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.manifest import PluginEntry, Source
+from hardpoint.plugins.read_only import ReadOnlyList, read_only
 from hardpoint.plugins.request import RequestView
 from hardpoint.plugins.scheduling_policy import OPTIONAL_METHODS
 from hardpoint.plugins.typed import convert
@@ -30,6 +36,14 @@ from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.registry.references import with_references
+from hardpoint.registry.request_arguments import (
+    argument_key,
+    convert_arguments,
+    given_fields,
+    prepare_arguments,
+    prepares,
+    takes_arguments,
+)
 from hardpoint.registry.selection import Selection
 
 _KIND = "scheduling_policies"
@@ -48,12 +62,17 @@ class GuardedPolicy(SchedulingPolicy):
     Attributes:
         wrapped: the policy itself.
         report: the reporter of its faults.
+        arguments: convert the arguments of its requests; without them, requests have none.
     """
 
     contract = 1
 
     def __init__(
-        self, policy: SchedulingPolicy, report: FaultReporter, calls: PluginCalls | None = None
+        self,
+        policy: SchedulingPolicy,
+        report: FaultReporter,
+        calls: PluginCalls | None = None,
+        arguments: PolicyArguments | None = None,
     ) -> None:
         """Guard a policy.
 
@@ -61,8 +80,10 @@ class GuardedPolicy(SchedulingPolicy):
             policy: to guard.
             report: is called with each fault.
             calls: call the policy's methods; without them, they are called directly.
+            arguments: as the attribute.
         """
         super().__init__(policy.context)
+        self.arguments = arguments
         self.wrapped = policy
         self._policy = policy if calls is None else tracked(policy, calls, _METHODS)
         self.report = report
@@ -82,7 +103,7 @@ class GuardedPolicy(SchedulingPolicy):
         """Return the policy's key in a wrapper that compares with every other one."""
         request_id, arrival = request.request_id, request.arrival_time
         try:
-            value = self._policy.key(_view(request))
+            value = self._policy.key(_view(request, self))
         except BaseException as cause:
             raise_unless_fault(cause)
             self._failed("key", request, cause)
@@ -92,7 +113,7 @@ class GuardedPolicy(SchedulingPolicy):
     def group(self, request: Request) -> Hashable:
         """Return the policy's group, or None if the group cannot be compared."""
         try:
-            group = self._policy.group(_view(request))
+            group = self._policy.group(_view(request, self))
         except BaseException as cause:
             raise_unless_fault(cause)
             self._failed("group", request, cause)
@@ -122,7 +143,7 @@ class GuardedPolicy(SchedulingPolicy):
     def admit(self, request: Request, load: Load) -> str | None:
         """Return why the policy holds a request back; None admits it."""
         try:
-            reason = self._policy.admit(_view(request), load)
+            reason = self._policy.admit(_view(request, self), load)
         except BaseException as cause:
             raise_unless_fault(cause)
             self._failed("admit", request, cause)
@@ -140,7 +161,7 @@ class GuardedPolicy(SchedulingPolicy):
 
     def victim(self, running: Sequence[Request], load: Load) -> Request:
         """Return the policy's victim, or the request admitted last."""
-        views = tuple(_view(request) for request in running)
+        views = tuple(_view(request, self) for request in running)
         try:
             victim = self._policy.victim(views, load)
         except BaseException as cause:
@@ -156,7 +177,7 @@ class GuardedPolicy(SchedulingPolicy):
     def added(self, request: Request) -> None:
         """Notify the policy."""
         try:
-            self._policy.added(_view(request))
+            self._policy.added(_view(request, self))
         except BaseException as cause:
             raise_unless_fault(cause)
             self._failed("added", request, cause)
@@ -164,7 +185,7 @@ class GuardedPolicy(SchedulingPolicy):
     def scheduled(self, request: Request, tokens: int) -> None:
         """Notify the policy."""
         try:
-            self._policy.scheduled(_view(request), tokens)
+            self._policy.scheduled(_view(request, self), tokens)
         except BaseException as cause:
             raise_unless_fault(cause)
             self._failed("scheduled", request, cause)
@@ -172,7 +193,7 @@ class GuardedPolicy(SchedulingPolicy):
     def preempted(self, request: Request) -> None:
         """Notify the policy."""
         try:
-            self._policy.preempted(_view(request))
+            self._policy.preempted(_view(request, self))
         except BaseException as cause:
             raise_unless_fault(cause)
             self._failed("preempted", request, cause)
@@ -180,7 +201,7 @@ class GuardedPolicy(SchedulingPolicy):
     def finished(self, request: Request) -> None:
         """Notify the policy."""
         try:
-            self._policy.finished(_view(request))
+            self._policy.finished(_view(request, self))
         except BaseException as cause:
             raise_unless_fault(cause)
             self._failed("finished", request, cause)
@@ -201,10 +222,12 @@ class GuardedPolicy(SchedulingPolicy):
         self.report(f"{method}() of request {request.request_id!r} failed", cause)
 
 
-def _view(request: Request) -> RequestView:
+def _view(request: Request, policy: GuardedPolicy) -> RequestView:
     """Return the view of a request, always the same one, since policies compare identities."""
     view = request.view
     if view is None:
+        if policy.arguments is not None:
+            request.arguments = policy.arguments.of(request.source)
         view = request.view = RequestView(request)
     return view
 
@@ -301,6 +324,82 @@ def _is_group(value: Any) -> bool:
         return False
 
 
+class PolicyArguments:
+    """Converts the arguments that requests have for one policy.
+
+    Attributes:
+        takes_any: whether the policy takes arguments.
+    """
+
+    def __init__(self, entry: PluginEntry, cls: Any, options: Any, vocab_size: int) -> None:
+        """Create the defaults, for requests without arguments.
+
+        Args:
+            entry: of the policy.
+            cls: its class.
+            options: of the policy.
+            vocab_size: of the model.
+        """
+        self.takes_any = takes_arguments(cls)
+        self.key = argument_key(_KIND, entry.name)
+        self.cls = cls
+        self._entry = entry
+        self._options = options
+        self._vocab_size = vocab_size
+        self._path = f"plugin_args.{entry.name}"
+        self._defaults = prepared_type(cls)()
+
+    def of(self, request: EngineCoreRequest) -> Any:
+        """Return what the policy gets as the arguments of a request.
+
+        Raises:
+            RequestError: they do not fit.
+        """
+        plain = request.plugin_args.get(self.key)
+        if plain is None:
+            return self._defaults
+        return convert_arguments(self._entry.source, prepared_type(self.cls), plain, self._path)
+
+    def carried_over(
+        self, request: EngineCoreRequest, replaced: Mapping[str, PolicyArguments]
+    ) -> dict[str, dict[str, Any]]:
+        """Return `plugin_args` of a request that was resolved for another policy.
+
+        What its caller gave is converted, and prepared without a tokenizer.
+
+        Args:
+            request: live, or arriving.
+            replaced: the policies that the engine has had, by key.
+
+        Raises:
+            RequestError: it does not fit this policy.
+        """
+        kept = {k: v for k, v in request.plugin_args.items() if not k.startswith(f"{_KIND}/")}
+        given: dict[str, Any] = {}
+        for key in request.plugin_args.keys() - kept.keys():
+            plain, before = request.plugin_args[key], replaced.get(key)
+            if before is not None and before.cls is self.cls:
+                return {**kept, self.key: plain}
+            given |= plain if before is None else given_fields(before.cls.Arguments, plain)
+        if given and not self.takes_any:
+            raise RequestError(f"{self._path}: {self.key} takes no arguments, got {shown(given)}")
+        source, path = self._entry.source, self._path
+        arguments = convert_arguments(source, self.cls.Arguments, given, path)
+        if prepares(self.cls):
+            context = PrepareContext(
+                options=self._options,
+                params=read_only(request.params),
+                prompt_token_ids=ReadOnlyList(request.prompt_token_ids),
+                stop_token_ids=request.stop_token_ids,
+                vocab_size=self._vocab_size,
+                tokenizer=None,
+            )
+            arguments = prepare_arguments(source, self.cls, arguments, context, path)
+        elif not given:
+            return kept
+        return {**kept, self.key: msgspec.to_builtins(arguments, str_keys=False)}
+
+
 class PolicySlot:
     """Holds an engine's policy, guarded, and replaces it on a running engine.
 
@@ -308,44 +407,67 @@ class PolicySlot:
         policy: what schedulers call.
     """
 
-    def __init__(self, plugins: PluginSet, faults: StepFaults) -> None:
+    def __init__(self, plugins: PluginSet, faults: StepFaults, vocab_size: int) -> None:
         """Build the configured policy.
 
         Raises:
             PluginLoadError: its constructor failed.
         """
         self._faults = faults
+        self._vocab_size = vocab_size
         self.policy: GuardedPolicy
         self._source: Source
-        self.policy, self._source = self._build(plugins)
+        self._arguments: PolicyArguments
+        self._replaced: dict[str, PolicyArguments] = {}
+        self.policy, self._source, self._arguments = self._build(plugins)
 
     def report_fault(self, message: str) -> None:
         """Report a fault of the policy that the scheduler noticed."""
         self.policy.report(message, None)
 
+    def take_arguments(self, request: EngineCoreRequest) -> None:
+        """Check a new request's arguments for the policy.
+
+        Those for a policy that was replaced while the request was sent are converted.
+
+        Raises:
+            RequestError: they do not fit.
+        """
+        if any(key in self._replaced for key in request.plugin_args):
+            request.plugin_args = self._arguments.carried_over(request, self._replaced)
+        self._arguments.of(request)
+
     def replace(self, plugins: PluginSet, scheduler: Scheduler) -> None:
         """Replace the policy by that of another plugin set, between two steps.
 
-        If anything fails, the old one stays.
+        If anything fails, the old one stays, and each request keeps its arguments.
 
         Raises:
+            ConfigError: the arguments of a live request do not fit; names it and their path.
             PluginLoadError: its constructor failed.
             PluginFaultError: `export_state` or `import_state` failed.
             Exception: an error of the scheduler.
         """
-        new, source = self._build(plugins)
+        new, source, arguments = self._build(plugins)
         old = self.policy
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(new.close)
+            carried_over = self._carried_over(arguments, scheduler)
             if new.state_format and new.state_format == old.state_format:
                 with _named(self._source, "export_state"):
                     state = old.export_state()
                 with _named(source, "import_state"):
                     new.import_state(state)
+            for request, plugin_args in carried_over:
+                before = request.source.plugin_args, request.arguments, request.view
+                undo.callback(_restore, request, *before)
+                # The new policy gets a view of its own, which has the new arguments.
+                request.source.plugin_args, request.view = plugin_args, None
             scheduler.set_policy(new)
-        except BaseException:
-            new.close()
-            raise
-        self.policy, self._source = new, source
+            undo.pop_all()
+        self._replaced[self._arguments.key] = self._arguments
+        self._replaced.pop(arguments.key, None)
+        self.policy, self._source, self._arguments = new, source, arguments
         try:
             old.close()
         except BaseException as cause:  # the new policy is in place all the same
@@ -356,12 +478,51 @@ class PolicySlot:
         """Close the policy."""
         self.policy.close()
 
-    def _build(self, plugins: PluginSet) -> tuple[GuardedPolicy, Source]:
+    def _build(self, plugins: PluginSet) -> tuple[GuardedPolicy, Source, PolicyArguments]:
         entry = plugins.one(_KIND)
         policy = plugins.create(entry, PolicyContext)
         # The built-in ones are called per request and step: without a detour.
         calls = self._faults.calls(_KIND, entry.source) if is_third_party(entry) else None
-        return GuardedPolicy(policy, self._faults.reporter(entry.source), calls), entry.source
+        arguments = PolicyArguments(
+            entry, plugins.target(entry), plugins.options(entry), self._vocab_size
+        )
+        reporter = self._faults.reporter(entry.source)
+        return GuardedPolicy(policy, reporter, calls, arguments), entry.source, arguments
+
+    def _carried_over(
+        self, arguments: PolicyArguments, scheduler: Scheduler
+    ) -> list[tuple[Request, dict[str, dict[str, Any]]]]:
+        """Return the live requests, each with its `plugin_args` for a new policy."""
+        if not (arguments.takes_any or self._arguments.takes_any):
+            return []
+        if not scheduler.num_unfinished_requests():
+            return []
+        try:
+            live = list(scheduler.live_requests())
+        except NotImplementedError as cause:
+            raise ConfigError(
+                f"{_CONFIG_PATH}: the arguments of live requests cannot be converted: {cause}"
+            ) from None
+        known = {self._arguments.key: self._arguments}
+        result = []
+        for request in live:
+            try:
+                result.append((request, arguments.carried_over(request.source, known)))
+            except RequestError as cause:
+                name = request.source.external_req_id or request.request_id
+                raise ConfigError(
+                    f"{_CONFIG_PATH}: request {name!r} does not fit the new policy: {cause}"
+                ) from cause
+        return result
+
+
+def _restore(
+    request: Request,
+    plugin_args: dict[str, dict[str, Any]],
+    arguments: Any,
+    view: RequestView | None,
+) -> None:
+    request.source.plugin_args, request.arguments, request.view = plugin_args, arguments, view
 
 
 @contextlib.contextmanager

@@ -249,6 +249,7 @@ class AsyncEngine:
             manifest = parts.plugins.manifest
             await EngineUtilities.set_policy.call_async(self.call_utility, manifest)
             self.parts = dataclasses.replace(parts, client=self.parts.client)
+            self._frontend.use_plugins(parts.plugins)
         return manifest
 
     async def call_utility(self, method: str, *args: Any) -> Any:
@@ -413,6 +414,8 @@ class AsyncEngine:
         _log.error("quarantined: %s", message)
         self.parts = parts
         self._frontend.quarantine(call, message)
+        if call.kind == "scheduling_policies":  # requests may still name another one, to be refused
+            self._frontend.use_plugins(parts.plugins)
 
     async def _restart_engine(self) -> None:
         """Start another engine process, with the same configuration."""

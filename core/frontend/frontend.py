@@ -191,6 +191,10 @@ class Frontend:
         if not self._random_ids:
             _log.warning("engine.random_request_ids is off: two live requests cannot share an id")
 
+    def use_plugins(self, plugins: PluginSet) -> None:
+        """Take the arguments of requests for another generation of the plugins."""
+        self._arguments.use(plugins)
+
     def submit(
         self,
         request_id: str,

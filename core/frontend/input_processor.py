@@ -127,9 +127,8 @@ class InputProcessor:
             tags=extras.tags,
             cache_salt=salt,
             trace_headers=extras.trace_headers,
-            reasoning_ended=self._arguments.reasoning_ended(token_ids),
         )
-        request.plugin_args = self._arguments.resolve(request)
+        self._arguments.resolve(request)
         # The arguments travel resolved; the originals would only travel twice.
         fields = self._arguments.fields(params, request.plugin_args) if params.plugin_args else {}
         request.params = msgspec.structs.replace(params, **{**fields, "plugin_args": {}})

@@ -202,6 +202,7 @@ class LLMEngine:
         parts = self.parts.with_policy(use, {} if options is None else options)
         EngineUtilities.set_policy.call(self.call_utility, parts.plugins.manifest)
         self.parts = parts
+        self._frontend.use_plugins(parts.plugins)
         return parts.plugins.manifest
 
     @locked

@@ -1,8 +1,10 @@
-"""The logits processors that a request uses, and their arguments."""
+"""The arguments of a request for the components that take some."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,7 @@ import msgspec
 
 from hardpoint.plugins import (
     EngineCoreRequest,
+    HardpointError,
     PrepareContext,
     ReasoningParser,
     RequestError,
@@ -17,17 +20,25 @@ from hardpoint.plugins import (
     Tokenizer,
     typed,
 )
-from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.plugins.arguments import ComponentWithArguments, prepared_type
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.read_only import ReadOnlyList, read_only
-from hardpoint.registry.blame import describe, raise_unless_fault, text_of
+from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.registry.guards import open_parser
 from hardpoint.registry.plugin_set import PluginSet
+from hardpoint.registry.request_arguments import (
+    argument_key,
+    convert_arguments,
+    prepare_arguments,
+    prepares,
+    takes_arguments,
+)
 
 from .plugin_health import PluginHealth
 
 _DEFAULTS = SamplingParams()
-_UNPREPARED = LogitsPlugin.prepare.__func__  # type: ignore[attr-defined]
+_LOGITS = "logits_processors"
 
 _SHAPING_FIELDS = (
     "temperature",
@@ -48,24 +59,39 @@ _SHAPING_FIELDS = (
 
 
 @dataclass(frozen=True)
-class _Processor:
-    """An enabled logits processor.
+class _User:
+    """A component that takes arguments.
 
     Attributes:
+        key: of its arguments in `EngineCoreRequest.plugin_args`.
         fields: of SamplingParams that are its own.
-        uses: the answer of `LogitsPlugin.uses`, which is the same for all requests; None for a
-            class that overrides it.
+        uses: whether requests without arguments use it; None if the class decides by request. Of a
+            component that every request uses: whether its `prepare` makes arguments for them.
     """
 
     entry: PluginEntry
-    cls: type[LogitsPlugin]
+    cls: Any
     options: Any
+    key: str
     fields: frozenset[str]
     uses: bool | None
 
+    @property
+    def is_processor(self) -> bool:
+        """Whether it is a logits processor."""
+        return self.entry.kind == _LOGITS
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The arguments that a request gives for a component, and their path."""
+
+    path: str
+    value: Any
+
 
 class PluginArguments:
-    """Gathers, checks and completes each request's arguments for each logits processor."""
+    """Gathers, checks and completes each request's arguments for each component."""
 
     def __init__(
         self,
@@ -75,34 +101,39 @@ class PluginArguments:
         tokenizer: Tokenizer,
         reasoning: ReasoningParser | None,
     ) -> None:
-        """Load the classes; instances live in the workers."""
-        self._plugins = plugins
+        """Load the classes; instances of most live elsewhere."""
         self._health = health
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
         self._reasoning = reasoning
-        self._processors = [
-            _Processor(
-                entry,
-                cls,
-                plugins.options(entry),
-                frozenset(cls.params_fields),
-                _same_for_all(cls),
-            )
-            for entry, cls in plugins.logits_processors()
-        ]
-        self._honoured = {field for processor in self._processors for field in processor.fields}
+        self.use(plugins)
 
-    def resolve(self, request: EngineCoreRequest) -> dict[str, dict[str, Any]]:
-        """Return, for each processor that the request uses, its arguments as plain data.
+    def use(self, plugins: PluginSet) -> None:
+        """Take the arguments of another generation of the plugins."""
+        self._plugins = plugins
+        self._users = [_processor(plugins, entry) for entry in plugins.entries(_LOGITS)]
+        for kind in ("samplers", "scheduling_policies"):
+            self._users += _users(plugins, plugins.entries(kind))
+        self._parsers: list[_User] = []
+        if self._reasoning is not None:
+            entry = plugins.get("reasoning_parsers", self._reasoning.name)
+            self._parsers = _users(plugins, [entry])
+        self._by_name: dict[str, list[_User]] = {}
+        for user in (*self._parsers, *self._users):
+            for name in (user.entry.name, f"{user.entry.kind}/{user.entry.name}"):
+                self._by_name.setdefault(name, []).append(user)
+        self._honoured = {field for user in self._users for field in user.fields}
+
+    def resolve(self, request: EngineCoreRequest) -> None:
+        """Fill in, for each component that the request uses, its arguments as plain data.
+
+        Also fills in `reasoning_ended`.
 
         Raises:
             RequestError: an argument is wrong, belongs to no enabled plugin, or asks for something
-                that no enabled plugin can do.
+                that no enabled plugin can do; or the reasoning parser failed.
         """
-        self.check_names(request.params.plugin_args)
-        self._refuse_unhonoured(request.params)
-        return self._resolved(request, self._processors)
+        self._resolve_all(request, self._located(request.params.plugin_args))
 
     def fields(
         self, params: SamplingParams, resolved: Mapping[str, Mapping[str, Any]]
@@ -114,25 +145,25 @@ class PluginArguments:
 
         Args:
             params: of the request, `plugin_args` included.
-            resolved: the result of `resolve`.
+            resolved: arguments that `resolve` filled in.
         """
+        given = self._located(params.plugin_args)
         return {
-            field: resolved[processor.entry.name][field]
-            for processor in self._processors
-            if processor.entry.name in params.plugin_args
-            for field in processor.fields & resolved[processor.entry.name].keys()
+            field: resolved[user.key][field]
+            for user in self._users
+            if user.key in given
+            for field in user.fields & resolved[user.key].keys()
         }
 
     def complete(self, request: EngineCoreRequest) -> None:
-        """Check a request's resolved arguments; resolve those of the other processors that it uses.
+        """Resolve the arguments of a request that brings them as a caller gives them.
 
         Raises:
             RequestError: as `resolve`.
         """
-        self._check(request.plugin_args)
-        self._refuse_unhonoured(request.params)
-        left = [p for p in self._processors if p.entry.name not in request.plugin_args]
-        request.plugin_args |= self._resolved(request, left)
+        ended = request.reasoning_ended
+        self._resolve_all(request, self._located(request.plugin_args))
+        request.reasoning_ended = ended
 
     def revise(self, request: EngineCoreRequest, before: EngineCoreRequest) -> None:
         """Resolve the arguments of a request again after a hook changed its parameters.
@@ -145,126 +176,131 @@ class PluginArguments:
         Raises:
             RequestError: as `resolve`.
         """
+        given = self._located(request.plugin_args)
+        request.plugin_args = {key: arguments.value for key, arguments in given.items()}
         stale = [
-            p
-            for p in self._processors
-            if _set_fields(p.cls, request.params) != _set_fields(p.cls, before.params)
-            and request.plugin_args.get(p.entry.name) == before.plugin_args.get(p.entry.name)
+            user
+            for user in self._users
+            if _set_fields(user, request.params) != _set_fields(user, before.params)
+            and request.plugin_args.get(user.key) == before.plugin_args.get(user.key)
         ]
-        for processor in stale:
-            request.plugin_args.pop(processor.entry.name, None)
+        for user in stale:
+            request.plugin_args.pop(user.key, None)
         self._check(request.plugin_args)
         self._refuse_unhonoured(request.params)
-        request.plugin_args |= self._resolved(request, stale)
+        with self._reasoning_of(request) as reasoning:
+            request.plugin_args |= self._resolved(request, stale, {}, reasoning)
+
+    def _resolve_all(self, request: EngineCoreRequest, given: Mapping[str, _Given]) -> None:
+        """Fill in the resolved arguments of a request, and whether its reasoning has ended."""
+        self._refuse_unhonoured(request.params)
+        request.plugin_args = self._resolved(request, self._parsers, given, None)
+        with self._reasoning_of(request) as reasoning:
+            if reasoning is not None:
+                request.reasoning_ended = reasoning.markers().ended(request.prompt_token_ids)
+            request.plugin_args |= self._resolved(request, self._users, given, reasoning)
 
     def _resolved(
-        self, request: EngineCoreRequest, processors: Sequence[_Processor]
+        self,
+        request: EngineCoreRequest,
+        users: Sequence[_User],
+        given: Mapping[str, _Given],
+        reasoning: ReasoningParser | None,
     ) -> dict[str, dict[str, Any]]:
-        """Return the arguments of those processors that the request uses."""
+        """Return the arguments for those components that the request uses."""
         resolved = {}
-        for processor in self._used(processors, request.params):
-            name = processor.entry.name
-            arguments = self._given(processor, request.params)
-            if name in self._health.ended or name in self._health.deadly:
+        for user in self._used(users, request.params, given):
+            arguments, path = _arguments(user, request.params, given.get(user.key))
+            name = user.entry.name
+            if user.is_processor and (name in self._health.ended or name in self._health.deadly):
                 self._health.check(name)
-            prepared = self._prepared(processor, arguments, request)
-            resolved[name] = msgspec.to_builtins(prepared, str_keys=False)
+            if prepares(user.cls):
+                context = PrepareContext(
+                    options=user.options,
+                    params=read_only(request.params),
+                    prompt_token_ids=ReadOnlyList(request.prompt_token_ids),
+                    stop_token_ids=request.stop_token_ids,
+                    vocab_size=self._vocab_size,
+                    tokenizer=self._tokenizer,
+                    reasoning=reasoning,
+                )
+                source = user.entry.source
+                arguments = prepare_arguments(source, user.cls, arguments, context, path)
+            resolved[user.key] = msgspec.to_builtins(arguments, str_keys=False)
         return resolved
 
     def _used(
-        self, processors: Sequence[_Processor], params: SamplingParams
-    ) -> Iterator[_Processor]:
-        """Yield the processors that a request uses: by arguments, by a field, or unasked."""
+        self, users: Sequence[_User], params: SamplingParams, given: Mapping[str, _Given]
+    ) -> Iterator[_User]:
+        """Yield the components for which a request has arguments: given, by a field, or unasked."""
+        if not users:
+            return
         changed = {f for f in self._honoured if getattr(params, f) != getattr(_DEFAULTS, f)}
-        for processor in processors:
+        for user in users:
             if (
-                processor.entry.name in params.plugin_args
-                or not changed.isdisjoint(processor.fields)
-                or processor.uses
-                or (processor.uses is None and _asked(processor, params))
+                user.key in given
+                or not changed.isdisjoint(user.fields)
+                or user.uses
+                or (user.uses is None and _asked(user, params))
             ):
-                yield processor
+                yield user
 
-    def reasoning_ended(self, prompt_token_ids: Sequence[int]) -> bool | None:
-        """Return whether a prompt's last marker ends reasoning; None without a reasoning parser.
+    def _reasoning_of(
+        self, request: EngineCoreRequest
+    ) -> AbstractContextManager[ReasoningParser | None]:
+        """Return the context of the reasoning parser that has the request's arguments."""
+        for user in self._parsers:
+            if user.key in request.plugin_args:
+                arguments = _checked(user, request.plugin_args[user.key])
+                return contextlib.closing(self._open_parser(user.entry, arguments))
+        return contextlib.nullcontext(self._reasoning)
 
-        Raises:
-            RequestError: the reasoning parser failed.
-        """
-        if self._reasoning is None:
-            return None
-        return self._reasoning.markers().ended(prompt_token_ids)
-
-    def _given(self, processor: _Processor, params: SamplingParams) -> Any:
-        """Return the checked arguments of a processor that the request uses."""
-        name, cls = processor.entry.name, processor.cls
-        fields = _set_fields(cls, params)
-        if name in params.plugin_args:
-            if fields:
-                raise RequestError(
-                    f"plugin_args.{name}: given twice, here and by {', '.join(fields)}"
-                )
-            given, path = params.plugin_args[name], f"plugin_args.{name}"
-        elif fields:
-            own = cls.Arguments.__struct_fields__
-            given, path = {name: fields[name] for name in fields if name in own}, ""
-        else:
-            given, path = {}, f"plugin_args.{name}"
-        return _converted(processor, given, path)
-
-    def _prepared(self, processor: _Processor, arguments: Any, request: EngineCoreRequest) -> Any:
-        cls: Any = processor.cls
-        if cls.prepare.__func__ is _UNPREPARED:
-            return arguments
-        context = PrepareContext(
-            options=processor.options,
-            params=read_only(request.params),
-            prompt_token_ids=ReadOnlyList(request.prompt_token_ids),
-            stop_token_ids=request.stop_token_ids,
-            vocab_size=self._vocab_size,
-            tokenizer=self._tokenizer,
-            reasoning=self._reasoning,
-        )
+    def _open_parser(self, entry: PluginEntry, arguments: typed.Arguments) -> ReasoningParser:
         try:
-            prepared = cls.prepare(arguments, context)
-        except (RequestError, PluginFaultError):  # of the tokenizer, for example
-            raise
-        except ValueError as error:
-            raise RequestError(f"{_path(processor, request.params)}: {text_of(error)}") from error
-        except BaseException as cause:
-            raise_unless_fault(cause)
-            raise RequestError(
-                f"{processor.entry.source}: its prepare failed: {describe(cause)}"
-            ) from cause
-        if not isinstance(prepared, cls.Arguments):
-            raise RequestError(
-                f"{processor.entry.source}: its prepare returned {type(prepared).__name__}, "
-                f"expected its Arguments"
-            )
-        return prepared
+            return open_parser(self._plugins, entry, self._tokenizer, self._vocab_size, arguments)
+        except HardpointError as cause:
+            raise RequestError(str(cause)) from cause
 
     def _check(self, plugin_args: Mapping[str, Any]) -> None:
-        """Check arguments that were resolved elsewhere."""
-        self.check_names(plugin_args)
-        for processor in self._processors:
-            name = processor.entry.name
-            if name in plugin_args:
-                self._health.check(name)
-                _converted(processor, plugin_args[name], f"plugin_args.{name}")
+        """Check arguments that a hook may have changed."""
+        for user in (*self._parsers, *self._users):
+            if user.key in plugin_args:
+                if user.is_processor:
+                    self._health.check(user.entry.name)
+                _checked(user, plugin_args[user.key])
 
-    def check_names(self, plugin_args: Mapping[str, Any]) -> None:
-        """Refuse arguments for a processor that is not enabled.
+    def _located(self, plugin_args: Mapping[str, Any]) -> dict[str, _Given]:
+        """Return the arguments that a request gives, by the key of the component that they are for.
 
         Raises:
-            RequestError: naming it, and how to enable it.
+            RequestError: they are for no component that takes any, for one of several, or two are
+                for the same.
         """
-        names = [processor.entry.name for processor in self._processors]
-        for name in plugin_args:
-            if name not in names:
-                raise RequestError(
-                    f"plugin_args.{name}: no plugin of that name that takes arguments is on"
-                    f"{typed.suggest(name, names)}{self._plugins.hint(name, 'logits_processors')}"
-                )
+        located: dict[str, _Given] = {}
+        for name, value in plugin_args.items():
+            path = f"plugin_args.{name}"
+            users = self._by_name.get(name, ())
+            if not users:
+                raise RequestError(f"{path}: {self._why_unknown(name)}")
+            if len(users) > 1:
+                choices = " or ".join(f"{user.entry.kind}/{user.entry.name}" for user in users)
+                raise RequestError(f"{path}: could be {choices}")
+            key = users[0].key
+            if key in located:
+                raise RequestError(f"{path}: given twice, here and by {located[key].path}")
+            located[key] = _Given(path, value)
+        return located
+
+    def _why_unknown(self, name: str) -> str:
+        """Return why no component takes arguments under a name."""
+        labels = (f"{entry.kind}/{entry.name}" for entry in self._plugins.manifest.entries)
+        named = [label for label in labels if name in (label, label.partition("/")[2])]
+        if named:
+            return f"{' and '.join(named)} {'takes' if len(named) == 1 else 'take'} no arguments"
+        return (
+            f"no plugin of that name that takes arguments is on"
+            f"{typed.suggest(name, list(self._by_name))}{self._plugins.hint(name, _LOGITS)}"
+        )
 
     def _refuse_unhonoured(self, params: SamplingParams) -> None:
         for field in _SHAPING_FIELDS:
@@ -279,46 +315,75 @@ class PluginArguments:
             )
 
 
-def _same_for_all(cls: type[LogitsPlugin]) -> bool | None:
-    """Return the answer of the default `uses`, None if the class has its own."""
+def _processor(plugins: PluginSet, entry: PluginEntry) -> _User:
+    cls: type[LogitsPlugin] = plugins.target(entry)
     default = cls.uses.__func__ is LogitsPlugin.uses.__func__  # type: ignore[attr-defined]
-    return cls.uses(_DEFAULTS) if default else None
+    return _User(
+        entry,
+        cls,
+        plugins.options(entry),
+        argument_key(entry.kind, entry.name),
+        frozenset(cls.params_fields),
+        cls.uses(_DEFAULTS) if default else None,
+    )
 
 
-def _asked(processor: _Processor, params: SamplingParams) -> bool:
+def _users(plugins: PluginSet, entries: Iterable[PluginEntry]) -> list[_User]:
+    """Return those components that take arguments, of kinds that every request uses."""
+    targets: list[tuple[PluginEntry, type[ComponentWithArguments]]] = [
+        (entry, plugins.target(entry)) for entry in entries
+    ]
+    return [
+        _User(
+            entry,
+            cls,
+            plugins.options(entry),
+            argument_key(entry.kind, entry.name),
+            frozenset(),
+            prepares(cls),
+        )
+        for entry, cls in targets
+        if takes_arguments(cls)
+    ]
+
+
+def _asked(user: _User, params: SamplingParams) -> bool:
     try:
-        return processor.cls.uses(params)
+        return bool(user.cls.uses(params))
     except BaseException as cause:
         raise_unless_fault(cause)
-        raise RequestError(
-            f"{processor.entry.source}: its uses failed: {describe(cause)}"
-        ) from cause
+        raise RequestError(f"{user.entry.source}: its uses failed: {describe(cause)}") from cause
 
 
-def _converted(processor: _Processor, given: Any, path: str) -> Any:
-    """Return a processor's arguments, checked."""
-    try:
-        return typed.convert(given, processor.cls.Arguments, path=path, error=RequestError)
-    except RequestError:
-        raise
-    except BaseException as cause:  # raised by the plugin's own check
-        raise_unless_fault(cause)
-        raise RequestError(
-            f"{processor.entry.source}: its Arguments failed: {describe(cause)}"
-        ) from cause
+def _arguments(
+    user: _User, params: SamplingParams, given: _Given | None
+) -> tuple[typed.Arguments, str]:
+    """Return the checked arguments for a component that a request uses, and where they stand."""
+    fields = _set_fields(user, params)
+    if given is not None:
+        if fields and params.plugin_args:
+            raise RequestError(f"{given.path}: given twice, here and by {', '.join(fields)}")
+        value, path, place = given.value, given.path, given.path
+    elif fields:
+        own = user.cls.Arguments.__struct_fields__
+        value, path = {name: fields[name] for name in fields if name in own}, ""
+        place = "/".join(fields)
+    else:
+        value, path = {}, f"plugin_args.{user.key}"
+        place = path
+    return convert_arguments(user.entry.source, user.cls.Arguments, value, path), place
 
 
-def _set_fields(cls: type[LogitsPlugin], params: SamplingParams) -> dict[str, Any]:
-    """Return the processor's own fields that a request sets."""
+def _checked(user: _User, plain: Any) -> typed.Arguments:
+    """Return resolved arguments as the component's type."""
+    type_ = prepared_type(user.cls)
+    return convert_arguments(user.entry.source, type_, plain, f"plugin_args.{user.key}")
+
+
+def _set_fields(user: _User, params: SamplingParams) -> dict[str, Any]:
+    """Return the component's own fields that a request sets."""
     return {
         field: getattr(params, field)
-        for field in cls.params_fields
+        for field in getattr(user.cls, "params_fields", ())
         if getattr(params, field) != getattr(_DEFAULTS, field)
     }
-
-
-def _path(processor: _Processor, params: SamplingParams) -> str:
-    """Return where a request's arguments for a processor were given."""
-    given = processor.entry.name in params.plugin_args
-    fields = {} if given else _set_fields(processor.cls, params)
-    return "/".join(fields) if fields else f"plugin_args.{processor.entry.name}"

@@ -20,14 +20,24 @@ from hardpoint.plugins import (
     SchedulerOutput,
     typed,
 )
+from hardpoint.plugins.arguments import prepared_type
+from hardpoint.plugins.kinds import KINDS, Process
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.read_only import ReadOnlyDict, ReadOnlyList, read_only
 from hardpoint.plugins.requests import TokenLogprobs
 from hardpoint.plugins.stats import PluginMeter
-from hardpoint.registry.blame import raise_unless_fault
+from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.registry.request_arguments import argument_key
 
 from .checked_model import CheckedAttention, CheckedModel
 from .input_batch import InputBatch, StepInput
+
+_ELSEWHERE = {
+    kind.name
+    for kind in KINDS.values()
+    if kind.takes_arguments and Process.WORKER not in kind.processes
+}
+"""Kinds whose components take arguments in other processes."""
 
 _PROMPT_ROWS = 256  # rows of logits held at once for prompt log-probabilities
 
@@ -51,7 +61,7 @@ class ModelRunner:
             calls: call the model's methods.
             attention: backend of the model's layers.
             sampling: chooses the tokens.
-            processors: the logits processors' classes by name, for their `Arguments`.
+            processors: the logits processors' classes by name, for their arguments.
             device: of the model.
         """
         self._model = model
@@ -59,7 +69,11 @@ class ModelRunner:
         self._attention = attention
         self._sampling = sampling
         self._allocated: InputBatch | None = None
-        self._argument_types = {name: cls.Arguments for name, cls in processors.items()}
+        self._argument_types = {name: prepared_type(cls) for name, cls in processors.items()}
+        sampler = type(sampling.sampler)
+        self._sampler_key = argument_key("samplers", sampling.sampler.name)
+        self._argument_types[self._sampler_key] = prepared_type(sampler)
+        self._no_arguments = prepared_type(sampler)()  # for the sampler
         self._device = device
         self._caches: list[Any] = []
         self._pending: tuple[StepInput, torch.Tensor] | None = None
@@ -170,6 +184,7 @@ class ModelRunner:
     def _add(self, new: NewRequest, batch: InputBatch) -> None:
         source, outputs = new.source, ReadOnlyList(new.output_token_ids)
         arguments, fault = self._convert_arguments(source)
+        sampler_arguments = dict.pop(arguments, self._sampler_key, self._no_arguments)
         request = LogitsRequest(
             request_id=source.request_id,
             prompt_token_ids=ReadOnlyList(source.prompt_token_ids),
@@ -178,6 +193,7 @@ class ModelRunner:
             stop_token_ids=ReadOnlyList(source.stop_token_ids),
             child_index=source.child_index,
             arguments=arguments,
+            sampler_arguments=sampler_arguments,
             state=ReadOnlyDict(),
         )
         (block_ids,) = new.block_ids
@@ -195,6 +211,8 @@ class ModelRunner:
         arguments: dict[str, Any] = {}
         for name, plain in source.plugin_args.items():
             if name not in self._argument_types:
+                if name.partition("/")[0] in _ELSEWHERE:
+                    continue
                 message = f"plugin_args.{name}: no logits processor of that name is on"
                 return ReadOnlyDict(), RequestFault(message)
             try:
@@ -202,11 +220,20 @@ class ModelRunner:
                     plain, self._argument_types[name], path=f"plugin_args.{name}"
                 )
             except HardpointError as cause:
-                return ReadOnlyDict(), RequestFault(str(cause), name)
+                plugin = None if name == self._sampler_key else name
+                return ReadOnlyDict(), RequestFault(str(cause), plugin)
             except BaseException as cause:
                 raise_unless_fault(cause)
-                return ReadOnlyDict(), self._sampling.pipeline.fault(name, "Arguments", cause)
+                return ReadOnlyDict(), self._argument_fault(name, cause)
         return ReadOnlyDict(arguments), None
+
+    def _argument_fault(self, name: str, cause: BaseException) -> RequestFault:
+        """Return the fault of a request for which a plugin's own check of arguments raised."""
+        if name == self._sampler_key:
+            return RequestFault(
+                f"sampler {self._sampling.sampler.name!r}: its Arguments failed: {describe(cause)}"
+            )
+        return self._sampling.pipeline.fault(name, "Arguments", cause)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._calls.run("compute_logits", self._model.compute_logits, hidden).float()

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from hardpoint.plugins.arguments import PrepareContext
 from hardpoint.plugins.errors import ConfigError, PluginContractError, RequestError
 from hardpoint.plugins.logits import (
     LogitsContext,
     LogitsProcessor,
     LogitsRequest,
     Phase,
-    PrepareContext,
     Rows,
 )
 from hardpoint.plugins.typed import Arguments as BaseArguments

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from hardpoint.plugins.arguments import PrepareContext
 from hardpoint.plugins.errors import PluginContractError
 from hardpoint.plugins.logits import (
     BatchLogitsProcessor,
@@ -15,7 +16,6 @@ from hardpoint.plugins.logits import (
     LogitsContext,
     Move,
     Phase,
-    PrepareContext,
 )
 from hardpoint.plugins.params import SamplingParams
 

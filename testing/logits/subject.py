@@ -22,6 +22,7 @@ from hardpoint.plugins import (
     Tokenizer,
     typed,
 )
+from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.testing.engine_access import ProcessorPipeline
 from hardpoint.testing.suite import Violation, short_repr
@@ -226,12 +227,12 @@ class Subject:
                 f"prepare raised {type(cause).__name__}: {cause}, for {short_repr(arguments)}",
                 "let prepare reject a request by a ValueError, whose message reaches the user",
             ) from cause
-        if not isinstance(prepared, self.cls.Arguments):
+        if not isinstance(prepared, prepared_type(self.cls)):
             raise Violation(
                 f"prepare returned {type(prepared).__name__}, for {short_repr(arguments)}",
-                "return the arguments, or other ones of the same type",
+                "return an instance of Prepared if the class has it, else of Arguments",
             )
-        return typed.convert(prepared, self.cls.Arguments, path=f"plugin_args.{self.name}")
+        return typed.convert(prepared, prepared_type(self.cls), path=f"plugin_args.{self.name}")
 
     def cases(
         self,

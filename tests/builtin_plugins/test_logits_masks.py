@@ -113,14 +113,15 @@ class TestMinTokens:
 class TestBadWords:
     def test_spells_a_word_bare_and_after_a_space(self):
         arguments = prepared(BadWords, bad_words=["cat", " hotdog"], tokenizer=Spelling())
-        assert arguments.sequences == [[3], [4], [5, 6], [7]]
+        assert (arguments.sequences, arguments.encoded) == ([], [[3], [4], [5, 6], [7]])
 
     def test_keeps_equal_spellings_once_and_drops_empty_ones(self):
         arguments = prepared(BadWords, bad_words=["x", "  "], tokenizer=Spelling())
-        assert arguments.sequences == [[9], [8]]
+        assert arguments.encoded == [[9], [8]]
 
     def test_takes_sequences_without_a_tokenizer(self):
-        assert prepared(BadWords, sequences=[[1, 2]]).sequences == [[1, 2]]
+        arguments = prepared(BadWords, sequences=[[1, 2]])
+        assert (arguments.sequences, arguments.encoded) == ([[1, 2]], [])
 
     def test_words_need_a_tokenizer(self):
         with pytest.raises(ValueError, match=r"'cat' needs a tokenizer.*bad_words\.sequences"):

@@ -129,8 +129,9 @@ class TestStateMachine:
 
 class TestForcingLogits:
     def rows(self, processor, *budgets, output=(7,)):
+        markers = {"opening": START, "closing": END}
         requests = [
-            request_of(processor, [1], output, thinking_token_budget=budget, start=START, end=END)
+            request_of(processor, [1], output, **markers, thinking_token_budget=budget)
             for budget in budgets
         ]
         return rows_of(processor, *requests)
@@ -206,7 +207,8 @@ def prepare(reasoning=None, params=None, vocab_size=10, **arguments):
 class TestPrepare:
     def test_takes_the_markers_of_the_reasoning_parser(self):
         arguments = prepare(Thinker((1, 3), (4,)), thinking_token_budget=5)
-        assert (arguments.thinking_token_budget, arguments.start, arguments.end) == (5, [1, 3], [4])
+        assert (arguments.thinking_token_budget, arguments.start) == (5, [])
+        assert (arguments.opening, arguments.closing) == ([1, 3], [4])
 
     def test_without_a_parser_a_budget_is_refused(self):
         message = r"a budget of 5 needs .* set reasoning\.parser \(\"think_tags\", for example\)"
@@ -214,12 +216,12 @@ class TestPrepare:
             prepare(thinking_token_budget=5)
 
     def test_without_a_budget_no_parser_is_needed(self):
-        assert prepare().end == []
+        assert prepare().closing == []
 
     def test_markers_given_with_the_request_are_taken(self):
         arguments = prepare(Thinker(), thinking_token_budget=5, start=[7], end=[8])
-        assert (arguments.start, arguments.end) == ([7], [8])
-        assert prepare(thinking_token_budget=5, start=[7], end=[8]).end == [8]
+        assert (arguments.opening, arguments.closing) == ([7], [8])
+        assert prepare(thinking_token_budget=5, start=[7], end=[8]).closing == [8]
 
     def test_markers_outside_the_vocabulary_are_refused(self):
         with pytest.raises(ValueError, match=r"token ids under 10 \(the vocabulary\), got 10"):
@@ -233,4 +235,4 @@ class TestPrepare:
         allowed = SamplingParams(allowed_token_ids=[3, 4])
         with pytest.raises(ValueError, match=r"end marker \[2\] is not among allowed_token_ids"):
             prepare(Thinker(), allowed, thinking_token_budget=5)
-        assert prepare(Thinker(end=(3,)), allowed, thinking_token_budget=5).end == [3]
+        assert prepare(Thinker(end=(3,)), allowed, thinking_token_budget=5).closing == [3]

@@ -234,6 +234,7 @@ class LogitsPipeline:
             child_index=source.child_index,
             arguments=source.arguments,
             row=row,
+            sampler_arguments=source.sampler_arguments,
             draft_of=source.draft_of or source,
             state=ReadOnlyDict(),
         )

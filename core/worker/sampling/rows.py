@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hardpoint.plugins import LogitsRequest
+from hardpoint.plugins.arguments import argument_column
 
 from .device_state import DeviceState
 
@@ -59,11 +60,7 @@ class ProcessorRows:
     def tensor(self, name: str) -> torch.Tensor:
         """Return the argument `name` of every row as [rows, 1] on the device."""
         if name not in self._tensors:
-            values = [getattr(arguments, name) for arguments in self._arguments]
-            is_integral = all(isinstance(value, int) for value in values)
-            dtype = torch.int64 if is_integral else torch.float32
-            column = torch.tensor(values, dtype=dtype).unsqueeze(1)
-            self._tensors[name] = column.to(self._device, non_blocking=True)
+            self._tensors[name] = argument_column(self._arguments, name, self._device)
         return self._tensors[name]
 
     def state_tensor(self, name: str) -> torch.Tensor:

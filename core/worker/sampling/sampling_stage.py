@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -97,6 +97,8 @@ class SamplingStage:
         # Of the step's rows, derived again when those change.
         self._requests: list[LogitsRequest] = []
         self._all_greedy = self._any_greedy = False
+        self._arguments: list[Any] = []
+        self._columns: dict[str, torch.Tensor] = {}
         self._greedy = torch.empty(0, dtype=torch.bool, device=device)
         self._seeds = torch.empty(0, dtype=torch.int64, device=device)
 
@@ -232,13 +234,21 @@ class SamplingStage:
     def _sampling_rows(self, requests: Sequence[LogitsRequest]) -> SamplingRows:
         if requests != self._requests:
             self._requests = list(requests)
+            self._arguments = [r.sampler_arguments for r in requests]
+            self._columns = {}
             greedy = [r.params.greedy for r in requests]
             self._all_greedy, self._any_greedy = all(greedy), any(greedy)
             self._greedy = torch.tensor(greedy, device=self._device)
             self._seeds = torch.tensor([mixed_seed(r) for r in requests], device=self._device)
         positions = torch.tensor([len(r.output_token_ids) for r in requests], device=self._device)
         return SamplingRows(
-            self._greedy, self._all_greedy, self._any_greedy, self._seeds, positions
+            self._greedy,
+            self._all_greedy,
+            self._any_greedy,
+            self._seeds,
+            positions,
+            self._arguments,
+            self._columns,
         )
 
 

@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from hardpoint.plugins import Reads, typed
+from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.errors import PluginContractError
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.testing.engine_access import check_plugin_class
@@ -38,7 +39,9 @@ def check_contract(subject: Subject) -> None:
 
 def check_round_trip(subject: Subject, case: Case) -> None:
     """Check that arguments survive pickling and conversion from plain data."""
-    _check_round_trip("the arguments that prepare returned", case.arguments, subject.cls.Arguments)
+    _check_round_trip(
+        "the arguments that prepare returned", case.arguments, prepared_type(subject.cls)
+    )
 
 
 def check_reads(subject: Subject, cases: list[Case], seed: int) -> None:

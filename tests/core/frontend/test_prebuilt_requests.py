@@ -54,9 +54,7 @@ def test_a_sound_one_runs(engine):
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_the_callers_object_stays_as_it_is(engine, n):
-    request = ready(
-        params={"n": n}, plugin_args={"temperature": {"temperature": 0.5}}, tags={"tenant": "acme"}
-    )
+    request = ready(params={"n": n}, plugin_args={"min_p": {"min_p": 0.5}}, tags={"tenant": "acme"})
     before = copy.deepcopy(request)
     internal = engine.add_request("mine", request)
     engine.abort_requests([internal])

@@ -37,6 +37,7 @@ from hardpoint.plugins import (
     SamplerContext,
     TensorSpec,
 )
+from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.errors import PluginContractError
 from hardpoint.plugins.manifest import Source
 from hardpoint.testing import history_hash
@@ -109,7 +110,7 @@ ARGUMENTS = {
     "temperature": {"temperature": 0.8},
     "top_k": {"top_k": 12},
     "min_p": {"min_p": 0.02},
-    "thinking_budget": {"thinking_token_budget": 3, "start": [4], "end": [9, 10]},
+    "thinking_budget": {"thinking_token_budget": 3, "opening": [4], "closing": [9, 10]},
 }
 
 
@@ -129,7 +130,7 @@ def begin(stage: SamplingStage, outputs: list[list[int]]) -> list[LogitsRequest]
     requests = []
     for row, known in enumerate(outputs):
         params = SamplingParams(temperature=0.0 if row == 1 else 0.8, seed=row + 3)
-        arguments = {n: PROCESSORS[n].Arguments(**given) for n, given in ARGUMENTS.items()}
+        arguments = {n: prepared_type(PROCESSORS[n])(**given) for n, given in ARGUMENTS.items()}
         requests.append(
             LogitsRequest(f"r{row}", [row, 7], known, params, [0], arguments=arguments, row=row)
         )

@@ -17,6 +17,7 @@ from hardpoint.plugins import (
     SamplingParams,
     Tokenizer,
 )
+from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.logits import LogitsPlugin
 
 _versions = itertools.count(1)
@@ -80,7 +81,7 @@ def request_of(
         output_token_ids=list(output),
         params=SamplingParams(),
         stop_token_ids=list(stop),
-        arguments={processor.name: type(processor).Arguments(**arguments)},
+        arguments={processor.name: prepared_type(type(processor))(**arguments)},
     )
 
 

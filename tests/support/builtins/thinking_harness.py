@@ -19,7 +19,12 @@ class Request:
     def __init__(self, prompt=(), output=(), budget=3, start=START, end=END):
         self.processor = processor()
         self.request = request_of(
-            self.processor, prompt, output, thinking_token_budget=budget, start=start, end=end
+            self.processor,
+            prompt,
+            output,
+            thinking_token_budget=budget,
+            opening=start,
+            closing=end,
         )
         rows_of(self.processor, self.request)
 

@@ -255,7 +255,7 @@ class Rig:
                 self.scheduler,
                 self.executor,
                 self.cache,
-                SimpleNamespace(close=lambda: None),
+                SimpleNamespace(close=lambda: None, take_arguments=lambda request: None),
                 KVEventFanout([], time.time),
                 StepFaults(()),
                 grammars=grammars,

@@ -45,7 +45,7 @@ class Dry(SparseLogitsProcessor):
             allowed_length: shorter repetitions have no penalty.
             sequence_breakers: strings at which repetitions end, such as names in a chat format;
                 the last token of each string is used.
-            breaker_ids: the same as token ids; `prepare` adds the tokens of `sequence_breakers`.
+            breaker_ids: the same as token ids.
             range: number of newest tokens to search; 0 is all.
         """
 
@@ -58,10 +58,15 @@ class Dry(SparseLogitsProcessor):
         breaker_ids: list[Annotated[int, Meta(ge=0)]] = []
         range: Annotated[int, Meta(ge=0)] = 0
 
+    class Prepared(Arguments):
+        """The arguments, and `encoded`: the token ids of `sequence_breakers`."""
+
+        encoded: list[int] = []
+
     @classmethod
-    def prepare(cls, arguments: Dry.Arguments, context: PrepareContext) -> Dry.Arguments:
+    def prepare(cls, arguments: Arguments, context: PrepareContext) -> Prepared:
         """Encode the strings; raise ValueError if there is no tokenizer."""
-        ids = dict.fromkeys(arguments.breaker_ids)
+        ids: dict[int, None] = {}
         for text in arguments.sequence_breakers:
             if context.tokenizer is None:
                 raise ValueError(
@@ -70,12 +75,12 @@ class Dry(SparseLogitsProcessor):
                 )
             # With a letter before it: the encoding inside a text, not at its beginning.
             ids[context.tokenizer.encode(f"a{text}", add_special_tokens=False)[-1]] = None
-        return msgspec.structs.replace(arguments, breaker_ids=list(ids))
+        return cls.Prepared(**msgspec.structs.asdict(arguments), encoded=list(ids))
 
     def start(self, request: LogitsRequest) -> History:
         """Return the history of prompt and outputs."""
         arguments = request.arguments[self.name]
-        history = History(frozenset(arguments.breaker_ids))
+        history = History(frozenset((*arguments.breaker_ids, *arguments.encoded)))
         tokens = [*request.prompt_token_ids, *request.output_token_ids]
         for token in tokens[:-LONGEST]:  # too old for a match at the end
             history.record(token)

@@ -1,0 +1,95 @@
+"""Components that take arguments of each request, and how these are prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from . import typed
+from .component import Component
+from .markers import ReasoningMarkers
+from .params import SamplingParams
+from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ComponentWithArguments", "PrepareContext", "argument_column", "prepared_type"]
+
+
+class MarksReasoning(Protocol):
+    """A reasoning parser, as far as `prepare` may use it."""
+
+    def markers(self) -> ReasoningMarkers:
+        """Return the token ids that enclose the reasoning."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareContext:
+    """The request and frontend components that `prepare` may use.
+
+    Attributes:
+        params: checked parameters of the request.
+        stop_token_ids: every token id that ends the request.
+        tokenizer: None where a policy is changed on a running engine, for requests that are there.
+        reasoning: the configured reasoning parser, if any; None for the parser itself.
+    """
+
+    options: Any
+    params: SamplingParams
+    prompt_token_ids: Sequence[int]
+    stop_token_ids: Sequence[int]
+    vocab_size: int
+    tokenizer: Tokenizer | None
+    reasoning: MarksReasoning | None = None
+
+
+class ComponentWithArguments(Component):
+    """Base of the interfaces whose components take arguments of each request.
+
+    A caller gives them under `plugin_args[name]`, or `plugin_args["kind/name"]`. They are checked
+    by the class's `Arguments`, then `prepare` may add to them what it finds out itself. A class
+    that does so declares the type of the result as `Prepared`, derived from its `Arguments`: a
+    caller cannot set the fields that only `Prepared` has. A class without `Prepared` returns its
+    `Arguments`.
+
+    Every request uses the sampler, the policy and the reasoning parser, whether it gives arguments
+    or not: each field of their `Arguments` and `Prepared` has a default.
+    """
+
+    class Arguments(typed.Arguments):
+        """No arguments; override with a subclass of `hardpoint.plugins.Arguments`."""
+
+    @classmethod
+    def prepare(cls, arguments: Any, context: PrepareContext) -> Any:  # noqa: ARG003
+        """Check or complete one request's arguments, in the frontend, once.
+
+        Returns:
+            The arguments to use: an instance of `Prepared`, or of `Arguments` in a class without
+            `Prepared`.
+
+        Raises:
+            ValueError: refuses the request; the user gets the message after the path of the
+                arguments. A RequestError is passed on unchanged.
+        """
+        return arguments
+
+
+def prepared_type(cls: type[ComponentWithArguments]) -> type[typed.Arguments]:
+    """Return the type of what the `prepare` of a class returns."""
+    declared: type[typed.Arguments] = getattr(cls, "Prepared", cls.Arguments)
+    return declared
+
+
+def argument_column(arguments: Sequence[Any], name: str, device: torch.device) -> torch.Tensor:
+    """Return one argument of every row as [rows, 1] on a device.
+
+    Whole numbers give int64, others float32.
+    """
+    import torch  # noqa: PLC0415 - the contract itself loads without it
+
+    values = [getattr(own, name) for own in arguments]
+    is_integral = all(isinstance(value, int) for value in values)
+    dtype = torch.int64 if is_integral else torch.float32
+    return torch.tensor(values, dtype=dtype).unsqueeze(1).to(device, non_blocking=True)

@@ -1,0 +1,24 @@
+"""Type variables of the interfaces, by which an author's editor knows what a plugin is given.
+
+Each stands for Any where an annotation leaves it out: `rows: Rows` and
+`rows: Rows[Arguments, History]` are both right.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+__all__ = ["ArgumentsT_co", "CacheT", "PlanT", "StateT_co"]
+
+if TYPE_CHECKING:  # before Python 3.13 only the one that type checkers bring has a default
+    import typing_extensions
+
+    ArgumentsT_co = typing_extensions.TypeVar("ArgumentsT_co", covariant=True, default=Any)
+    StateT_co = typing_extensions.TypeVar("StateT_co", covariant=True, default=Any)
+    CacheT = typing_extensions.TypeVar("CacheT", default=Any)
+    PlanT = typing_extensions.TypeVar("PlanT", default=Any)
+else:
+    ArgumentsT_co = TypeVar("ArgumentsT_co", covariant=True)
+    StateT_co = TypeVar("StateT_co", covariant=True)
+    CacheT = TypeVar("CacheT")
+    PlanT = TypeVar("PlanT")

@@ -1,0 +1,114 @@
+"""Arguments of requests for components: their keys, their conversion and their preparation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from hardpoint.plugins import PrepareContext, RequestError, typed
+from hardpoint.plugins.arguments import ComponentWithArguments, prepared_type
+from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.plugins.manifest import Source
+
+from .blame import describe, raise_unless_fault, text_of
+
+_UNPREPARED = ComponentWithArguments.prepare.__func__  # type: ignore[attr-defined]
+
+
+def argument_key(kind: str, name: str) -> str:
+    """Return the key of a component in `EngineCoreRequest.plugin_args`; no two have the same.
+
+    It is the name of a logits processor, and `kind/name` of any other component.
+    """
+    return name if kind == "logits_processors" else f"{kind}/{name}"
+
+
+def takes_arguments(cls: type[ComponentWithArguments]) -> bool:
+    """Return whether a component takes arguments, or prepares some itself."""
+    return cls.Arguments is not ComponentWithArguments.Arguments or prepares(cls)
+
+
+def prepares(cls: Any) -> bool:
+    """Return whether a component has a `prepare` of its own."""
+    return bool(cls.prepare.__func__ is not _UNPREPARED)
+
+
+def convert_arguments(
+    source: Source, type_: type[typed.Arguments], given: Any, path: str
+) -> typed.Arguments:
+    """Return arguments as the type of a component, checked.
+
+    Args:
+        source: of the component, for messages.
+        type_: its `Arguments` or `Prepared`.
+        given: plain data or an instance.
+        path: of the arguments, for messages.
+
+    Raises:
+        RequestError: they do not fit, or the component's own check failed.
+    """
+    try:
+        return typed.convert(given, type_, path=path, error=RequestError)
+    except RequestError:
+        raise
+    except BaseException as cause:
+        raise_unless_fault(cause)
+        raise RequestError(f"{source}: its Arguments failed: {describe(cause)}") from cause
+
+
+def prepare_arguments(
+    source: Source, cls: Any, arguments: typed.Arguments, context: PrepareContext, path: str
+) -> typed.Arguments:
+    """Return what the `prepare` of a component makes of a request's arguments.
+
+    Args:
+        source: of the component, for messages.
+        cls: its class.
+        arguments: converted.
+        context: of the request.
+        path: of the arguments, for messages.
+
+    Raises:
+        RequestError: it refused the request, failed, or returned something else.
+        PluginFaultError: of a component that it called.
+    """
+    try:
+        prepared: typed.Arguments = cls.prepare(arguments, context)
+    except (RequestError, PluginFaultError):  # of the tokenizer, for example
+        raise
+    except ValueError as error:
+        raise RequestError(f"{path}: {text_of(error)}") from error
+    except BaseException as cause:
+        raise_unless_fault(cause)
+        raise RequestError(f"{source}: its prepare failed: {describe(cause)}") from cause
+    expected: type[typed.Arguments] = prepared_type(cls)
+    if not isinstance(prepared, expected):
+        raise RequestError(
+            f"{source}: its prepare returned {type(prepared).__name__}, "
+            f"expected its {expected.__name__}"
+        )
+    return prepared
+
+
+def given_fields(type_: type[typed.Arguments], plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of prepared arguments that a caller may have given.
+
+    Args:
+        type_: the `Arguments` of the component.
+        plain: as they travel; what only `prepare` fills, and what has its default, is left out.
+    """
+    fields = msgspec.structs.fields(type_)
+    return {
+        field.name: plain[field.name]
+        for field in fields
+        if field.name in plain and plain[field.name] != _plain_default(field)
+    }
+
+
+def _plain_default(field: msgspec.structs.FieldInfo) -> Any:
+    default = field.default
+    if field.default_factory is not msgspec.NODEFAULT:
+        default = field.default_factory()
+    return default if default is msgspec.NODEFAULT else msgspec.to_builtins(default, str_keys=False)

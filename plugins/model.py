@@ -262,7 +262,11 @@ class Model(Component):
 
     @abstractmethod
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return hidden states [tokens, hidden]."""
+        """Return hidden states [tokens, hidden].
+
+        Calls `batch.attend` once for each layer of `kv_specs`, with tensors of the context's dtype
+        and device. A step of two tokens is tried when the weights have been loaded.
+        """
 
     @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

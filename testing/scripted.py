@@ -73,8 +73,8 @@ class HistoryAttention(AttentionBackend[torch.Tensor, AttentionStep]):
         k: torch.Tensor,
         v: torch.Tensor,  # noqa: ARG002
     ) -> torch.Tensor:
-        """Store the token ids in `k`, then return each query's history hash."""
-        cache.view(-1)[plan.slots] = k.view(-1).long()
+        """Store the token ids in `k`, then return each query's history hash as two numbers."""
+        cache.view(-1)[plan.slots] = k[:, 0, 0].long()
         result = torch.empty_like(q)
         starts = plan.query_starts.tolist()
         for index, length in enumerate(plan.seq_lens.tolist()):
@@ -85,7 +85,7 @@ class HistoryAttention(AttentionBackend[torch.Tensor, AttentionStep]):
             for query in range(first, end):
                 token = history[length - (end - query)]
                 value = (value * _BASE + token + 1) % _MODULUS
-                result[query] = value
+                result[query, 0, 0], result[query, 0, 1] = value >> 16, value & 0xFFFF
         return result
 
 
@@ -118,21 +118,24 @@ class ScriptedModel(Model):
             raise ValueError(f"the scripted model has no weight {name!r}")
 
     def kv_specs(self) -> list[KVSpec]:
-        """Return one layer of one head of one element."""
-        return [KVSpec(num_heads=1, num_kv_heads=1, head_size=1, scale=1.0)]
+        """Return one layer of one head of two elements."""
+        return [KVSpec(num_heads=1, num_kv_heads=1, head_size=2, scale=1.0)]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return float64 [tokens, 1]: each position's history hash."""
-        ids = batch.token_ids.double().view(-1, 1, 1)
-        return batch.attend(0, ids, ids, ids).view(-1, 1)
+        """Return float32 [tokens, 2]: the high and the low 16 bits of each history's hash."""
+        # Whole numbers below 2**24 are exact in float32.
+        ids = batch.token_ids.to(self.context.dtype).view(-1, 1, 1).expand(-1, 1, 2)
+        return batch.attend(0, ids, ids, ids).reshape(-1, 2)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 [rows, vocab] in [0, 8), or 100 for the scripted token."""
-        state = hidden.long() + self._seed * 7_919
+        parts = hidden.long()
+        values = (parts[:, :1] << 16) + parts[:, 1:]
+        state = values + self._seed * 7_919
         mixed = (state * 48_271 + torch.arange(_VOCAB) * 69_621) % _MODULUS
         mixed = (mixed * 16_807 + 11) % _MODULUS
         logits = (mixed % 65_536).float() / 8_192
-        for row, value in enumerate(hidden.view(-1).long().tolist()):
+        for row, value in enumerate(values.view(-1).tolist()):
             if (token := self._next.get(value)) is not None:
                 logits[row, token] = 100.0
         return logits

@@ -5,15 +5,25 @@ A wrong one names its plugin.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from hardpoint.plugins import AttentionBackend, ForwardBatch, KVSpec, Model, WeightLoader
+from hardpoint.plugins import (
+    AttentionBackend,
+    ForwardBatch,
+    HardpointError,
+    KVSpec,
+    Model,
+    WeightLoader,
+)
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
+from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.tensor_checks import shown
+
+from .memory import is_out_of_memory
 
 _CACHE_EXTRA = 1 << 20  # bytes that a layer may have besides its blocks
 
@@ -39,9 +49,44 @@ class CheckedModel:
         if not isinstance(shapes, Mapping) or not all(map(_is_shape, shapes.values())):
             raise self._wrong("weight_shapes", shapes, "a shape per name")
         if not isinstance(specs, list) or not all(map(_is_spec, specs)):
-            raise self._wrong("kv_specs", specs, "a list of KVSpec with numbers >= 1")
+            expected = "a list of KVSpec with numbers >= 1, num_kv_heads a divisor of num_heads"
+            raise self._wrong("kv_specs", specs, expected)
         self.shapes: dict[str, tuple[int, ...]] = dict(shapes)
         self.specs: list[KVSpec] = specs
+        self._width: int | None = None  # of hidden states, once known
+
+    def run_trial(self, num_tokens: int, num_rows: int) -> None:
+        """Run a step of the first `num_tokens` positions without a cache; attention gives zeros.
+
+        Args:
+            num_tokens: of the step.
+            num_rows: hidden states whose logits are computed, at most.
+
+        Raises:
+            PluginFaultError: a method raised, attention was called with something else than
+                `kv_specs` says, or hidden states or logits are of a wrong shape.
+        """
+        context = self._model.context
+        ids = torch.arange(num_tokens, device=context.device) % self._vocab_size
+        positions = torch.arange(num_tokens, device=context.device)
+        attention = _TrialAttention(self._source, self.specs, context.dtype, positions)
+        batch = ForwardBatch(ids, positions, attention.attend)
+        hidden = self._try("forward", self.forward, batch)
+        attention.check_complete()
+        self._try("compute_logits", self.compute_logits, hidden[:num_rows])
+        self._width = hidden.shape[1]
+
+    def _try(self, method: str, function: Callable[[Any], torch.Tensor], argument: Any) -> Any:
+        """Return what a method gives in a trial step; name it if it raises."""
+        try:
+            return function(argument)
+        except BaseException as cause:
+            raise_unless_fault(cause)
+            if isinstance(cause, HardpointError) or is_out_of_memory(cause):
+                raise
+            raise PluginFaultError(
+                f"{self._source}: its {method}() failed in a trial step: {describe(cause)}"
+            ) from cause
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return hidden states [tokens, hidden].
@@ -51,8 +96,15 @@ class CheckedModel:
         """
         tokens = len(batch.token_ids)
         hidden = self._model.forward(batch)
-        if not isinstance(hidden, torch.Tensor) or hidden.shape[:1] != (tokens,):
-            raise self._wrong("forward", hidden, f"hidden states [{tokens}, hidden]")
+        if (
+            not isinstance(hidden, torch.Tensor)
+            or hidden.dim() != 2
+            or hidden.shape[0] != tokens
+            or self._width not in (None, hidden.shape[1])
+            or hidden.device != batch.token_ids.device
+        ):
+            where = f"[{tokens}, {self._width or 'hidden'}] on {batch.token_ids.device}"
+            raise self._wrong("forward", hidden, f"hidden states {where}")
         return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -67,12 +119,74 @@ class CheckedModel:
             not isinstance(logits, torch.Tensor)
             or logits.shape != expected
             or not logits.is_floating_point()
+            or logits.device != hidden.device
         ):
-            raise self._wrong("compute_logits", logits, f"floating logits {list(expected)}")
+            where = f"{list(expected)} on {hidden.device}"
+            raise self._wrong("compute_logits", logits, f"floating logits {where}")
         return logits
 
     def _wrong(self, method: str, got: Any, expected: str) -> PluginFaultError:
         return _fault(self._source, method, got, expected)
+
+
+class _TrialAttention:
+    """The attention of a trial step: checks what it is called with, and gives zeros."""
+
+    def __init__(
+        self, source: Source, specs: Sequence[KVSpec], dtype: torch.dtype, positions: torch.Tensor
+    ) -> None:
+        """Expect one call per spec, each for `len(positions)` tokens on their device."""
+        self._source = source
+        self._specs = specs
+        self._dtype = dtype
+        self._positions = positions
+        self._called: set[int] = set()
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Return zeros of the shape of q.
+
+        Raises:
+            PluginFaultError: it is no call for a layer of the specs, or the second one.
+        """
+        if not isinstance(layer, int) or not 0 <= layer < len(self._specs):
+            layers = f"0..{len(self._specs) - 1}" if self._specs else "none, as kv_specs() is empty"
+            raise self._wrong(f"called attend for layer {shown(layer)}, expected {layers}")
+        if layer in self._called:
+            raise self._wrong(f"called attend for layer {layer} twice")
+        self._called.add(layer)
+        spec, device = self._specs[layer], self._positions.device
+        for name, tensor, heads in (
+            ("q", q, spec.num_heads),
+            ("k", k, spec.num_kv_heads),
+            ("v", v, spec.num_kv_heads),
+        ):
+            shape = (len(self._positions), heads, spec.head_size)
+            if not (
+                isinstance(tensor, torch.Tensor)
+                and tensor.shape == shape
+                and tensor.dtype == self._dtype
+                and tensor.device == device
+            ):
+                raise self._wrong(
+                    f"called attend for layer {layer} with {name} = {shown(tensor)}, expected a "
+                    f"{self._dtype} tensor {list(shape)} on {device}, as kv_specs() says"
+                )
+        return torch.zeros_like(q)
+
+    def check_complete(self) -> None:
+        """Check that every layer was called.
+
+        Raises:
+            PluginFaultError: one was not.
+        """
+        if missing := [layer for layer in range(len(self._specs)) if layer not in self._called]:
+            raise self._wrong(
+                f"called attend for no layer {', '.join(map(str, missing[:8]))}, though kv_specs() "
+                f"has {len(self._specs)} layers"
+            )
+
+    def _wrong(self, what: str) -> PluginFaultError:
+        return PluginFaultError(f"{self._source}: its forward() {what}")
 
 
 class CheckedAttention:
@@ -185,7 +299,11 @@ def _is_shape(shape: Any) -> bool:
 
 def _is_spec(spec: Any) -> bool:
     numbers = ("num_heads", "num_kv_heads", "head_size")
-    return isinstance(spec, KVSpec) and all(getattr(spec, name) >= 1 for name in numbers)
+    return (
+        isinstance(spec, KVSpec)
+        and all(getattr(spec, name) >= 1 for name in numbers)
+        and spec.num_heads % spec.num_kv_heads == 0
+    )
 
 
 def _num_bytes(cache: Any) -> int:

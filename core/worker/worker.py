@@ -19,10 +19,8 @@ from hardpoint.plugins import (
     AttentionBackend,
     AttentionContext,
     EngineConfig,
-    ForwardBatch,
     HardpointError,
     LogitsContext,
-    Model,
     ModelConfig,
     ModelContext,
     ModelError,
@@ -51,6 +49,7 @@ from .memory import (
 from .model_runner import ModelRunner
 from .profiling import Profiling
 
+_TRIAL_TOKENS = 2
 _NO_ADAPTERS = "workers of this version hold none"
 
 
@@ -136,6 +135,7 @@ class LocalWorker:
             loader = spec.plugins.get("loaders", spec.loader.name)
             weights = checked_weights(spec.loader, loader.source, shapes)
             model.load_weights(_checked(weights, shapes, spec))
+            checked.run_trial(_TRIAL_TOKENS, _TRIAL_TOKENS)
         processors = [runner.processor for runner in stage.pipeline.runners]
         self._components = [*processors, stage.sampler, backend, model]
         self._runner = ModelRunner(
@@ -146,7 +146,7 @@ class LocalWorker:
             {entry.name: cls for entry, cls in spec.plugins.logits_processors()},
             spec.device,
         )
-        return _measured(model, spec, self._bytes_per_block, self._estimate)
+        return _measured(checked, spec, self._bytes_per_block, self._estimate)
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """Set the length of the longest request that the KV cache has room for."""
@@ -381,7 +381,7 @@ def _checked(
 
 
 def _measured(
-    model: Model, spec: WorkerSpec, bytes_per_block: int, estimate: MemoryEstimate
+    model: CheckedModel, spec: WorkerSpec, bytes_per_block: int, estimate: MemoryEstimate
 ) -> WorkerInfo:
     """Return the memory that is available for the KV cache.
 
@@ -394,13 +394,9 @@ def _measured(
     before = torch.cuda.memory_allocated(spec.device)
     torch.cuda.reset_peak_memory_stats(spec.device)
     tokens = min(spec.config.scheduler.max_num_batched_tokens, spec.max_model_len)
-    ids = torch.zeros(tokens, dtype=torch.int64, device=spec.device)
-    positions = torch.arange(tokens, device=spec.device)
     with torch.inference_mode():
-        hidden = model.forward(ForwardBatch(ids, positions, lambda _layer, q, _k, _v: q))
-        model.compute_logits(hidden[: spec.config.scheduler.max_num_seqs]).float()
+        model.run_trial(tokens, spec.config.scheduler.max_num_seqs)
     peak = torch.cuda.max_memory_allocated(spec.device) - before
-    del hidden
     torch.cuda.empty_cache()
     free = int(torch.cuda.mem_get_info(spec.device)[0])
     # Level 1 would have to move weights to CPU memory, which is not done.

@@ -56,7 +56,10 @@ class MutePolicy(SchedulingPolicy):
 
 
 def fails(scripted, config=None):
-    engine = scripted_engine(scripted, config or {})
+    return fault_of(scripted_engine(scripted, config or {}))
+
+
+def fault_of(engine):
     engine.add_request("a", "say abc", GREEDY)
     with pytest.raises(EngineDeadError) as error:
         run_all(engine, [])
@@ -79,8 +82,9 @@ def test_a_model_that_fails_is_named(scripted, monkeypatch, error):
     def broken(self, *_):
         raise error
 
+    engine = scripted_engine(scripted)
     monkeypatch.setattr(ScriptedModel, "forward", broken)
-    reported = fails(scripted)
+    reported = fault_of(engine)
     assert isinstance(reported, EngineFaultError)
     assert str(reported).startswith("plugin 'ScriptedForCausalLM'")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from hardpoint import ConfigError, SamplingParams
 from hardpoint.core.kv_cache import CacheSize, size_cache
@@ -24,7 +25,7 @@ class LastTokenModel(ScriptedModel):
         return []
 
     def forward(self, batch):
-        return batch.token_ids.double().view(-1, 1)
+        return torch.stack((torch.zeros_like(batch.token_ids), batch.token_ids), 1).float()
 
 
 @pytest.fixture(scope="module")

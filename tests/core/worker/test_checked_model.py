@@ -103,6 +103,7 @@ WEIGHTS = "a name and a dense CPU tensor"
         ),
         ("kv_specs", 3, r"'Scripted.*: its kv_specs\(\) gave 3, expected a list of KVSpec"),
         ("kv_specs", [KVSpec(1, 1, -8, 1.0)], "expected a list of KVSpec with numbers >= 1"),
+        ("kv_specs", [KVSpec(3, 2, 8, 1.0)], "num_kv_heads a divisor of num_heads$"),
         (
             "bytes_per_block",
             0,
@@ -123,20 +124,89 @@ def test_at_start(method, value, message, scripted, monkeypatch):
         LLM(config=config(scripted))
 
 
+class Attends(Model):
+    """Calls attend as a test says: layers, and the shape, dtype and device of q, k and v."""
+
+    contract = 1
+    calls = ()
+
+    def forward(self, batch):
+        for layer, *tensors in self.calls:
+            batch.attend(layer, *tensors)
+        return super().forward(batch)
+
+
+RIGHT = torch.zeros(2, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        ([(1, RIGHT, RIGHT, RIGHT)], r"called attend for layer 1, expected 0\.\.0$"),
+        ([(-1, RIGHT, RIGHT, RIGHT)], r"called attend for layer -1, expected 0\.\.0$"),
+        ([(0, RIGHT, RIGHT, RIGHT)], "called attend for layer 0 twice$"),
+        (
+            [(0, RIGHT, RIGHT.expand(2, 3, 2), RIGHT)],
+            r"called attend for layer 0 with k = a torch.float32 tensor \[2, 3, 2\] .*, expected a "
+            r"torch.float32 tensor \[2, 1, 2\] on cpu, as kv_specs\(\) says$",
+        ),
+        ([(0, RIGHT.double(), RIGHT, RIGHT)], r"with q = a torch.float64 tensor \[2, 1, 2\]"),
+        ([(0, RIGHT, RIGHT, RIGHT.to("meta"))], r"with v = .* on meta\), expected .* on cpu,"),
+        ([(0, RIGHT, RIGHT, None)], "with v = None, expected a torch.float32 tensor"),
+    ],
+)
+def test_attention_is_called_as_the_specs_say(calls, message, scripted, monkeypatch):
+    monkeypatch.setattr(Attends, "calls", calls)
+    with pytest.raises(PluginFaultError, match=rf"'Scripted.*: its forward\(\) .*{message}"):
+        LLM(config=config(scripted, "Attends"))
+
+
+def test_each_layer_attends(scripted, monkeypatch):
+    monkeypatch.setattr(Model, "forward", lambda *_: torch.zeros(2, 2))
+    with pytest.raises(
+        PluginFaultError, match=r"for no layer 0, though kv_specs\(\) has 1 layers$"
+    ):
+        LLM(config=config(scripted))
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "message"),
+    [
+        (
+            "forward",
+            torch.zeros(3, 2),
+            r"forward\(\) gave .*, expected hidden states \[2, hidden\]",
+        ),
+        ("forward", KeyError("x"), r"its forward\(\) failed in a trial step: KeyError: 'x'"),
+        (
+            "compute_logits",
+            torch.zeros(2, 100),
+            r"\[2, 100\] .*, expected floating logits \[2, 257\]",
+        ),
+        ("compute_logits", SystemExit(3), r"its compute_logits\(\) failed in a trial step: System"),
+    ],
+)
+def test_a_trial_step_ends_the_start(method, value, message, scripted, monkeypatch):
+    monkeypatch.setattr(Wrong, method, value)
+    with pytest.raises(PluginFaultError, match=rf"plugin 'Scripted.*{message}"):
+        LLM(config=config(scripted))
+
+
 @pytest.mark.parametrize(
     ("method", "value", "message"),
     [
         (
             "forward",
             torch.zeros(1, 3),
-            r"gave a torch.float32 tensor \[1, 3\] .* states \[7, hidden",
+            r"gave a torch.float32 tensor \[1, 3\] .* states \[7, 2\]",
         ),
-        ("forward", "x", r"its forward\(\) gave 'x', expected hidden states \[7, hidden\]"),
+        ("forward", torch.zeros(7, 3), r"\[7, 3\] .*, expected hidden states \[7, 2\] on cpu"),
+        ("forward", "x", r"its forward\(\) gave 'x', expected hidden states \[7, 2\] on cpu"),
         ("compute_logits", torch.zeros(1, 5), r"expected floating logits \[1, 257\]"),
         ("compute_logits", torch.zeros(1, 257).long(), r"gave a torch.int64 tensor \[1, 257\]"),
-        ("attend", "x", r"its attend\(\) gave 'x', expected a torch.float64 tensor \[7, 1, 1\]"),
-        ("attend", torch.zeros(7, 1, 1), r"its attend\(\) gave a torch.float32 tensor"),
-        ("attend", torch.zeros(7, 1).double(), r"its attend\(\) gave .* tensor \[7, 1\]"),
+        ("attend", "x", r"its attend\(\) gave 'x', expected a torch.float32 tensor \[7, 1, 2\]"),
+        ("attend", torch.zeros(7, 1, 2).half(), r"its attend\(\) gave a torch.float16 tensor"),
+        ("attend", torch.zeros(7, 1), r"its attend\(\) gave .* tensor \[7, 1\]"),
         ("attend", ZeroDivisionError("x"), "ZeroDivisionError: x"),
     ],
 )
@@ -148,13 +218,13 @@ def test_in_a_step(method, value, message, scripted, monkeypatch):
             llm.generate("say abc", SamplingParams(temperature=0.0))
 
 
-def config(folder):
+def config(folder, model="Model"):
     found = scripted_config(
         folder, {"load": {"use": "loader"}, "attention": {"use": f"{__name__}:Attention"}}
     )
     found["plugins"] = {
         "enable": [
-            {"use": f"{__name__}:Model", "name": "ScriptedForCausalLM"},
+            {"use": f"{__name__}:{model}", "name": "ScriptedForCausalLM"},
             {"use": f"{__name__}:Loader", "name": "loader"},
         ]
     }

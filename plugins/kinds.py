@@ -216,7 +216,7 @@ KINDS: dict[str, Kind] = {
             fault_scope=FaultScope.ENGINE,
             chosen_by="attention.use",
             summary="Store keys and values in blocks and compute attention over them.",
-            suite="",
+            suite="AttentionBackendSuite",
         ),
         Kind(
             name="tokenizers",

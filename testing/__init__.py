@@ -24,6 +24,7 @@ from .scripted import (
 
 if TYPE_CHECKING:
     from hardpoint.testing.logits.suite import LogitsProcessorSuite
+    from hardpoint.testing.model.attention_suite import AttentionBackendSuite
     from hardpoint.testing.sampling_suite import SamplerSuite
     from hardpoint.testing.scheduling.eviction_suite import EvictionPolicySuite
     from hardpoint.testing.scheduling.policy_suite import SchedulingPolicySuite
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EOS",
+    "AttentionBackendSuite",
     "EvictionPolicySuite",
     "HistoryAttention",
     "LogitsProcessorSuite",
@@ -51,6 +53,7 @@ __all__ = [
 
 
 _LAZY = {
+    "AttentionBackendSuite": "model.attention_suite",
     "EvictionPolicySuite": "scheduling.eviction_suite",
     "LogitsProcessorSuite": "logits.suite",
     "SamplerSuite": "sampling_suite",

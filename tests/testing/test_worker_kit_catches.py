@@ -1,4 +1,4 @@
-"""Samplers with one mistake each fail their rule, in stated words."""
+"""Samplers and attention backends with one mistake each fail their rule, in stated words."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import inspect
 import re
 
 import pytest
-from support.broken import samplers
+from support.broken import attention, samplers
 
-from hardpoint.testing import SamplerSuite
+from hardpoint.testing import AttentionBackendSuite, SamplerSuite
 from hardpoint.testing import suite as kit_suite
 
 SEED = 20_240_601
@@ -45,7 +45,39 @@ SAMPLERS = [
     (samplers.Slow, "speed", "speed", r"a row of 32000 logits cost \d+ microseconds, the budget"),
 ]  # fmt: skip
 
+DIFFERS = r"the output of query \d+ of '.' differs from plain attention by"
+ATTENTION = [
+    (attention.NoContract, "contract", "contract", "add `contract = 1` to its class body"),
+    (attention.NoDevices, "contract", "contract", "its devices are 'cpu'"),
+    (attention.OneBytePerBlock, "sizes", "sizes", "takes 64 bytes .*, bytes_per_block says 1 for"),
+    (attention.CountsKeysOnly, "sizes", "sizes", "takes 64 bytes .*, bytes_per_block says 32 for"),
+    (attention.Garbage, "sizes", "sizes", "a new cache is not zero"),
+    (attention.Transposed, "causal", "result", r"attend returned torch.float32 \[1, .*, q is"),
+    (attention.Double, "causal", "result", r"attend returned torch.float64 .*, q is torch.float32"),
+    (attention.Reversed, "causal", "causal", "the output is the rows of the step in reverse"),
+    (attention.NotCausal, "causal", "causal", "the output is that of later tokens too"),
+    (attention.IgnoresScale, "causal", "causal", "the output is that of the scale of head_size"),
+    (attention.ReversedHeads, "causal", "causal", "the output is the heads in reverse order"),
+    (attention.TilesHeads, "heads", "heads", "query head i with key head i % num_kv_heads, not"),
+    (attention.FirstHeadOnly, "heads", "heads", DIFFERS),
+    (attention.IgnoresWindow, "window", "window", "the output is that of an unlimited window"),
+    (attention.WiderWindow, "window", "window", "the output is that of a window of one more than"),
+    (attention.WritesNothing, "cache", "cache", DIFFERS),
+    (attention.StepOnly, "cache", "cache", "is that of this step's tokens alone, without those"),
+    (attention.ReadsByPosition, "sequences", "sequences", DIFFERS),
+    (attention.FirstBlockOnwards, "blocks", "blocks", DIFFERS),
+    (attention.ReadsWholeBlocks, "blocks", "blocks", DIFFERS),
+    (attention.MixesSequences, "sequences", "sequences", DIFFERS),
+    (attention.TableOfTheFirst, "sequences", "sequences|exceptions", f"{DIFFERS}|IndexError"),
+    (attention.CachesTheMask, "layers", "layers", "the output is that of "),
+    (attention.InFloat8, "dtypes", "layers", DIFFERS),
+    (attention.ScalesInPlace, "reads_only", "reads only", "after attend q had changed"),
+    (attention.RotatesKeys, "reads_only", "reads only", "after attend k had changed"),
+    (attention.Hoards, "memory", "memory", r"grew from \d+ to \d+ elements in 50 steps"),
+]  # fmt: skip
+
 RIGHT = [
+    (AttentionBackendSuite, "backend", attention.Plain),
     (SamplerSuite, "sampler", samplers.Gumbel),
 ]
 
@@ -86,6 +118,11 @@ def test_a_broken_sampler_fails_its_rule(cls, test, rule, pattern):
     check(SamplerSuite, {"sampler": cls}, cls, test, rule, pattern)
 
 
+@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), ATTENTION, ids=name)
+def test_a_broken_attention_backend_fails_its_rule(cls, test, rule, pattern):
+    check(AttentionBackendSuite, {"backend": cls}, cls, test, rule, pattern)
+
+
 @pytest.mark.parametrize(("suite", "attribute", "cls"), RIGHT, ids=name)
 def test_correct_components_pass(suite, attribute, cls):
     tests = [test for test in dir(suite) if test.startswith("test_")]
@@ -93,7 +130,9 @@ def test_correct_components_pass(suite, attribute, cls):
     assert {test: message for test, message in messages.items() if message} == {}
 
 
-@pytest.mark.parametrize(("suite", "broken_ones"), [(SamplerSuite, SAMPLERS)])
+@pytest.mark.parametrize(
+    ("suite", "broken_ones"), [(SamplerSuite, SAMPLERS), (AttentionBackendSuite, ATTENTION)]
+)
 def test_every_test_catches_a_component(suite, broken_ones):
     tests = {test for test, _ in inspect.getmembers(suite) if test.startswith("test_")}
     assert {f"test_{test}" for _, test, _, _ in broken_ones} == tests

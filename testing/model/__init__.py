@@ -1,0 +1,1 @@
+"""The suites for models: attention backends, models and weight loaders."""

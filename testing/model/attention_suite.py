@@ -1,0 +1,430 @@
+"""The conformance suite for attention backends; the built-in one passes it too."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from hardpoint.plugins import AttentionBackend, AttentionContext, AttentionStep, KVSpec
+from hardpoint.plugins.component import Component
+from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.snapshots import count_elements, snapshot
+from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
+
+from .sequences import SequenceBlocks, WholeHistory, ordered, softmax_attention
+
+_NUM_BLOCKS = 328  # four sequences of 80 tokens, in blocks of one token
+_TOLERANCES = {torch.bfloat16: 0.06, torch.float16: 0.01}
+
+RESULT = Rule(
+    "result: attend returns a tensor of the shape, dtype and device of q",
+    "return one row per query, [tokens, num_heads, head_size], as q is",
+)
+CAUSAL = Rule(
+    "causal: a token attends to itself and to the earlier tokens of its sequence",
+    "for query i of a sequence with n cached tokens use keys 0 to n + i",
+)
+HEADS = Rule(
+    "heads: each group of num_heads / num_kv_heads query heads shares a key and value head",
+    "let query head i read key head i // (num_heads // num_kv_heads)",
+)
+WINDOW = Rule(
+    "window: a token attends to at most spec.window tokens, itself included",
+    "mask the keys up to position - window; None is unlimited, and the plan serves layers with "
+    "different windows",
+)
+CACHE = Rule(
+    "cache: the tokens of earlier steps are remembered",
+    "write k and v to the slots of the step, then read the keys and values of the whole sequence",
+)
+BLOCKS = Rule(
+    "blocks: keys and values are written to plan.slots and read through plan.block_table",
+    "position p of sequence i is at block_table[i, p // block_size], offset p % block_size; what "
+    "else a block holds is of a sequence that has gone",
+)
+SEQUENCES = Rule(
+    "sequences: a token attends to no other sequence",
+    "tokens query_starts[i] to query_starts[i + 1] are of sequence i; entries of block_table "
+    "beyond its length are padding and name a block of another sequence",
+)
+LAYERS = Rule(
+    "layers: any mix of steps, sequences and layers gives what plain attention gives",
+    "keep nothing of a layer in the backend or in the plan, which the step's layers share",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Steps to run.
+
+    Attributes:
+        heads: query heads and key heads per layer.
+        windows: per layer.
+        steps: tokens by sequence; an ended sequence of the same name starts again.
+        ends: sequences that end after each step.
+        shuffled: whether blocks are handed out in any order.
+    """
+
+    block_size: int
+    head_size: int
+    heads: tuple[tuple[int, int], ...]
+    windows: tuple[int | None, ...]
+    steps: tuple[Mapping[str, int], ...]
+    ends: tuple[str, ...] = ()
+    shuffled: bool = False
+
+    @property
+    def specs(self) -> list[KVSpec]:
+        """Return one spec per layer."""
+        return [
+            KVSpec(num_heads, num_kv_heads, self.head_size, 0.4, window)
+            for (num_heads, num_kv_heads), window in zip(self.heads, self.windows, strict=True)
+        ]
+
+
+class AttentionBackendSuite(ComponentSuite):
+    """Base class of a test class, which sets `backend`, and `options` if it has some.
+
+    Each test is a situation, simple ones first, whose result is compared with plain attention in
+    float64. Where the result is that of a common mistake, the message says so.
+
+    Attributes:
+        backend: the class under test.
+        device: where it runs; None is the first of its `devices` that this machine has.
+        dtypes: of queries, keys and values; all but the first in `test_dtypes` alone.
+        heads: numbers of query heads and of key heads of a layer.
+        head_sizes: elements of a head.
+        block_sizes: tokens per block.
+        windows: windows of a layer.
+        tolerance: maximum difference; None depends on the dtype.
+    """
+
+    kind = "attention_backends"
+    backend: ClassVar[type[AttentionBackend]]
+    device: ClassVar[str | None] = None
+    dtypes: ClassVar[Sequence[torch.dtype]] = (torch.float32, torch.bfloat16)
+    heads: ClassVar[Sequence[tuple[int, int]]] = ((1, 1), (4, 4), (6, 2), (4, 1))
+    head_sizes: ClassVar[Sequence[int]] = (8, 16)
+    block_sizes: ClassVar[Sequence[int]] = (1, 4, 16)
+    windows: ClassVar[Sequence[int | None]] = (None, 1, 3, 8, 17)
+    tolerance: ClassVar[float | None] = None
+
+    def reference(
+        self, spec: KVSpec, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the attention of one query; override it if another function is meant.
+
+        Args:
+            spec: the layer.
+            query: float64 [num_heads, head_size].
+            keys: float64 [visible, num_kv_heads, head_size]; those that the query may see.
+            values: like keys.
+        """
+        return softmax_attention(spec, query, keys, values)
+
+    def draw(self, generator: torch.Generator, shape: tuple[int, int, int]) -> torch.Tensor:
+        """Return queries, keys or values, float32 [tokens, heads, head_size]; normal ones."""
+        return torch.randn(*shape, generator=generator)
+
+    def _component(self) -> type[Component]:
+        return self.backend
+
+    def test_contract(self) -> None:
+        """The class states its contract and its devices; its options survive pickling."""
+        self._run_checks(
+            "contract: the loader can check and build the class",
+            lambda: reject_replaced_tests(type(self), AttentionBackendSuite),
+            self._check_contract,
+            self._check_devices,
+            lambda: self._make(self.block_sizes[0]).close(),
+        )
+
+    def test_sizes(self) -> None:
+        """A block takes the memory that bytes_per_block says, and a new cache is zero."""
+        checks = [
+            functools.partial(self._check_size, block_size, KVSpec(*heads, head_size, 0.4))
+            for block_size in self.block_sizes
+            for heads in self.heads
+            for head_size in self.head_sizes[:1]
+        ]
+        self._run_checks("sizes: a block takes bytes_per_block", *checks)
+
+    def test_causal(self) -> None:
+        """A prompt in one step."""
+        self._compare(CAUSAL, heads=self._equal_heads, windows=[None], names="a", steps=1)
+
+    def test_heads(self) -> None:
+        """Query heads share key heads."""
+        shared = [pair for pair in self.heads if pair[0] != pair[1]]
+        if not shared:
+            pytest.skip("no pair of `heads` has fewer key heads than query heads")
+        self._compare(HEADS, heads=shared, windows=[None], names="a", steps=1)
+
+    def test_window(self) -> None:
+        """Layers with a sliding window."""
+        windows = [window for window in self.windows if window is not None]
+        if not windows:
+            pytest.skip("`windows` has None only")
+        self._compare(WINDOW, heads=self._equal_heads, windows=windows, names="a", steps=1)
+
+    def test_cache(self) -> None:
+        """A prompt in chunks, then tokens one by one."""
+        self._compare(CACHE, heads=self._equal_heads, windows=[None], names="a", steps=4)
+
+    def test_blocks(self) -> None:
+        """Blocks in any order, also those of sequences that have ended."""
+        self._compare(
+            BLOCKS, heads=self._equal_heads, windows=[None], names="a", steps=4, shuffled=True
+        )
+
+    def test_sequences(self) -> None:
+        """Several sequences in one step."""
+        self._compare(SEQUENCES, heads=self._equal_heads, windows=[None], names="abcd", steps=3)
+
+    def test_layers(self) -> None:
+        """All of it together, with layers that differ."""
+        self._compare(
+            LAYERS,
+            heads=self.heads,
+            windows=self.windows,
+            names="abcd",
+            steps=4,
+            shuffled=True,
+            layers=2,
+        )
+
+    def test_dtypes(self) -> None:
+        """The same in the other dtypes."""
+        if len(self.dtypes) < 2:
+            pytest.skip("`dtypes` has one only")
+        for dtype in self.dtypes[1:]:
+            self._compare(
+                LAYERS,
+                heads=self.heads,
+                windows=self.windows,
+                names="abc",
+                steps=3,
+                shuffled=True,
+                dtype=dtype,
+            )
+
+    def test_reads_only(self) -> None:
+        """Queries, keys, values and the step stay as they are."""
+        self._run_checks(
+            "reads only: plan and attend change nothing but the cache", self._check_reads_only
+        )
+
+    def test_memory(self) -> None:
+        """Nothing grows with the number of steps."""
+        self._run_checks("memory: nothing grows with the number of steps", self._check_memory)
+
+    @property
+    def _equal_heads(self) -> Sequence[tuple[int, int]]:
+        return [pair for pair in self.heads if pair[0] == pair[1]] or self.heads
+
+    def _device(self) -> torch.device:
+        """Return the device; skip the test if this machine has none that fits."""
+        names = [self.device] if self.device else list(getattr(self.backend, "devices", ()))
+        for name in names:
+            if name == "cpu" or (name.startswith("cuda") and torch.cuda.is_available()):
+                return torch.device(name)
+        pytest.skip(f"this machine has no device of {', '.join(names) or '`devices`'}")
+
+    def _make(self, block_size: int, dtype: torch.dtype | None = None) -> AttentionBackend:
+        backend: AttentionBackend = self._build(
+            AttentionContext,
+            device=self._device(),
+            dtype=dtype or self.dtypes[0],
+            block_size=block_size,
+        )
+        return backend
+
+    def _compare(
+        self,
+        rule: Rule,
+        *,
+        heads: Sequence[tuple[int, int]],
+        windows: Sequence[int | None],
+        names: str,
+        steps: int,
+        shuffled: bool = False,
+        layers: int = 1,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Search for steps whose result differs from plain attention."""
+        counts = st.dictionaries(
+            st.sampled_from(names), st.integers(1, 7) | st.integers(1, 20), min_size=1
+        )
+        cases = st.builds(
+            Case,
+            block_size=st.sampled_from(self.block_sizes),
+            head_size=st.sampled_from(self.head_sizes),
+            heads=st.tuples(*[st.sampled_from(heads)] * layers),
+            windows=st.tuples(*[st.sampled_from(windows)] * layers),
+            steps=st.lists(counts, min_size=1, max_size=steps).map(tuple),
+            ends=st.lists(st.sampled_from(names + "-"), max_size=steps).map(tuple)
+            if shuffled
+            else st.just(()),
+            shuffled=st.just(shuffled),
+        )
+        self._device()  # skips
+        self._search(rule.text, 60, lambda case: self._play(rule, case, dtype), case=cases)
+
+    @torch.inference_mode()
+    def _play(self, rule: Rule, case: Case, dtype: torch.dtype | None = None) -> None:
+        """Run the steps of a case; compare each layer of each step."""
+        backend, device = self._make(case.block_size, dtype), self._device()
+        blocks = SequenceBlocks(_NUM_BLOCKS, case.block_size, device, shuffled=case.shuffled)
+        caches = [backend.allocate(spec, _NUM_BLOCKS) for spec in case.specs]
+        histories = [WholeHistory(spec, self.reference) for spec in case.specs]
+        generator = torch.Generator().manual_seed(0)
+        for index, given in enumerate(case.steps):
+            counts = ordered(list(given.items()))
+            plan = backend.plan(blocks.step(counts))
+            tokens = sum(count for _, count in counts)
+            for cache, history in zip(caches, histories, strict=True):
+                q, k, v = self._inputs(generator, history.spec, tokens, backend.context.dtype)
+                out = backend.attend(history.spec, cache, plan, q.clone(), k.clone(), v.clone())
+                history.append(counts, k, v)
+                self._check_output(rule, out, q, history, counts)
+            if index < len(case.ends):
+                blocks.release(case.ends[index])
+                for history in histories:
+                    history.release(case.ends[index])
+
+    def _inputs(
+        self, generator: torch.Generator, spec: KVSpec, tokens: int, dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        return [
+            self.draw(generator, (tokens, heads, spec.head_size)).to(self._device(), dtype)
+            for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        ]
+
+    def _check_output(
+        self,
+        rule: Rule,
+        out: Any,
+        q: torch.Tensor,
+        history: WholeHistory,
+        counts: Sequence[tuple[str, int]],
+    ) -> None:
+        if not isinstance(out, torch.Tensor):
+            raise RESULT.violation(f"attend returned {short_repr(out)}, no tensor")
+        got, wanted = ((x.dtype, list(x.shape), x.device) for x in (out, q))
+        if got != wanted:
+            raise RESULT.violation(
+                f"attend returned {got[0]} {got[1]} on {got[2]}, q is {wanted[0]} {wanted[1]} on "
+                f"{wanted[2]}"
+            )
+        out, limit = out.double().cpu(), self.tolerance or _TOLERANCES.get(q.dtype, 1e-4)
+        expected = history.attend(counts, q)
+        difference = (out - expected).abs().nan_to_num(torch.inf)
+        if float(difference.max()) <= limit:
+            return
+        query = int(difference.flatten(1).amax(-1).argmax())
+        names = [f"query {i} of {name!r}" for name, count in counts for i in range(count)]
+        observed = (
+            f"in a step of {', '.join(f'{count} tokens of {name!r}' for name, count in counts)}, "
+            f"the output of {names[query]} differs from plain attention by "
+            f"{float(difference[query].max()):.3g}, at most {limit:.3g} is accepted"
+        )
+        for mistake, wrong in history.with_mistakes(counts, q):
+            if (wrong - expected).abs().max() > limit and (out - wrong).abs().max() <= limit:
+                observed += f"; the output is {mistake}"
+                break
+        raise rule.violation(observed)
+
+    def _check_devices(self) -> None:
+        devices = getattr(self.backend, "devices", None)
+        if not isinstance(devices, tuple) or not all(isinstance(name, str) for name in devices):
+            raise Violation(
+                f"its devices are {short_repr(devices)}",
+                'add the types of device on which it runs, `devices = ("cpu",)` for example',
+            )
+
+    def _check_size(self, block_size: int, spec: KVSpec) -> None:
+        backend = self._make(block_size)
+        size = backend.bytes_per_block(spec)
+        if type(size) is not int or size < 1:
+            raise Violation(
+                f"bytes_per_block returned {short_repr(size)}", "return a whole number >= 1"
+            )
+        few, many = backend.allocate(spec, 8), backend.allocate(spec, 40)
+        taken = (_num_bytes(many) - _num_bytes(few)) / 32
+        if taken and not taken <= size <= 2 * taken:
+            raise Violation(
+                f"each block of {block_size} tokens takes {taken:.0f} bytes of what allocate "
+                f"returns, bytes_per_block says {size} for {spec}",
+                "count keys and values of all tokens and key heads of a block, in the context's "
+                "dtype: the engine makes as many blocks as fit into memory by this number",
+            )
+        for tensor in _tensors(few):
+            if tensor.any():
+                raise Violation("a new cache is not zero", "allocate with torch.zeros")
+
+    def _check_reads_only(self) -> None:
+        backend = self._make(self.block_sizes[0])
+        blocks = SequenceBlocks(_NUM_BLOCKS, self.block_sizes[0], self._device(), shuffled=True)
+        spec = KVSpec(*self.heads[-1], self.head_sizes[0], 0.4, self.windows[-1])
+        cache, generator = backend.allocate(spec, _NUM_BLOCKS), torch.Generator().manual_seed(0)
+        for counts in ([("a", 5), ("b", 3)], [("b", 1), ("a", 4)]):
+            step = blocks.step(counts)
+            tensors = self._inputs(generator, spec, int(step.query_starts[-1]), self.dtypes[0])
+            parts = dict(zip(("q", "k", "v"), tensors, strict=True)) | _fields(step)
+            before = {name: snapshot(part) for name, part in parts.items()}
+            with torch.inference_mode():
+                backend.attend(spec, cache, backend.plan(step), *tensors)
+            after = {name: snapshot(part) for name, part in parts.items()}
+            if changed := [name for name in parts if before[name] != after[name]]:
+                raise Violation(
+                    f"after attend {', '.join(changed)} had changed",
+                    "work on copies: the model may use its queries, keys and values again, and "
+                    "all layers share the step",
+                )
+
+    def _check_memory(self) -> None:
+        size, waves, sizes = self.block_sizes[0], 50, []
+        backend = self._make(size)
+        blocks = SequenceBlocks(_NUM_BLOCKS, size, self._device(), shuffled=False)
+        spec = KVSpec(*self.heads[0], self.head_sizes[0], 0.4)
+        cache, generator = backend.allocate(spec, _NUM_BLOCKS), torch.Generator().manual_seed(0)
+        for wave in range(2 * waves):
+            plan = backend.plan(blocks.step([("a", 1)]))
+            tensors = self._inputs(generator, spec, 1, self.dtypes[0])
+            with torch.inference_mode():
+                backend.attend(spec, cache, plan, *tensors)
+            if wave % 10 == 9:
+                blocks.release("a")
+            if wave in (waves - 1, 2 * waves - 1):
+                attributes = {n: value for n, value in vars(backend).items() if n != "context"}
+                sizes.append(count_elements(attributes))
+        if sizes[1] - sizes[0] >= waves:
+            raise Violation(
+                f"the backend's attributes grew from {sizes[0]} to {sizes[1]} elements in {waves} "
+                f"steps",
+                "keep what a step needs in its plan, and keys and values in the cache",
+            )
+
+
+def _fields(step: AttentionStep) -> dict[str, Any]:
+    names = ("query_starts", "seq_lens", "block_table", "slots")
+    return {f"step.{name}": getattr(step, name) for name in names}
+
+
+def _tensors(cache: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a cache: a tensor, or a list, tuple or dict of such."""
+    if isinstance(cache, torch.Tensor):
+        yield cache
+    elif isinstance(cache, Mapping | list | tuple):
+        for part in cache.values() if isinstance(cache, Mapping) else cache:
+            yield from _tensors(part)
+
+
+def _num_bytes(cache: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(cache))

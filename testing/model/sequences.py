@@ -1,0 +1,170 @@
+"""Sequences of tokens: their blocks in a KV cache, and plain attention over them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from hardpoint.plugins import AttentionStep, KVSpec
+
+Counts = Sequence[tuple[str, int]]
+"""The sequences of a step and how many tokens each has in it; those with a single token first."""
+
+QueryAttention = Callable[[KVSpec, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Attention of one query: `(spec, query, keys, values) -> output`.
+
+`query` and output are [num_heads, head_size], `keys` and `values` [visible, num_kv_heads,
+head_size], all float64.
+"""
+
+
+def softmax_attention(
+    spec: KVSpec, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """Return softmax(scale * q . k) . v of one query, head by head; see `QueryAttention`."""
+    shared = spec.num_heads // spec.num_kv_heads
+    keys, values = keys.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1)
+    scores = torch.einsum("hd,nhd->hn", query, keys) * spec.scale
+    return torch.einsum("hn,nhd->hd", scores.softmax(-1), values)
+
+
+def ordered(counts: Counts) -> Counts:
+    """Return a step's sequences in the order of the engine: those with a single token first."""
+    return sorted(counts, key=lambda item: item[1] != 1)
+
+
+class SequenceBlocks:
+    """Hands out blocks of a cache to sequences, and lays out steps."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, device: torch.device, *, shuffled: bool
+    ) -> None:
+        """Start with free blocks, handed out in ascending or in shuffled order."""
+        self._block_size = block_size
+        self._device = device
+        self._free = list(range(num_blocks))
+        if shuffled:
+            random.Random(0).shuffle(self._free)
+        self._tables: dict[str, list[int]] = {}
+        self._lengths: dict[str, int] = {}
+
+    def release(self, name: str) -> None:
+        """Forget a sequence; its blocks are the next that are handed out."""
+        self._free = [*self._tables.pop(name, []), *self._free]
+        self._lengths.pop(name, None)
+
+    def step(self, counts: Counts) -> AttentionStep:
+        """Return the step in which each sequence gets so many tokens more."""
+        starts, lengths, slots = [0], [], []
+        size = self._block_size
+        for name, count in counts:
+            old = self._lengths.get(name, 0)
+            self._lengths[name] = old + count
+            table = self._tables.setdefault(name, [])
+            while len(table) * size < old + count:
+                table.append(self._free.pop(0))
+            slots += [table[p // size] * size + p % size for p in range(old, old + count)]
+            starts.append(starts[-1] + count)
+            lengths.append(old + count)
+        tables = [self._tables[name] for name, _ in counts]
+        block_table = torch.zeros(len(counts), max(map(len, tables)), dtype=torch.int64)
+        for row, table in enumerate(tables):
+            block_table[row, : len(table)] = torch.tensor(table)
+        return AttentionStep(
+            query_starts=np.array(starts),
+            seq_lens=np.array(lengths),
+            num_single=sum(count == 1 for _, count in counts),
+            block_table=block_table.to(self._device),
+            slots=torch.tensor(slots, device=self._device),
+            block_size=size,
+        )
+
+
+class WholeHistory:
+    """One layer's keys and values of each sequence, whole and in float64, and plain attention."""
+
+    def __init__(self, spec: KVSpec, attention: QueryAttention) -> None:
+        """Start without sequences."""
+        self.spec = spec
+        self._attention = attention
+        self._keys: dict[str, torch.Tensor] = {}
+        self._values: dict[str, torch.Tensor] = {}
+
+    def release(self, name: str) -> None:
+        """Forget a sequence."""
+        self._keys.pop(name, None)
+        self._values.pop(name, None)
+
+    def append(self, counts: Counts, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Append the keys and values of a step, [tokens, num_kv_heads, head_size]."""
+        for side, given in ((self._keys, k), (self._values, v)):
+            rows, start = given.detach().double().cpu(), 0
+            for name, count in counts:
+                part = rows[start : start + count]
+                side[name] = torch.cat((side[name], part)) if name in side else part.clone()
+                start += count
+
+    def attend(self, counts: Counts, q: torch.Tensor) -> torch.Tensor:
+        """Return float64 [tokens, num_heads, head_size] of a step that was appended."""
+        return self._attend(counts, q, self.spec)
+
+    def with_mistakes(self, counts: Counts, q: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what common mistakes give instead, with their descriptions."""
+        right, spec = self.attend(counts, q), self.spec
+        yield "the rows of the step in reverse order", right.flip(0)
+        yield "the heads in reverse order", right.flip(1)
+        yield "that of later tokens too (not causal)", self._attend(counts, q, spec, later=True)
+        if spec.window is not None:
+            yield "that of an unlimited window", self._attend(counts, q, replace(spec, window=None))
+            for window, what in ((spec.window + 1, "one more"), (spec.window - 1, "one less")):
+                if window:
+                    found = self._attend(counts, q, replace(spec, window=window))
+                    yield f"that of a window of {what} than spec.window", found
+        step_only = self._attend(counts, q, spec, cached=False)
+        yield "that of this step's tokens alone, without those of earlier steps", step_only
+        for scale, what in ((1.0, "no scale"), (spec.head_size**-0.5, "the scale of head_size")):
+            found = self._attend(counts, q, replace(spec, scale=scale))
+            yield f"that of {what} instead of spec.scale", found
+        if 1 < spec.num_kv_heads < spec.num_heads:
+            heads = [head % spec.num_kv_heads for head in range(spec.num_heads)]
+            found = self._attend(counts, q, spec, kv_heads=heads)
+            yield "that of query head i with key head i % num_kv_heads, not with i // group", found
+
+    def _attend(
+        self,
+        counts: Counts,
+        q: torch.Tensor,
+        spec: KVSpec,
+        *,
+        later: bool = False,
+        cached: bool = True,
+        kv_heads: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Return the attention of a step, with the mistakes that the arguments say.
+
+        Args:
+            counts: the step.
+            q: its queries.
+            spec: of the layer.
+            later: whether a query sees the later tokens of its sequence.
+            cached: whether it sees the tokens of earlier steps.
+            kv_heads: the key head of each query head.
+        """
+        outputs, queries = [], iter(q.detach().double().cpu())
+        for name, count in counts:
+            keys, values = self._keys[name], self._values[name]
+            total = len(keys)
+            if kv_heads is not None:
+                keys, values = keys[:, kv_heads], values[:, kv_heads]
+                spec = replace(spec, num_kv_heads=spec.num_heads)
+            for end in range(total - count + 1, total + 1):
+                first = 0 if spec.window is None else max(end - spec.window, 0)
+                seen = slice(
+                    first if cached else max(first, total - count), total if later else end
+                )
+                outputs.append(self._attention(spec, next(queries), keys[seen], values[seen]))
+        return torch.stack(outputs)

@@ -1,0 +1,287 @@
+"""Attention backends with one mistake each, and a right one."""
+
+from __future__ import annotations
+
+import torch
+
+from hardpoint.plugins import AttentionBackend
+
+
+class Plain(AttentionBackend):
+    """Right: a loop over sequences, with a mask."""
+
+    contract = 1
+    devices = ("cpu",)
+
+    def bytes_per_block(self, spec):
+        return 2 * self.context.block_size * spec.num_kv_heads * spec.head_size * self.itemsize
+
+    @property
+    def itemsize(self):
+        return self.context.dtype.itemsize
+
+    def allocate(self, spec, num_blocks):
+        shape = (2, num_blocks * self.context.block_size, spec.num_kv_heads, spec.head_size)
+        return torch.zeros(shape, dtype=self.context.dtype)
+
+    def plan(self, step):
+        return step
+
+    def attend(self, spec, cache, plan, q, k, v):
+        self.write(cache, plan, k, v)
+        out = torch.empty_like(q)
+        for index, length in enumerate(plan.seq_lens.tolist()):
+            start, end = plan.query_starts[index : index + 2].tolist()
+            keys, values = cache[:, self.slots(plan, index, length)].float()
+            mask = self.mask(spec, length, end - start)
+            out[start:end] = self.softmax(spec, q[start:end].float(), keys, values, mask)
+        return out
+
+    def write(self, cache, plan, k, v):
+        cache[0, plan.slots], cache[1, plan.slots] = k, v
+
+    def slots(self, plan, index, length):
+        positions = torch.arange(length)
+        blocks = plan.block_table[index, positions // plan.block_size]
+        return blocks * plan.block_size + positions % plan.block_size
+
+    def mask(self, spec, length, queries):
+        key, query = torch.arange(length), torch.arange(length - queries, length)[:, None]
+        window = length if spec.window is None else spec.window
+        return (key <= query) & (key > query - window)
+
+    def softmax(self, spec, q, keys, values, mask):
+        keys, values = (self.spread(spec, side) for side in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", q, keys) * spec.scale
+        return torch.einsum(
+            "hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), values
+        )
+
+    def spread(self, spec, side):
+        return side.repeat_interleave(spec.num_heads // spec.num_kv_heads, 1)
+
+
+class NoContract(Plain):
+    pass
+
+
+class NoDevices(Plain):
+    contract = 1
+    devices = "cpu"
+
+
+class OneBytePerBlock(Plain):
+    contract = 1
+
+    def bytes_per_block(self, spec):
+        return 1
+
+
+class CountsKeysOnly(Plain):
+    contract = 1
+
+    def bytes_per_block(self, spec):
+        return super().bytes_per_block(spec) // 2
+
+
+class Garbage(Plain):
+    contract = 1
+
+    def allocate(self, spec, num_blocks):
+        return super().allocate(spec, num_blocks) + 1
+
+
+class Reversed(Plain):
+    contract = 1
+
+    def attend(self, *arguments):
+        return super().attend(*arguments).flip(0)
+
+
+class ReversedHeads(Plain):
+    contract = 1
+
+    def attend(self, *arguments):
+        return super().attend(*arguments).flip(1)
+
+
+class NotCausal(Plain):
+    contract = 1
+
+    def mask(self, spec, length, queries):
+        return torch.ones(queries, length, dtype=torch.bool)
+
+
+class IgnoresScale(Plain):
+    contract = 1
+
+    def softmax(self, spec, q, keys, values, mask):
+        return super().softmax(spec, q * spec.head_size**-0.5 / spec.scale, keys, values, mask)
+
+
+class Transposed(Plain):
+    contract = 1
+
+    def attend(self, *arguments):
+        return super().attend(*arguments).transpose(0, 1)
+
+
+class Double(Plain):
+    contract = 1
+
+    def attend(self, *arguments):
+        return super().attend(*arguments).double()
+
+
+class TilesHeads(Plain):
+    contract = 1
+
+    def spread(self, spec, side):
+        return side.repeat(1, spec.num_heads // spec.num_kv_heads, 1)
+
+
+class FirstHeadOnly(Plain):
+    contract = 1
+
+    def spread(self, spec, side):
+        return side[:, :1].expand(-1, spec.num_heads, -1)
+
+
+class IgnoresWindow(Plain):
+    contract = 1
+
+    def mask(self, spec, length, queries):
+        return torch.ones(queries, length, dtype=torch.bool).tril(length - queries)
+
+
+class WiderWindow(Plain):
+    contract = 1
+
+    def mask(self, spec, length, queries):
+        key, query = torch.arange(length), torch.arange(length - queries, length)[:, None]
+        window = length if spec.window is None else spec.window
+        return (key <= query) & (key >= query - window)
+
+
+class WritesNothing(Plain):
+    contract = 1
+
+    def attend(self, spec, cache, plan, q, k, v):
+        cache = cache.clone()
+        return super().attend(spec, cache, plan, q, k, v)
+
+
+class StepOnly(Plain):
+    contract = 1
+
+    def mask(self, spec, length, queries):
+        return super().mask(spec, length, queries) & (torch.arange(length) >= length - queries)
+
+
+class ReadsByPosition(Plain):
+    contract = 1
+
+    def slots(self, plan, index, length):
+        return torch.arange(length)
+
+    def write(self, cache, plan, k, v):
+        for index, length in enumerate(plan.seq_lens.tolist()):
+            start, end = plan.query_starts[index : index + 2].tolist()
+            cache[0, length - end + start : length] = k[start:end]
+            cache[1, length - end + start : length] = v[start:end]
+
+
+class FirstBlockOnwards(Plain):
+    """Takes a sequence's blocks for consecutive ones."""
+
+    contract = 1
+
+    def slots(self, plan, index, length):
+        return plan.block_table[index, 0] * plan.block_size + torch.arange(length)
+
+
+class ReadsWholeBlocks(Plain):
+    """Sees what an earlier sequence has left in the last block."""
+
+    contract = 1
+
+    def slots(self, plan, index, length):
+        return super().slots(plan, index, -(-length // plan.block_size) * plan.block_size)
+
+    def mask(self, spec, length, queries):
+        mask = super().mask(spec, length, queries)
+        rest = -length % self.context.block_size
+        return torch.cat((mask, torch.ones(queries, rest, dtype=torch.bool)), 1)
+
+
+class MixesSequences(Plain):
+    contract = 1
+
+    def attend(self, spec, cache, plan, q, k, v):
+        self.write(cache, plan, k, v)
+        mask = self.mask(spec, len(q), len(q))
+        return self.softmax(spec, q, k, v, mask)
+
+
+class TableOfTheFirst(Plain):
+    contract = 1
+
+    def slots(self, plan, index, length):
+        width = plan.block_table.shape[1] * plan.block_size
+        return super().slots(plan, 0, min(length, width))
+
+
+class CachesTheMask(Plain):
+    """Computes the mask of a step's shape once, whatever the window."""
+
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.masks = {}
+
+    def mask(self, spec, length, queries):
+        key = (length, queries)
+        if key not in self.masks:
+            self.masks[key] = super().mask(spec, length, queries)
+        return self.masks[key]
+
+
+class InFloat8(Plain):
+    """Loses the precision of bfloat16."""
+
+    contract = 1
+
+    def softmax(self, spec, q, keys, values, mask):
+        if self.context.dtype is torch.bfloat16:
+            values = values.to(torch.float8_e5m2).float()
+        return super().softmax(spec, q, keys, values, mask)
+
+
+class ScalesInPlace(Plain):
+    contract = 1
+
+    def attend(self, spec, cache, plan, q, k, v):
+        q *= 2.0
+        return super().attend(spec, cache, plan, q / 2.0, k, v)
+
+
+class RotatesKeys(Plain):
+    contract = 1
+
+    def attend(self, spec, cache, plan, q, k, v):
+        out = super().attend(spec, cache, plan, q, k, v)
+        k.zero_()
+        return out
+
+
+class Hoards(Plain):
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.plans = []
+
+    def plan(self, step):
+        self.plans.append(step)
+        return step

@@ -90,6 +90,22 @@ def test_preemption_at_every_token_changes_nothing(scripted, expected, extra, pe
     engine.close()
 
 
+def test_a_fault_of_another_plugin_is_isolated_and_tokens_are_observed_once(scripted, expected):
+    enable = [*ENABLE["plugins"]["enable"], "support.plugins.faulty:Dense"]
+    engine = scripted_engine(scripted, {"plugins": {"enable": enable}})
+    faulty = params(plugin_args={"dense": {"how": "raise"}})
+    finals = run_all(engine, [("guilty", [9], faulty), *JOBS])
+    assert finals.pop("guilty").outputs[0].finish_reason == "error"
+    assert {name: [summary(final)] for name, final in finals.items()} == expected
+    engine.close()
+
+
+def test_in_a_process_of_its_own(scripted, expected):
+    engine = scripted_engine(scripted, ENABLE | SMALL_POOL | {"engine": {"in_process": False}})
+    assert run(engine, JOBS) == expected
+    engine.close()
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_during_a_pause_changes_nothing(scripted, expected, level):
     engine = scripted_engine(scripted, ENABLE)

@@ -81,15 +81,15 @@ def test_text_comes_back_with_whole_characters(path):
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("damage", "message"),
     [
         (lambda data: data[:-4], r"norm\.bias: 128 bytes are wanted, 124 are left"),
         (lambda data: data.replace(b'"config"', b'"konfig"'), "the header is damaged: 'config'"),
         (lambda data: data.replace(b'"num_heads": 4', b'"num_heads": 5'), "num_heads: expected a"),
     ],
 )
-def test_damaged_files_are_refused_in_words(path, tmp_path, damage, words):
+def test_damaged_files_are_refused_in_words(path, tmp_path, damage, message):
     broken = tmp_path / "broken.tgpt"
     broken.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(ModelError, match=message):
         LLM(config=config(broken))

@@ -88,7 +88,7 @@ def test_text_comes_back_with_whole_characters(path):
         (lambda data: data.replace(b'"num_heads": 4', b'"num_heads": 5'), "num_heads: expected a"),
     ],
 )
-def test_damaged_files_are_refused_in_words(path, tmp_path, damage, message):
+def test_damaged_files_are_refused(path, tmp_path, damage, message):
     broken = tmp_path / "broken.tgpt"
     broken.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ModelError, match=message):

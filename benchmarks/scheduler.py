@@ -53,7 +53,7 @@ from scheduling_vllm import Vllm, VllmCache
 
 from hardpoint.core.engine.policy import PolicySlot
 from hardpoint.core.faults import StepFaults
-from hardpoint.core.kv_cache import BlockManager
+from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
 from hardpoint.plugins import (
     CachedPrefix,
     EngineConfig,
@@ -86,6 +86,14 @@ class Hardpoint:
     def __init__(self, running: int, num_blocks: int) -> None:
         """Run steps until `running` requests have finished their prompts."""
         plugins = resolve_plugins(EngineConfig())
+        metadata = BlockMetadata(time.monotonic)
+        policy = plugins.create(
+            plugins.one("eviction_policies"),
+            EvictionContext,
+            blocks=metadata,
+            history=metadata.start_history,
+            clock=time.monotonic,
+        )
         self._scheduler = plugins.create(
             plugins.one("schedulers"),
             SchedulerContext,
@@ -97,7 +105,7 @@ class Hardpoint:
             kv_cache=BlockManager(
                 num_blocks,
                 BLOCK_SIZE,
-                eviction=plugins.create(plugins.one("eviction_policies"), EvictionContext),
+                eviction=Eviction(policy, metadata=metadata),
             ),
             policy=PolicySlot(plugins, StepFaults(), 257).policy,
             clock=time.monotonic,

@@ -20,10 +20,11 @@ from .executor import Executor, ExecutorContext, WorkerInfo
 from .hooks import hookimpl
 from .kv_cache import (
     AllBlocksCleared,
+    BlockHistory,
     BlockIds,
     BlockRemoved,
     BlockStored,
-    CachedBlock,
+    CachedBlocks,
     CachedPrefix,
     EvictionContext,
     EvictionPolicy,
@@ -163,8 +164,9 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "WaitReason",
     "WaitingFor",
     # Eviction policies: stable
+    "BlockHistory",
     "BlockIds",
-    "CachedBlock",
+    "CachedBlocks",
     "CachedPrefix",
     "EvictionContext",
     "EvictionPolicy",

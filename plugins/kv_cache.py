@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,10 +15,11 @@ from .stats import PrefixCacheStats
 
 __all__ = [
     "AllBlocksCleared",
+    "BlockHistory",
     "BlockIds",
     "BlockRemoved",
     "BlockStored",
-    "CachedBlock",
+    "CachedBlocks",
     "CachedPrefix",
     "EvictionContext",
     "EvictionPolicy",
@@ -161,42 +162,101 @@ class KVCacheManager(Protocol):
         """Return totals since the start."""
 
 
-class CachedBlock(msgspec.Struct, frozen=True, gc=False):
-    """A block with cached content, as eviction policies see it.
+class CachedBlocks(Protocol):
+    """The blocks of the KV cache, by block id, as an eviction policy sees them.
 
-    Attributes:
-        depth: its position in the sequence, in blocks from the start.
+    Block ids are used again for other content: what a policy remembers of content that may be gone,
+    it remembers by hash. Every method takes constant time.
     """
 
-    block_id: int
-    depth: int
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that requests can use; 0 in the constructor, as the cache is sized later."""
+
+    def hash(self, block_id: int) -> bytes | None:
+        """Return the hash of a block's content, which is chained: it identifies all tokens before.
+
+        It is that of KV cache events; in groups after the first, followed by the group's index, as
+        two bytes. None if the block has no cached content.
+        """
+
+    def depth(self, block_id: int) -> int:
+        """Return a cached block's position in its chain, in blocks from the start."""
 
 
+class BlockHistory(Protocol):
+    """What is kept of cached blocks for a policy that asks for it, by block id.
+
+    It is of a block's present content, and is valid while `CachedBlocks.hash` is not None. Every
+    method takes constant time.
+    """
+
+    def parent_hash(self, block_id: int) -> bytes | None:
+        """Return the hash of the block before it in its chain; None for the first."""
+
+    def num_children(self, block_id: int) -> int:
+        """Return the number of cached blocks whose parent it is, in use or not."""
+
+    def hits(self, block_id: int) -> int:
+        """Return how many requests found it since it was cached, also while others used it."""
+
+    def last_use(self, block_id: int) -> float:
+        """Return when it was last cached, found or released, on the context's clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvictionContext(Context["EvictionPolicy"]):
-    """Context of an eviction policy."""
+    """Context of an eviction policy.
+
+    Attributes:
+        blocks: what is known of each block at no cost.
+        history: returns what else is kept of each block, from this call on; call it in the
+            constructor, only if it is needed, since keeping it takes time per block.
+        clock: the engine's, in seconds.
+    """
+
+    blocks: CachedBlocks
+    history: Callable[[], BlockHistory]
+    clock: Callable[[], float]
 
 
 class EvictionPolicy(Component):
     """Chooses the cached content to discard when no empty block is left.
 
-    It sees the candidates: cached blocks that no request references. If a method raises, or returns
-    a block that is no candidate, the least recently released one is evicted and `LLM.health()`
-    counts the fault.
+    It decides among the candidates: cached blocks that no request uses. If a method raises, or
+    `evict` returns a block that is no candidate, the least recently released one is evicted and
+    `LLM.health()` counts the fault.
     """
 
     context: EvictionContext
 
     @abstractmethod
-    def released(self, blocks: Sequence[CachedBlock]) -> None:
+    def released(self, block_ids: Sequence[int]) -> None:
         """Add candidates, in the order in which to evict them, other things being equal."""
 
     @abstractmethod
     def taken(self, block_ids: Sequence[int]) -> None:
-        """Remove candidates: a request references them, or their content was dropped."""
+        """Remove candidates that a request found and uses: these are hits.
+
+        Hits on blocks that other requests use already are not among them; `BlockHistory.hits`
+        counts all.
+        """
+
+    @abstractmethod
+    def dropped(self, block_ids: Sequence[int]) -> None:
+        """Remove candidates whose content is discarded; these are no hits.
+
+        The cache is reset, their content is wrong, or they are evicted in this policy's place. A
+        policy that treats this as `taken` says `dropped = taken`. What `context.blocks` and the
+        history say of them is valid until this returns.
+        """
 
     @abstractmethod
     def evict(self, count: int) -> Sequence[int]:
-        """Remove and return `count` different candidates; there are at least as many."""
+        """Remove and return `count` different candidates; there are at least as many.
+
+        What `context.blocks` and the history say of them is valid until this returns.
+        """
 
 
 class BlockStored(msgspec.Struct, array_like=True, frozen=True, tag=True):

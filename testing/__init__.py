@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hardpoint.testing.logits.suite import LogitsProcessorSuite
     from hardpoint.testing.model.attention_suite import AttentionBackendSuite
     from hardpoint.testing.sampling_suite import SamplerSuite
+    from hardpoint.testing.scheduling.cache_replay import measure_hit_rate
     from hardpoint.testing.scheduling.eviction_suite import EvictionPolicySuite
     from hardpoint.testing.scheduling.policy_suite import SchedulingPolicySuite
     from hardpoint.testing.scheduling.scheduler_suite import SchedulerSuite
@@ -44,6 +45,7 @@ __all__ = [
     "ScriptedClock",
     "ScriptedModel",
     "history_hash",
+    "measure_hit_rate",
     "pytest_report_header",
     "pytest_terminal_summary",
     "scripted_config",
@@ -60,6 +62,7 @@ _LAZY = {
     "SchedulerSimulator": "scheduling.simulator",
     "SchedulerSuite": "scheduling.scheduler_suite",
     "SchedulingPolicySuite": "scheduling.policy_suite",
+    "measure_hit_rate": "scheduling.cache_replay",
 }
 
 

@@ -7,13 +7,13 @@ change of the engine breaks here is mended here; the suites themselves use `hard
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from hardpoint.core.engine.encoder_cache import EncoderCacheManager
 from hardpoint.core.faults import FaultReporter
-from hardpoint.core.kv_cache import BlockManager
+from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
 from hardpoint.core.worker.input_batch import InputBatch
 from hardpoint.core.worker.sampling.drafts import with_drafts
 from hardpoint.core.worker.sampling.fault_isolation import FaultIsolation
@@ -41,6 +41,9 @@ from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.loading import check_component, snake_case
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
+
+EvictionFactory = Callable[..., EvictionPolicy]
+"""Creates an eviction policy, given `blocks`, `history` and `clock` of its context."""
 
 
 def plugin_name(cls: type[Component]) -> str:
@@ -85,7 +88,8 @@ def create_kv_cache_manager(
     *,
     windows: Sequence[int | None],
     prefix_caching: bool,
-    eviction: EvictionPolicy | None,
+    eviction: EvictionFactory | None,
+    clock: Callable[[], float],
     fault: FaultReporter,
 ) -> KVCacheManager:
     """Return the engine's KV cache manager.
@@ -96,15 +100,17 @@ def create_kv_cache_manager(
         windows: attention window per KV cache group.
         prefix_caching: whether blocks are shared by content.
         eviction: None evicts in the order of release.
+        clock: for the eviction policy.
         fault: called with a message and a cause when `eviction` fails.
     """
+    metadata = BlockMetadata(clock)
+    policy = eviction and eviction(blocks=metadata, history=metadata.start_history, clock=clock)
     return BlockManager(
         num_blocks,
         block_size,
         groups=tuple(KVCacheGroup(window=window) for window in windows),
         prefix_caching=prefix_caching,
-        eviction=eviction,
-        fault=fault,
+        eviction=Eviction(policy, fault, metadata),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from hardpoint.plugins import CachedBlock, EvictionContext, EvictionPolicy
+from hardpoint.plugins import EvictionContext, EvictionPolicy
 
 
 class LeastRecentlyUsed(EvictionPolicy):
@@ -19,16 +19,17 @@ class LeastRecentlyUsed(EvictionPolicy):
         # In a plain dict, finding the first key takes linear time after many were removed.
         self._order: OrderedDict[int, None] = OrderedDict()
 
-    def released(self, blocks: Sequence[CachedBlock]) -> None:
+    def released(self, block_ids: Sequence[int]) -> None:
         """Append new candidates."""
-        order = self._order
-        for block in blocks:
-            order[block.block_id] = None
+        for block in block_ids:
+            self._order[block] = None
 
     def taken(self, block_ids: Sequence[int]) -> None:
         """Remove candidates that are in use again."""
         for block in block_ids:
             del self._order[block]
+
+    dropped = taken
 
     def evict(self, count: int) -> Sequence[int]:
         """Remove and return the `count` oldest candidates."""

@@ -13,7 +13,7 @@ import msgspec
 
 from hardpoint.core.activity import Activity, PluginCalls, tracked
 from hardpoint.core.faults import CALL_LOST, StepFaults, create_all
-from hardpoint.core.kv_cache import BlockManager, CacheSize, size_cache
+from hardpoint.core.kv_cache import BlockManager, BlockMetadata, CacheSize, Eviction, size_cache
 from hardpoint.core.worker.sampling.observed_states import NUM_VERSIONS
 from hardpoint.core.worker.worker import LocalWorker, WorkerSpec
 from hardpoint.plugins import (
@@ -110,7 +110,14 @@ def build_core(
         publishers = create_all(plugins, "kv_event_publishers", faults, PublisherContext)
         kv_events = KVEventFanout(publishers, time.time)
         undo.callback(kv_events.close)
-        eviction = plugins.create(plugins.one("eviction_policies"), EvictionContext)
+        blocks = BlockMetadata(clock)
+        eviction = plugins.create(
+            plugins.one("eviction_policies"),
+            EvictionContext,
+            blocks=blocks,
+            history=blocks.start_history,
+            clock=clock,
+        )
         undo.callback(eviction.close)
         executor = plugins.create(
             plugins.one("executors"),
@@ -120,7 +127,7 @@ def build_core(
         undo.callback(executor.close)
         info, size, config = _start(executor, spec, config_sources)
         limits = _limits(config, size, executor)
-        kv_cache = _kv_cache(config.kv_cache, size.num_blocks, plugins, eviction, faults)
+        kv_cache = _kv_cache(config.kv_cache, size.num_blocks, plugins, eviction, blocks, faults)
         record = _recorder(hooks, faults)
         scheduler = _scheduler(config, plugins, limits, kv_cache, policy, clock, record)
         parts = EngineCoreParts(
@@ -148,6 +155,7 @@ def _kv_cache(
     num_blocks: int,
     plugins: PluginSet,
     eviction: EvictionPolicy,
+    blocks: BlockMetadata,
     faults: StepFaults,
 ) -> BlockManager:
     entry = plugins.one("eviction_policies")
@@ -158,8 +166,7 @@ def _kv_cache(
         config.block_size,
         prefix_caching=config.prefix_caching,
         hash_algorithm=config.hash_algorithm,
-        eviction=eviction,
-        fault=faults.reporter(entry.source),
+        eviction=Eviction(eviction, faults.reporter(entry.source), blocks),
         events=bool(plugins.entries("kv_event_publishers")),
     )
 
@@ -194,7 +201,7 @@ def _tracked(policy: EvictionPolicy, calls: PluginCalls) -> EvictionPolicy:
         # One more than wanted shows that there are too many, even in an endless iterator.
         return list(itertools.islice(policy.evict(count), count + 1))
 
-    result: EvictionPolicy = tracked(policy, calls, ("released", "taken"))
+    result: EvictionPolicy = tracked(policy, calls, ("released", "taken", "dropped"))
     vars(result)["evict"] = calls.bound("evict", evict)
     return result
 

@@ -1,9 +1,18 @@
 """The paged KV cache: block pool, block tables of requests, prefix cache and its sizing."""
 
 from .block_hashes import BlockHashes
+from .block_metadata import BlockMetadata
 from .block_pool import BlockPool
 from .eviction import Eviction
 from .manager import BlockManager
 from .sizing import CacheSize, size_cache
 
-__all__ = ["BlockHashes", "BlockManager", "BlockPool", "CacheSize", "Eviction", "size_cache"]
+__all__ = [
+    "BlockHashes",
+    "BlockManager",
+    "BlockMetadata",
+    "BlockPool",
+    "CacheSize",
+    "Eviction",
+    "size_cache",
+]

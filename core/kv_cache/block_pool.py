@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 
 from hardpoint.plugins import Request
@@ -112,10 +111,11 @@ class BlockPool:
         self.candidates: dict[int, None] = {}
         self._null = NULL_BLOCK if null_block else -1
         self.empty = list(range(num_blocks - 1, self._null, -1))
-        self._hashes: list[bytes | None] = [None] * num_blocks
-        self._groups = array("i", bytes(4 * num_blocks))
-        self._depths = array("i", bytes(4 * num_blocks))
         self._eviction = Eviction(None) if eviction is None else eviction
+        metadata = self._eviction.metadata
+        metadata.allocate(num_blocks, len(self.empty), num_groups)
+        self._hashes, self._groups = metadata.hashes, metadata.groups
+        self._depths, self._history = metadata.depths, metadata.history
         self._events = events
 
     @property
@@ -140,7 +140,7 @@ class BlockPool:
             ref_count[block] = 1
         return blocks
 
-    def touch(self, block_ids: Iterable[int]) -> None:
+    def touch(self, block_ids: Sequence[int]) -> None:
         """Add a holder to each of these blocks, which were found in the index."""
         ref_count, candidates = self.ref_count, self.candidates
         taken = []
@@ -149,9 +149,11 @@ class BlockPool:
                 del candidates[block]
                 taken.append(block)
             ref_count[block] += 1
+        if self._history is not None:
+            self._history.found(block_ids)
         self._eviction.taken(taken)
 
-    def release(self, block_ids: Iterable[int]) -> None:
+    def release(self, block_ids: Sequence[int]) -> None:
         """Remove a holder from each of these blocks, in the order in which to evict them."""
         ref_count, hashes, candidates = self.ref_count, self._hashes, self.candidates
         released = []
@@ -165,7 +167,9 @@ class BlockPool:
             else:
                 candidates[block] = None
                 released.append(block)
-        self._eviction.released(released, self._depths)
+        if self._history is not None:
+            self._history.released(block_ids)
+        self._eviction.released(released)
 
     def register(
         self, group: int, table: Sequence[int], hashes: Sequence[bytes], start: int, end: int
@@ -193,26 +197,30 @@ class BlockPool:
             self._groups[block] = group
             self._depths[block] = position
             positions.append(position)
+        if self._history is not None:
+            self._history.cached(group, table, hashes, positions)
         return positions
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """Remove these blocks from the index; those that no request holds become empty."""
         known = [block for block in dict.fromkeys(block_ids) if self._hashes[block] is not None]
-        self._unregister(known)
         idle = [block for block in known if block in self.candidates]
+        self._eviction.dropped(idle)
+        self._unregister(known)
         for block in idle:
             del self.candidates[block]
         self.empty += idle
-        self._eviction.taken(idle)
 
     def clear(self) -> None:
         """Empty the index; all candidates become empty blocks."""
         idle = list(self.candidates)
+        self._eviction.dropped(idle)
+        if self._history is not None:
+            self._history.uncached([block for index in self.index for block in index.values()])
         self.index = [{} for _ in self.index]
-        self._hashes = [None] * self.num_blocks
+        self._hashes[:] = [None] * self.num_blocks
         self.candidates.clear()
         self.empty += idle
-        self._eviction.taken(idle)
         if self._events is not None:
             self._events.cleared()
 
@@ -224,7 +232,9 @@ class BlockPool:
         return blocks
 
     def _unregister(self, blocks: Sequence[int]) -> None:
-        """Remove those of the blocks that are in the index from it."""
+        """Remove blocks from the index; each is in it, and none is given twice."""
+        if self._history is not None:
+            self._history.uncached(blocks)
         removed: list[list[bytes]] = [[] for _ in self.index]
         for block in blocks:
             key = self._hashes[block]

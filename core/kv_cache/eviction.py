@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from itertools import islice
 from operator import index
@@ -9,8 +10,9 @@ from operator import index
 from hardpoint.core.faults import FaultReporter
 from hardpoint.plugins import EvictionPolicy
 from hardpoint.plugins.errors import PluginFaultError
-from hardpoint.plugins.kv_cache import CachedBlock
 from hardpoint.registry.blame import raise_unless_fault
+
+from .block_metadata import BlockMetadata
 
 
 def raise_fault(message: str, cause: BaseException | None = None) -> None:
@@ -29,31 +31,43 @@ class Eviction:
     them; its next answers are then reported as wrong in turn, and the missing blocks chosen here.
     """
 
-    def __init__(self, policy: EvictionPolicy | None, fault: FaultReporter = raise_fault) -> None:
-        """Without a policy, the candidates released first are evicted first."""
+    def __init__(
+        self,
+        policy: EvictionPolicy | None,
+        fault: FaultReporter = raise_fault,
+        metadata: BlockMetadata | None = None,
+    ) -> None:
+        """Without a policy, the candidates released first are evicted first.
+
+        Args:
+            policy: chooses the cached blocks to evict.
+            fault: called with each of its faults.
+            metadata: of its context.
+        """
+        self.metadata = metadata or BlockMetadata(time.monotonic)
         self._policy = policy
         self._fault = fault
 
-    def released(self, block_ids: Sequence[int], depths: Sequence[int]) -> None:
-        """Notify the policy of new candidates; `depths` is by block id."""
-        if self._policy is None or not block_ids:
-            return
-        blocks = [CachedBlock(block, depths[block]) for block in block_ids]
-        try:
-            self._policy.released(blocks)
-        except BaseException as cause:
-            raise_unless_fault(cause)
-            self._fault(f"released() of {_count(len(blocks))} failed", cause)
+    def released(self, block_ids: Sequence[int]) -> None:
+        """Notify the policy of new candidates."""
+        self._notify("released", block_ids)
 
     def taken(self, block_ids: Sequence[int]) -> None:
-        """Notify the policy of blocks that are no longer candidates."""
+        """Notify the policy of candidates that a request found and uses."""
+        self._notify("taken", block_ids)
+
+    def dropped(self, block_ids: Sequence[int]) -> None:
+        """Notify the policy of candidates whose content is gone."""
+        self._notify("dropped", block_ids)
+
+    def _notify(self, method: str, block_ids: Sequence[int]) -> None:
         if self._policy is None or not block_ids:
             return
         try:
-            self._policy.taken(tuple(block_ids))  # the pool's own list must not change
+            getattr(self._policy, method)(tuple(block_ids))  # the pool's own list must not change
         except BaseException as cause:
             raise_unless_fault(cause)
-            self._fault(f"taken() of {_count(len(block_ids))} failed", cause)
+            self._fault(f"{method}() of {_count(len(block_ids))} failed", cause)
 
     def choose(self, count: int, candidates: Collection[int]) -> list[int]:
         """Return `count` different candidates to evict.
@@ -78,7 +92,7 @@ class Eviction:
         taken = set(chosen)
         others = list(islice((b for b in candidates if b not in taken), count - len(chosen)))
         self._fault(message or _describe_wrong(count, answer, candidates), cause)
-        self.taken(others)
+        self.dropped(others)
         return chosen + others
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 
-from hardpoint.core.faults import FaultReporter
-from hardpoint.plugins import EngineCoreRequest, EvictionPolicy, Request, RequestStatus
+from hardpoint.plugins import EngineCoreRequest, Request, RequestStatus
 from hardpoint.plugins.kv_cache import BlockIds, CachedPrefix, KVCacheGroup, KVEvent
 from hardpoint.plugins.stats import PrefixCacheStats
 
 from .block_hashes import BlockHashes
 from .block_pool import NULL_BLOCK, BlockPool, EventLog
-from .eviction import Eviction, raise_fault
+from .eviction import Eviction
 from .prefix_lookup import first_seen, longest_prefix
 
 _NEVER = sys.maxsize
@@ -61,8 +60,7 @@ class BlockManager:
         groups: Sequence[KVCacheGroup] = (KVCacheGroup(),),
         prefix_caching: bool = True,
         hash_algorithm: str = "sha256",
-        eviction: EvictionPolicy | None = None,
-        fault: FaultReporter = raise_fault,
+        eviction: Eviction | None = None,
         events: bool = False,
     ) -> None:
         """Start with every block empty.
@@ -74,7 +72,6 @@ class BlockManager:
             prefix_caching: whether requests find cached blocks.
             hash_algorithm: "sha256" or "blake2b".
             eviction: chooses the cached blocks to reuse; by default those released first.
-            fault: called with each fault of `eviction`.
             events: whether `take_events` returns anything.
         """
         self.num_blocks = num_blocks
@@ -91,7 +88,7 @@ class BlockManager:
             num_blocks,
             len(groups),
             null_block=bool(self._windows),
-            eviction=Eviction(eviction, fault),
+            eviction=eviction,
             events=self._events,
         )
         self._hashes = BlockHashes(block_size, hash_algorithm)

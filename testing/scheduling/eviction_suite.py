@@ -8,24 +8,26 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import strategies as st
 
-from hardpoint.plugins import CachedBlock, EvictionContext, EvictionPolicy
+from hardpoint.plugins import EvictionContext, EvictionPolicy
 from hardpoint.plugins.component import Component
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import load_default_scheduler
+from hardpoint.testing.scheduling.fakes.blocks import FakeBlocks
 from hardpoint.testing.snapshots import count_elements
 from hardpoint.testing.suite import Violation, best_cpu_time, reject_replaced_tests, short_repr
 
 from .features import UnsupportedFeatures
-from .rules import EVICTION
+from .rules import BLOCK_IDS, EVICTION
 from .scenarios import Scenario, play, scenarios
 
 _BLOCKS = 24
+_CONTENTS = 40
 _ALL_SUPPORTED = UnsupportedFeatures({}, frozenset())
 _CALLS = st.lists(
     st.tuples(
-        st.sampled_from(["released", "released", "taken", "evict"]),
+        st.sampled_from(["released", "released", "taken", "evict", "dropped"]),
         st.integers(1, 6),
-        st.integers(0, _BLOCKS - 1),
+        st.integers(0, _CONTENTS - 1),
     ),
     min_size=1,
     max_size=20,
@@ -63,15 +65,32 @@ class EvictionPolicySuite(ComponentSuite):
         self._search(
             EVICTION.text,
             200,
-            lambda calls: _PolicyDriver(self._make()).play(calls),
+            lambda calls: self._driver().play(calls),
             calls=_CALLS,
         )
+
+    def test_block_ids(self) -> None:
+        """Block ids do not matter: they are used again for other content."""
+
+        def check(calls: Sequence[tuple[str, int, int]]) -> None:
+            one, other = self._driver(), self._driver(first_in=False)
+            for call in calls:
+                one.play([call])
+                other.play([call])
+                if one.evicted != other.evicted:
+                    raise BLOCK_IDS.violation(
+                        f"after the same calls for the same contents, evict({call[1]}) chose the "
+                        f"contents {sorted(one.evicted)}, but with other block ids "
+                        f"{sorted(other.evicted)}"
+                    )
+
+        self._search(BLOCK_IDS.text, 200, check, calls=_CALLS)
 
     def test_evict_all(self) -> None:
         """Every candidate can be evicted, one by one and all at once."""
 
         def check(calls: Sequence[tuple[str, int, int]], at_once: bool) -> None:
-            driver = _PolicyDriver(self._make())
+            driver = self._driver()
             driver.play(calls)
             while driver.candidates:
                 driver.evict(len(driver.candidates) if at_once else 1)
@@ -101,9 +120,10 @@ class EvictionPolicySuite(ComponentSuite):
         )
 
     def test_memory(self) -> None:
-        """Blocks that are no longer candidates leave nothing behind."""
+        """What a policy remembers of blocks that are no longer candidates is bounded."""
         self._run_checks(
-            "memory: nothing grows with the number of evicted blocks", self._check_memory
+            "memory: nothing grows with the number of blocks that are no longer candidates",
+            self._check_memory,
         )
 
     def test_speed(self) -> None:
@@ -112,16 +132,26 @@ class EvictionPolicySuite(ComponentSuite):
             pytest.skip("budget_us_per_block is None")
         self._run_checks("speed: a block costs no more than its budget", self._check_speed)
 
-    def _make(self) -> EvictionPolicy:
-        policy: EvictionPolicy = self._build(EvictionContext)
+    def _make(self, **fields: Any) -> EvictionPolicy:
+        fields = fields or FakeBlocks(_BLOCKS).context_fields()
+        policy: EvictionPolicy = self._build(EvictionContext, **fields)
         return policy
 
+    def _driver(self, num_blocks: int = _BLOCKS, *, first_in: bool = True) -> _PolicyDriver:
+        blocks = FakeBlocks(num_blocks)
+        policy = self._make(**blocks.context_fields())
+        return _PolicyDriver(policy, blocks, first_in=first_in)
+
     def _check_memory(self) -> None:
-        policy, sizes, waves = self._make(), [], 100
+        driver, sizes, waves = self._driver(num_blocks=8), [], 100
         for wave in range(2 * waves):
-            policy.released([CachedBlock(block, wave % 7) for block in range(8)])
-            policy.taken([0, 1, 2, 3])
-            policy.evict(4)
+            contents = list(range(8 * wave, 8 * wave + 8))
+            driver.release(contents)
+            driver.mark_taken(contents[:2])
+            driver.release(contents[:2])
+            driver.evict(4)
+            driver.drop(list(driver.candidates))
+            policy = driver.policy
             if wave in (waves - 1, 2 * waves - 1):
                 attributes = {
                     name: value for name, value in vars(policy).items() if name != "context"
@@ -130,22 +160,25 @@ class EvictionPolicySuite(ComponentSuite):
         if sizes[1] - sizes[0] >= waves:
             raise Violation(
                 f"the policy's attributes grew from {sizes[0]} to {sizes[1]} elements while "
-                f"{8 * waves} blocks were released and evicted",
-                "drop a block in taken() and in evict()",
+                f"{8 * waves} blocks were released, and taken, dropped or evicted",
+                "drop a block in taken(), dropped() and evict(); remember at most a few times "
+                "context.blocks.num_blocks hashes of evicted ones",
             )
 
     def _check_speed(self) -> None:
-        count, policy = self.budget_blocks, self._make()
-        blocks = [CachedBlock(block, block % 50) for block in range(count)]
-        policy.released(blocks)
+        count = self.budget_blocks
+        blocks = FakeBlocks(count)
+        policy = self._make(**blocks.context_fields())
+        for block in range(count):
+            blocks.cache(block, block)
+        policy.released(range(count))
 
         def work() -> None:
             """Take and evict some of many candidates, then release them again."""
             for first in range(0, 400, 8):
                 policy.taken(range(first, first + 4))
                 evicted = policy.evict(4)
-                released = {*range(first, first + 4), *evicted}
-                policy.released([blocks[block] for block in sorted(released)])
+                policy.released(sorted({*range(first, first + 4), *evicted}))
 
         cost = best_cpu_time(4, work) * 1e6 / 400
         budget = self.budget_us_per_block or 0.0
@@ -157,33 +190,62 @@ class EvictionPolicySuite(ComponentSuite):
 
 
 class _PolicyDriver:
-    """Calls an eviction policy, and tracks the candidates that it must have."""
+    """Calls an eviction policy, and tracks the candidates that it must have.
 
-    def __init__(self, policy: EvictionPolicy) -> None:
+    Attributes:
+        candidates: their contents; numbers, as in FakeBlocks.
+        evicted: the contents that the last `evict` chose.
+    """
+
+    def __init__(self, policy: EvictionPolicy, blocks: FakeBlocks, *, first_in: bool) -> None:
+        """`first_in` uses the block that was freed first, otherwise the one freed last."""
         self.policy = policy
         self.candidates: dict[int, None] = {}
+        self.evicted: set[int] = set()
+        self._blocks = blocks
+        self._block_of: dict[int, int] = {}
+        self._free = list(range(blocks.num_blocks))
+        self._first_in = first_in
 
     def play(self, calls: Sequence[tuple[str, int, int]]) -> None:
         for name, count, first in calls:
-            blocks = [(first + offset) % _BLOCKS for offset in range(count)]
+            contents = [(first + offset) % _CONTENTS for offset in range(count)]
+            known = [content for content in contents if content in self.candidates]
             if name == "released":
-                self.release([block for block in blocks if block not in self.candidates])
+                self.release([content for content in contents if content not in known])
             elif name == "taken":
-                self.mark_taken([block for block in blocks if block in self.candidates])
+                self.mark_taken(known)
+            elif name == "dropped":
+                self.drop(known)
             elif self.candidates:
                 self.evict(min(count, len(self.candidates)))
 
-    def release(self, blocks: list[int]) -> None:
-        if blocks:
-            given = [CachedBlock(block, depth) for depth, block in enumerate(blocks)]
-            self._call("released", given)
-            self.candidates |= dict.fromkeys(blocks)
+    def release(self, contents: list[int]) -> None:
+        """Release contents, of which those that are not cached are cached while there is room."""
+        released = []
+        for content in contents:
+            if content in self._block_of:
+                self._blocks.use(self._block_of[content])
+            elif self._free:
+                block = self._block_of[content] = self._free.pop(0 if self._first_in else -1)
+                self._blocks.cache(block, content)
+            else:
+                continue
+            released.append(content)
+        self._notify("released", released)
+        self.candidates |= dict.fromkeys(released)
 
-    def mark_taken(self, blocks: list[int]) -> None:
-        if blocks:
-            self._call("taken", blocks)
-            for block in blocks:
-                del self.candidates[block]
+    def mark_taken(self, contents: list[int]) -> None:
+        for content in contents:
+            self._blocks.hit(self._block_of[content])
+            del self.candidates[content]
+        self._notify("taken", contents)
+
+    def drop(self, contents: list[int]) -> None:
+        self._notify("dropped", contents)
+        for content in contents:
+            self._blocks.uncache(self._block_of[content])
+        self._forget(contents)
 
     def evict(self, count: int) -> None:
         result = self._call("evict", count)
@@ -192,15 +254,27 @@ class _PolicyDriver:
             blocks = [int(block) for block in result]
         except TypeError as cause:
             raise EVICTION.violation(f"{what}: {cause}") from cause
+        candidates = {self._block_of[content]: content for content in self.candidates}
         for block in blocks:
-            if block not in self.candidates:
+            if block not in candidates:
                 raise EVICTION.violation(f"{what}, of which {block} is no candidate")
         if len(set(blocks)) < len(blocks):
             raise EVICTION.violation(f"{what}, with a block twice")
         if len(blocks) != count:
             raise EVICTION.violation(f"{what}: {len(blocks)} blocks")
+        self.evicted = {candidates[block] for block in blocks}
         for block in blocks:
-            del self.candidates[block]
+            self._blocks.uncache(block)
+        self._forget([candidates[block] for block in blocks])
+
+    def _forget(self, contents: list[int]) -> None:
+        for content in contents:
+            del self.candidates[content]
+            self._free.append(self._block_of.pop(content))
+
+    def _notify(self, method: str, contents: list[int]) -> None:
+        if contents:
+            self._call(method, tuple(self._block_of[content] for content in contents))
 
     def _call(self, method: str, given: Any) -> Any:
         try:

@@ -74,7 +74,12 @@ KV_TRANSFER = Rule(
 )
 EVICTION = Rule(
     "eviction: evict() returns the requested number of distinct candidates",
-    "keep the candidates that released() adds, less those of taken() and evict()",
+    "keep the candidates that released() adds, less those of taken(), dropped() and evict()",
+)
+BLOCK_IDS = Rule(
+    "block ids: what is evicted depends on the contents of blocks, not on their ids",
+    "remember what may be gone by context.blocks.hash(), and let equal candidates go in the order "
+    "of their release",
 )
 GRAMMAR = Rule(
     "grammars: no request runs before its grammar is ready, and the plan lists each one's row",

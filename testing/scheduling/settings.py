@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hardpoint.plugins import (
-    EvictionPolicy,
     PolicyContext,
     SchedulingPolicy,
 )
 from hardpoint.plugins.kv_cache import KVCacheManager
 from hardpoint.plugins.scheduler import SchedulerLimits
-from hardpoint.testing.engine_access import create_kv_cache_manager, load_policy
+from hardpoint.testing.engine_access import EvictionFactory, create_kv_cache_manager, load_policy
 
 from .rules import EVICTION
 
@@ -31,7 +30,8 @@ class SimulatorSettings:
         windows: attention window per KV cache group; None is unlimited.
         kv_cache: factory of the KV cache manager; None for the engine's own.
         max_model_len: None for the longest request that fits the cache.
-        eviction: factory of the eviction policy; None evicts in the order of release.
+        eviction: factory of the eviction policy, which gets the fields of its context; None
+            evicts in the order of release.
         policy: a policy, its class, a factory of one, or the name of an installed one.
         uses_policy: False for a scheduler without a scheduling policy, whose calls are not checked.
         options: the scheduler's options, as an operator writes them.
@@ -44,7 +44,7 @@ class SimulatorSettings:
     block_size: int = 4
     windows: tuple[int | None, ...] = (None,)
     prefix_caching: bool = True
-    eviction: Callable[[], EvictionPolicy] | None = None
+    eviction: EvictionFactory | None = None
     kv_cache: Callable[[SimulatorSettings], KVCacheManager] | None = None
     watermark: float = 0.0
     max_num_seqs: int = 4
@@ -68,7 +68,7 @@ class SimulatorSettings:
     report_finished: bool = False
     vocab_size: int = 29
 
-    def manager(self) -> KVCacheManager:
+    def manager(self, clock: Callable[[], float]) -> KVCacheManager:
         """Return a new KV cache manager."""
         if self.kv_cache is not None:
             return self.kv_cache(self)
@@ -77,8 +77,9 @@ class SimulatorSettings:
             self.block_size,
             windows=self.windows,
             prefix_caching=self.prefix_caching,
-            eviction=self.eviction() if self.eviction else None,
-            fault=_raise_fault,
+            eviction=self.eviction,
+            clock=clock,
+            fault=raise_eviction_fault,
         )
 
     def limits(self, kv_cache: KVCacheManager) -> SchedulerLimits:
@@ -116,6 +117,11 @@ def make_policy(policy: PolicySource) -> SchedulingPolicy:
     return created
 
 
-def _raise_fault(message: str, cause: BaseException | None = None) -> None:
+def raise_eviction_fault(message: str, cause: BaseException | None = None) -> None:
+    """Raise a fault of an eviction policy as a violation.
+
+    Raises:
+        Violation: always.
+    """
     suffix = f": {type(cause).__name__}: {cause}" if cause is not None else ""
     raise EVICTION.violation(message + suffix) from cause

@@ -60,7 +60,7 @@ class SimulatorState:
         """
         self.settings = settings = dataclasses.replace(settings or SimulatorSettings(), **changes)
         self.clock = ScriptedClock(now=100.0)
-        self.kv_cache = MonitoredKVCacheManager(settings.manager())
+        self.kv_cache = MonitoredKVCacheManager(settings.manager(self.clock))
         self.limits = settings.limits(self.kv_cache)
         self.connector = ScriptedConnector() if settings.connector else None
         self.grammars = ScriptedGrammars() if settings.grammars else None

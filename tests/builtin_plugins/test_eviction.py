@@ -10,15 +10,17 @@ from support.searching import examples
 
 from hardpoint.builtin_plugins.kv_cache.eviction import LeastRecentlyUsed
 from hardpoint.plugins import EvictionContext
-from hardpoint.plugins.kv_cache import CachedBlock
+from hardpoint.testing.scheduling.fakes.blocks import FakeBlocks
 
 
 def make_policy() -> LeastRecentlyUsed:
-    return LeastRecentlyUsed(EvictionContext(name="lru", options=None))
+    return LeastRecentlyUsed(
+        EvictionContext(name="lru", options=None, **FakeBlocks(10).context_fields())
+    )
 
 
 def release(policy, *block_ids):
-    policy.released([CachedBlock(block, depth) for depth, block in enumerate(block_ids)])
+    policy.released(block_ids)
 
 
 def test_entry_point():

@@ -205,6 +205,8 @@ class Grabs(EvictionPolicy):
     def taken(self, block_ids):
         block_ids.clear()
 
+    dropped = taken
+
     def evict(self, count):
         return range(10**9, 10**9 + count)
 

@@ -71,7 +71,7 @@ class WaitingEviction(EvictionPolicy):
     def released(self, blocks):
         pass
 
-    taken = released
+    taken = dropped = released
 
     def evict(self, count):
         wait()

@@ -96,6 +96,8 @@ POLICIES = [
 EVICTIONS = [
     (policies.EvictionWithoutContract, "contract", "contract", "add `contract = 1`"),
     (policies.EvictsTakenBlocks, "candidates", "eviction", "is no candidate"),
+    (policies.EvictsDroppedBlocks, "candidates", "eviction", "is no candidate"),
+    (policies.AsksLate, "candidates", "eviction", r"call context.history\(\) in the constructor"),
     (policies.EvictsTwice, "candidates", "eviction", "with a block twice"),
     (policies.EvictsTooFew, "candidates", "eviction", r"evict\(\d\) returned .*: 3 blocks"),
     (policies.EvictsTooMany, "candidates", "eviction", r"evict\(\d\) returned .*: \d blocks"),
@@ -104,7 +106,10 @@ EVICTIONS = [
     (policies.KeepsOne, "evict_all", "eviction", "LookupError: the last one stays"),
     (policies.EvictsTakenBlocks, "in_cache", "eviction", "which is no candidate"),
     (policies.EvictsTooMany, "in_cache", "eviction", r"returned more than \d blocks?"),
-    (policies.RemembersAll, "memory", "memory", "drop a block in taken.. and in evict"),
+    (policies.RemembersBlockIds, "block_ids", "block ids", "but with other block ids"),
+    (policies.LowestBlockId, "block_ids", "block ids", "same contents, evict.* chose the contents"),
+    (policies.RemembersHashes, "memory", "memory", "a few times context.blocks.num_blocks hashes"),
+    (policies.RemembersAll, "memory", "memory", "drop a block in taken.., dropped.. and evict"),
     (policies.SortsAll, "speed", "speed", "do not iterate over all candidates in each call"),
 ]  # fmt: skip
 

@@ -13,6 +13,7 @@ from hardpoint.core.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from hardpoint.core.kv_cache.eviction import Eviction
 from hardpoint.plugins import EvictionContext, EvictionPolicy
 from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.testing.scheduling.fakes.blocks import FakeBlocks
 
 
 class Scripted(EvictionPolicy):
@@ -21,17 +22,23 @@ class Scripted(EvictionPolicy):
     contract = 1
 
     def __init__(self, answer=None):
-        super().__init__(EvictionContext(name="scripted", options=None))
+        fields = FakeBlocks(1).context_fields()
+        super().__init__(EvictionContext(name="scripted", options=None, **fields))
         self.answer = answer
         self.known = {}
         self.calls = []
 
-    def released(self, blocks):
-        self.calls.append(("released", [(block.block_id, block.depth) for block in blocks]))
-        self.known |= {block.block_id: block.depth for block in blocks}
+    def released(self, block_ids):
+        self.calls.append(("released", list(block_ids)))
+        self.known |= dict.fromkeys(block_ids)
 
     def taken(self, block_ids):
         self.calls.append(("taken", list(block_ids)))
+        for block in block_ids:
+            del self.known[block]
+
+    def dropped(self, block_ids):
+        self.calls.append(("dropped", list(block_ids)))
         for block in block_ids:
             del self.known[block]
 
@@ -114,9 +121,9 @@ def test_policy_sees_candidates_only():
     pool.release([0])
     pool.allocate(3)
     assert policy.calls == [
-        ("released", [(1, 1), (0, 0)]),
+        ("released", [1, 0]),
         ("taken", [0]),
-        ("released", [(0, 0)]),
+        ("released", [0]),
         ("evict", 1),
     ]
     assert pool.index[0] == {b"0": 0}
@@ -128,10 +135,13 @@ def test_forget_and_clear_tell_the_policy():
     pool, faults = make_pool(4, policy)
     fill(pool, 4)
     pool.touch([3])
+    policy.calls.clear()
     pool.forget([0, 0, 3])
-    assert policy.known == {1: 1, 2: 2}
+    assert policy.calls == [("dropped", [0])]
+    assert list(policy.known) == [1, 2]
     assert (pool.empty, list(pool.candidates)) == ([0], [1, 2])
     pool.clear()
+    assert policy.calls == [("dropped", [0]), ("dropped", [1, 2])]
     assert policy.known == {}
     assert (sorted(pool.empty), pool.index) == ([0, 1, 2], [{}])
     pool.release([3])
@@ -184,6 +194,9 @@ def test_policy_that_fails_to_listen():
         def taken(self, block_ids):
             raise KeyError("taken")
 
+        def dropped(self, block_ids):
+            raise KeyError("dropped")
+
     pool, faults = make_pool(4, Deaf())
     fill(pool, 4)
     pool.touch([2])
@@ -192,7 +205,7 @@ def test_policy_that_fails_to_listen():
         "released() of 4 blocks failed: KeyError: 'released'",
         "taken() of 1 block failed: KeyError: 'taken'",
         "evict(1) returned 0 blocks",
-        "taken() of 1 block failed: KeyError: 'taken'",
+        "dropped() of 1 block failed: KeyError: 'dropped'",
     ]
     assert list(pool.candidates) == [1, 3]
 
@@ -202,7 +215,8 @@ def test_policy_learns_what_was_decided_in_its_place():
     pool, _ = make_pool(4, policy)
     fill(pool, 4)
     pool.allocate(2)
-    assert policy.known == {2: 2, 3: 3}
+    assert list(policy.known) == [2, 3]
+    assert policy.calls[-1] == ("dropped", [0, 1])
 
 
 def test_fault_without_listener_ends():
@@ -222,9 +236,9 @@ class Erratic(Scripted):
     def mood(self):
         return self.moods.pop() if self.moods else 0
 
-    def released(self, blocks):
+    def released(self, block_ids):
         if self.mood() != 1:
-            super().released(blocks)
+            super().released(block_ids)
 
     def taken(self, block_ids):
         super().taken(block_ids)

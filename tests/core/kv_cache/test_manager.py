@@ -6,7 +6,7 @@ import pytest
 from support.core.kv_cache_model import finish, make_request, replay, run
 
 from hardpoint.builtin_plugins.kv_cache.eviction import LeastRecentlyUsed
-from hardpoint.core.kv_cache import BlockManager
+from hardpoint.core.kv_cache import BlockManager, Eviction
 from hardpoint.plugins import EvictionContext, EvictionPolicy, RequestStatus
 from hardpoint.plugins.kv_cache import (
     AllBlocksCleared,
@@ -15,13 +15,15 @@ from hardpoint.plugins.kv_cache import (
     CachedPrefix,
     KVCacheGroup,
 )
+from hardpoint.testing.scheduling.fakes.blocks import FakeBlocks
 
 TOKENS = list(range(10))
 WINDOW = [KVCacheGroup(None), KVCacheGroup(4)]
 
 
-def lru() -> LeastRecentlyUsed:
-    return LeastRecentlyUsed(EvictionContext(name="lru", options=None))
+def lru() -> Eviction:
+    context = EvictionContext(name="lru", options=None, **FakeBlocks(6).context_fields())
+    return Eviction(LeastRecentlyUsed(context))
 
 
 def hit(manager: BlockManager, tokens, **keys) -> int:
@@ -257,12 +259,14 @@ def test_faulty_eviction_policy_changes_nothing_but_what_is_evicted():
         def taken(self, block_ids):
             pass
 
+        dropped = taken
+
         def evict(self, count):
             return [17] * count
 
     faults = []
-    policy = Broken(EvictionContext(name="broken", options=None))
-    manager = filled(num_blocks=6, eviction=policy, fault=lambda *words: faults.append(words))
+    policy = Broken(EvictionContext(name="broken", options=None, **FakeBlocks(6).context_fields()))
+    manager = filled(num_blocks=6, eviction=Eviction(policy, lambda *words: faults.append(words)))
     assert run(manager, make_request("b", [50, 51, 52, 53, 54]))
     assert faults == [("evict(2) returned 17, which is no candidate", None)]
     assert hit(manager, [*TOKENS, 10]) == 6

@@ -9,9 +9,10 @@ from support.core.kv_cache_model import Live, Model, make_request
 from support.searching import examples
 
 from hardpoint.builtin_plugins.kv_cache.eviction import LeastRecentlyUsed
-from hardpoint.core.kv_cache import BlockManager
+from hardpoint.core.kv_cache import BlockManager, Eviction
 from hardpoint.plugins import EvictionContext, RequestStatus
 from hardpoint.plugins.kv_cache import KVCacheGroup
+from hardpoint.testing.scheduling.fakes.blocks import FakeBlocks
 
 GROUPS = [(None,), (3,), (1,), (None, 4), (5, None, 2)]
 pick = st.integers(0, 99)
@@ -30,13 +31,13 @@ class Cache(RuleBasedStateMachine):
     )
     def start(self, num_blocks, block_size, windows, plugin):
         self.size = block_size
+        context = EvictionContext(name="lru", options=None, **FakeBlocks(1).context_fields())
+        lru = LeastRecentlyUsed(context)
         self.manager = BlockManager(
             num_blocks,
             block_size,
             groups=[KVCacheGroup(window) for window in windows],
-            eviction=LeastRecentlyUsed(EvictionContext(name="lru", options=None))
-            if plugin
-            else None,
+            eviction=Eviction(lru) if plugin else None,
             events=True,
         )
         self.model = Model(self.manager, block_size, replayed=[set() for _ in windows])

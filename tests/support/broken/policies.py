@@ -187,17 +187,22 @@ class Oldest(EvictionPolicy):
         super().__init__(context)
         self.order = {}
 
-    def released(self, blocks):
-        for block in blocks:
-            self.order[block.block_id] = block.depth
+    def released(self, block_ids):
+        for block in block_ids:
+            self.order[block] = self.context.blocks.depth(block)
 
     def taken(self, block_ids):
         for block in block_ids:
             del self.order[block]
 
+    def dropped(self, block_ids):
+        for block in block_ids:
+            del self.order[block]
+
     def evict(self, count):
         chosen = list(self.order)[:count]
-        self.taken(chosen)
+        for block in chosen:
+            del self.order[block]
         return chosen
 
 
@@ -216,6 +221,13 @@ class EvictsTakenBlocks(Oldest):
         for block in chosen:
             del self.order[block]
         return chosen
+
+
+class EvictsDroppedBlocks(Oldest):
+    contract = 1
+
+    def dropped(self, block_ids):
+        pass
 
 
 class EvictsTwice(Oldest):
@@ -243,9 +255,9 @@ class EvictsTooMany(Oldest):
 class RaisesOnDepth(Oldest):
     contract = 1
 
-    def released(self, blocks):
-        super().released(blocks)
-        if any(block.depth > 3 for block in blocks):
+    def released(self, block_ids):
+        super().released(block_ids)
+        if any(self.context.blocks.depth(block) > 3 for block in block_ids):
             raise IndexError("depth")
 
 
@@ -278,10 +290,60 @@ class RemembersAll(Oldest):
         return chosen
 
 
+class RemembersHashes(Oldest):
+    """A queue of ghosts without a bound."""
+
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.ghosts = {}
+
+    def evict(self, count):
+        chosen = super().evict(count)
+        self.ghosts |= {self.context.blocks.hash(block): None for block in chosen}
+        return chosen
+
+
+class RemembersBlockIds(Oldest):
+    """Evicts those first that were evicted before, of which it knows no more than the number."""
+
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.seen = set()
+
+    def evict(self, count):
+        chosen = sorted(self.order, key=lambda block: block not in self.seen)[:count]
+        self.seen |= set(chosen)
+        self.dropped(chosen)
+        return chosen
+
+
+class LowestBlockId(Oldest):
+    contract = 1
+
+    def evict(self, count):
+        chosen = sorted(self.order)[:count]
+        self.dropped(chosen)
+        return chosen
+
+
+class AsksLate(Oldest):
+    contract = 1
+
+    def evict(self, count):
+        hits = self.context.history().hits
+        chosen = sorted(self.order, key=hits)[:count]
+        self.dropped(chosen)
+        return chosen
+
+
 class SortsAll(Oldest):
     contract = 1
 
     def evict(self, count):
-        chosen = sorted(self.order, key=lambda block: (-self.order[block], block))[:count]
+        chosen = sorted(self.order, key=lambda block: -self.order[block])[:count]
         self.taken(chosen)
         return chosen

@@ -102,7 +102,7 @@ class Policy(SchedulingPolicy):
 
 class Eviction(EvictionPolicy):
     contract = 1
-    released = taken = evict = panic
+    released = taken = dropped = evict = panic
 
 
 class Publisher(KVEventPublisher):

@@ -197,7 +197,7 @@ KINDS: dict[str, Kind] = {
             processes=(Process.WORKER,),
             fault_scope=FaultScope.ENGINE,
             summary="Compute hidden states and logits of one architecture.",
-            suite="",
+            suite="ModelSuite",
         ),
         Kind(
             name="loaders",

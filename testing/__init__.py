@@ -25,6 +25,7 @@ from .scripted import (
 if TYPE_CHECKING:
     from hardpoint.testing.logits.suite import LogitsProcessorSuite
     from hardpoint.testing.model.attention_suite import AttentionBackendSuite
+    from hardpoint.testing.model.model_suite import ModelSuite
     from hardpoint.testing.sampling_suite import SamplerSuite
     from hardpoint.testing.scheduling.cache_replay import measure_hit_rate
     from hardpoint.testing.scheduling.eviction_suite import EvictionPolicySuite
@@ -38,6 +39,7 @@ __all__ = [
     "EvictionPolicySuite",
     "HistoryAttention",
     "LogitsProcessorSuite",
+    "ModelSuite",
     "SamplerSuite",
     "SchedulerSimulator",
     "SchedulerSuite",
@@ -58,6 +60,7 @@ _LAZY = {
     "AttentionBackendSuite": "model.attention_suite",
     "EvictionPolicySuite": "scheduling.eviction_suite",
     "LogitsProcessorSuite": "logits.suite",
+    "ModelSuite": "model.model_suite",
     "SamplerSuite": "sampling_suite",
     "SchedulerSimulator": "scheduling.simulator",
     "SchedulerSuite": "scheduling.scheduler_suite",

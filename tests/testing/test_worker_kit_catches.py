@@ -1,4 +1,4 @@
-"""Samplers and attention backends with one mistake each fail their rule, in stated words."""
+"""Samplers, attention backends and models with one mistake each fail, in stated words."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import inspect
 import re
 
 import pytest
-from support.broken import attention, samplers
+from support.broken import attention, models, samplers
 
-from hardpoint.testing import AttentionBackendSuite, SamplerSuite
+from hardpoint.testing import AttentionBackendSuite, ModelSuite, SamplerSuite
 from hardpoint.testing import suite as kit_suite
 
 SEED = 20_240_601
@@ -76,9 +76,41 @@ ATTENTION = [
     (attention.Hoards, "memory", "memory", r"grew from \d+ to \d+ elements in 50 steps"),
 ]  # fmt: skip
 
+MODELS = [
+    (models.NoContract, "contract", "contract", "add `contract = 1` to its class body"),
+    (models.ShapesAsList, "weights", "weights", r"weight_shapes returned \['embed.weight'"),
+    (models.ListsTooFew, "weights", "weights", "each weight of .* once, raised KeyError: 'head.we"),
+    (models.ListsTooMany, "weights", "weights", "lists 'pooler.weight', but another tensor of th"),
+    (models.WrongShape, "weights", "weights", r"RuntimeError: shape '\[24, 24\]' is invalid"),
+    (models.ForgetsAWeight, "weights", "weights", "lists '1.out.weight', but another tensor of th"),
+    (models.TakesTheFirst, "weights", "weights", "took 6 of 7 weights of weight_shapes"),
+    (models.ByOrder, "weights", "weights", "given in reverse order, make other hidden states"),
+    (models.SpecsAfterLoading, "kv_specs", "specs", r"returned \[\], .* loaded \[KVSpec"),
+    (models.OtherSpecs, "kv_specs", "attend", r"k = .* \[3, 2, 6\] .*, expected .* \[3, 4, 6\]"),
+    (models.SkipsALayer, "kv_specs", "attend", "for no layer 1, kv_specs has 2 layers"),
+    (models.AttendsTwice, "kv_specs", "attend", "called attend for layer 0 twice"),
+    (models.BeyondTheLayers, "kv_specs", "attend", "attend for layer 2, kv_specs has 2 layers"),
+    (models.NarrowLogits, "shapes", "shapes", r"returned .* \[1, 100\] .*, expected \[1, 257\]"),
+    (models.WholeLogits, "shapes", "shapes", "compute_logits returned torch.int64"),
+    (models.NanLogits, "shapes", "shapes", "with 257 numbers that are not finite"),
+    (models.WidthOfTheBatch, "shapes", "shapes", r"\[4, 28\] .*, expected \[4, 25\]"),
+    (models.AlwaysFloat32, "dtypes", "attend", "q = torch.float32 .*, expected torch.bfloat16"),
+    (models.NormalisesLogits, "logits", "logits", r"the logits of rows \[5\] alone differ"),
+    (models.NormalisesTheBatch, "batch", "batch", "hidden states of sequence '.' differ from thos"),
+    (models.OwnPositions, "batch", "batch", "hidden states of sequence '.' differ from those"),
+    (models.IgnoresPositions, "positions", "positions", r"\[0, 3, 11, 20\] have the same hidden"),
+    (models.OwnPositions, "positions", "positions", r"\[0, 3, 11, 20\] have the same hidden"),
+    (models.ShortTable, "length", "length", "at position 63 of max_model_len 64, forward raised"),
+    (models.CountsSteps, "state", "state", "the same step, after other ones, gave other hidden"),
+    (models.KeepsHidden, "state", "state", r"the model's attributes grew by \d+ elements in 9 ste"),
+    (models.ShiftsPositions, "reads_only", "reads only", "after the step positions had changed"),
+    (models.ScalesHidden, "reads_only", "reads only", "after the step hidden had changed"),
+]  # fmt: skip
+
 RIGHT = [
-    (AttentionBackendSuite, "backend", attention.Plain),
-    (SamplerSuite, "sampler", samplers.Gumbel),
+    (ModelSuite, {"model": models.Tiny, "config": models.CONFIG}),
+    (AttentionBackendSuite, {"backend": attention.Plain}),
+    (SamplerSuite, {"sampler": samplers.Gumbel}),
 ]
 
 
@@ -123,15 +155,22 @@ def test_a_broken_attention_backend_fails_its_rule(cls, test, rule, pattern):
     check(AttentionBackendSuite, {"backend": cls}, cls, test, rule, pattern)
 
 
-@pytest.mark.parametrize(("suite", "attribute", "cls"), RIGHT, ids=name)
-def test_correct_components_pass(suite, attribute, cls):
+@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), MODELS, ids=name)
+def test_a_broken_model_fails_its_rule(cls, test, rule, pattern):
+    attributes = {"model": cls, "config": models.CONFIG}
+    check(ModelSuite, attributes, cls, test, rule, pattern)
+
+
+@pytest.mark.parametrize(("suite", "attributes"), RIGHT, ids=name)
+def test_correct_components_pass(suite, attributes):
     tests = [test for test in dir(suite) if test.startswith("test_")]
-    messages = {test: outcome(suite, {attribute: cls, "examples": 0.3}, test[5:]) for test in tests}
+    messages = {test: outcome(suite, attributes | {"examples": 0.3}, test[5:]) for test in tests}
     assert {test: message for test, message in messages.items() if message} == {}
 
 
 @pytest.mark.parametrize(
-    ("suite", "broken_ones"), [(SamplerSuite, SAMPLERS), (AttentionBackendSuite, ATTENTION)]
+    ("suite", "broken_ones"),
+    [(SamplerSuite, SAMPLERS), (AttentionBackendSuite, ATTENTION), (ModelSuite, MODELS)],
 )
 def test_every_test_catches_a_component(suite, broken_ones):
     tests = {test for test, _ in inspect.getmembers(suite) if test.startswith("test_")}

@@ -1,0 +1,527 @@
+"""The conformance suite for models; the built-in ones pass it too."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from hardpoint.plugins import ForwardBatch, KVSpec, Model, ModelConfig, ModelContext
+from hardpoint.plugins.component import Component
+from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.snapshots import count_elements, snapshot
+from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
+
+from .sequences import WholeHistory, ordered, softmax_attention
+
+_MAX_TOKENS = 12  # of a sequence in a drawn step
+
+WEIGHTS = Rule(
+    "weights: load_weights needs the tensors of weight_shapes, all of them and no others",
+    "list the name and the shape of each tensor of the checkpoint that load_weights uses; it gets "
+    "them one by one, in any order and in any floating dtype",
+)
+SPECS = Rule(
+    "specs: kv_specs has one KVSpec per attention layer, always the same",
+    "return a list of KVSpec, known from the configuration before the weights are loaded",
+)
+ATTEND = Rule(
+    "attend: forward calls attend once per layer of kv_specs, with tensors as its spec says",
+    "pass q [tokens, num_heads, head_size], and k and v [tokens, num_kv_heads, head_size], in the "
+    "context's dtype; let kv_specs say the same",
+)
+SHAPES = Rule(
+    "shapes: hidden states [tokens, hidden], logits [rows, vocab_size]",
+    "return one row of a constant width per token, and one logit per token id of config.vocab_size",
+)
+BATCH = Rule(
+    "batch: a sequence's hidden states depend on its own tokens alone",
+    "compute each token from its id, its position and what attend returns; batches mix sequences, "
+    "and a prompt may come in parts",
+)
+POSITIONS = Rule(
+    "positions: a token's position is the one in batch.positions",
+    "use batch.positions for the rotary or learned embedding of positions; set uses_positions = "
+    "False of the suite for a model without any",
+)
+STATE = Rule(
+    "state: forward keeps nothing for the next step",
+    "keep keys and values in the cache, through attend, and nothing of a step in the model",
+)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Steps to run: the number of tokens by sequence."""
+
+    steps: tuple[Mapping[str, int], ...]
+
+
+class ModelSuite(ComponentSuite):
+    """Base class of a test class, which sets `model` and `config`.
+
+    The weights are random, so that a small configuration is enough; attention is computed plainly,
+    in float64.
+
+    Attributes:
+        model: the class under test.
+        config: of a small model: a few layers, heads and tokens.
+        max_model_len: maximum length of a sequence, at least 32.
+        device: where it runs.
+        dtypes: of weights and hidden states; all but the first in `test_dtypes` alone.
+        uses_positions: False for a model whose results do not depend on `batch.positions`.
+        tolerance: maximum difference of hidden states, relative to the largest one.
+    """
+
+    kind = "models"
+    model: ClassVar[type[Model]]
+    config: ClassVar[ModelConfig]
+    max_model_len: ClassVar[int] = 64
+    device: ClassVar[str] = "cpu"
+    dtypes: ClassVar[Sequence[torch.dtype]] = (torch.float32, torch.bfloat16)
+    uses_positions: ClassVar[bool] = True
+    tolerance: ClassVar[float] = 1e-3
+
+    def weight(self, name: str, shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+        """Return a random weight, float32; override it for weights with limits of their own.
+
+        Args:
+            name: of the weight.
+            shape: that `weight_shapes` says.
+            generator: to draw from.
+        """
+        mean = 1.0 if len(shape) == 1 and name.endswith("weight") else 0.0
+        return torch.randn(*shape, generator=generator) * 0.2 + mean
+
+    def attention(
+        self, spec: KVSpec, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the attention of one query, as `AttentionBackendSuite.reference` does."""
+        return softmax_attention(spec, query, keys, values)
+
+    def _component(self) -> type[Component]:
+        return self.model
+
+    @contextmanager
+    def _exception_guard(self) -> Iterator[None]:
+        with torch.inference_mode(), super()._exception_guard():
+            yield
+
+    def test_contract(self) -> None:
+        """The class states its contract and can be built; its options survive pickling."""
+        self._run_checks(
+            "contract: the loader can check and build the class",
+            lambda: reject_replaced_tests(type(self), ModelSuite),
+            self._check_contract,
+            lambda: self._make().close(),
+        )
+
+    def test_weights(self) -> None:
+        """The listed weights are loaded, in any order and dtype, and each matrix has an effect."""
+        self._run_checks(
+            WEIGHTS.text, self._check_shapes_of_weights, self._check_order, self._check_effects
+        )
+
+    def test_kv_specs(self) -> None:
+        """There is one spec per attention layer, the same before and after loading."""
+        self._run_checks(SPECS.text, self._check_specs)
+
+    def test_shapes(self) -> None:
+        """Hidden states are [tokens, hidden], logits [rows, vocab_size] and finite."""
+        self._run_checks(SHAPES.text, lambda: self._check_shapes(self._loaded()))
+
+    def test_dtypes(self) -> None:
+        """The same in the other dtypes."""
+        if len(self.dtypes) < 2:
+            pytest.skip("`dtypes` has one only")
+        for dtype in self.dtypes[1:]:
+            check = functools.partial(self._check_shapes, self._loaded(dtype))
+            self._run_checks(SHAPES.text, check)
+
+    def test_logits(self) -> None:
+        """A row's logits do not depend on the other rows."""
+        self._run_checks("logits: each row of logits is of its own hidden state", self._check_rows)
+
+    def test_batch(self) -> None:
+        """A sequence has the same hidden states alone, in parts, and among others."""
+        model = self._loaded()
+        counts = st.dictionaries(st.sampled_from("abc"), st.integers(1, _MAX_TOKENS), min_size=1)
+        schedules = st.lists(counts, min_size=1, max_size=4).map(tuple)
+        self._search(
+            BATCH.text,
+            30,
+            lambda schedule: self._check_schedule(model, schedule),
+            schedule=st.builds(Schedule, steps=schedules),
+        )
+
+    def test_positions(self) -> None:
+        """Other positions of the same tokens give other hidden states."""
+        if not self.uses_positions:
+            pytest.skip("uses_positions is False")
+        self._run_checks(POSITIONS.text, self._check_positions)
+
+    def test_length(self) -> None:
+        """Positions up to max_model_len work."""
+
+        def check() -> None:
+            sequences, last = _Sequences(self, self._loaded()), self.max_model_len - 1
+            try:
+                sequences.step({"a": [0]}, [last])
+            except (IndexError, RuntimeError) as cause:
+                raise Violation(
+                    f"at position {last} of max_model_len {self.max_model_len}, forward raised "
+                    f"{type(cause).__name__}: {cause}",
+                    "make tables of positions for context.max_model_len positions",
+                ) from cause
+
+        self._run_checks("length: sequences may have max_model_len tokens", check)
+
+    def test_state(self) -> None:
+        """A step gives the same after another one, and nothing grows."""
+        self._run_checks(STATE.text, self._check_state)
+
+    def test_reads_only(self) -> None:
+        """The batch and the hidden states stay as they are."""
+        self._run_checks("reads only: a step changes nothing that it is given", self._check_inputs)
+
+    def _make(self, dtype: torch.dtype | None = None) -> Model:
+        model: Model = self._build(
+            ModelContext,
+            config=self.config,
+            dtype=dtype or self.dtypes[0],
+            device=torch.device(self.device),
+            max_model_len=self.max_model_len,
+        )
+        return model
+
+    def _weights(self, model: Model) -> dict[str, torch.Tensor]:
+        """Return random weights that bfloat16 holds without rounding."""
+        generator, weights = torch.Generator().manual_seed(0), {}
+        for name, shape in sorted(model.weight_shapes().items()):
+            weights[name] = self.weight(name, shape, generator).bfloat16().float()
+        return weights
+
+    def _load(self, model: Model, weights: Mapping[str, torch.Tensor]) -> Model:
+        """Load the weights, in the order of the mapping; raise a Violation if that fails."""
+        taken = []
+
+        def given() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in weights.items():
+                taken.append(name)
+                yield name, tensor.clone()
+
+        try:
+            model.load_weights(given())
+        except Exception as cause:
+            raise WEIGHTS.violation(
+                f"load_weights, which got each weight of weight_shapes once, raised "
+                f"{type(cause).__name__}: {cause}"
+            ) from cause
+        if len(taken) < len(weights):
+            raise WEIGHTS.violation(
+                f"load_weights took {len(taken)} of {len(weights)} weights of weight_shapes"
+            )
+        return model
+
+    def _loaded(self, dtype: torch.dtype | None = None) -> Model:
+        """Return a model with random weights; fail the test if it cannot be loaded."""
+        loaded: list[Model] = []
+
+        def load() -> None:
+            self._check_shapes_of_weights()
+            model = self._make(dtype)
+            loaded.append(self._load(model, self._weights(model)))
+
+        self._run_checks(WEIGHTS.text, load)
+        return loaded[0]
+
+    def _hidden(self, model: Model, steps: Iterable[Mapping[str, Sequence[int]]]) -> torch.Tensor:
+        """Return the hidden states of all steps, one after the other."""
+        sequences = _Sequences(self, model)
+        return torch.cat([sequences.step(step) for step in steps])
+
+    def _tokens(self, name: str, count: int) -> list[int]:
+        """Return the first tokens of a sequence."""
+        generator = torch.Generator().manual_seed(ord(name[0]))
+        tokens = torch.randint(0, self.config.vocab_size, (256,), generator=generator)
+        found: list[int] = tokens[:count].tolist()
+        return found
+
+    @property
+    def _example(self) -> dict[str, list[int]]:
+        return {name: self._tokens(name, 16) for name in "abc"}
+
+    def _check_shapes_of_weights(self) -> None:
+        shapes = self._make().weight_shapes()
+        if not isinstance(shapes, Mapping) or not all(map(_is_shape, shapes.values())):
+            raise WEIGHTS.violation(
+                f"weight_shapes returned {short_repr(shapes)}", "return a tuple of sizes per name"
+            )
+
+    def _check_order(self) -> None:
+        weights = self._weights(self._make())
+        expected = self._hidden(self._load(self._make(), weights), [self._example])
+        backwards = dict(reversed(list(weights.items())))
+        halves = {name: tensor.bfloat16() for name, tensor in weights.items()}
+        for what, given in (("in reverse order", backwards), ("in bfloat16", halves)):
+            found = self._hidden(self._load(self._make(), given), [self._example])
+            if not torch.equal(found, expected):
+                raise WEIGHTS.violation(
+                    f"the same weights, given {what}, make other hidden states: "
+                    f"{_num_different(found, expected)} of {expected.numel()} numbers differ"
+                )
+
+    def _check_effects(self) -> None:
+        """Check that a change of each matrix changes the logits."""
+        # Vectors may have none: a bias of all keys, for example, cancels out in the softmax.
+        weights = self._weights(self._make())
+        model = self._load(self._make(), weights)
+        expected = model.compute_logits(self._hidden(model, [self._example]))
+        for name, tensor in weights.items():
+            if tensor.dim() < 2:
+                continue
+            changed = weights | {name: tensor.flip(0).roll(1, -1) + 0.5}
+            model = self._load(self._make(), changed)
+            found = model.compute_logits(self._hidden(model, [self._example]))
+            if torch.equal(found, expected):
+                raise WEIGHTS.violation(
+                    f"weight_shapes lists {name!r}, but another tensor of that name gives the same "
+                    f"logits",
+                    "load it, or leave it out of weight_shapes: a checkpoint without it is refused",
+                )
+
+    def _check_specs(self) -> None:
+        model = self._make()
+        specs = model.kv_specs()
+        if not isinstance(specs, list) or not all(map(_is_spec, specs)):
+            raise SPECS.violation(
+                f"kv_specs returned {short_repr(specs)}",
+                "return a list of KVSpec with whole numbers >= 1, where num_kv_heads divides "
+                "num_heads",
+            )
+        for when in ("when it was called again", "after the weights were loaded"):
+            if (again := model.kv_specs()) != specs:
+                raise SPECS.violation(
+                    f"kv_specs returned {short_repr(specs)}, {when} {short_repr(again)}"
+                )
+            self._load(model, self._weights(model))
+        self._hidden(model, [{"a": self._tokens("a", 3)}])
+
+    def _check_shapes(self, model: Model) -> None:
+        sequences = _Sequences(self, model)
+        for step in ({"a": 1}, {"a": 1, "b": 3}, {"c": 2}):
+            hidden = sequences.step({n: self._tokens(n, count) for n, count in step.items()})
+            for rows in {1, len(hidden)}:
+                self._check_logits(model.compute_logits(hidden[:rows]), rows)
+
+    def _check_logits(self, logits: Any, rows: int) -> None:
+        expected = (rows, self.config.vocab_size)
+        if not isinstance(logits, torch.Tensor) or tuple(logits.shape) != expected:
+            raise SHAPES.violation(
+                f"compute_logits returned {_shown(logits)}, expected {list(expected)}"
+            )
+        if not logits.is_floating_point() or not logits.isfinite().all():
+            raise SHAPES.violation(
+                f"compute_logits returned {_shown(logits)} with "
+                f"{int(logits.float().isfinite().logical_not().sum())} numbers that are not finite",
+                "return finite floating-point logits",
+            )
+
+    def _check_rows(self) -> None:
+        model = self._loaded()
+        hidden = self._hidden(model, [self._example])
+        whole = model.compute_logits(hidden).float()
+        for rows in ([5], [7, 2, 2], list(range(len(hidden) - 1, -1, -1))):
+            logits = model.compute_logits(hidden[rows]).float()
+            if (difference := _difference(logits, whole[rows])) > self.tolerance:
+                raise Violation(
+                    f"the logits of rows {rows} alone differ from those among all rows by "
+                    f"{difference:.3g} of the largest one",
+                    "compute each row of logits from its own hidden state",
+                )
+
+    def _check_schedule(self, model: Model, schedule: Schedule) -> None:
+        sequences, lengths = _Sequences(self, model), dict.fromkeys("abc", 0)
+        found: dict[str, torch.Tensor] = {}
+        for counts in schedule.steps:
+            step = {}
+            for name, count in ordered(list(counts.items())):
+                start, lengths[name] = lengths[name], lengths[name] + count
+                step[name] = self._tokens(name, lengths[name])[start:]
+            rest = sequences.step(step)
+            for name, tokens in step.items():
+                part, rest = rest[: len(tokens)], rest[len(tokens) :]
+                found[name] = torch.cat((found[name], part)) if name in found else part
+        for name, states in found.items():
+            alone = self._hidden(model, [{name: self._tokens(name, lengths[name])}])
+            if (difference := _difference(states, alone)) > self.tolerance:
+                token = int((states - alone).abs().amax(-1).argmax())
+                raise BATCH.violation(
+                    f"the hidden states of sequence {name!r} differ from those that it has alone "
+                    f"in one step by {difference:.3g} of the largest one, most at token {token}"
+                )
+
+    def _check_positions(self) -> None:
+        model, tokens = self._loaded(), self._tokens("a", 4)
+        near, far = [0, 1, 2, 3], [0, 3, 11, 20]
+        hidden = [_Sequences(self, model).step({"a": tokens}, p) for p in (near, far)]
+        if torch.equal(*hidden):
+            raise POSITIONS.violation(
+                f"four tokens at positions {near} and at positions {far} have the same hidden "
+                f"states"
+            )
+
+    def _check_state(self) -> None:
+        model = self._loaded()
+        first = self._hidden(model, [self._example])
+        before = count_elements(vars(model))
+        for count in range(1, 9):
+            self._hidden(model, [{"d": self._tokens("d", count)}])
+        again = self._hidden(model, [self._example])
+        if not torch.equal(first, again):
+            raise STATE.violation(
+                f"the same step, after other ones, gave other hidden states: "
+                f"{_num_different(first, again)} of {first.numel()} numbers differ"
+            )
+        if (grown := count_elements(vars(model)) - before) >= 9:
+            raise STATE.violation(f"the model's attributes grew by {grown} elements in 9 steps")
+
+    def _check_inputs(self) -> None:
+        model = self._loaded()
+        sequences = _Sequences(self, model)
+        hidden = sequences.step(self._example)
+        before = snapshot(hidden)
+        model.compute_logits(hidden)
+        if sequences.changed or snapshot(hidden) != before:
+            changed = sequences.changed or ["hidden"]
+            raise Violation(
+                f"after the step {', '.join(changed)} had changed",
+                "work on copies: positions serve all layers, and hidden states are used again "
+                "where a plugin fails",
+            )
+
+
+class _Sequences:
+    """Runs a model step by step, with plain attention.
+
+    Attributes:
+        changed: fields of batches that the model changed.
+    """
+
+    def __init__(self, suite: ModelSuite, model: Model) -> None:
+        self._suite = suite
+        self._model = model
+        self._histories = [WholeHistory(spec, suite.attention) for spec in model.kv_specs()]
+        self._lengths: dict[str, int] = {}
+        self._width: int | None = None
+        self.changed: list[str] = []
+
+    def step(
+        self, tokens: Mapping[str, Sequence[int]], positions: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Return the hidden states of one step, those of sequence after sequence.
+
+        Args:
+            tokens: further tokens by sequence.
+            positions: of all tokens; None are the right ones.
+        """
+        counts = [(name, len(part)) for name, part in tokens.items()]
+        flat: list[int] = []
+        for name, count in counts:
+            start = self._lengths.get(name, 0)
+            self._lengths[name] = start + count
+            flat += range(start, start + count)
+        called: set[int] = set()
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            self._check_call(called, layer, {"q": q, "k": k, "v": v}, len(flat))
+            history = self._histories[layer]
+            history.append(counts, k, v)
+            return history.attend(counts, q).to(q.device, q.dtype)
+
+        device = self._model.context.device
+        ids = torch.tensor([token for part in tokens.values() for token in part], device=device)
+        where = torch.tensor(list(positions or flat), device=device)
+        before = {"token_ids": snapshot(ids), "positions": snapshot(where)}
+        hidden = self._model.forward(ForwardBatch(ids, where, attend))
+        after = {"token_ids": snapshot(ids), "positions": snapshot(where)}
+        self.changed += [name for name in before if before[name] != after[name]]
+        if missing := sorted(set(range(len(self._histories))) - called):
+            raise ATTEND.violation(
+                f"forward called attend for no layer {', '.join(map(str, missing))}, kv_specs has "
+                f"{len(self._histories)} layers"
+            )
+        self._check_hidden(hidden, len(flat))
+        return hidden
+
+    def _check_call(
+        self, called: set[int], layer: Any, given: Mapping[str, Any], tokens: int
+    ) -> None:
+        if not isinstance(layer, int) or not 0 <= layer < len(self._histories):
+            raise ATTEND.violation(
+                f"forward called attend for layer {short_repr(layer)}, kv_specs has "
+                f"{len(self._histories)} layers"
+            )
+        if layer in called:
+            raise ATTEND.violation(f"forward called attend for layer {layer} twice")
+        called.add(layer)
+        spec, context = self._histories[layer].spec, self._model.context
+        for name, tensor in given.items():
+            heads = spec.num_heads if name == "q" else spec.num_kv_heads
+            shape = (tokens, heads, spec.head_size)
+            if (
+                not isinstance(tensor, torch.Tensor)
+                or tuple(tensor.shape) != shape
+                or tensor.dtype != context.dtype
+                or tensor.device != context.device
+            ):
+                raise ATTEND.violation(
+                    f"forward called attend for layer {layer} with {name} = {_shown(tensor)}, "
+                    f"expected {context.dtype} {list(shape)} on {context.device}, as kv_specs says"
+                )
+
+    def _check_hidden(self, hidden: Any, tokens: int) -> None:
+        if (
+            not isinstance(hidden, torch.Tensor)
+            or hidden.dim() != 2
+            or hidden.shape[0] != tokens
+            or self._width not in (None, hidden.shape[1])
+        ):
+            expected = f"[{tokens}, {self._width or 'hidden'}]"
+            raise SHAPES.violation(f"forward returned {_shown(hidden)}, expected {expected}")
+        self._width = hidden.shape[1]
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the maximum difference, relative to the largest number; inf where one is NaN."""
+    difference = (found.double() - expected.double()).abs().nan_to_num(torch.inf)
+    return float(difference.max() / expected.double().abs().max().clamp(min=1e-9))
+
+
+def _num_different(one: torch.Tensor, two: torch.Tensor) -> int:
+    return int((one != two).sum()) if one.shape == two.shape else one.numel()
+
+
+def _is_shape(shape: Any) -> bool:
+    return isinstance(shape, tuple | list) and all(type(n) is int and n >= 0 for n in shape)
+
+
+def _is_spec(spec: Any) -> bool:
+    if not isinstance(spec, KVSpec):
+        return False
+    numbers = (spec.num_heads, spec.num_kv_heads, spec.head_size, spec.window or 1)
+    return (
+        all(type(n) is int and n >= 1 for n in numbers) and not spec.num_heads % spec.num_kv_heads
+    )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {list(value.shape)} on {value.device}"
+    return short_repr(value)

@@ -1,0 +1,280 @@
+"""Models with one mistake each, and a right one."""
+
+from __future__ import annotations
+
+import torch
+
+from hardpoint.plugins import KVSpec, Model, ModelConfig
+
+HIDDEN, HEADS, KV_HEADS, SIZE, LAYERS = 24, 4, 2, 6, 2
+
+CONFIG = ModelConfig(
+    architecture="TinyForCausalLM", hf={}, vocab_size=257, max_position_embeddings=64
+)
+
+
+class Tiny(Model):
+    """Right: learned positions, two layers of grouped-query attention, a head."""
+
+    contract = 1
+
+    def weight_shapes(self):
+        vocab = self.context.config.vocab_size
+        shapes = {"embed.weight": (vocab, HIDDEN), "head.weight": (vocab, HIDDEN)}
+        shapes["positions.weight"] = (self.context.max_model_len, HIDDEN)
+        for layer in range(LAYERS):
+            shapes[f"{layer}.qkv.weight"] = ((HEADS + 2 * KV_HEADS) * SIZE, HIDDEN)
+            shapes[f"{layer}.out.weight"] = (HIDDEN, HEADS * SIZE)
+        return shapes
+
+    def load_weights(self, weights):
+        self.weights = {name: self.placed(tensor) for name, tensor in weights}
+
+    def placed(self, tensor):
+        return tensor.to(self.context.device, self.context.dtype)
+
+    def kv_specs(self):
+        return [KVSpec(HEADS, KV_HEADS, SIZE, SIZE**-0.5)] * LAYERS
+
+    def forward(self, batch):
+        x = self.embedded(batch)
+        for layer in range(LAYERS):
+            x = torch.tanh(x + self.attended(batch, layer, x))
+        return x
+
+    def embedded(self, batch):
+        embed, positions = self.weights["embed.weight"], self.weights["positions.weight"]
+        return embed[batch.token_ids] + positions[batch.positions]
+
+    def attended(self, batch, layer, x):
+        out = batch.attend(layer, *self.projected(layer, x))
+        return out.flatten(1) @ self.weights[f"{layer}.out.weight"].T
+
+    def projected(self, layer, x):
+        qkv = (x @ self.weights[f"{layer}.qkv.weight"].T).view(len(x), -1, SIZE)
+        return qkv.split([HEADS, KV_HEADS, KV_HEADS], 1)
+
+    def compute_logits(self, hidden):
+        return hidden @ self.weights["head.weight"].T
+
+
+class NoContract(Tiny):
+    pass
+
+
+class NarrowLogits(Tiny):
+    contract = 1
+
+    def compute_logits(self, hidden):
+        return super().compute_logits(hidden)[:, :100]
+
+
+class WholeLogits(Tiny):
+    contract = 1
+
+    def compute_logits(self, hidden):
+        return super().compute_logits(hidden).long()
+
+
+class NanLogits(Tiny):
+    contract = 1
+
+    def compute_logits(self, hidden):
+        return super().compute_logits(hidden) / 0.0 * 0.0
+
+
+class NormalisesLogits(Tiny):
+    contract = 1
+
+    def compute_logits(self, hidden):
+        logits = super().compute_logits(hidden)
+        return logits - logits.mean(0)
+
+
+class WidthOfTheBatch(Tiny):
+    contract = 1
+
+    def forward(self, batch):
+        x = super().forward(batch)
+        return torch.cat((x, x[:, : len(x)]), 1)
+
+    def compute_logits(self, hidden):
+        return super().compute_logits(hidden[:, :HIDDEN])
+
+
+class NormalisesTheBatch(Tiny):
+    contract = 1
+
+    def embedded(self, batch):
+        x = super().embedded(batch)
+        return x - x.mean(0)
+
+
+class IgnoresPositions(Tiny):
+    contract = 1
+
+    def embedded(self, batch):
+        return self.weights["embed.weight"][batch.token_ids] + self.weights["positions.weight"][0]
+
+
+class OwnPositions(Tiny):
+    """Counts positions in the batch."""
+
+    contract = 1
+
+    def embedded(self, batch):
+        positions = self.weights["positions.weight"][: len(batch.token_ids)]
+        return self.weights["embed.weight"][batch.token_ids] + positions
+
+
+class ShortTable(Tiny):
+    contract = 1
+
+    def weight_shapes(self):
+        return super().weight_shapes() | {"positions.weight": (48, HIDDEN)}
+
+
+class ListsTooFew(Tiny):
+    contract = 1
+
+    def weight_shapes(self):
+        return {n: s for n, s in super().weight_shapes().items() if n != "head.weight"}
+
+    def load_weights(self, weights):
+        super().load_weights(weights)
+        self.weights["head.weight"] = self.weights["head.weight"].contiguous()
+
+
+class ListsTooMany(Tiny):
+    contract = 1
+
+    def weight_shapes(self):
+        return super().weight_shapes() | {"pooler.weight": (HIDDEN, HIDDEN)}
+
+
+class WrongShape(Tiny):
+    contract = 1
+
+    def weight_shapes(self):
+        return super().weight_shapes() | {"0.out.weight": (HIDDEN, HIDDEN + 1)}
+
+    def load_weights(self, weights):
+        super().load_weights(weights)
+        for layer in range(LAYERS):
+            self.weights[f"{layer}.out.weight"].view(HIDDEN, HEADS * SIZE)
+
+
+class ShapesAsList(Tiny):
+    contract = 1
+
+    def weight_shapes(self):
+        return list(super().weight_shapes())
+
+
+class ForgetsAWeight(Tiny):
+    """Never loads the head, and uses what it was made with."""
+
+    contract = 1
+
+    def load_weights(self, weights):
+        super().load_weights(weights)
+        self.weights["1.out.weight"] = torch.ones(HIDDEN, HEADS * SIZE)
+
+
+class TakesTheFirst(Tiny):
+    contract = 1
+
+    def load_weights(self, weights):
+        super().load_weights(next(weights) for _ in self.weight_shapes().keys() - {"0.out.weight"})
+
+
+class ByOrder(Tiny):
+    """Takes matrices of one shape by their place instead of by their name."""
+
+    contract = 1
+
+    def load_weights(self, weights):
+        names = iter(("0.out.weight", "1.out.weight"))
+        super().load_weights(
+            (next(names) if ".out." in name else name, tensor) for name, tensor in weights
+        )
+
+
+class OtherSpecs(Tiny):
+    contract = 1
+
+    def kv_specs(self):
+        return [KVSpec(HEADS, HEADS, SIZE, SIZE**-0.5)] * LAYERS
+
+
+class SpecsAfterLoading(Tiny):
+    contract = 1
+
+    def kv_specs(self):
+        return super().kv_specs() if hasattr(self, "weights") else []
+
+
+class SkipsALayer(Tiny):
+    contract = 1
+
+    def attended(self, batch, layer, x):
+        return super().attended(batch, layer, x) if layer != 1 else x
+
+
+class AttendsTwice(Tiny):
+    contract = 1
+
+    def attended(self, batch, layer, x):
+        return super().attended(batch, 0, x)
+
+
+class BeyondTheLayers(Tiny):
+    contract = 1
+
+    def attended(self, batch, layer, x):
+        out = batch.attend(layer + 1, *self.projected(layer, x))
+        return out.flatten(1) @ self.weights[f"{layer}.out.weight"].T
+
+
+class AlwaysFloat32(Tiny):
+    contract = 1
+
+    def placed(self, tensor):
+        return tensor.to(self.context.device, torch.float32)
+
+
+class CountsSteps(Tiny):
+    contract = 1
+    steps = 0
+
+    def embedded(self, batch):
+        self.steps += 1
+        return super().embedded(batch) + self.steps * 1e-6
+
+
+class KeepsHidden(Tiny):
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.kept = []
+
+    def forward(self, batch):
+        self.kept.append(super().forward(batch))
+        return self.kept[-1]
+
+
+class ShiftsPositions(Tiny):
+    contract = 1
+
+    def embedded(self, batch):
+        x = super().embedded(batch)
+        batch.positions.add_(1)
+        return x
+
+
+class ScalesHidden(Tiny):
+    contract = 1
+
+    def compute_logits(self, hidden):
+        return super().compute_logits(hidden.mul_(2.0))

@@ -7,12 +7,14 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import msgspec
+from hypothesis import assume
+from hypothesis import strategies as st
 
-from hardpoint.plugins import HardpointError, typed
+from hardpoint.plugins import HardpointError, RequestError, typed
 from hardpoint.plugins.component import Context
 from hardpoint.plugins.errors import PluginContractError
 
-from .engine_access import check_plugin_class, plugin_name
+from .engine_access import check_plugin_class, plugin_name, prepare_request_arguments
 from .suite import ConformanceSuite, Violation, exceptions_as_violations, short_repr
 
 
@@ -21,9 +23,12 @@ class ComponentSuite(ConformanceSuite):
 
     Attributes:
         kind: the plugin kind.
+        arguments: for kinds that take them: a strategy for arguments of requests, as instances or
+            plain data; None draws none. Those that `prepare` refuses by a ValueError are left out.
     """
 
     kind: ClassVar[str]
+    arguments: ClassVar[st.SearchStrategy[Any] | None] = None
 
     def _exception_guard(self) -> AbstractContextManager[None]:
         return exceptions_as_violations()
@@ -55,6 +60,31 @@ class ComponentSuite(ConformanceSuite):
         if getattr(component, "context", None) is not context:
             raise Violation("it has no context", "call super().__init__(context) in its __init__")
         return component
+
+    def _drawn_arguments(self, vocab_size: int) -> st.SearchStrategy[Any]:
+        """Return a strategy for what the component gets as the arguments of a request."""
+        given: st.SearchStrategy[Any] = st.just({})
+        if self.arguments is not None:
+            given = given | self.arguments
+        return given.map(lambda drawn: self._prepared(drawn, vocab_size))
+
+    def _prepared(self, given: Any, vocab_size: int) -> Any:
+        """Return the arguments that the component gets for what a request gives.
+
+        Raises:
+            Violation: they do not fit its Arguments, or its `prepare` fails.
+        """
+        name, options = self._name(), self._checked_options()
+        try:
+            return prepare_request_arguments(self._component(), name, options, given, vocab_size)
+        except RequestError as error:
+            assume(not isinstance(error.__cause__, ValueError))
+            raise Violation(
+                f"{short_repr(given)} is refused: {error}",
+                "let the strategy `arguments` draw only what Arguments accepts, and let prepare "
+                "refuse a request by a ValueError and return an instance of Prepared if there is "
+                "one",
+            ) from None
 
     def _check_contract(self) -> None:
         """Check that the loader accepts the class, and that its options survive pickling."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from hardpoint.core.engine.encoder_cache import EncoderCacheManager
+from hardpoint.core.engine.policy import PolicyArguments
 from hardpoint.core.faults import FaultReporter
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
 from hardpoint.core.worker.input_batch import InputBatch
@@ -28,19 +30,23 @@ from hardpoint.plugins import (
     LogitsProcessor,
     LogitsRequest,
     PolicyContext,
+    PrepareContext,
     RequestFault,
+    SamplingParams,
     Scheduler,
     SchedulingPolicy,
     SparseLogitsProcessor,
     typed,
 )
+from hardpoint.plugins.arguments import ComponentWithArguments
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.kinds import KINDS
 from hardpoint.plugins.kv_cache import KVCacheGroup, KVCacheManager
 from hardpoint.plugins.logits import LogitsPlugin
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.manifest import PluginEntry, Source
 from hardpoint.registry.loading import check_component, snake_case
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
+from hardpoint.registry.request_arguments import convert_arguments, prepare_arguments, prepares
 
 EvictionFactory = Callable[..., EvictionPolicy]
 """Creates an eviction policy, given `blocks`, `history` and `clock` of its context."""
@@ -75,6 +81,42 @@ def load_policy(name: str) -> SchedulingPolicy:
     """
     plugins = _plugins(name)
     return plugins.create(plugins.one("scheduling_policies"), PolicyContext)
+
+
+def prepare_request_arguments(
+    cls: type[ComponentWithArguments], name: str, options: Any, given: Any, vocab_size: int
+) -> Any:
+    """Return the arguments that a component gets for what a request gives.
+
+    Raises:
+        RequestError: they do not fit; its cause is a ValueError if `prepare` refuses the request.
+    """
+    source, path = _source(cls, name), f"plugin_args.{name}"
+    arguments = convert_arguments(source, cls.Arguments, given, path)
+    if not prepares(cls):
+        return arguments
+    context = PrepareContext(
+        options=options,
+        params=SamplingParams(),
+        prompt_token_ids=[1],
+        stop_token_ids=[],
+        vocab_size=vocab_size,
+        tokenizer=None,
+    )
+    return prepare_arguments(source, cls, arguments, context, path)
+
+
+def policy_arguments(policy: SchedulingPolicy) -> PolicyArguments:
+    """Return what converts the arguments of requests for a policy."""
+    source = _source(type(policy), policy.name)
+    entry = PluginEntry(
+        kind="scheduling_policies",
+        name=source.name,
+        value=source.value,
+        distribution=source.distribution,
+        version=source.version,
+    )
+    return PolicyArguments(entry, type(policy), policy.options, vocab_size=257)
 
 
 def create_encoder_cache(num_tokens: int) -> EncoderCacheManager:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -53,6 +54,7 @@ class Row:
     Attributes:
         content: seeds the logits.
         kind: one of `_KINDS` or of the keys of `_BROKEN`.
+        arguments: for the sampler; None is the defaults.
     """
 
     content: int
@@ -60,6 +62,7 @@ class Row:
     seed: int
     position: int
     greedy: bool
+    arguments: Any = None
 
     def logits(self, vocab_size: int) -> torch.Tensor:
         """Return float32 [vocab]."""
@@ -81,7 +84,9 @@ class Row:
         return logits
 
 
-def _rows(kinds: Sequence[str] = _KINDS) -> st.SearchStrategy[Row]:
+def _rows(
+    arguments: st.SearchStrategy[Any], kinds: Sequence[str] = _KINDS
+) -> st.SearchStrategy[Row]:
     return st.builds(
         Row,
         content=st.integers(0, 2**31),
@@ -89,10 +94,8 @@ def _rows(kinds: Sequence[str] = _KINDS) -> st.SearchStrategy[Row]:
         seed=_SEEDS,
         position=st.integers(0, 9) | st.integers(0, 100_000),
         greedy=st.booleans(),
+        arguments=arguments,
     )
-
-
-_BATCHES = st.lists(_rows(), min_size=1, max_size=6)
 
 
 class SamplerSuite(ComponentSuite):
@@ -115,6 +118,8 @@ class SamplerSuite(ComponentSuite):
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the distribution of a row's token, float64 [vocab]; override if it is another.
+
+        It is checked for rows with the default arguments.
 
         Args:
             logits: float64 [vocab], -inf for tokens that must not be drawn.
@@ -139,7 +144,7 @@ class SamplerSuite(ComponentSuite):
         def check(batch: Sequence[Row]) -> None:
             self._batch(batch)
 
-        self._search(RESULT.text, 50, check, batch=_BATCHES)
+        self._search(RESULT.text, 50, check, batch=self._batches())
 
     def test_greedy(self) -> None:
         """A greedy row gets the likeliest token, of equals the lowest id."""
@@ -156,7 +161,9 @@ class SamplerSuite(ComponentSuite):
                         "lowest id wins",
                     )
 
-        self._search("greedy: greedy rows get the likeliest token", 100, check, batch=_BATCHES)
+        self._search(
+            "greedy: greedy rows get the likeliest token", 100, check, batch=self._batches()
+        )
 
     def test_masked(self) -> None:
         """A token whose logit is -inf is never chosen."""
@@ -198,7 +205,7 @@ class SamplerSuite(ComponentSuite):
                         f"{len(batch)}, and {other} as row {(row - shift) % len(batch)}"
                     )
 
-        self._search(ROWS.text, 150, check, batch=_BATCHES, turns=st.integers(0, 5))
+        self._search(ROWS.text, 150, check, batch=self._batches(), turns=st.integers(0, 5))
 
     def test_seeds(self) -> None:
         """The same seed and position draw the same token; other seeds and positions, others."""
@@ -214,7 +221,7 @@ class SamplerSuite(ComponentSuite):
                         f"{repeated}"
                     )
 
-        self._search(SEEDS.text, 50, check, batch=_BATCHES)
+        self._search(SEEDS.text, 50, check, batch=self._batches())
         self._run_checks(SEEDS.text, self._check_seeds_matter)
 
     def test_frequencies(self) -> None:
@@ -248,12 +255,13 @@ class SamplerSuite(ComponentSuite):
                     f"{tokens[:at] + tokens[at + 1 :]}, without it {expected}"
                 )
 
+        arguments = self._drawn_arguments(self.vocab_size)
         self._search(
             "unusable rows: the fault of one row's processors ends no other request",
             60,
             check,
-            batch=st.lists(_rows(), max_size=3),
-            broken=_rows(tuple(_BROKEN)),
+            batch=st.lists(_rows(arguments), max_size=3),
+            broken=_rows(arguments, tuple(_BROKEN)),
             at=st.integers(0, 3),
         )
 
@@ -264,7 +272,7 @@ class SamplerSuite(ComponentSuite):
             logits, rows = self._logits(batch), self._settings(batch)
             parts = {
                 "the logits": lambda: logits,
-                "the rows": lambda: rows,
+                "the rows": lambda: dataclasses.replace(rows, columns={}),  # a cache
                 "torch's global random state": torch.get_rng_state,
             }
             before = {name: snapshot(part()) for name, part in parts.items()}
@@ -277,7 +285,7 @@ class SamplerSuite(ComponentSuite):
                     "take noise from no global generator",
                 )
 
-        self._search("reads only: sample changes nothing", 30, check, batch=_BATCHES)
+        self._search("reads only: sample changes nothing", 30, check, batch=self._batches())
 
     def test_memory(self) -> None:
         """Nothing grows with the number of calls."""
@@ -288,6 +296,9 @@ class SamplerSuite(ComponentSuite):
         if self.budget_us_per_row is None:
             pytest.skip("budget_us_per_row is None")
         self._run_checks("speed: a row costs no more than its budget", self._check_speed)
+
+    def _batches(self) -> st.SearchStrategy[list[Row]]:
+        return st.lists(_rows(self._drawn_arguments(self.vocab_size)), min_size=1, max_size=6)
 
     def _make(self, vocab_size: int | None = None) -> Sampler:
         sampler: Sampler = self._build(
@@ -307,12 +318,15 @@ class SamplerSuite(ComponentSuite):
         self, seeds: Sequence[int], positions: Sequence[int], batch: Sequence[Row] = ()
     ) -> SamplingRows:
         greedy = [row.greedy for row in batch] or [False] * len(seeds)
+        defaults = self._prepared({}, self.vocab_size)
+        given = [row.arguments for row in batch] or [None] * len(seeds)
         return SamplingRows(
             greedy=torch.tensor(greedy, device=self.device),
             all_greedy=all(greedy),
             any_greedy=any(greedy),
             seeds=torch.tensor(seeds, device=self.device),
             positions=torch.tensor(positions, device=self.device),
+            given=[defaults if own is None else own for own in given],
         )
 
     def _batch(

@@ -101,6 +101,7 @@ class TestThroughTheContract:
             "logits_processors/mirostat (acme-sampling 1.0.0, acme_sampling.mirostat:Mirostat)",
             "logits_processors/top_a (acme-sampling 1.0.0, acme_sampling:TopA)",
             "logits_processors/xtc (acme-sampling 1.0.0, acme_sampling.xtc:Xtc)",
+            "samplers/top_n_sigma (acme-sampling 1.0.0, acme_sampling.top_n_sigma:TopNSigma)",
         ]
         assert not any("acme" in " ".join(map(str, entry)) for entry in result["on"].values())
         assert result["imported"] == []

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 from hypothesis import strategies as st
 
 from hardpoint.plugins import PolicyContext, SchedulingPolicy
 from hardpoint.plugins.component import Component
 from hardpoint.testing.component_suite import ComponentSuite
-from hardpoint.testing.engine_access import load_default_scheduler
+from hardpoint.testing.engine_access import load_default_scheduler, policy_arguments
 from hardpoint.testing.suite import reject_replaced_tests
 
 from .checks import policy as rules
@@ -18,6 +19,7 @@ from .features import UnsupportedFeatures
 from .rules import POLICY_CALLS
 from .scenarios import Scenario, play, scenarios
 
+_VOCAB_SIZE = 257  # for `prepare`
 _ALL_SUPPORTED = UnsupportedFeatures({}, frozenset())
 
 
@@ -122,6 +124,7 @@ class SchedulingPolicySuite(ComponentSuite):
                 sometimes=("unchunked", "timeouts", "faults"),
                 events=("abort", "advance"),
                 policies=(self._factory(),),
+                plugin_args=self._plugin_args(),
             ),
         )
 
@@ -137,7 +140,10 @@ class SchedulingPolicySuite(ComponentSuite):
             80,
             check,
             scenario=scenarios(
-                _ALL_SUPPORTED, events=("swap", "abort"), policies=(self._factory(), "fcfs")
+                _ALL_SUPPORTED,
+                events=("swap", "abort"),
+                policies=(self._factory(), "fcfs"),
+                plugin_args=self._plugin_args(),
             ),
         )
 
@@ -182,7 +188,15 @@ class SchedulingPolicySuite(ComponentSuite):
         return _Factory(self)
 
     def _requests(self, max_size: int) -> st.SearchStrategy[Any]:
-        return rules.request_lists(self.tags, max_size)
+        return rules.request_lists(self.tags, self._plugin_args(), max_size)
+
+    def _plugin_args(self) -> st.SearchStrategy[dict[str, Any]]:
+        """Return a strategy for the prepared `plugin_args` of a request."""
+        if self.arguments is None:
+            return st.just({})
+        key = policy_arguments(self._make()).key
+        drawn = self._drawn_arguments(_VOCAB_SIZE)
+        return drawn.map(lambda own: {key: msgspec.to_builtins(own, str_keys=False)})
 
 
 class _Factory:

@@ -180,6 +180,7 @@ def scenarios(
     events: tuple[str, ...] = (),
     policies: tuple[Any, ...] = _POLICIES,
     ample_cache: bool = False,
+    plugin_args: st.SearchStrategy[dict[str, Any]] | None = None,
 ) -> Scenario:
     """Draw a scenario.
 
@@ -190,12 +191,15 @@ def scenarios(
         events: names of EVENTS that may occur.
         policies: the policies to draw from.
         ample_cache: whether the cache has room for all requests at once.
+        plugin_args: of requests; None leaves them out.
     """
     drawn = [name for name in sometimes if draw(st.integers(0, 2)) == 0]
     features = unsupported.supported_subset([*always, *drawn])
     settings = draw(_settings(features, ample_cache))
     settings["policy"] = draw(st.sampled_from(policies))
     request = _requests(features, settings["max_model_len"])
+    if plugin_args is not None:
+        request = st.builds(lambda drawn, own: drawn | {"plugin_args": own}, request, plugin_args)
     requests = draw(st.lists(request, min_size=1, max_size=_MAX_REQUESTS))
     possible = [event for event in events if not _needs(event) & set(unsupported.single)]
     if "transfers" in features:  # the contract does not define loads of lost plans

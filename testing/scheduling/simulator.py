@@ -47,7 +47,7 @@ from .simulator_state import SimulatorState
 
 _STEP_SECONDS = 1e-6
 _SCRIPT = {field.name for field in dataclasses.fields(Script)}
-_PARAMS = set(SamplingParams.__struct_fields__)
+_PARAMS = {*SamplingParams.__struct_fields__} - {"plugin_args"}  # those are the request's
 
 
 class SchedulerSimulator(SimulatorState):

@@ -11,7 +11,9 @@ from hardpoint.plugins import Arguments as PluginArguments
 from hardpoint.plugins import (
     BatchLogitsProcessor,
     LogitsProcessor,
+    Model,
     Phase,
+    ReasoningParser,
     Sampler,
     SamplerContext,
     SchedulingPolicy,
@@ -141,6 +143,32 @@ class TestInterface:
         target = component(LogitsProcessor, Arguments=type("Arguments", (base,), {}))
         assert refusal(target).endswith(
             "its Arguments must derive from hardpoint.plugins.Arguments"
+        )
+
+    def test_what_prepare_returns_derives_from_the_arguments(self, refusal):
+        own, other = (type("Arguments", (PluginArguments,), {}) for _ in range(2))
+        prepare = classmethod(lambda cls, arguments, context: arguments)
+        target = component(LogitsProcessor, Arguments=own, Prepared=other, prepare=prepare)
+        assert refusal(target).endswith("its Prepared must derive from its Arguments")
+
+    def test_what_nothing_prepares(self, refusal):
+        own = type("Arguments", (PluginArguments,), {})
+        target = component(LogitsProcessor, Arguments=own, Prepared=type("Prepared", (own,), {}))
+        assert refusal(target).endswith(
+            "it has Prepared but no prepare that returns it; add prepare"
+        )
+
+    def test_arguments_that_every_request_has_need_defaults(self, refusal):
+        needed = type("Arguments", (PluginArguments,), {"__annotations__": {"by": float}})
+        target = component(ReasoningParser, Arguments=needed)
+        assert refusal(target, kind="reasoning_parsers").endswith(
+            "every request uses it, also without arguments, so its Arguments.by needs a default"
+        )
+
+    def test_arguments_of_a_kind_that_takes_none(self, refusal):
+        target = component(Model, Arguments=PluginArguments)
+        assert refusal(target, kind="models").endswith(
+            "it has Arguments, but requests give none to a component of its kind; expected Options"
         )
 
     def test_options_that_are_no_class(self, refusal):

@@ -6,6 +6,8 @@ import sys
 from importlib.metadata import entry_points
 
 import pytest
+from hypothesis import strategies as st
+from support.plugins.arguments import ByWeight
 from support.processes import ROOT
 from support.searching import kit_examples
 
@@ -54,6 +56,12 @@ class TestTinyScheduler(SchedulerSuite):
 class TestFirstComeFirstServed(SchedulingPolicySuite):
     examples = kit_examples()
     policy = FirstComeFirstServed
+
+
+class TestPolicyWithArguments(SchedulingPolicySuite):
+    policy = ByWeight
+    arguments = st.builds(ByWeight.Arguments, weight=st.floats(0, 200))  # prepare refuses some
+    examples = kit_examples(0.3)
 
 
 class TestPriority(SchedulingPolicySuite):

@@ -89,6 +89,10 @@ POLICIES = [
     (policies.ForgetsState, "state", "state", "export all that group_key|takes over|had"),
     (policies.ExportsItself, "state", "state", "did not return plain data"),
     (policies.Hoards, "memory", "memory", "in finished.., drop the notes on the request"),
+    (policies.OneKindOnly, "keys", "return values", "raised KeyError: 'chat'"),
+    (policies.OneKindOnly, "progress", "return values", "raised KeyError: 'chat'"),
+    (policies.PrepareFails, "keys", "keys", "is refused: plugin 'prepare_fails' .*: its prepare f"),
+    (policies.NeedsAnArgument, "contract", "contract", "its Arguments.kind needs a default"),
     (policies.SlowKeys, "speed", "speed", "the budget is 100"),
 ]  # fmt: skip
 
@@ -128,6 +132,8 @@ def _brief(monkeypatch):
 def outcome(suite, attribute, cls, test):
     """Return the message with which a test fails; None if it passes or is skipped."""
     attributes = {attribute: cls, "replay_seed": SEED}
+    if hasattr(cls, "ARGUMENTS"):
+        attributes["arguments"] = cls.ARGUMENTS
     instance = type("TestBroken", (suite,), attributes)()
     try:
         getattr(instance, f"test_{test}")()

@@ -1,13 +1,16 @@
 """The package's processors keep every rule of the engine: the conformance kit says so."""
 
+import math
+
 from acme_sampling import TopA
 from acme_sampling.dry import Dry
 from acme_sampling.mirostat import Mirostat
+from acme_sampling.top_n_sigma import TopNSigma
 from acme_sampling.xtc import Xtc
 from hypothesis import strategies as st
 
 from hardpoint.plugins import SamplingParams
-from hardpoint.testing import LogitsProcessorSuite
+from hardpoint.testing import LogitsProcessorSuite, SamplerSuite
 
 pytest_plugins = ["hardpoint.testing"]
 
@@ -50,3 +53,14 @@ class TestMirostat(LogitsProcessorSuite):
         tau=st.floats(0, 20, exclude_min=True),
         eta=st.floats(0, 1, exclude_min=True),
     )
+
+
+class TestTopNSigma(SamplerSuite):
+    sampler = TopNSigma
+    examples = 0.3
+    arguments = st.builds(TopNSigma.Arguments, n=st.floats(0, 1000, exclude_min=True))
+
+    def probabilities(self, logits):
+        allowed = logits > -math.inf
+        sigma = logits[allowed].std(correction=0)
+        return logits.masked_fill(logits < logits.max() - sigma, -math.inf).softmax(-1)

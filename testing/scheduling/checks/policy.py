@@ -18,6 +18,7 @@ from hardpoint.plugins import (
     SamplingParams,
     SchedulingPolicy,
 )
+from hardpoint.testing.engine_access import policy_arguments
 from hardpoint.testing.scheduling.fakes.policy import RETURN_VALUES, monitor_policy
 from hardpoint.testing.snapshots import count_elements, snapshot
 from hardpoint.testing.suite import Violation, best_cpu_time, short_repr
@@ -29,7 +30,11 @@ _STATIC = "return a key that depends on the request alone, not on time or chance
 
 
 @st.composite
-def _request(draw: st.DrawFn, tags: st.SearchStrategy[dict[str, str]]) -> EngineCoreRequest:
+def _request(
+    draw: st.DrawFn,
+    tags: st.SearchStrategy[dict[str, str]],
+    plugin_args: st.SearchStrategy[dict[str, Any]],
+) -> EngineCoreRequest:
     return EngineCoreRequest(
         request_id="",
         prompt_token_ids=[1] * draw(st.integers(1, 40)),
@@ -38,19 +43,23 @@ def _request(draw: st.DrawFn, tags: st.SearchStrategy[dict[str, str]]) -> Engine
         priority=draw(st.sampled_from([0, 0, 1, -2])),
         timeout=draw(st.none() | st.just(9.0)),
         tags=draw(tags),
+        plugin_args=draw(plugin_args),
     )
 
 
 def request_lists(
-    tags: st.SearchStrategy[dict[str, str]], max_size: int
+    tags: st.SearchStrategy[dict[str, str]],
+    plugin_args: st.SearchStrategy[dict[str, Any]],
+    max_size: int,
 ) -> st.SearchStrategy[list[EngineCoreRequest]]:
     """Return a strategy for up to `max_size` requests, in order of arrival."""
-    return st.lists(_request(tags), min_size=1, max_size=max_size).map(_named)
+    return st.lists(_request(tags, plugin_args), min_size=1, max_size=max_size).map(_named)
 
 
 def check_keys(make: Make, sources: Sequence[EngineCoreRequest]) -> None:
     """Check that keys are ordered, and the same for every call and instance."""
-    policy, requests = _policy(make), _make_requests(sources)
+    policy = _policy(make)
+    requests = _make_requests(policy, sources)
     keys = [_add(policy, request)[0] for request in requests]
     _check_order("key", keys, requests)
     for request, key in zip(requests, keys, strict=True):
@@ -73,7 +82,8 @@ def check_keys(make: Make, sources: Sequence[EngineCoreRequest]) -> None:
 
 def check_groups(make: Make, sources: Sequence[EngineCoreRequest], tokens: Sequence[int]) -> None:
     """Check that groups do not change, and that their keys are ordered after any schedule."""
-    policy, requests = _policy(make), _make_requests(sources)
+    policy = _policy(make)
+    requests = _make_requests(policy, sources)
     groups = [_add(policy, request)[1] for request in requests]
     for index, count in enumerate(tokens):
         _run(policy, requests[index % len(requests)], count)
@@ -99,7 +109,8 @@ def check_groups(make: Make, sources: Sequence[EngineCoreRequest], tokens: Seque
 
 def check_victim(make: Make, sources: Sequence[EngineCoreRequest]) -> None:
     """Check that the victim is running, and the same for every call."""
-    policy, running = _policy(make), _make_requests(sources)
+    policy = _policy(make)
+    running = _make_requests(policy, sources)
     for request in running:
         _add(policy, request)
         _run(policy, request, 3)
@@ -120,7 +131,8 @@ def check_victim(make: Make, sources: Sequence[EngineCoreRequest]) -> None:
 
 def check_admit(make: Make, sources: Sequence[EngineCoreRequest], running: int) -> None:
     """Check that admit() returns None or a reason."""
-    policy, requests = _policy(make), _make_requests(sources)
+    policy = _policy(make)
+    requests = _make_requests(policy, sources)
     for request in requests:
         _add(policy, request)
     for request in requests:
@@ -129,7 +141,8 @@ def check_admit(make: Make, sources: Sequence[EngineCoreRequest], running: int) 
 
 def check_reads_only(make: Make, sources: Sequence[EngineCoreRequest]) -> None:
     """Check that no method writes to a request."""
-    policy, requests = _policy(make), _make_requests(sources)
+    policy = _policy(make)
+    requests = _make_requests(policy, sources)
 
     def unchanged(method: str, *given: Any) -> None:
         before = [_attributes(request) for request in requests]
@@ -155,7 +168,8 @@ def check_reads_only(make: Make, sources: Sequence[EngineCoreRequest]) -> None:
 
 def check_state(make: Make, sources: Sequence[EngineCoreRequest], tokens: Sequence[int]) -> None:
     """Check that state is plain data, and that an instance that imports it keeps the order."""
-    old, requests = _policy(make), _make_requests(sources)
+    old = _policy(make)
+    requests = _make_requests(old, sources)
     groups = {_add(old, request)[1] for request in requests}
     for index, count in enumerate(tokens):
         _run(old, requests[index % len(requests)], count)
@@ -194,7 +208,7 @@ def check_memory(make: Make, sources: Sequence[EngineCoreRequest], waves: int = 
     """Check that a policy's attributes do not grow with the number of finished requests."""
     policy, sizes = make(), []
     for wave in range(2 * waves):
-        requests = _make_requests(sources, wave)
+        requests = _make_requests(policy, sources, wave)
         for request in requests:
             _add(policy, request)
         for request in requests:
@@ -218,10 +232,9 @@ def check_memory(make: Make, sources: Sequence[EngineCoreRequest], waves: int = 
 def check_speed(make: Make, sources: Sequence[EngineCoreRequest], budget: float) -> None:
     """Check the cost of the calls per request against a budget in microseconds."""
     count = 256
-    requests = [
-        r for wave in range(-(-count // len(sources))) for r in _make_requests(sources, wave)
-    ][:count]
     policy = make()
+    waves = range(-(-count // len(sources)))
+    requests = [r for wave in waves for r in _make_requests(policy, sources, wave)][:count]
 
     def serve() -> None:
         for request in requests:
@@ -260,11 +273,15 @@ def _named(sources: list[EngineCoreRequest]) -> list[EngineCoreRequest]:
     ]
 
 
-def _make_requests(sources: Sequence[EngineCoreRequest], wave: int = 0) -> list[Request]:
-    requests = []
+def _make_requests(
+    policy: SchedulingPolicy, sources: Sequence[EngineCoreRequest], wave: int = 0
+) -> list[Request]:
+    """Return requests with their arguments for a policy."""
+    convert, requests = policy_arguments(policy), []
     for index, source in enumerate(sources):
         named = msgspec.structs.replace(source, request_id=f"{source.request_id}.{wave}")
         requests.append(Request(named, order=wave * len(sources) + index))
+        requests[-1].arguments = convert.of(named)
     return requests
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from hardpoint.plugins import Load, Request, SchedulingPolicy
+from hardpoint.plugins import EngineCoreRequest, Load, Request, SchedulingPolicy
+from hardpoint.testing.engine_access import policy_arguments
 from hardpoint.testing.scheduling.rules import POLICY_CALLS
 from hardpoint.testing.suite import Rule, Violation, short_repr
 
@@ -28,12 +29,22 @@ class PolicyMonitor:
         methods: names of the methods that the policy overrides.
     """
 
-    def __init__(self, methods: frozenset[str]) -> None:
+    def __init__(self, policy: SchedulingPolicy, methods: frozenset[str]) -> None:
         """Create a monitor without requests."""
         self.methods = methods
+        self._convert = policy_arguments(policy)
+        self._arguments: dict[str, tuple[EngineCoreRequest, Any]] = {}
         self.unfinished: dict[str, Request] = {}
         self.tokens: dict[str, int] = {}
         self.first_violation: Violation | None = None
+
+    def give_arguments(self, request: Request) -> None:
+        """Set the arguments that a request has for the policy, as the engine does."""
+        source = request.source
+        known = self._arguments.get(source.request_id)
+        if known is None or known[0] is not source:  # ids are used again
+            known = self._arguments[source.request_id] = (source, self._convert.of(source))
+        request.arguments = known[1]
 
     def begin_step(self) -> None:
         """Clear the tokens of the last step."""
@@ -89,8 +100,11 @@ def monitor_policy(policy: SchedulingPolicy) -> tuple[SchedulingPolicy, PolicyMo
     may skip the others.
     """
     overridden = policy.overridden | {"key"}
-    monitor = PolicyMonitor(overridden)
+    monitor = PolicyMonitor(policy, overridden)
     methods: dict[str, Any] = {"contract": 1, "state_format": policy.state_format}
+    for name in ("Arguments", "Prepared", "prepare"):
+        if hasattr(policy, name):
+            methods[name] = getattr(type(policy), name)
     methods["__init__"] = lambda _self, _context: None
     for name in overridden | {"added", "finished"}:
         methods[name] = _monitored_method(policy, name, monitor)
@@ -112,6 +126,10 @@ def _monitored_method(
     policy: SchedulingPolicy, name: str, monitor: PolicyMonitor
 ) -> Callable[..., Any]:
     def call(_self: SchedulingPolicy, *given: Any) -> Any:
+        for argument in given:
+            for request in argument if isinstance(argument, Sequence) else (argument,):
+                if isinstance(request, Request):
+                    monitor.give_arguments(request)
         if name in _NOTIFICATIONS:
             getattr(monitor, name)(*given)
         try:

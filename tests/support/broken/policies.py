@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 import time
 
+from hypothesis import strategies as st
+
+from hardpoint import plugins
 from hardpoint.plugins import EvictionPolicy, SchedulingPolicy
 
 
@@ -347,3 +350,30 @@ class SortsAll(Oldest):
         chosen = sorted(self.order, key=lambda block: -self.order[block])[:count]
         self.taken(chosen)
         return chosen
+
+
+class OneKindOnly(Fcfs):
+    contract = 1
+
+    class Arguments(plugins.Arguments):
+        kind: str = "batch"
+
+    ARGUMENTS = st.builds(Arguments, kind=st.sampled_from(["chat", "batch"]))
+
+    def key(self, request):
+        return {"batch": 1}[request.arguments.kind]
+
+
+class PrepareFails(OneKindOnly):
+    contract = 1
+
+    @classmethod
+    def prepare(cls, arguments, context):
+        return arguments.kind + 1
+
+
+class NeedsAnArgument(Fcfs):
+    contract = 1
+
+    class Arguments(plugins.Arguments):
+        kind: str

@@ -206,7 +206,7 @@ KINDS: dict[str, Kind] = {
             processes=(Process.FRONTEND, Process.WORKER),
             fault_scope=FaultScope.ENGINE,
             summary="Read a model's configuration and weights from one format.",
-            suite="",
+            suite="WeightLoaderSuite",
         ),
         Kind(
             name="attention_backends",

@@ -25,6 +25,7 @@ from .scripted import (
 if TYPE_CHECKING:
     from hardpoint.testing.logits.suite import LogitsProcessorSuite
     from hardpoint.testing.model.attention_suite import AttentionBackendSuite
+    from hardpoint.testing.model.loader_suite import WeightLoaderSuite
     from hardpoint.testing.model.model_suite import ModelSuite
     from hardpoint.testing.sampling_suite import SamplerSuite
     from hardpoint.testing.scheduling.cache_replay import measure_hit_rate
@@ -46,6 +47,7 @@ __all__ = [
     "SchedulingPolicySuite",
     "ScriptedClock",
     "ScriptedModel",
+    "WeightLoaderSuite",
     "history_hash",
     "measure_hit_rate",
     "pytest_report_header",
@@ -66,6 +68,7 @@ _LAZY = {
     "SchedulerSuite": "scheduling.scheduler_suite",
     "SchedulingPolicySuite": "scheduling.policy_suite",
     "measure_hit_rate": "scheduling.cache_replay",
+    "WeightLoaderSuite": "model.loader_suite",
 }
 
 

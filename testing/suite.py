@@ -190,11 +190,14 @@ class ConformanceSuite:
     def _run_checks(self, rule: str, *checks: Callable[[], None]) -> None:
         """Run checks that need no drawn cases; fail the test at the first violation."""
         for check in checks:
+            found: Violation | None = None
             try:
                 with self._exception_guard():
                     check()
             except Violation as violation:
-                self._fail(rule, violation)
+                found = violation
+            if found is not None:  # outside the handler, so that the report has no traceback
+                self._fail(rule, found)
 
     def _search(
         self,

@@ -324,11 +324,11 @@ class ModelSuite(ComponentSuite):
         expected = (rows, self.config.vocab_size)
         if not isinstance(logits, torch.Tensor) or tuple(logits.shape) != expected:
             raise SHAPES.violation(
-                f"compute_logits returned {_shown(logits)}, expected {list(expected)}"
+                f"compute_logits returned {_summary(logits)}, expected {list(expected)}"
             )
         if not logits.is_floating_point() or not logits.isfinite().all():
             raise SHAPES.violation(
-                f"compute_logits returned {_shown(logits)} with "
+                f"compute_logits returned {_summary(logits)} with "
                 f"{int(logits.float().isfinite().logical_not().sum())} numbers that are not finite",
                 "return finite floating-point logits",
             )
@@ -482,7 +482,7 @@ class _Sequences:
                 or tensor.device != context.device
             ):
                 raise ATTEND.violation(
-                    f"forward called attend for layer {layer} with {name} = {_shown(tensor)}, "
+                    f"forward called attend for layer {layer} with {name} = {_summary(tensor)}, "
                     f"expected {context.dtype} {list(shape)} on {context.device}, as kv_specs says"
                 )
 
@@ -494,7 +494,7 @@ class _Sequences:
             or self._width not in (None, hidden.shape[1])
         ):
             expected = f"[{tokens}, {self._width or 'hidden'}]"
-            raise SHAPES.violation(f"forward returned {_shown(hidden)}, expected {expected}")
+            raise SHAPES.violation(f"forward returned {_summary(hidden)}, expected {expected}")
         self._width = hidden.shape[1]
 
 
@@ -521,7 +521,7 @@ def _is_spec(spec: Any) -> bool:
     )
 
 
-def _shown(value: Any) -> str:
+def _summary(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {list(value.shape)} on {value.device}"
     return short_repr(value)

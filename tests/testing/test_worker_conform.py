@@ -1,11 +1,21 @@
-"""Every built-in sampler, attention backend and model passes the public conformance kit."""
+"""Every built-in sampler, attention backend, model and loader passes the public conformance kit."""
 
 from __future__ import annotations
 
+import json
+from importlib.metadata import entry_points
+from types import SimpleNamespace
+
+import pytest
 import torch
+from safetensors.torch import save_file
+from support.builtins.checkpoint_harness import write_gguf
 from support.searching import kit_examples
 
 from hardpoint.builtin_plugins.attention.torch import TorchAttention
+from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
+from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
+from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.models.qwen import Qwen2, Qwen3
 from hardpoint.builtin_plugins.sampler import DefaultSampler
@@ -16,6 +26,7 @@ from hardpoint.testing import (
     ModelSuite,
     SamplerSuite,
     ScriptedModel,
+    WeightLoaderSuite,
     history_hash,
 )
 
@@ -106,3 +117,92 @@ class TestScriptedModel(ModelSuite):
     uses_positions = False
     tolerance = 1e-12
     attention = staticmethod(hash_of_history)
+
+
+HF = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "eos_token_id": 2,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def random_weights():
+    shapes = {
+        "model.embed_tokens.weight": (61, 64),
+        "model.layers.0.self_attn.q_proj.weight": (64, 64),
+        "model.layers.0.self_attn.k_proj.weight": (32, 64),
+        "model.norm.weight": (64,),
+    }
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
+
+
+class TestSafetensors(WeightLoaderSuite):
+    loader = SafetensorsLoader
+
+    def write(self, folder):
+        (folder / "config.json").write_text(json.dumps(HF))
+        save_file(random_weights(), folder / "model.safetensors")
+        return folder, random_weights()
+
+
+class TestShards(WeightLoaderSuite):
+    loader = SafetensorsLoader
+
+    def write(self, folder):
+        (folder / "config.json").write_text(json.dumps(HF))
+        (folder / "generation_config.json").write_text(json.dumps({"top_k": 20}))
+        places = {}
+        for number, name in enumerate(random_weights()):
+            places[name] = f"model-{number % 2}.safetensors"
+        for place in set(places.values()):
+            part = {name: t for name, t in random_weights().items() if places[name] == place}
+            save_file(part, folder / place)
+        index = {"weight_map": places}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        return folder, random_weights()
+
+
+class TestGGUF(WeightLoaderSuite):
+    loader = GGUFLoader
+
+    def write(self, folder):
+        config = SimpleNamespace(**HF, head_dim=16, rope_parameters={"rope_theta": 10000.0})
+        model = SimpleNamespace(config=config, state_dict=random_weights)
+        write_gguf(folder / "tiny.gguf", model, "llama")
+        return folder / "tiny.gguf", random_weights()
+
+
+class TestDummy(WeightLoaderSuite):
+    loader = DummyLoader
+    recognised = False
+    tolerance = None
+
+    def write(self, folder):
+        (folder / "config.json").write_text(json.dumps(HF))
+        return folder, random_weights()
+
+
+@pytest.mark.parametrize(
+    ("kind", "attribute"),
+    [
+        ("samplers", "sampler"),
+        ("attention_backends", "backend"),
+        ("models", "model"),
+        ("loaders", "loader"),
+    ],
+)
+def test_every_builtin_has_a_suite(kind, attribute):
+    group = entry_points(group=f"hardpoint.{kind}")
+    builtins = {point.load() for point in group if point.value.startswith("hardpoint.")}
+    suites = [c for c in globals().values() if isinstance(c, type) and c.__name__[:4] == "Test"]
+    tested = {getattr(suite, attribute) for suite in suites if hasattr(suite, attribute)}
+    assert builtins
+    assert builtins <= tested

@@ -1,4 +1,4 @@
-"""Samplers, attention backends and models with one mistake each fail, in stated words."""
+"""Samplers, attention backends, models and loaders with one mistake each fail their rule."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import inspect
 import re
 
 import pytest
-from support.broken import attention, models, samplers
+from support.broken import attention, loaders, models, samplers
 
-from hardpoint.testing import AttentionBackendSuite, ModelSuite, SamplerSuite
+from hardpoint.testing import AttentionBackendSuite, ModelSuite, SamplerSuite, WeightLoaderSuite
 from hardpoint.testing import suite as kit_suite
 
 SEED = 20_240_601
@@ -107,7 +107,37 @@ MODELS = [
     (models.ScalesHidden, "reads_only", "reads only", "after the step hidden had changed"),
 ]  # fmt: skip
 
+LOADERS = [
+    (loaders.NoContract, "contract", "contract", "add `contract = 1` to its class body"),
+    (loaders.ClaimsFolders, "recognises", "recognises", "True for an empty folder, expected Fa"),
+    (loaders.ClaimsNothing, "recognises", "recognises", "False for the checkpoint, expected True"),
+    (loaders.RecognisesByListing, "recognises", "recognises", "FileNotFoundError for a path that"),
+    (loaders.RecognisesOnce, "recognises", "recognises", "False for the checkpoint, expected True"),
+    (loaders.NoVocabulary, "config", "exceptions", "TypeError: .* argument: 'vocab_size'"),
+    (loaders.EmptyVocabulary, "config", "config", "vocab_size is None, expected a whole number"),
+    (loaders.EosBeyond, "config", "config", r"eos_token_ids is \(6,\), expected a tuple of"),
+    (loaders.TorchDtype, "config", "config", "dtype is torch.float32, expected None or one of flo"),
+    (loaders.TensorsInHf, "config", "config", "hf is .*, expected a mapping of plain data"),
+    (loaders.UnknownSampling, "config", "config", "default_sampling is .*, expected fields of Sam"),
+    (loaders.OtherConfigLater, "config", "config", r"config\(\) was .*=8.*, later .*=16"),
+    (loaders.Dictionary, "config", "config", "config returned {'vocab': 6.*, no ModelConfig"),
+    (loaders.Transposed, "weights", "weights", r"'embed.weight' as \[2, 6\], the checkpoint has"),
+    (loaders.MissesNorms, "weights", "weights", "yielded 2 weights, but not norm.weight"),
+    (loaders.Twice, "weights", "weights", "yielded 'embed.weight' twice"),
+    (loaders.OneBuffer, "weights", "weights", "'embed.weight' with values that differ"),
+    (loaders.Rounded, "weights", "weights", "'norm.weight' with values that differ .* 0.5, toler"),
+    (loaders.Arrays, "weights", "weights", r"yielded \('embed.weight', array"),
+    (loaders.Bytes, "weights", "weights", r"yielded \('embed.weight', a torch.uint8 tensor"),
+    (loaders.NeedsAll, "parts", "exceptions", "KeyError: 'absent.weight'"),
+    (loaders.OnlyOnce, "repeated", "repeated", "a second call of weights gave 'embed.weight' oth"),
+    (loaders.Noise, "repeated", "repeated", "a second call of weights gave 'embed.weight' otherw"),
+    (loaders.RawErrors, "damage", "damage", "with tiny.json empty, it raised JSONDecodeError"),
+    (loaders.FillsUp, "damage", "damage", "with tiny.json empty, weights yielded 'embed.weight'"),
+    (loaders.WritesAnIndex, "reads_only", "reads only", "these files had changed: tiny.index"),
+]  # fmt: skip
+
 RIGHT = [
+    (WeightLoaderSuite, {"loader": loaders.Json, "write": staticmethod(loaders.write)}),
     (ModelSuite, {"model": models.Tiny, "config": models.CONFIG}),
     (AttentionBackendSuite, {"backend": attention.Plain}),
     (SamplerSuite, {"sampler": samplers.Gumbel}),
@@ -161,6 +191,17 @@ def test_a_broken_model_fails_its_rule(cls, test, rule, pattern):
     check(ModelSuite, attributes, cls, test, rule, pattern)
 
 
+@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), LOADERS, ids=name)
+def test_a_broken_loader_fails_its_rule(cls, test, rule, pattern):
+    attributes = {"loader": cls, "write": staticmethod(loaders.write)}
+    check(WeightLoaderSuite, attributes, cls, test, rule, pattern)
+
+
+def test_a_loader_without_a_checkpoint_fails():
+    message = outcome(WeightLoaderSuite, {"loader": loaders.Json}, "weights")
+    assert "observed: TestBroken does not override write()" in message
+
+
 @pytest.mark.parametrize(("suite", "attributes"), RIGHT, ids=name)
 def test_correct_components_pass(suite, attributes):
     tests = [test for test in dir(suite) if test.startswith("test_")]
@@ -170,7 +211,12 @@ def test_correct_components_pass(suite, attributes):
 
 @pytest.mark.parametrize(
     ("suite", "broken_ones"),
-    [(SamplerSuite, SAMPLERS), (AttentionBackendSuite, ATTENTION), (ModelSuite, MODELS)],
+    [
+        (SamplerSuite, SAMPLERS),
+        (AttentionBackendSuite, ATTENTION),
+        (ModelSuite, MODELS),
+        (WeightLoaderSuite, LOADERS),
+    ],
 )
 def test_every_test_catches_a_component(suite, broken_ones):
     tests = {test for test, _ in inspect.getmembers(suite) if test.startswith("test_")}

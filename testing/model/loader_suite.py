@@ -1,0 +1,412 @@
+"""The conformance suite for weight loaders; the built-in ones pass it too."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from hardpoint.plugins import (
+    HardpointError,
+    LoaderContext,
+    ModelConfig,
+    ModelError,
+    ModelFiles,
+    SamplingParams,
+    WeightLoader,
+    typed,
+)
+from hardpoint.plugins.component import Component
+from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
+
+_DTYPES = ("float64", "float32", "float16", "bfloat16")
+
+RECOGNISES = Rule(
+    "recognises: it claims its own format and no other, and raises nothing",
+    "look for the files or the suffix that only this format has; return False for a path that does "
+    "not exist or is of another kind",
+)
+CONFIG = Rule(
+    "config: a complete ModelConfig, always the same",
+    "read every field from the model's files; raise ModelError for one that is missing or wrong",
+)
+WEIGHTS = Rule(
+    "weights: each weight once, whole, as a dense CPU tensor under its Hugging Face name",
+    "yield (name, tensor) for each name of shapes that the files have, in the shape of the files, "
+    "in a tensor of its own",
+)
+DAMAGE = Rule(
+    "damage: a damaged or incomplete checkpoint is a ModelError",
+    "raise ModelError with the file's name and what is wrong with it, from config() or weights()",
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A small checkpoint that a suite has written.
+
+    Attributes:
+        path: as the configuration's `model` names it.
+        tensors: what it contains, by Hugging Face name.
+    """
+
+    path: Path
+    tensors: Mapping[str, torch.Tensor]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of its weights."""
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def files(self) -> dict[Path, bytes]:
+        """Return the content of its files."""
+        paths = sorted(self.path.rglob("*")) if self.path.is_dir() else [self.path]
+        return {path: path.read_bytes() for path in paths if path.is_file()}
+
+
+class WeightLoaderSuite(ComponentSuite):
+    """Base class of a test class, which sets `loader` and overrides `write`.
+
+    Attributes:
+        loader: the class under test.
+        recognised: False for a loader that is chosen by its name only.
+        tolerance: maximum difference of weights, above 0 for quantised formats; None compares no
+            values.
+    """
+
+    kind = "loaders"
+    loader: ClassVar[type[WeightLoader]]
+    recognised: ClassVar[bool] = True
+    tolerance: ClassVar[float | None] = 0.0
+
+    def write(self, folder: Path) -> tuple[Path, Mapping[str, torch.Tensor]]:
+        """Write a small checkpoint; the same one every time.
+
+        Args:
+            folder: an empty one.
+
+        Returns:
+            The path to load, and the tensors that the checkpoint contains, by Hugging Face name.
+        """
+        raise Violation(
+            f"{type(self).__name__} does not override write(), so {folder} stays empty",
+            "write a small checkpoint into the folder; return its path and its tensors by name",
+        )
+
+    def _component(self) -> type[Component]:
+        return self.loader
+
+    def test_contract(self) -> None:
+        """The class states its contract and can be built; its options survive pickling."""
+
+        def build() -> None:
+            with self._checkpoint() as checkpoint:
+                self._make(checkpoint).close()
+
+        self._run_checks(
+            "contract: the loader can check and build the class",
+            lambda: reject_replaced_tests(type(self), WeightLoaderSuite),
+            self._check_contract,
+            build,
+        )
+
+    def test_recognises(self) -> None:
+        """The checkpoint is recognised, other files and folders are not."""
+        self._run_checks(RECOGNISES.text, self._check_recognises)
+
+    def test_config(self) -> None:
+        """The configuration is complete and plain, and the same each time."""
+        self._run_checks(CONFIG.text, self._check_config)
+
+    def test_weights(self) -> None:
+        """Every weight comes once, with its shape and values."""
+        self._run_checks(WEIGHTS.text, self._check_weights)
+
+    def test_parts(self) -> None:
+        """Fewer names, and names that the files lack, raise nothing."""
+        self._run_checks(WEIGHTS.text, self._check_parts)
+
+    def test_repeated(self) -> None:
+        """A second call, and a second instance, give the same weights."""
+        self._run_checks("repeated: each call of weights gives the same", self._check_repeated)
+
+    def test_damage(self) -> None:
+        """Files that are empty, cut or missing are a ModelError."""
+        if self.tolerance is None:
+            pytest.skip("tolerance is None: wrong weights would not be noticed")
+        self._run_checks(DAMAGE.text, self._check_damage)
+
+    def test_reads_only(self) -> None:
+        """The files stay as they are."""
+        self._run_checks("reads only: a loader writes to no file", self._check_reads_only)
+
+    @contextmanager
+    def _checkpoint(self) -> Iterator[Checkpoint]:
+        """Write the checkpoint into a folder that is deleted afterwards."""
+        with tempfile.TemporaryDirectory() as name:
+            path, tensors = self.write(Path(name))
+            yield Checkpoint(path, tensors)
+
+    def _make(self, checkpoint: Checkpoint) -> WeightLoader:
+        files = ModelFiles(checkpoint.path.name, checkpoint.path)
+        loader: WeightLoader = self._build(LoaderContext, files=files)
+        return loader
+
+    def _check_recognises(self) -> None:
+        with self._checkpoint() as checkpoint, tempfile.TemporaryDirectory() as name:
+            cases = {"the checkpoint": (checkpoint.path, self.recognised)}
+            cases |= {what: (path, False) for what, path in _other_files(Path(name)).items()}
+            for what, (path, expected) in cases.items():
+                for _ in range(2):
+                    found = self._recognises(what, path)
+                    if found is not expected:
+                        raise RECOGNISES.violation(
+                            f"recognises returned {short_repr(found)} for {what}, expected "
+                            f"{expected}"
+                        )
+
+    def _recognises(self, what: str, path: Path) -> Any:
+        try:
+            return self.loader.recognises(ModelFiles(path.name, path))
+        except Exception as cause:
+            raise RECOGNISES.violation(
+                f"recognises raised {type(cause).__name__} for {what}: {cause}"
+            ) from cause
+
+    def _check_config(self) -> None:
+        with self._checkpoint() as checkpoint:
+            loader = self._make(checkpoint)
+            config = loader.config()
+            if not isinstance(config, ModelConfig):
+                raise CONFIG.violation(f"config returned {short_repr(config)}, no ModelConfig")
+            for field, expected, is_right in _FIELDS:
+                value = getattr(config, field)
+                if not is_right(config, value):
+                    raise CONFIG.violation(
+                        f"config().{field} is {short_repr(value)}, expected {expected}"
+                    )
+            list(loader.weights(checkpoint.shapes))
+            for what, again in (("later", loader), ("of a new instance", self._make(checkpoint))):
+                if (other := again.config()) != config:
+                    raise CONFIG.violation(
+                        f"config() was {short_repr(config)}, {what} {short_repr(other)}"
+                    )
+
+    def _check_weights(self) -> None:
+        with self._checkpoint() as checkpoint:
+            found = self._read(checkpoint)
+            if missing := sorted(checkpoint.tensors.keys() - found):
+                raise WEIGHTS.violation(
+                    f"weights yielded {len(found)} weights, but not {', '.join(missing[:5])}"
+                )
+            self._check_values(checkpoint, found)
+
+    def _check_parts(self) -> None:
+        with self._checkpoint() as checkpoint:
+            name = sorted(checkpoint.tensors)[-1]
+            asked = {name: checkpoint.shapes[name], "absent.weight": (2, 3)}
+            found = self._read(checkpoint, asked)
+            if name not in found:
+                raise WEIGHTS.violation(
+                    f"weights, asked for {name!r} and for a name that the files lack, did not "
+                    f"yield {name!r}",
+                    "leave out what the files lack: the engine names it",
+                )
+            self._check_values(checkpoint, found)
+
+    def _check_repeated(self) -> None:
+        with self._checkpoint() as checkpoint:
+            loader = self._make(checkpoint)
+            first = self._read(checkpoint, loader=loader)
+            for what, again in (("a second call", loader), ("a new instance", None)):
+                other = self._read(checkpoint, loader=again)
+                differing = [
+                    name
+                    for name in first.keys() | other.keys()
+                    if name not in first
+                    or name not in other
+                    or not torch.equal(first[name], other[name])
+                ]
+                if differing:
+                    raise Violation(
+                        f"{what} of weights gave {sorted(differing)[0]!r} otherwise, and "
+                        f"{len(differing) - 1} more",
+                        "open the files in each call; an engine that wakes up loads again",
+                    )
+
+    def _check_damage(self) -> None:
+        with self._checkpoint() as checkpoint:
+            expected = self._make(checkpoint).config()
+            for path, content in checkpoint.files().items():
+                damages: dict[str, bytes | None] = {
+                    "empty": b"",
+                    "cut in half": content[: len(content) // 2],
+                }
+                if path != checkpoint.path:
+                    damages["missing"] = None
+                for what, left in damages.items():
+                    path.unlink() if left is None else path.write_bytes(left)
+                    self._check_damaged(checkpoint, expected, f"{path.name} {what}")
+                    path.write_bytes(content)
+
+    def _check_damaged(self, checkpoint: Checkpoint, expected: ModelConfig, what: str) -> None:
+        """Check that a damaged checkpoint is rejected, or gives nothing wrong."""
+        self._recognises(f"the checkpoint with {what}", checkpoint.path)
+        try:
+            loader = self._make(checkpoint)
+            config, found = loader.config(), self._read(checkpoint, loader=loader)
+        except ModelError:
+            return
+        except Violation as violation:
+            raise DAMAGE.violation(f"with {what}, {violation.observed}") from violation
+        except Exception as cause:
+            raise DAMAGE.violation(
+                f"with {what}, it raised {type(cause).__name__}: {cause}"
+            ) from cause
+        if config != expected and not what.endswith("missing"):  # which files may be, if optional
+            raise DAMAGE.violation(f"with {what}, config returned {short_repr(config)}")
+        try:
+            self._check_values(checkpoint, found)
+        except Violation as violation:
+            raise DAMAGE.violation(f"with {what}, {violation.observed}") from violation
+
+    def _check_reads_only(self) -> None:
+        with self._checkpoint() as checkpoint:
+            before = checkpoint.files()
+            loader = self._make(checkpoint)
+            loader.config()
+            self._read(checkpoint, loader=loader)
+            loader.close()
+            after = checkpoint.files()
+            differing = {p for p in before.keys() | after.keys() if before.get(p) != after.get(p)}
+            if differing:
+                names = ", ".join(sorted(path.name for path in differing))
+                raise Violation(
+                    f"after loading, these files had changed: {names}",
+                    "leave a model's folder as it is: others load from it too",
+                )
+
+    def _read(
+        self,
+        checkpoint: Checkpoint,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        loader: WeightLoader | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Return the weights that a loader yields; raise a Violation if they are none."""
+        loader = loader or self._make(checkpoint)
+        weights = loader.weights(checkpoint.shapes if shapes is None else shapes)
+        if not isinstance(weights, Iterable):
+            raise WEIGHTS.violation(f"weights returned {short_repr(weights)}, no iterator")
+        found: dict[str, torch.Tensor] = {}
+        for item in weights:
+            if not _is_weight(item):
+                raise WEIGHTS.violation(f"weights yielded {_summary(item)}")
+            name, tensor = item
+            if name in found:
+                raise WEIGHTS.violation(f"weights yielded {name!r} twice")
+            found[name] = tensor
+        return found
+
+    def _check_values(self, checkpoint: Checkpoint, found: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in found.items():
+            expected = checkpoint.tensors.get(name)
+            if expected is None:
+                continue
+            if tensor.shape != expected.shape:
+                raise WEIGHTS.violation(
+                    f"weights yielded {name!r} as {list(tensor.shape)}, the checkpoint has "
+                    f"{list(expected.shape)}"
+                )
+            if self.tolerance is None or not tensor.numel():
+                continue
+            difference = (tensor.double() - expected.double()).abs().nan_to_num(torch.inf).max()
+            if float(difference) > self.tolerance:
+                raise WEIGHTS.violation(
+                    f"weights yielded {name!r} with values that differ from the checkpoint's by up "
+                    f"to {float(difference):.3g}, tolerance is {self.tolerance:.3g}"
+                )
+
+
+def _other_files(folder: Path) -> dict[str, Path]:
+    """Write files and folders of no model format; return them by description."""
+    (folder / "empty").mkdir()
+    (folder / "notes").mkdir()
+    (folder / "notes" / "README.md").write_text("# Notes\n")
+    (folder / "notes.txt").write_text("Nothing but notes.\n")
+    (folder / "noise.bin").write_bytes(bytes(range(256)) * 8)
+    (folder / "nothing").write_bytes(b"")
+    return {
+        "a path that does not exist": folder / "absent",
+        "an empty folder": folder / "empty",
+        "a folder with a README alone": folder / "notes",
+        "a text file": folder / "notes.txt",
+        "a binary file of another format": folder / "noise.bin",
+        "an empty file": folder / "nothing",
+    }
+
+
+def _is_weight(item: Any) -> bool:
+    if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
+        return False
+    tensor = item[1]
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and tensor.is_floating_point()
+    )
+
+
+def _summary(item: Any) -> str:
+    """Return what a loader yielded, a tensor without its values."""
+    if isinstance(item, tuple):
+        return f"({', '.join(map(_summary, item))})"
+    if isinstance(item, torch.Tensor):
+        return f"a {item.dtype} tensor {list(item.shape)} on {item.device} ({item.layout})"
+    return short_repr(item)
+
+
+def _is_count(_config: ModelConfig, value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_plain(_config: ModelConfig, value: Any) -> bool:
+    try:
+        json.dumps(dict(value))
+    except (TypeError, ValueError):
+        return False
+    return isinstance(value, Mapping)
+
+
+def _are_tokens(config: ModelConfig, value: Any) -> bool:
+    return isinstance(value, tuple) and all(
+        type(token) is int and 0 <= token < config.vocab_size for token in value
+    )
+
+
+def _is_sampling(_config: ModelConfig, value: Any) -> bool:
+    try:
+        typed.convert(dict(value), SamplingParams, path="default_sampling")
+    except (TypeError, ValueError, HardpointError):
+        return False
+    return True
+
+
+_FIELDS: tuple[tuple[str, str, Callable[[ModelConfig, Any], bool]], ...] = (
+    ("architecture", "a name", lambda _, value: isinstance(value, str) and bool(value)),
+    ("vocab_size", "a whole number >= 1", _is_count),
+    ("max_position_embeddings", "a whole number >= 1", _is_count),
+    ("hf", "a mapping of plain data, as in JSON", _is_plain),
+    ("eos_token_ids", "a tuple of token ids below vocab_size", _are_tokens),
+    ("dtype", f"None or one of {', '.join(_DTYPES)}", lambda _, v: v is None or v in _DTYPES),
+    ("default_sampling", "fields of SamplingParams", _is_sampling),
+)
+"""Fields of a ModelConfig: name, what is right, and the check."""

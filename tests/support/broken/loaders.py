@@ -1,0 +1,244 @@
+"""Weight loaders with one mistake each, and a right one, of a format of one JSON file."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from hardpoint.plugins import ModelConfig, ModelError, WeightLoader
+
+TENSORS = {
+    "embed.weight": torch.arange(12.0).view(6, 2),
+    "norm.weight": torch.tensor([1.0, 0.5]),
+    "head.weight": torch.arange(12.0).view(6, 2) / 4,
+}
+
+
+def write(folder):
+    """Write a checkpoint; return its path and tensors."""
+    weights = {name: tensor.tolist() for name, tensor in TENSORS.items()}
+    (folder / "tiny.json").write_text(json.dumps({"vocab": 6, "weights": weights}))
+    return folder, TENSORS
+
+
+class Json(WeightLoader):
+    """Right."""
+
+    contract = 1
+
+    @classmethod
+    def recognises(cls, files):
+        return (files.path / "tiny.json").is_file()
+
+    def config(self):
+        vocab_size = self.read()["vocab"]
+        return ModelConfig(
+            architecture="Tiny", hf={}, vocab_size=vocab_size, max_position_embeddings=8
+        )
+
+    def weights(self, shapes):
+        for name, values in self.read()["weights"].items():
+            if name in shapes:
+                yield name, torch.tensor(values)
+
+    def read(self):
+        path = self.context.files.path / "tiny.json"
+        try:
+            return json.loads(path.read_text())
+        except (OSError, ValueError) as cause:
+            raise ModelError(f"{path.name} is damaged: {cause}") from cause
+
+
+class NoContract(Json):
+    pass
+
+
+class ClaimsFolders(Json):
+    contract = 1
+
+    @classmethod
+    def recognises(cls, files):
+        return files.path.is_dir()
+
+
+class ClaimsNothing(Json):
+    contract = 1
+
+    @classmethod
+    def recognises(cls, files):
+        return files.path.suffix == ".json"
+
+
+class RecognisesByListing(Json):
+    contract = 1
+
+    @classmethod
+    def recognises(cls, files):
+        return any(path.name == "tiny.json" for path in list(files.path.iterdir()))
+
+
+class RecognisesOnce(Json):
+    contract = 1
+    known = False
+
+    @classmethod
+    def recognises(cls, files):
+        cls.known, before = True, cls.known
+        return super().recognises(files) and not before
+
+
+class NoVocabulary(Json):
+    contract = 1
+
+    def config(self):
+        return ModelConfig(architecture="Tiny", hf={}, max_position_embeddings=8)
+
+
+def with_config(name, **fields):
+    """Return a loader whose configuration has other fields."""
+
+    class Loader(Json):
+        contract = 1
+
+        def config(self):
+            given = {"architecture": "Tiny", "hf": {}, "vocab_size": 6}
+            return ModelConfig(**given | {"max_position_embeddings": 8} | fields)
+
+    Loader.__name__ = Loader.__qualname__ = name
+    return Loader
+
+
+EmptyVocabulary = with_config("EmptyVocabulary", vocab_size=None)
+EosBeyond = with_config("EosBeyond", eos_token_ids=(6,))
+TorchDtype = with_config("TorchDtype", dtype=torch.float32)
+TensorsInHf = with_config("TensorsInHf", hf={"scale": torch.ones(1)})
+UnknownSampling = with_config("UnknownSampling", default_sampling={"temprature": 1.0})
+
+
+class OtherConfigLater(Json):
+    contract = 1
+    calls = 0
+
+    def config(self):
+        self.calls += 1
+        length = 8 * self.calls
+        return ModelConfig(architecture="Tiny", hf={}, vocab_size=6, max_position_embeddings=length)
+
+
+class Dictionary(Json):
+    contract = 1
+
+    def config(self):
+        return self.read()
+
+
+class Transposed(Json):
+    contract = 1
+
+    def weights(self, shapes):
+        return (
+            (name, tensor.permute(*reversed(range(tensor.dim()))))
+            for name, tensor in super().weights(shapes)
+        )
+
+
+class MissesNorms(Json):
+    contract = 1
+
+    def weights(self, shapes):
+        return (item for item in super().weights(shapes) if "norm" not in item[0])
+
+
+class Twice(Json):
+    contract = 1
+
+    def weights(self, shapes):
+        yield from super().weights(shapes)
+        yield from super().weights(shapes)
+
+
+class OneBuffer(Json):
+    contract = 1
+
+    def weights(self, shapes):
+        buffer = torch.empty(12)
+        for name, tensor in super().weights(shapes):
+            view = buffer[: tensor.numel()].view(tensor.shape)
+            yield name, view.copy_(tensor)
+
+
+class Arrays(Json):
+    contract = 1
+
+    def weights(self, shapes):
+        return ((name, tensor.numpy()) for name, tensor in super().weights(shapes))
+
+
+class Bytes(Json):
+    contract = 1
+
+    def weights(self, shapes):
+        return ((name, tensor.byte()) for name, tensor in super().weights(shapes))
+
+
+class Rounded(Json):
+    contract = 1
+
+    def weights(self, shapes):
+        return ((name, tensor.round()) for name, tensor in super().weights(shapes))
+
+
+class NeedsAll(Json):
+    contract = 1
+
+    def weights(self, shapes):
+        weights = self.read()["weights"]
+        return ((name, torch.tensor(weights[name])) for name in shapes)
+
+
+class OnlyOnce(Json):
+    contract = 1
+
+    def read(self):
+        self.content = getattr(self, "content", None) or super().read()
+        return self.content
+
+    def weights(self, shapes):
+        weights = self.read()["weights"]
+        return ((name, torch.tensor(weights.pop(name))) for name in shapes if name in weights)
+
+
+class Noise(Json):
+    contract = 1
+
+    def weights(self, shapes):
+        return ((name, torch.rand(tensor.shape)) for name, tensor in super().weights(shapes))
+
+
+class RawErrors(Json):
+    contract = 1
+
+    def read(self):
+        return json.loads((self.context.files.path / "tiny.json").read_text())
+
+
+class FillsUp(Json):
+    """Makes up what a damaged file lacks."""
+
+    contract = 1
+
+    def read(self):
+        try:
+            return super().read()
+        except ModelError:
+            weights = {name: torch.zeros(t.shape).tolist() for name, t in TENSORS.items()}
+            return {"vocab": 6, "weights": weights}
+
+
+class WritesAnIndex(Json):
+    contract = 1
+
+    def config(self):
+        (self.context.files.path / "tiny.index").write_text("0")
+        return super().config()

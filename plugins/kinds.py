@@ -178,7 +178,7 @@ KINDS: dict[str, Kind] = {
             fault_scope=FaultScope.STEP,
             chosen_by="kv_events.publishers",
             summary="Publish the events of the KV cache.",
-            suite="",
+            suite="KVEventPublisherSuite",
         ),
         Kind(
             name="executors",
@@ -226,7 +226,7 @@ KINDS: dict[str, Kind] = {
             fault_scope=FaultScope.REQUEST,
             chosen_by="tokenizer.use",
             summary="Turn text into token ids and back.",
-            suite="",
+            suite="TokenizerSuite",
         ),
         Kind(
             name="reasoning_parsers",
@@ -235,7 +235,7 @@ KINDS: dict[str, Kind] = {
             processes=(Process.FRONTEND,),
             fault_scope=FaultScope.REQUEST,
             summary="Separate a model's reasoning from its answer.",
-            suite="",
+            suite="ReasoningParserSuite",
         ),
         Kind(
             name="stat_sinks",
@@ -246,7 +246,7 @@ KINDS: dict[str, Kind] = {
             fault_scope=FaultScope.STEP,
             chosen_by="stats.sinks",
             summary="Receive the engine's statistics.",
-            suite="",
+            suite="StatSinkSuite",
         ),
         Kind(
             name="hooks",

@@ -318,7 +318,11 @@ class PublisherContext(Context["KVEventPublisher"]):
 
 
 class KVEventPublisher(Component):
-    """Publishes KV cache events, to a router for example. Must not block."""
+    """Publishes KV cache events, to a router for example. Must not block.
+
+    A subscriber that keeps up gets every batch, once and in order. `close` releases what the
+    constructor took; a second call must do no harm.
+    """
 
     context: PublisherContext
 

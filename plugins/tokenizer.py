@@ -59,7 +59,7 @@ class Tokenizer(Component):
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`.
 
-        May be called concurrently with the other methods, from another thread.
+        May be called from several threads at once, also while other methods run.
 
         Raises:
             RequestError: the text cannot be encoded.

@@ -27,20 +27,26 @@ if TYPE_CHECKING:
     from hardpoint.testing.model.attention_suite import AttentionBackendSuite
     from hardpoint.testing.model.loader_suite import WeightLoaderSuite
     from hardpoint.testing.model.model_suite import ModelSuite
+    from hardpoint.testing.reporting.publisher_suite import KVEventPublisherSuite
+    from hardpoint.testing.reporting.sink_suite import StatSinkSuite
     from hardpoint.testing.sampling_suite import SamplerSuite
     from hardpoint.testing.scheduling.cache_replay import measure_hit_rate
     from hardpoint.testing.scheduling.eviction_suite import EvictionPolicySuite
     from hardpoint.testing.scheduling.policy_suite import SchedulingPolicySuite
     from hardpoint.testing.scheduling.scheduler_suite import SchedulerSuite
     from hardpoint.testing.scheduling.simulator import SchedulerSimulator
+    from hardpoint.testing.text.parser_suite import ReasoningParserSuite
+    from hardpoint.testing.text.tokenizer_suite import TokenizerSuite
 
 __all__ = [
     "EOS",
     "AttentionBackendSuite",
     "EvictionPolicySuite",
     "HistoryAttention",
+    "KVEventPublisherSuite",
     "LogitsProcessorSuite",
     "ModelSuite",
+    "ReasoningParserSuite",
     "SamplerSuite",
     "SchedulerSimulator",
     "SchedulerSuite",
@@ -48,6 +54,8 @@ __all__ = [
     "ScriptedClock",
     "ScriptedModel",
     "WeightLoaderSuite",
+    "StatSinkSuite",
+    "TokenizerSuite",
     "history_hash",
     "measure_hit_rate",
     "pytest_report_header",
@@ -61,12 +69,16 @@ __all__ = [
 _LAZY = {
     "AttentionBackendSuite": "model.attention_suite",
     "EvictionPolicySuite": "scheduling.eviction_suite",
+    "KVEventPublisherSuite": "reporting.publisher_suite",
     "LogitsProcessorSuite": "logits.suite",
     "ModelSuite": "model.model_suite",
+    "ReasoningParserSuite": "text.parser_suite",
     "SamplerSuite": "sampling_suite",
     "SchedulerSimulator": "scheduling.simulator",
     "SchedulerSuite": "scheduling.scheduler_suite",
     "SchedulingPolicySuite": "scheduling.policy_suite",
+    "StatSinkSuite": "reporting.sink_suite",
+    "TokenizerSuite": "text.tokenizer_suite",
     "measure_hit_rate": "scheduling.cache_replay",
     "WeightLoaderSuite": "model.loader_suite",
 }

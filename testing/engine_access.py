@@ -7,7 +7,9 @@ change of the engine breaks here is mended here; the suites themselves use `hard
 from __future__ import annotations
 
 import functools
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from hardpoint.plugins import (
     EvictionPolicy,
     LogitsProcessor,
     LogitsRequest,
+    ModelFiles,
     PolicyContext,
     PrepareContext,
     RequestFault,
@@ -36,6 +39,8 @@ from hardpoint.plugins import (
     Scheduler,
     SchedulingPolicy,
     SparseLogitsProcessor,
+    Tokenizer,
+    TokenizerContext,
     typed,
 )
 from hardpoint.plugins.arguments import ComponentWithArguments
@@ -47,6 +52,8 @@ from hardpoint.plugins.manifest import PluginEntry, Source
 from hardpoint.registry.loading import check_component, snake_case
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.registry.request_arguments import convert_arguments, prepare_arguments, prepares
+
+from .scripted import write_scripted_model
 
 EvictionFactory = Callable[..., EvictionPolicy]
 """Creates an eviction policy, given `blocks`, `history` and `clock` of its context."""
@@ -117,6 +124,18 @@ def policy_arguments(policy: SchedulingPolicy) -> PolicyArguments:
         version=source.version,
     )
     return PolicyArguments(entry, type(policy), policy.options, vocab_size=257)
+@functools.cache
+def load_tokenizer(path: Path | str | None) -> Tokenizer:
+    """Return the default tokenizer of a folder or file; None is one token per byte, and EOS.
+
+    Raises:
+        ModelError: there is no tokenizer.
+    """
+    plugins = _plugins("fcfs")
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_scripted_model(Path(folder)) if path is None else Path(path)
+        files = ModelFiles(name=path.name, path=path)
+        return plugins.create(plugins.one("tokenizers"), TokenizerContext, files=files)
 
 
 def create_encoder_cache(num_tokens: int) -> EncoderCacheManager:

@@ -2,43 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import gguf
 import pytest
-from support.builtins.tokenizer_harness import MESSAGES, open_tokenizer, token_texts
-from tokenizers import pre_tokenizers
+from support.builtins.tokenizer_harness import MESSAGES, open_tokenizer, token_texts, write_gguf
 
 from hardpoint.plugins import ModelError, RequestError
-
-
-def write_gguf(path: Path, **changes) -> Path:
-    """Write a GGUF of nothing but a byte-level tokenizer; None leaves a field out."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = ["<s>", "</s>", "<tool>", *alphabet, "he", "ll", "hell", "12"]
-    fields = {
-        "model": "gpt2",
-        "pre": "gpt-2",
-        "tokens": tokens,
-        "token_type": [3, 3, 4] + [1] * (len(tokens) - 3),
-        "merges": ["h e", "l l", "he ll", "1 2"],
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    } | changes
-    writer = gguf.GGUFWriter(path, "llama")
-    for name, value in fields.items():
-        key = f"tokenizer.ggml.{name}"
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        elif value:
-            writer.add_array(key, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 @pytest.mark.parametrize(

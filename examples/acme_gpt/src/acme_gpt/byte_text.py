@@ -53,9 +53,12 @@ class ByteText(Tokenizer):
     def decode_stream(
         self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> ByteStream:
-        """Return a decoder that begins with the output."""
-        del prompt_token_ids, skip_special_tokens
-        return ByteStream()
+        """Return a decoder that begins with the output, maybe inside a character."""
+        del skip_special_tokens
+        stream = ByteStream()
+        for token_id in prompt_token_ids[-4:]:
+            stream.step(token_id)
+        return stream
 
     def apply_chat_template(
         self,
@@ -67,5 +70,8 @@ class ByteText(Tokenizer):
         """Return `role: content` per line."""
         if template is not None:
             raise RequestError("chat_template: this tokenizer has a fixed one")
-        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+        try:
+            lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+        except (LookupError, TypeError) as cause:
+            raise RequestError(f"messages: expected role and content: {cause}") from cause
         return "".join(lines) + ("assistant: " if add_generation_prompt else "")

@@ -1,0 +1,1 @@
+"""Conformance suites for what receives statistics and KV cache events."""

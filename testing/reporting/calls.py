@@ -1,0 +1,175 @@
+"""What the calls of a sink or publisher hold and cost: time, threads, files, memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from hardpoint.plugins.component import Component
+from hardpoint.testing.snapshots import count_elements
+from hardpoint.testing.suite import Rule, Violation, short_repr
+
+_CALLS = 20
+_ROUNDS = 5
+_WAIT_SECONDS = 1.0  # for a thread of the component to end, or to catch up
+
+READS_ONLY = Rule(
+    "reads only: what a component gets belongs to all that get it",
+    "copy what you want to change",
+)
+MEMORY = Rule(
+    "memory: nothing grows with the number of calls",
+    "keep totals rather than what was given, and bound every queue and buffer",
+)
+CLOSE = Rule(
+    "close: it releases threads, sockets and files, once; later calls do no harm",
+    "let close end what the constructor began, and remember that it did: a second close and a "
+    "late call return at once",
+)
+
+
+def call(rule: Rule, method: Callable[..., None], *given: Any) -> None:
+    """Call a method that must raise nothing.
+
+    Raises:
+        Violation: it raised.
+    """
+    try:
+        method(*given)
+    except Exception as cause:
+        name = method.__name__
+        shown = ", ".join(map(short_repr, given))
+        said = f"{name}({shown}) raised {type(cause).__name__}: {cause}"
+        is_write = "read-only" in str(cause) or "immutable type" in str(cause)
+        raise (READS_ONLY if is_write else rule).violation(said) from cause
+
+
+def longest_call(method: Callable[[], None], limit: float) -> float:
+    """Return the seconds of the longest of 20 calls, in the best of several rounds.
+
+    Args:
+        method: called with nothing.
+        limit: a round that stays below it is good enough.
+    """
+    best = float("inf")
+    for _ in range(_ROUNDS):
+        longest = 0.0
+        for _ in range(_CALLS):
+            started = time.perf_counter()
+            method()
+            longest = max(longest, time.perf_counter() - started)
+            if longest > limit:
+                break
+        best = min(best, longest)
+        if best <= limit:
+            break
+    return best
+
+
+def in_thread(method: Callable[[], None]) -> None:
+    """Call a method in a thread of its own; raise what it raised."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            method()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
+
+
+def check_growth(
+    component: Component, use: Callable[[int], list[weakref.ref[Any]]], calls: int
+) -> None:
+    """Check that a component keeps nothing of what it is given.
+
+    Args:
+        component: the one that is used.
+        use: uses it once, with a number; returns references to what was given.
+        calls: number of uses after which sizes are compared with those after twice as many.
+
+    Raises:
+        Violation: it grows.
+    """
+    given: list[weakref.ref[Any]] = []
+    sizes = []
+
+    def size() -> tuple[int, int]:
+        gc.collect()
+        attributes = {n: v for n, v in vars(component).items() if n != "context"}
+        return count_elements(attributes), sum(ref() is not None for ref in given)
+
+    for number in range(2 * calls):
+        given += use(number)
+        if number == calls - 1:
+            sizes.append(_settled(size, 0))
+    sizes.append(_settled(size, sizes[0][0] + calls // 2))
+    kept = ("its attributes grew", "what it was given and still refers to grew")
+    for what, first, second in zip(kept, *sizes, strict=True):
+        if second - first >= calls // 2:
+            raise MEMORY.violation(f"{what} from {first} to {second} objects in {calls} calls")
+
+
+@contextmanager
+def releasing_all() -> Iterator[None]:
+    """Check that the body leaves no thread and no open file behind.
+
+    Raises:
+        Violation: it does.
+    """
+    before = _held()
+    yield
+    end = time.monotonic() + _WAIT_SECONDS
+    while left := {name: n for name, n in _held().items() if n > before.get(name, 0)}:
+        if time.monotonic() > end:
+            raise CLOSE.violation(f"after close there still are: {', '.join(sorted(left))}")
+        gc.collect()
+        time.sleep(0.01)
+
+
+def _settled(size: Callable[[], tuple[int, int]], wanted: int) -> tuple[int, int]:
+    """Return a size, the smallest that it takes while threads catch up."""
+    end, smallest = time.monotonic() + _WAIT_SECONDS, size()
+    while max(smallest) > wanted and time.monotonic() < end:
+        time.sleep(0.02)
+        now = size()
+        if now >= smallest:
+            break
+        smallest = now
+    return smallest
+
+
+def _held() -> dict[str, int]:
+    """Return what this process holds, by description: its threads and open files."""
+    held: dict[str, int] = {}
+    names = [f"thread {thread.name!r}" for thread in threading.enumerate()]
+    for folder in ("/proc/self/fd", "/dev/fd"):
+        if os.path.isdir(folder):
+            for number in os.listdir(folder):
+                with suppress(OSError):  # the one that listed them
+                    names.append(os.readlink(f"{folder}/{number}"))
+            break
+    for name in names:
+        kind = name.partition(":[")[0]  # sockets and pipes have a number each
+        held[kind] = held.get(kind, 0) + 1
+    return held
+
+
+def too_slow(name: str, seconds: float, budget_us: float) -> Violation:
+    """Return the violation of a method that took longer than its budget."""
+    return Violation(
+        f"a call of {name} took {seconds * 1e6:.0f} microseconds, the budget is {budget_us:.0f}",
+        "hand the data to a thread and return; the engine waits for every call. Or set "
+        "budget_us_per_call",
+    )

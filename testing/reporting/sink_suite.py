@@ -1,0 +1,240 @@
+"""The conformance suite for stat sinks; the built-in one passes it too."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import strategies as st
+
+from hardpoint.plugins import (
+    IterationStats,
+    PrefixCacheStats,
+    SchedulerStats,
+    StatSink,
+    StatSinkContext,
+)
+from hardpoint.plugins.component import Component
+from hardpoint.plugins.read_only import read_only
+from hardpoint.plugins.stats import FinishedRequest, RequestMetrics
+from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.scripted import ScriptedClock
+from hardpoint.testing.suite import Rule, reject_replaced_tests
+
+from .calls import (
+    CLOSE,
+    MEMORY,
+    READS_ONLY,
+    call,
+    check_growth,
+    in_thread,
+    longest_call,
+    releasing_all,
+    too_slow,
+)
+
+STATISTICS = Rule(
+    "statistics: every batch is taken, empty ones too, and a report at any time",
+    "handle a batch without tokens, without scheduler and without finished requests, a report "
+    "without a batch, and two reports at the same time",
+)
+THREADS = Rule(
+    "threads: calls may come from different threads, one after the other",
+    "use nothing that belongs to one thread, or open it with that check off (for sqlite3: "
+    "check_same_thread=False)",
+)
+
+_COUNTS = st.integers(0, 3) | st.integers(0, 10**9)
+_SECONDS = st.just(0.0) | st.floats(0, 1e4)
+_MAYBE = st.none() | _SECONDS
+_SCHEDULERS = st.builds(
+    SchedulerStats,
+    num_running=_COUNTS,
+    num_waiting=_COUNTS,
+    kv_cache_usage=st.floats(0, 1),
+    prefix_cache=st.builds(PrefixCacheStats, _COUNTS, _COUNTS, _COUNTS),
+    num_preemptions=_COUNTS,
+)
+_METRICS = st.builds(
+    RequestMetrics,
+    num_prompt_tokens=_COUNTS,
+    num_generation_tokens=_COUNTS,
+    queue_seconds=_MAYBE,
+    prefill_seconds=_MAYBE,
+    decode_seconds=_MAYBE,
+    time_to_first_token=_MAYBE,
+    e2e_seconds=_MAYBE,
+)
+_FINISHED = st.builds(
+    FinishedRequest,
+    request_id=st.sampled_from(["0", "a request", "é", ""]),
+    finish_reason=st.sampled_from(["stop", "length", "abort", "error", "repetition", "timeout"]),
+    tags=st.dictionaries(st.sampled_from(["tenant", "é"]), st.text(max_size=4), max_size=2),
+    metrics=_METRICS,
+)
+_STATS = st.just(IterationStats()) | st.builds(
+    IterationStats,
+    engine_index=st.integers(0, 2),
+    num_prompt_tokens=_COUNTS,
+    num_cached_tokens=_COUNTS,
+    num_generation_tokens=_COUNTS,
+    num_preemptions=_COUNTS,
+    time_to_first_token=st.lists(_SECONDS, max_size=2),
+    inter_token_latency=st.lists(_SECONDS, max_size=3),
+    finished=st.lists(_FINISHED, max_size=2),
+    scheduler=st.none() | _SCHEDULERS,
+)
+_EVENTS = st.lists(_STATS | st.just("report") | _SECONDS, min_size=1, max_size=8)
+
+_CALLS = 1000
+_REPORT_EVERY = 50
+
+
+class _TrackedStats(IterationStats, weakref=True):
+    """Statistics of which is known whether anyone refers to them."""
+
+
+class StatSinkSuite(ComponentSuite):
+    """Base class of a test class, which sets `sink`, and `options` if it has some.
+
+    Attributes:
+        sink: the class under test.
+        budget_us_per_call: maximum microseconds that `record` or `report` takes, waiting
+            included; None does not measure.
+    """
+
+    kind = "stat_sinks"
+    sink: ClassVar[type[StatSink]]
+    budget_us_per_call: ClassVar[float | None] = 5000.0
+
+    def _component(self) -> type[Component]:
+        return self.sink
+
+    def test_contract(self) -> None:
+        """The class states its contract and can be built; its options survive pickling."""
+        self._run_checks(
+            "contract: the loader can check and build the class",
+            lambda: reject_replaced_tests(type(self), StatSinkSuite),
+            self._check_contract,
+            lambda: self._make().close(),
+        )
+
+    def test_statistics(self) -> None:
+        """Any statistics are taken, and a report works at any time."""
+
+        def check(events: Sequence[Any]) -> None:
+            clock = ScriptedClock()
+            sink = self._make(clock)
+            for event in events:
+                if event == "report":
+                    call(STATISTICS, sink.report)
+                elif isinstance(event, IterationStats):
+                    call(STATISTICS, sink.record, read_only(event))
+                else:
+                    clock.advance(event)
+            call(STATISTICS, sink.report)
+            call(CLOSE, sink.close)
+
+        self._search(STATISTICS.text, 100, check, events=_EVENTS)
+
+    def test_reads_only(self) -> None:
+        """The sink changes nothing that it is given."""
+        self._run_checks(READS_ONLY.text, lambda: self._use(self._make()))
+
+    def test_threads(self) -> None:
+        """Calls may come from different threads, one after the other."""
+        self._run_checks(THREADS.text, self._check_threads)
+
+    def test_memory(self) -> None:
+        """Nothing grows with the number of batches."""
+        self._run_checks(MEMORY.text, self._check_memory)
+
+    def test_close(self) -> None:
+        """Close releases everything; a second close and a late call do no harm."""
+        self._run_checks(CLOSE.text, lambda: self._use(self._make()), self._check_close)
+
+    def test_speed(self) -> None:
+        """No call takes longer than the budget."""
+        if self.budget_us_per_call is None:
+            pytest.skip("budget_us_per_call is None")
+        self._run_checks("speed: a call takes no longer than its budget", self._check_speed)
+
+    def _make(self, clock: Callable[[], float] | None = None) -> StatSink:
+        sink: StatSink = self._build(
+            StatSinkContext, clock=clock or ScriptedClock(tick=0.01), model="a model"
+        )
+        return sink
+
+    def _use(self, sink: StatSink) -> None:
+        """Call every method once, and close it."""
+        call(STATISTICS, sink.record, read_only(_batch(0)))
+        call(STATISTICS, sink.report)
+        call(CLOSE, sink.close)
+
+    def _check_threads(self) -> None:
+        sink = self._make()
+        for method, given in (
+            (sink.record, [read_only(_batch(0))]),
+            (sink.report, []),
+            (sink.record, [read_only(_batch(1))]),
+            (sink.close, []),
+        ):
+            in_thread(partial(call, THREADS, method, *given))
+
+    def _check_memory(self) -> None:
+        sink = self._make()
+
+        def use(number: int) -> list[weakref.ref[Any]]:
+            stats = read_only(_batch(number))
+            sink.record(stats)
+            if number % _REPORT_EVERY == _REPORT_EVERY - 1:
+                sink.report()
+            return [weakref.ref(stats)]
+
+        check_growth(sink, use, _CALLS)
+        sink.close()
+
+    def _check_close(self) -> None:
+        call(CLOSE, self._make().close)  # of one that got nothing
+        with releasing_all():
+            sink = self._make()
+            sink.record(read_only(_batch(0)))
+            sink.close()
+        call(CLOSE, sink.close)
+        call(CLOSE, sink.record, read_only(_batch(1)))
+        call(CLOSE, sink.report)
+
+    def _check_speed(self) -> None:
+        sink, budget = self._make(), self.budget_us_per_call or 0.0
+        stats = read_only(_batch(0))
+        for name, method in (("record", lambda: sink.record(stats)), ("report", sink.report)):
+            if (seconds := longest_call(method, budget / 1e6)) > budget / 1e6:
+                raise too_slow(name, seconds, budget)
+        sink.close()
+
+
+def _batch(number: int) -> IterationStats:
+    """Return the statistics of a busy step, different for each number."""
+    return _TrackedStats(
+        num_prompt_tokens=7,
+        num_generation_tokens=3,
+        time_to_first_token=[0.1 + number],
+        inter_token_latency=[0.01, 0.02],
+        finished=[
+            FinishedRequest(
+                request_id=f"request {number}",
+                finish_reason="stop",
+                tags={"tenant": "acme"},
+                metrics=RequestMetrics(num_prompt_tokens=7, num_generation_tokens=3),
+            )
+        ],
+        scheduler=SchedulerStats(
+            num_running=2,
+            num_waiting=1,
+            kv_cache_usage=0.5,
+            prefix_cache=PrefixCacheStats(number, 7 * number, number),
+        ),
+    )

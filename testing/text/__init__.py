@@ -1,0 +1,1 @@
+"""Conformance suites for tokenizers and reasoning parsers."""

@@ -1,0 +1,524 @@
+"""The conformance suite for tokenizers; the built-in one passes it too."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import strategies as st
+
+from hardpoint.plugins import ModelFiles, RequestError, Tokenizer, TokenizerContext
+from hardpoint.plugins.component import Component
+from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.snapshots import count_elements, snapshot
+from hardpoint.testing.suite import (
+    Rule,
+    Violation,
+    best_cpu_time,
+    reject_replaced_tests,
+    short_repr,
+)
+
+_INCOMPLETE = "\ufffd"
+_THREADS_SECONDS = 0.3
+_TOKENS = 1000  # of the stream whose speed is measured
+
+VOCABULARY = Rule(
+    "vocabulary: token ids are whole numbers from 0 to vocab_size - 1",
+    "return ids of the vocabulary alone, and let vocab_size be one more than the largest id; "
+    "leave vocab_size out if the tokenizer does not know it",
+)
+ROUND_TRIP = Rule(
+    "round trip: decoding what encode returned gives the text again",
+    "encode what is in no token as bytes; set lossless = False in the suite if the tokenizer "
+    "normalizes text on purpose",
+)
+STREAM = Rule(
+    "stream: what decode_stream gives in pieces is what decode gives at once",
+    "hold back the bytes of an incomplete character, start after the prompt's last token, and "
+    "skip special tokens exactly if skip_special_tokens is true",
+)
+STREAMS_APART = Rule(
+    "streams apart: a stream depends on its own tokens only",
+    "keep everything that a stream remembers in the object that decode_stream returns",
+)
+DETERMINISTIC = Rule(
+    "deterministic: the same call returns the same, in a new instance too",
+    "depend on the files, the options and the arguments alone",
+)
+THREADS = Rule(
+    "threads: encode, decode and streams may run in several threads at once",
+    "keep what a call needs in local variables, or take a lock",
+)
+CHAT = Rule(
+    "chat: apply_chat_template returns text, or raises RequestError",
+    "raise RequestError, whose message reaches the caller, for every conversation that the "
+    "template cannot render",
+)
+EOS = Rule(
+    "eos: an end-of-sequence token is a token of its own",
+    "name special tokens only, which stand for no text",
+)
+UNKNOWN = Rule(
+    "unknown tokens: ids that only the model has are decoded as no text",
+    "skip ids from vocab_size on: models often have more rows than the tokenizer has tokens",
+)
+READS_ONLY = Rule(
+    "reads only: token ids and messages stay as they are",
+    "work on a copy",
+)
+
+_WORDS = (
+    *("Hello, world!", " and", " é", "日本語", "🙂", "👩‍👩‍👧", "naïve", "\n\n", "  ", "\t"),
+    *("1234", "'s", "<b>", "def f(x):\n    return", "ﬁ", "Ω≈ç", "العربية"),
+)
+_TEXTS = st.lists(st.sampled_from(_WORDS), max_size=5).map("".join) | st.text(max_size=12)
+
+_CONVERSATION = (
+    {"role": "user", "content": "Why?"},
+    {"role": "assistant", "content": "So."},
+    {"role": "user", "content": "Oh."},
+)
+_WRONG_CONVERSATIONS: tuple[Any, ...] = (
+    [],
+    [{}],
+    [{"role": "user"}],
+    [{"content": "Why?"}],
+    [{"role": "user", "content": None}],
+    [{"role": 1, "content": "Why?"}],
+    [{"role": "user", "content": {"a": 1}}],
+    ["Why?"],
+    [None],
+    "Why?",
+    {"role": "user", "content": "Why?"},
+    None,
+)
+
+
+class TokenizerSuite(ComponentSuite):
+    """Base class of a test class, which sets `tokenizer`, and `files` if it reads some.
+
+    Attributes:
+        tokenizer: the class under test.
+        files: the folder or file that it reads; None is an empty folder.
+        texts: a strategy for texts that it can encode; None draws any text.
+        lossless: whether decoding gives exactly the text that was encoded. If it is false,
+            encoding and decoding once more has to change nothing.
+        budget_us_per_token: maximum microseconds per token of a stream of 1000; None does not
+            measure.
+    """
+
+    kind = "tokenizers"
+    tokenizer: ClassVar[type[Tokenizer]]
+    files: ClassVar[Path | str | None] = None
+    texts: ClassVar[st.SearchStrategy[str] | None] = None
+    lossless: ClassVar[bool] = True
+    budget_us_per_token: ClassVar[float | None] = 100.0
+
+    def _component(self) -> type[Component]:
+        return self.tokenizer
+
+    def test_contract(self) -> None:
+        """The class states its contract and can be built; its options survive pickling."""
+        self._run_checks(
+            "contract: the loader can check and build the class",
+            lambda: reject_replaced_tests(type(self), TokenizerSuite),
+            self._check_contract,
+            lambda: self._make().close(),
+        )
+
+    def test_vocabulary(self) -> None:
+        """Encode returns ids of the vocabulary, whose size is right."""
+        self._run_checks(VOCABULARY.text, self._check_size)
+
+        def check(text: str, special: bool) -> None:
+            ids = self._encoded(text, add_special_tokens=special)
+            for token in ids:
+                self._check_token(token, f"encode({text!r})")
+
+        self._search(VOCABULARY.text, 100, check, text=self._texts, special=st.booleans())
+
+    def test_round_trip(self) -> None:
+        """Encoding and decoding lose nothing."""
+
+        def check(text: str) -> None:
+            for special in (False, True):
+                again = self._round_trip(text, special)
+                if not self.lossless:
+                    text, again = again, self._round_trip(again, special)
+                if again != text:
+                    raise ROUND_TRIP.violation(
+                        f"{text!r} came back as {again!r} from its tokens "
+                        f"{short_repr(self._encoded(text, add_special_tokens=special))}"
+                    )
+
+        self._search(ROUND_TRIP.text, 150, check, text=self._texts)
+
+    def test_stream(self) -> None:
+        """A stream gives in pieces what decode gives at once, from any token of a text on."""
+
+        def check(text: str, more: str, skip: bool) -> None:
+            eos = [*self._subject.eos_token_ids][:1]
+            ids = self._encoded(text) + eos + self._encoded(more)
+            whole = self._decoded(ids, skip)
+            for split in range(len(ids) + 1):
+                before = self._decoded(ids[:split], skip).rstrip(_INCOMPLETE)
+                given = _streamed(self._subject, ids[:split], ids[split:], skip)
+                if before + given != whole:
+                    raise STREAM.violation(
+                        f"after the prompt {ids[:split]}, which is {before!r}, the tokens "
+                        f"{ids[split:]} gave {given!r}; all of them are {whole!r} "
+                        f"(skip_special_tokens={skip})"
+                    )
+
+        texts = self._texts.filter(lambda text: _INCOMPLETE not in text)
+        self._search(STREAM.text, 60, check, text=texts, more=texts, skip=st.booleans())
+
+    def test_streams_apart(self) -> None:
+        """Streams that take turns give what each gives alone."""
+
+        def check(texts: list[str], skip: bool) -> None:
+            ids = [self._encoded(text) for text in texts]
+            alone = [self._pieces(tokens, skip) for tokens in ids]
+            streams = [self._subject.decode_stream([], skip_special_tokens=skip) for _ in ids]
+            given: list[list[str | None]] = [[] for _ in ids]
+            for turn in range(max(map(len, ids))):
+                for pieces, stream, tokens in zip(given, streams, ids, strict=True):
+                    if turn < len(tokens):
+                        pieces.append(stream.step(tokens[turn]))
+            for number, text in enumerate(texts):
+                if given[number] != alone[number]:
+                    raise STREAMS_APART.violation(
+                        f"of {len(ids)} streams that take turns, the one of {text!r} gave "
+                        f"{given[number]}, alone it gives {alone[number]}"
+                    )
+
+        texts = st.lists(self._texts.filter(bool), min_size=2, max_size=3)
+        self._search(STREAMS_APART.text, 20, check, texts=texts, skip=st.booleans())
+
+    def test_unknown_tokens(self) -> None:
+        """Ids that the model has and the tokenizer has not are decoded as no text."""
+        size = self._size
+        if size is None:
+            pytest.skip("vocab_size is left out: which ids are unknown is not known")
+
+        def check(ids: list[int], skip: bool) -> None:
+            calls: dict[str, Callable[[], str]] = {
+                "decode": lambda: self._decoded(ids, skip),
+                "a stream": lambda: _streamed(self._subject, [], ids, skip),
+            }
+            for what, decode in calls.items():
+                try:
+                    text = decode()
+                except Violation:
+                    raise
+                except Exception as cause:
+                    raise UNKNOWN.violation(
+                        f"{what} raised {type(cause).__name__}: {cause}, for {ids}; "
+                        f"vocab_size is {size}"
+                    ) from cause
+                if text:
+                    raise UNKNOWN.violation(f"{what} made {text!r} of {ids}; vocab_size is {size}")
+
+        ids = st.lists(st.integers(size, size + 300), min_size=1, max_size=4)
+        self._search(UNKNOWN.text, 20, check, ids=ids, skip=st.booleans())
+
+    def test_deterministic(self) -> None:
+        """Equal calls return equal results."""
+        other = self._make()
+
+        def check(texts: list[str], skip: bool) -> None:
+            first = [self._results(self._subject, text, skip) for text in texts]
+            for text, one in zip(texts[::-1], first[::-1], strict=True):
+                for what, instance in (("again", self._subject), ("a new instance", other)):
+                    if (two := self._results(instance, text, skip)) != one:
+                        raise DETERMINISTIC.violation(
+                            f"for {text!r} it gave {short_repr(one)}, {what} {short_repr(two)}"
+                        )
+
+        texts = st.lists(self._texts, min_size=1, max_size=3)
+        self._search(DETERMINISTIC.text, 20, check, texts=texts, skip=st.booleans())
+
+    def test_threads(self) -> None:
+        """Calls in several threads do not disturb each other."""
+        self._run_checks(THREADS.text, self._check_threads)
+
+    def test_chat(self) -> None:
+        """A conversation becomes text, or a RequestError."""
+        self._run_checks(
+            CHAT.text,
+            lambda: self._check_chat(_CONVERSATION),
+            lambda: self._check_chat(_CONVERSATION, template="{{ nothing.at.all }}"),
+            *(partial(self._check_chat, wrong) for wrong in _WRONG_CONVERSATIONS),
+        )
+
+    def test_eos(self) -> None:
+        """The end-of-sequence tokens are tokens of their own."""
+        self._run_checks(EOS.text, self._check_eos)
+
+        def check(text: str) -> None:
+            eos = set(self._subject.eos_token_ids)
+            if found := eos.intersection(self._encoded(text)):
+                raise EOS.violation(
+                    f"{text!r} is encoded with token {min(found)}, which is one of "
+                    f"eos_token_ids: a completion would end where this text occurs"
+                )
+
+        if self._subject.eos_token_ids:
+            self._search(EOS.text, 100, check, text=self._texts)
+
+    def test_reads_only(self) -> None:
+        """Token ids and messages that a method gets stay as they are."""
+
+        def check(text: str) -> None:
+            ids = self._encoded(text)
+            messages = [dict(message) for message in _CONVERSATION]
+            calls: dict[str, Callable[[], Any]] = {
+                "decode": lambda: self._subject.decode(ids),
+                "decode_stream": lambda: self._subject.decode_stream(ids).step(ids[-1]),
+                "apply_chat_template": lambda: self._subject.apply_chat_template(messages),
+            }
+            for name, call in calls.items():
+                before = snapshot([ids, messages])
+                with suppress(RequestError):
+                    call()
+                if snapshot([ids, messages]) != before:
+                    raise READS_ONLY.violation(
+                        f"{name} changed what it was given, for {text!r}: now it is "
+                        f"{short_repr(messages if name == 'apply_chat_template' else ids)}"
+                    )
+
+        texts = self._texts.filter(lambda text: bool(text and self._encoded(text)))
+        self._search(READS_ONLY.text, 10, check, text=texts)
+
+    def test_memory(self) -> None:
+        """Nothing grows with the number of texts and streams."""
+        self._run_checks("memory: nothing grows with the number of texts", self._check_memory)
+
+    def test_speed(self) -> None:
+        """The cost of a token stays within the budget, and does not grow with the text."""
+        if self.budget_us_per_token is None:
+            pytest.skip("budget_us_per_token is None")
+        self._run_checks(
+            "speed: a token of a stream costs no more than its budget", self._check_speed
+        )
+
+    @cached_property
+    def _subject(self) -> Tokenizer:
+        """The instance under test."""
+        return self._make()
+
+    @cached_property
+    def _empty(self) -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory()
+
+    @property
+    def _texts(self) -> st.SearchStrategy[str]:
+        return _TEXTS if self.texts is None else self.texts
+
+    @property
+    def _size(self) -> int | None:
+        """`vocab_size`; None if it is left out."""
+        try:
+            return self._subject.vocab_size
+        except NotImplementedError:
+            return None
+
+    def _make(self) -> Tokenizer:
+        path = Path(self._empty.name if self.files is None else self.files)
+        files = ModelFiles(name=path.name, path=path)
+        tokenizer: Tokenizer = self._build(TokenizerContext, files=files)
+        return tokenizer
+
+    def _encoded(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        ids = self._subject.encode(text, add_special_tokens=add_special_tokens)
+        if not isinstance(ids, list) or any(type(token) is not int for token in ids):
+            raise VOCABULARY.violation(
+                f"encode({text!r}) returned {short_repr(ids)}, no list of whole numbers"
+            )
+        return ids
+
+    def _decoded(self, ids: list[int], skip: bool) -> str:
+        text = self._subject.decode(ids, skip_special_tokens=skip)
+        if not isinstance(text, str):
+            raise ROUND_TRIP.violation(
+                f"decode({ids}) returned {short_repr(text)}, no text", "return str"
+            )
+        return text
+
+    def _round_trip(self, text: str, special: bool) -> str:
+        """Return the text of a text's tokens; the ones that encode adds are skipped."""
+        return self._decoded(self._encoded(text, add_special_tokens=special), skip=special)
+
+    def _results(self, tokenizer: Tokenizer, text: str, skip: bool) -> Any:
+        """Return what all methods make of a text."""
+        ids = tokenizer.encode(text)
+        text = tokenizer.decode(ids, skip_special_tokens=skip)
+        return ids, text, _streamed(tokenizer, [], ids, skip)
+
+    def _pieces(self, ids: list[int], skip: bool) -> list[str | None]:
+        stream = self._subject.decode_stream([], skip_special_tokens=skip)
+        return [stream.step(token) for token in ids]
+
+    def _check_size(self) -> None:
+        size, subject = self._size, self._subject
+        if size is None:
+            return
+        if type(size) is not int or size < 1:
+            raise VOCABULARY.violation(f"vocab_size is {short_repr(size)}, no number of tokens")
+        for token in subject.eos_token_ids:
+            self._check_token(token, "eos_token_ids")
+        is_special = size - 1 in subject.eos_token_ids  # which may have no text
+        if not is_special and not subject.decode([size - 1], skip_special_tokens=False):
+            raise VOCABULARY.violation(
+                f"vocab_size is {size}, but token {size - 1} has no text: it is too large"
+            )
+        text, again = "", []
+        with suppress(Exception):  # what an unknown id may not do is another rule
+            text = subject.decode([size], skip_special_tokens=False)
+            again = subject.encode(text, add_special_tokens=False)
+        if text and again == [size]:
+            raise VOCABULARY.violation(
+                f"vocab_size is {size}, but token {size} is the text {text!r}: it is too small"
+            )
+
+    def _check_token(self, token: int, where: str) -> None:
+        size = self._size
+        if type(token) is not int or token < 0 or (size is not None and token >= size):
+            raise VOCABULARY.violation(
+                f"{where} has the token id {short_repr(token)}, vocab_size is {size}"
+            )
+
+    def _check_threads(self) -> None:
+        subject = self._subject
+        texts = [word * 20 + str(number) for number, word in enumerate(_WORDS[:4])]
+        expected = [self._results(subject, text, True) for text in texts]
+        wrong: list[str] = []
+        end = time.monotonic() + _THREADS_SECONDS
+
+        def work(number: int) -> None:
+            while not wrong and time.monotonic() < end:
+                try:
+                    result = self._results(subject, texts[number], True)
+                except Exception as cause:
+                    wrong.append(f"one raised {type(cause).__name__}: {cause}")
+                    return
+                if result != expected[number]:
+                    wrong.append(
+                        f"one got {short_repr(result)} for {texts[number][:20]!r}..., alone it "
+                        f"gets {short_repr(expected[number])}"
+                    )
+
+        _run_in_threads([partial(work, number) for number in range(len(texts))])
+        if wrong:
+            raise THREADS.violation(f"of {len(texts)} threads that use one tokenizer, {wrong[0]}")
+
+    def _check_chat(self, messages: Any, template: str | None = None) -> None:
+        said = short_repr(messages)
+        given = list(messages) if isinstance(messages, tuple) else messages
+        extra: Mapping[str, Any] = {} if template is None else {"template": template}
+        for add in (True, False):
+            try:
+                text = self._subject.apply_chat_template(given, add_generation_prompt=add, **extra)
+            except RequestError:
+                continue
+            except Exception as cause:
+                raise CHAT.violation(
+                    f"for {said} it raised {type(cause).__name__}: {cause}"
+                ) from cause
+            if not isinstance(text, str):
+                raise CHAT.violation(f"for {said} it returned {short_repr(text)}")
+
+    def _check_eos(self) -> None:
+        subject, ids = self._subject, self._subject.eos_token_ids
+        try:
+            listed = list(ids)
+        except TypeError as cause:
+            raise EOS.violation(
+                f"eos_token_ids is {short_repr(ids)}: {cause}", "return a list of token ids"
+            ) from cause
+        for token in listed:
+            self._check_token(token, "eos_token_ids")
+            if text := subject.decode([token]):
+                raise EOS.violation(
+                    f"eos_token_ids has token {token}, which is the text {text!r} even where "
+                    f"special tokens are skipped"
+                )
+
+    def _check_memory(self) -> None:
+        sizes, waves, subject = [], 100, self._subject
+        for wave in range(2 * waves):
+            ids = subject.encode(f"{wave} of {2 * waves}")
+            subject.decode(ids)
+            subject.decode_stream(ids).step(ids[0])
+            if wave in (waves - 1, 2 * waves - 1):
+                attributes = {n: v for n, v in vars(subject).items() if n != "context"}
+                sizes.append(count_elements(attributes))
+        if sizes[1] - sizes[0] >= waves:
+            raise Violation(
+                f"the tokenizer's attributes grew from {sizes[0]} to {sizes[1]} elements while "
+                f"{waves} texts were encoded and decoded",
+                "bound every cache, by functools.lru_cache(maxsize=...) for example, and drop "
+                "streams",
+            )
+
+    def _check_speed(self) -> None:
+        ids = self._encoded(" and so on, as ever" * 200)[:_TOKENS]
+        budget = self.budget_us_per_token or 0.0
+
+        def work() -> None:
+            stream = self._subject.decode_stream([])
+            for token in ids:
+                stream.step(token)
+
+        cost = best_cpu_time(3, work) * 1e6 / len(ids)
+        if cost > budget:
+            raise Violation(
+                f"a token of a stream of {len(ids)} cost {cost:.0f} microseconds, the budget is "
+                f"{budget:.0f}",
+                "decode the newest tokens only, not the whole text in every step; or set "
+                "budget_us_per_token",
+            )
+
+
+def _streamed(tokenizer: Tokenizer, prompt: list[int], ids: Sequence[int], skip: bool) -> str:
+    """Return a stream's text, with that of the last tokens that gave none, as the engine does."""
+    stream = tokenizer.decode_stream(prompt, skip_special_tokens=skip)
+    pieces: list[str] = []
+    pending: list[int] = []
+    for token in ids:
+        piece = stream.step(token)
+        if piece is not None and not isinstance(piece, str):
+            raise STREAM.violation(
+                f"step({token}) returned {short_repr(piece)}", "return text that is final, or None"
+            )
+        if piece:
+            pieces.append(piece)
+            pending.clear()
+        else:
+            pending.append(token)
+    if pending:
+        pieces.append(tokenizer.decode(pending, skip_special_tokens=skip))
+    return "".join(pieces)
+
+
+def _run_in_threads(calls: Sequence[Callable[[], None]]) -> None:
+    """Run calls at once, with frequent switches between the threads."""
+    threads = [threading.Thread(target=call) for call in calls]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)

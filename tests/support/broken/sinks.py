@@ -1,0 +1,195 @@
+"""Stat sinks with one typical mistake each."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import tempfile
+import threading
+import time
+
+import msgspec
+
+from hardpoint.plugins import StatSink
+
+
+class Totals(StatSink):
+    """Correct: adds up tokens, and appends them to a file."""
+
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.file = tempfile.TemporaryFile("w")  # noqa: SIM115 - close() closes it
+        self.tokens = self.seconds = 0
+
+    def record(self, stats):
+        self.tokens += stats.num_generation_tokens
+
+    def report(self):
+        if not self.file.closed:
+            self.file.write(json.dumps({"tokens": self.tokens}) + "\n")
+
+    def close(self):
+        self.file.close()
+
+
+class WithoutContract(Totals):
+    """States no contract of its own."""
+
+
+class Averages(Totals):
+    contract = 1
+
+    def record(self, stats):
+        self.seconds = sum(stats.inter_token_latency) / len(stats.inter_token_latency)
+
+
+class NeedsScheduler(Totals):
+    contract = 1
+
+    def record(self, stats):
+        self.running = stats.scheduler.num_running
+
+
+class AddsNone(Totals):
+    contract = 1
+
+    def record(self, stats):
+        self.seconds += sum(ended.metrics.queue_seconds for ended in stats.finished)
+
+
+class Rates(Totals):
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.since = context.clock()
+
+    def report(self):
+        now = self.context.clock()
+        self.rate, self.since = self.tokens / (now - self.since), now
+
+
+class Drains(Totals):
+    contract = 1
+
+    def record(self, stats):
+        while stats.finished:
+            self.tokens += stats.finished.pop().metrics.num_generation_tokens
+
+
+class Normalizes(Totals):
+    contract = 1
+
+    def record(self, stats):
+        if stats.scheduler is not None:
+            stats.scheduler.kv_cache_usage *= 100
+
+
+class Keeps(Totals):
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.all = []
+
+    def record(self, stats):
+        self.all.append(stats)
+
+
+EVERYTHING = []
+
+
+class KeepsElsewhere(Totals):
+    contract = 1
+
+    def record(self, stats):
+        EVERYTHING.append(stats)
+
+
+class KeepsIds(Totals):
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.ids = {}
+
+    def record(self, stats):
+        for ended in stats.finished:
+            self.ids[ended.request_id] = ended.metrics.num_generation_tokens
+
+
+class Database(Totals):
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.database = sqlite3.connect(":memory:")
+        self.database.execute("create table tokens (n)")
+
+    def record(self, stats):
+        self.database.execute("insert into tokens values (?)", [stats.num_generation_tokens])
+
+
+class ClosesOnce(Totals):
+    contract = 1
+
+    def close(self):
+        self.file.close()
+        del self.file
+
+
+class WritesAfterClose(Totals):
+    contract = 1
+
+    def record(self, stats):
+        self.file.write(msgspec.json.encode(stats.num_generation_tokens).decode())
+
+
+class LeavesAThread(Totals):
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.ended = threading.Event()
+        threading.Thread(target=self.ended.wait, args=(5,), name="sink", daemon=True).start()
+
+
+class LeavesTheFile(Totals):
+    contract = 1
+    opened = []
+
+    def close(self):
+        self.opened.append(self.file)
+
+
+class CannotClose(Totals):
+    contract = 1
+
+    def record(self, stats):
+        self.first = stats.num_generation_tokens
+
+    def close(self):
+        if not self.file.closed:
+            self.file.write(str(self.first))
+        super().close()
+
+
+class Sleeps(Totals):
+    contract = 1
+
+    def record(self, stats):
+        time.sleep(0.01)
+
+
+class SleepsInReports(Totals):
+    """Every tenth report waits."""
+
+    contract = 1
+    count = 0
+
+    def report(self):
+        self.count += 1
+        if self.count % 10 == 0:
+            time.sleep(0.02)

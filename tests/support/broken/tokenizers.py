@@ -1,0 +1,279 @@
+"""Tokenizers with one typical mistake each."""
+
+from __future__ import annotations
+
+import itertools
+
+from hardpoint import RequestError
+from hardpoint.plugins import Tokenizer
+
+EOS = 256
+
+
+class ByteStream:
+    def __init__(self, skip):
+        self.skip, self.held = skip, b""
+
+    def step(self, token):
+        if token >= EOS:
+            return "" if self.skip or token > EOS else self.flush() + "<eos>"
+        self.held += bytes([token])
+        try:
+            text = self.held.decode()
+        except UnicodeDecodeError as error:
+            if error.reason == "unexpected end of data":
+                return None
+            text = self.held.decode(errors="replace")
+        self.held = b""
+        return text
+
+    def flush(self):
+        text, self.held = self.held.decode(errors="replace"), b""
+        return text
+
+
+class Bytes(Tokenizer):
+    """Correct: one token per byte, and one that ends a text."""
+
+    contract = 1
+
+    vocab_size = 257
+    eos_token_ids = (EOS,)
+
+    def encode(self, text, *, add_special_tokens=True):
+        return [*text.encode()]
+
+    def decode(self, token_ids, *, skip_special_tokens=True):
+        stream = ByteStream(skip_special_tokens)
+        return "".join(stream.step(token) or "" for token in token_ids) + stream.flush()
+
+    def decode_stream(self, prompt_token_ids, *, skip_special_tokens=True):
+        stream = ByteStream(skip_special_tokens)
+        for token in prompt_token_ids[-4:]:
+            stream.step(token)
+        return stream
+
+    def apply_chat_template(self, messages, *, add_generation_prompt=True, template=None):
+        try:
+            lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+        except (TypeError, LookupError) as cause:
+            raise RequestError(f"messages: expected role and content: {cause}") from cause
+        return "".join(lines) + ("assistant: " if add_generation_prompt else "")
+
+
+class WithoutContract(Bytes):
+    """States no contract of its own."""
+
+
+class SmallVocabulary(Bytes):
+    contract = 1
+    vocab_size = 100
+
+
+class OneTooFew(Bytes):
+    contract = 1
+    vocab_size = 256
+    eos_token_ids = ()
+
+    def encode(self, text, **options):
+        parts = text.split("<eos>")
+        return [*itertools.chain(*([*part.encode(), EOS] for part in parts))][:-1]
+
+
+class LargeVocabulary(Bytes):
+    contract = 1
+    vocab_size = 32_000
+
+
+class ShiftsIds(Bytes):
+    contract = 1
+
+    def encode(self, text, **options):
+        return [token + 300 for token in super().encode(text)]
+
+    def decode(self, token_ids, **options):
+        ids = [token - 300 if token >= 300 else token for token in token_ids]
+        return super().decode(ids, **options)
+
+
+class ReturnsBytes(Bytes):
+    contract = 1
+
+    def encode(self, text, **options):
+        return text.encode()
+
+
+class Ascii(Bytes):
+    contract = 1
+
+    def encode(self, text, **options):
+        return [*text.encode("ascii", "ignore")]
+
+
+class Strips(Bytes):
+    contract = 1
+
+    def decode(self, token_ids, **options):
+        return super().decode(token_ids, **options).strip()
+
+
+class TokenByToken(Bytes):
+    contract = 1
+
+    def decode_stream(self, prompt_token_ids, *, skip_special_tokens=True):
+        return Stateless(self, skip_special_tokens)
+
+
+class Stateless:
+    def __init__(self, tokenizer, skip):
+        self.tokenizer, self.skip = tokenizer, skip
+
+    def step(self, token):
+        return self.tokenizer.decode([token], skip_special_tokens=self.skip)
+
+
+class IgnoresThePrompt(Bytes):
+    contract = 1
+
+    def decode_stream(self, prompt_token_ids, *, skip_special_tokens=True):
+        return ByteStream(skip_special_tokens)
+
+
+class ShowsSpecials(Bytes):
+    contract = 1
+
+    def decode_stream(self, prompt_token_ids, *, skip_special_tokens=True):
+        return super().decode_stream(prompt_token_ids, skip_special_tokens=False)
+
+
+class HidesSpecials(Bytes):
+    contract = 1
+
+    def decode_stream(self, prompt_token_ids, *, skip_special_tokens=True):
+        return super().decode_stream(prompt_token_ids)
+
+
+class RepeatsThePrompt(Bytes):
+    contract = 1
+
+    def decode_stream(self, prompt_token_ids, *, skip_special_tokens=True):
+        stream = ByteStream(skip_special_tokens)
+        stream.held = bytes(token for token in prompt_token_ids[-4:] if token < EOS)
+        return stream
+
+
+class OneStream(Bytes):
+    contract = 1
+
+    def decode_stream(self, prompt_token_ids, **options):
+        self.stream = super().decode_stream(prompt_token_ids, **options)
+        return self
+
+    def step(self, token):
+        return self.stream.step(token)
+
+
+class RaisesForUnknown(Bytes):
+    contract = 1
+
+    def decode(self, token_ids, **options):
+        return super().decode([[*range(257)][token] for token in token_ids], **options)
+
+
+class ShowsUnknown(Bytes):
+    contract = 1
+
+    def decode(self, token_ids, **options):
+        return super().decode([token % 257 for token in token_ids], **options)
+
+
+class Random(Bytes):
+    contract = 1
+    turns = itertools.count()
+
+    def decode(self, token_ids, **options):
+        return super().decode(token_ids, **options) + " " * (next(self.turns) % 2)
+
+
+class Buffered(Bytes):
+    """Gathers tokens in an attribute."""
+
+    contract = 1
+
+    def encode(self, text, **options):
+        self.ids = []
+        for byte in text.encode():
+            self.ids.append(byte)
+        return self.ids
+
+
+class RaisesForChat(Bytes):
+    contract = 1
+
+    def apply_chat_template(self, messages, **options):
+        return "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+
+
+class ReturnsIdsForChat(Bytes):
+    contract = 1
+
+    def apply_chat_template(self, messages, **options):
+        return [1, 2]
+
+
+class EndsAtNewlines(Bytes):
+    contract = 1
+    eos_token_ids = (10,)
+
+
+class EndsBeyond(Bytes):
+    contract = 1
+    eos_token_ids = (300,)
+
+
+class ClearsIds(Bytes):
+    contract = 1
+
+    def decode(self, token_ids, **options):
+        text = super().decode(token_ids, **options)
+        token_ids.clear()
+        return text
+
+
+class FillsMessages(Bytes):
+    contract = 1
+
+    def apply_chat_template(self, messages, **options):
+        for message in messages:
+            if isinstance(message, dict):
+                message.setdefault("name", "someone")
+        return super().apply_chat_template(messages, **options)
+
+
+class Remembers(Bytes):
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.known = {}
+
+    def encode(self, text, **options):
+        self.known[text] = super().encode(text)
+        return [*self.known[text]]
+
+
+class DecodesAllAgain(Bytes):
+    contract = 1
+
+    def decode_stream(self, prompt_token_ids, **options):
+        return Quadratic(self)
+
+
+class Quadratic:
+    def __init__(self, tokenizer):
+        self.tokenizer, self.ids, self.text = tokenizer, [], ""
+
+    def step(self, token):
+        self.ids.append(token)
+        before, self.text = self.text, self.tokenizer.decode(self.ids)
+        return self.text[len(before) :]

@@ -1,0 +1,43 @@
+"""Every built-in stat sink and KV event publisher passes the public conformance kit."""
+
+from __future__ import annotations
+
+import msgspec
+import zmq
+from support.searching import kit_examples
+
+from hardpoint.builtin_plugins.kv_cache.events import NullPublisher, ZmqPublisher
+from hardpoint.builtin_plugins.stats import LogSink
+from hardpoint.plugins import KVEventBatch
+from hardpoint.testing import KVEventPublisherSuite, StatSinkSuite
+
+pytest_plugins = ["hardpoint.testing"]
+
+
+class TestLogSink(StatSinkSuite):
+    examples = kit_examples()
+    sink = LogSink
+
+
+class TestNullPublisher(KVEventPublisherSuite):
+    examples = kit_examples()
+    publisher = NullPublisher
+
+
+class TestZmqPublisher(KVEventPublisherSuite):
+    examples = kit_examples()
+    publisher = ZmqPublisher
+    options = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}
+    options |= {"buffer_steps": 100}
+
+    def subscribe(self, publisher):
+        context = zmq.Context()
+        socket = context.socket(zmq.SUB)
+        socket.connect(publisher.endpoint)
+        socket.subscribe(b"")
+
+        def received():
+            while socket.poll(0):
+                yield msgspec.msgpack.decode(socket.recv_multipart()[-1], type=KVEventBatch)
+
+        return received

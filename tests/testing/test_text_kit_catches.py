@@ -1,0 +1,192 @@
+"""Tokenizers, parsers, sinks and publishers with one mistake each fail their rule, in words."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+from support.broken import parsers, publishers, sinks, tokenizers
+
+from hardpoint.testing import (
+    KVEventPublisherSuite,
+    ReasoningParserSuite,
+    StatSinkSuite,
+    TokenizerSuite,
+)
+from hardpoint.testing import suite as kit_suite
+from hardpoint.testing.reporting import calls, publisher_suite
+
+SEED = 20_240_601
+
+# component, test that it fails, rule, pattern of the message
+TOKENIZERS = [
+    (tokenizers.WithoutContract, "contract", "contract", "add `contract = 1` to its class body"),
+    (tokenizers.SmallVocabulary, "vocabulary", "vocabulary", r"token id 256, vocab_size is 100"),
+    (tokenizers.OneTooFew, "vocabulary", "vocabulary", "token 256 is the text '<eos>': it is to"),
+    (tokenizers.LargeVocabulary, "vocabulary", "vocabulary", "token 31999 has no text: it is to"),
+    (tokenizers.ShiftsIds, "vocabulary", "vocabulary", r"encode\(.*\) has the token id \d+, voc"),
+    (tokenizers.ReturnsBytes, "vocabulary", "vocabulary", r"returned b'.*, no list of whole numb"),
+    (tokenizers.Ascii, "round_trip", "round trip", "came back as"),
+    (tokenizers.Strips, "round_trip", "round trip", "came back as"),
+    (tokenizers.TokenByToken, "stream", "stream", "gave '�.*all of them are"),
+    (tokenizers.IgnoresThePrompt, "stream", "stream", r"after the prompt \[.*, which is"),
+    (tokenizers.RepeatsThePrompt, "stream", "stream", "all of them are"),
+    (tokenizers.ShowsSpecials, "stream", "stream", "gave '.*<eos>.*=True"),
+    (tokenizers.HidesSpecials, "stream", "stream", "are '.*<eos>.*=False"),
+    (tokenizers.OneStream, "streams_apart", "streams apart", "streams that take turns, the one of"),
+    (tokenizers.RaisesForUnknown, "unknown_tokens", "unknown tokens", "decode raised IndexError"),
+    (tokenizers.ShowsUnknown, "unknown_tokens", "unknown tokens", r"decode made '.*' of \["),
+    (tokenizers.Random, "deterministic", "deterministic", "it gave .*, (again|a new instance)"),
+    (tokenizers.Buffered, "threads", "threads", "of 4 threads that use one tokenizer, one"),
+    (tokenizers.RaisesForChat, "chat", "chat", r"for \[\{\}\] it raised KeyError: 'role'"),
+    (tokenizers.ReturnsIdsForChat, "chat", "chat", r"it returned \[1, 2\]"),
+    (tokenizers.EndsAtNewlines, "eos", "eos", r"token 10, which is the text '\\n' even where"),
+    (tokenizers.EndsBeyond, "eos", "vocabulary", "eos_token_ids has the token id 300, vocab"),
+    (tokenizers.ClearsIds, "reads_only", "reads only", "decode changed what it was given"),
+    (tokenizers.FillsMessages, "reads_only", "reads only", "apply_chat_template changed what"),
+    (tokenizers.Remembers, "memory", "memory", r"grew from \d+ to \d+ elements while 100 texts"),
+    (tokenizers.DecodesAllAgain, "speed", "speed", r"a token of a stream of 1000 cost \d+ micr"),
+]  # fmt: skip
+
+PARSERS = [
+    (parsers.WithoutContract, "contract", "contract", "add `contract = 1` to its class body"),
+    (parsers.FarMarkers, "markers", "markers", r"start marker \[151667\] .* is 0 to 256"),
+    (parsers.TextMarkers, "markers", "markers", "the start marker .*'<'; the vocabulary"),
+    (parsers.PairOfMarkers, "markers", "markers", r"returned \(\[1\], \[2\]\), no ReasoningMark"),
+    (parsers.EqualMarkers, "markers", "markers", "so that reasoning never ends"),
+    (parsers.ChangingMarkers, "markers", "markers", r"markers returned \(.*, called again \("),
+    (parsers.MarkersByText, "markers", "markers", "called again"),
+    (parsers.OtherTags, "agreement", "agreement", "by its markers .* they are"),
+    (parsers.IgnoresCutOff, "agreement", "agreement", "became the reasoning None and the content"),
+    (parsers.NeedsStart, "agreement", "agreement", "became the reasoning None and the content"),
+    (parsers.KeepsTags, "agreement", "agreement", "became the reasoning '<think>"),
+    (parsers.DropsTheBeginning, "nothing_lost", "nothing lost", "became the reasoning"),
+    (parsers.Strips, "nothing_lost", "nothing lost", "became the reasoning"),
+    (parsers.Exchanges, "nothing_lost", "nothing lost", "which is in another order"),
+    (parsers.RaisesWithoutMarkers, "without_markers", "nothing", r"raised ValueError: not enough"),
+    (parsers.ReturnsText, "without_markers", "nothing", r"split\(''\) returned ''"),
+    (parsers.SplitsAtLines, "without_markers", "nothing", "which has no marker, became the reas"),
+    (parsers.GoesOn, "independent", "independent", "after other texts, and .* in a new instance"),
+    (parsers.Remembers, "memory", "memory", r"grew from \d+ to \d+ elements while 100 texts"),
+]  # fmt: skip
+
+SINKS = [
+    (sinks.WithoutContract, "contract", "contract", "add `contract = 1` to its class body"),
+    (sinks.Averages, "statistics", "statistics", r"record\(.*\) raised ZeroDivisionError: div"),
+    (sinks.NeedsScheduler, "statistics", "statistics", "raised AttributeError: 'NoneType' object"),
+    (sinks.AddsNone, "statistics", "statistics", "raised TypeError: unsupported operand"),
+    (sinks.Rates, "statistics", "statistics", r"report\(\) raised ZeroDivisionError"),
+    (sinks.Drains, "reads_only", "reads only", "raised TypeError: this list is read-only"),
+    (sinks.Normalizes, "reads_only", "reads only", "immutable type: 'SchedulerStats'"),
+    (sinks.Database, "threads", "threads", "raised ProgrammingError: SQLite objects created in"),
+    (sinks.Keeps, "memory", "memory", r"its attributes grew from \d+ to \d+ objects in 1000"),
+    (sinks.KeepsElsewhere, "memory", "memory", "what it was given and still refers to grew from"),
+    (sinks.KeepsIds, "memory", "memory", "its attributes grew"),
+    (sinks.ClosesOnce, "close", "close", r"close\(\) raised AttributeError"),
+    (sinks.WritesAfterClose, "close", "close", "raised ValueError: I/O operation on closed file"),
+    (sinks.LeavesAThread, "close", "close", "after close there still are: thread 'sink'"),
+    (sinks.LeavesTheFile, "close", "close", "after close there still are: /"),
+    (sinks.CannotClose, "close", "close", r"close\(\) raised AttributeError: .* 'first'"),
+    (sinks.Sleeps, "speed", "speed", r"a call of record took \d+ microseconds, the budget is 5000"),
+    (sinks.SleepsInReports, "speed", "speed", r"a call of report took \d+ microseconds"),
+]  # fmt: skip
+
+PUBLISHERS = [
+    (publishers.WithoutContract, "contract", "contract", "add `contract = 1` to its class body"),
+    (publishers.StoredOnly, "events", "events", "raised AttributeError: .* 'token_ids'"),
+    (publishers.NeedsParent, "events", "events", "raised AttributeError: 'NoneType' object"),
+    (publishers.Drops, "delivery", "delivery", "of 200 batches 4 did not come, the first is numb"),
+    (publishers.Repeats, "delivery", "delivery", "batch number 49 came 2 times"),
+    (publishers.Reorders, "delivery", "delivery", "batch number 49 came in place 48"),
+    (publishers.Truncates, "delivery", "delivery", r"the batch .* came as"),
+    (publishers.SendsNothing, "delivery", "delivery", "nothing came within 0.1 s of batches"),
+    (publishers.Sorts, "reads_only", "reads only", "raised TypeError: this list is read-only"),
+    (publishers.Keeps, "memory", "memory", r"its attributes grew from \d+ to \d+ objects"),
+    (publishers.LeavesTheThread, "close", "close", "after close there still are: thread"),
+    (publishers.LeavesTheSocket, "close", "close", "after close there still are: socket"),
+    (publishers.ClosesOnce, "close", "close", r"close\(\) raised AttributeError"),
+    (publishers.HoldsTheOptions, "close", "close", "constructor raised OSError: Address already"),
+    (publishers.Sleeps, "speed", "speed", r"a call of publish took \d+ microseconds, the budget"),
+]  # fmt: skip
+
+
+class Subscribed(KVEventPublisherSuite):
+    """Listens in the same process."""
+
+    def subscribe(self, publisher):
+        batches = []
+        publisher.listeners.append(batches)
+
+        def received():
+            new = batches[:]
+            del batches[: len(new)]
+            return new
+
+        return received
+
+
+SUITES = [
+    (TokenizerSuite, "tokenizer", TOKENIZERS),
+    (ReasoningParserSuite, "parser", PARSERS),
+    (StatSinkSuite, "sink", SINKS),
+    (Subscribed, "publisher", PUBLISHERS),
+]
+BROKEN = [(suite, attribute, *sample) for suite, attribute, found in SUITES for sample in found]
+
+RIGHT = [
+    (TokenizerSuite, "tokenizer", tokenizers.Bytes),
+    (ReasoningParserSuite, "parser", parsers.Tags),
+    (ReasoningParserSuite, "parser", parsers.MarkersAlone),
+    (StatSinkSuite, "sink", sinks.Totals),
+    (Subscribed, "publisher", publishers.Queued),
+]
+
+
+@pytest.fixture(autouse=True)
+def _brief(monkeypatch):
+    """Stop at the first failing case instead of shrinking it, which would take time."""
+    monkeypatch.setattr(kit_suite, "_SHRINKING_SECONDS", -1.0)
+    monkeypatch.setattr(publisher_suite, "_QUIET_SECONDS", 0.1)
+    monkeypatch.setattr(calls, "_WAIT_SECONDS", 0.1)
+
+
+def outcome(suite, attributes, test):
+    """Return the message with which a test fails; None if it passes or is skipped."""
+    attributes = {"replay_seed": SEED, **attributes}
+    instance = type("TestBroken", (suite,), attributes)()
+    try:
+        getattr(instance, f"test_{test}")()
+    except pytest.skip.Exception:
+        return None
+    except pytest.fail.Exception as failure:
+        return str(failure)
+    return None
+
+
+def name(value):
+    return getattr(value, "__name__", None) or (value if str(value).isidentifier() else "")
+
+
+@pytest.mark.parametrize(("suite", "attribute", "cls", "test", "rule", "pattern"), BROKEN, ids=name)
+def test_a_broken_component_fails_its_rule(suite, attribute, cls, test, rule, pattern, monkeypatch):
+    if cls is publishers.SendsNothing:
+        monkeypatch.setattr(publisher_suite, "_FIRST_SECONDS", 0.1)
+    message = outcome(suite, {attribute: cls}, test)
+    assert message is not None, f"{test} let it pass"
+    assert message.startswith(f"{cls.__module__}.{cls.__name__} breaks a rule.\n  rule: {rule}")
+    assert re.search(pattern, message), message
+    assert "\n  fix: " in message
+
+
+@pytest.mark.parametrize(("suite", "attribute", "cls"), RIGHT, ids=name)
+def test_correct_components_pass(suite, attribute, cls):
+    tests = [test for test in dir(suite) if test.startswith("test_")]
+    messages = {test: outcome(suite, {attribute: cls, "examples": 0.3}, test[5:]) for test in tests}
+    assert {test: message for test, message in messages.items() if message} == {}
+
+
+@pytest.mark.parametrize(("suite", "attribute", "broken"), SUITES, ids=name)
+def test_every_test_catches_a_component(suite, attribute, broken):
+    tests = {test for test, _ in inspect.getmembers(suite) if test.startswith("test_")}
+    assert {f"test_{test}" for _, test, _, _ in broken} == tests

@@ -124,6 +124,8 @@ def policy_arguments(policy: SchedulingPolicy) -> PolicyArguments:
         version=source.version,
     )
     return PolicyArguments(entry, type(policy), policy.options, vocab_size=257)
+
+
 @functools.cache
 def load_tokenizer(path: Path | str | None) -> Tokenizer:
     """Return the default tokenizer of a folder or file; None is one token per byte, and EOS.

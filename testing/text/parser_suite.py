@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 from hypothesis import strategies as st
 
 from hardpoint.plugins import (
-    PrepareContext,
     ReasoningContext,
     ReasoningMarkers,
     ReasoningParser,
-    SamplingParams,
     Tokenizer,
-    typed,
 )
 from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.component import Component
@@ -58,14 +54,12 @@ class ReasoningParserSuite(ComponentSuite):
     Attributes:
         parser: the class under test.
         tokenizer: what it gets: a tokenizer, or the folder of one; None is one token per byte.
-        arguments: what a request gives it under `plugin_args`.
         keeps_white_space: whether split changes no white space.
     """
 
     kind = "reasoning_parsers"
     parser: ClassVar[type[ReasoningParser]]
     tokenizer: ClassVar[Tokenizer | Path | str | None] = None
-    arguments: ClassVar[Mapping[str, Any]] = {}
     keeps_white_space: ClassVar[bool] = True
 
     def _component(self) -> type[Component]:
@@ -165,25 +159,6 @@ class ReasoningParserSuite(ComponentSuite):
         return given if isinstance(given, Tokenizer) else load_tokenizer(given)
 
     @cached_property
-    def _prepared_arguments(self) -> typed.Arguments:
-        """The arguments of the context; the defaults are not prepared, as in an engine."""
-        cls = self.parser
-        if not self.arguments:
-            return prepared_type(cls)()
-        path = f"plugin_args.{self._name()}"
-        context = PrepareContext(
-            options=self._checked_options(),
-            params=SamplingParams(),
-            prompt_token_ids=(1,),
-            stop_token_ids=(),
-            vocab_size=self._tokenizer.vocab_size,
-            tokenizer=self._tokenizer,
-        )
-        given = typed.convert(dict(self.arguments), cls.Arguments, path=path)
-        prepared: typed.Arguments = cls.prepare(given, context)
-        return prepared
-
-    @cached_property
     def _subject(self) -> ReasoningParser:
         """The instance under test."""
         return self._make()
@@ -199,8 +174,10 @@ class ReasoningParserSuite(ComponentSuite):
         )
 
     def _make(self) -> ReasoningParser:
+        # As the engine builds the parser of requests without arguments.
+        arguments = prepared_type(self.parser)()
         parser: ReasoningParser = self._build(
-            ReasoningContext, tokenizer=self._tokenizer, arguments=self._prepared_arguments
+            ReasoningContext, tokenizer=self._tokenizer, arguments=arguments
         )
         return parser
 

@@ -376,9 +376,9 @@ class SamplerSuite(ComponentSuite):
         """Yield a check per distribution and per source of randomness."""
         wide = max(self.vocab_size, 5000)
         for kind, vocab_size, draws in (
-            ("flat", self.vocab_size, 4096),
+            ("flat", self.vocab_size, 2048),
             ("plain", self.vocab_size, 4096),
-            ("few", self.vocab_size, 2048),
+            ("few", self.vocab_size, 1024),
             ("plain", wide, 512),
         ):
             logits = Row(7, kind, 0, 0, greedy=False).logits(vocab_size)

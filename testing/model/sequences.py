@@ -25,11 +25,11 @@ head_size], all float64.
 def softmax_attention(
     spec: KVSpec, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """Return softmax(scale * q . k) . v of one query, head by head; see `QueryAttention`."""
-    shared = spec.num_heads // spec.num_kv_heads
-    keys, values = keys.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1)
-    scores = torch.einsum("hd,nhd->hn", query, keys) * spec.scale
-    return torch.einsum("hn,nhd->hd", scores.softmax(-1), values)
+    """Return softmax(scale * q . k) . v of one query; see `QueryAttention`."""
+    # Query heads that share a key head are neighbours.
+    grouped = query.view(spec.num_kv_heads, -1, spec.head_size)
+    weights = (grouped @ keys.permute(1, 2, 0) * spec.scale).softmax(-1)
+    return (weights @ values.transpose(0, 1)).view(spec.num_heads, spec.head_size)
 
 
 def ordered(counts: Counts) -> Counts:

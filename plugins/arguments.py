@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from . import typed
 from .component import Component
@@ -45,10 +45,15 @@ class PrepareContext:
     reasoning: MarksReasoning | None = None
 
 
+class NoArguments(typed.Arguments):
+    """The arguments of a component that takes none."""
+
+
 class ComponentWithArguments(Component):
     """Base of the interfaces whose components take arguments of each request.
 
-    A caller gives them under `plugin_args[name]`, or `plugin_args["kind/name"]`. They are checked
+    They are a class `Arguments` in its body, derived from `hardpoint.plugins.Arguments`. A caller
+    gives them under `plugin_args[name]`, or `plugin_args["kind/name"]`. They are checked
     by the class's `Arguments`, then `prepare` may add to them what it finds out itself. A class
     that does so declares the type of the result as `Prepared`, derived from its `Arguments`: a
     caller cannot set the fields that only `Prepared` has. A class without `Prepared` returns its
@@ -58,8 +63,7 @@ class ComponentWithArguments(Component):
     or not: each field of their `Arguments` and `Prepared` has a default.
     """
 
-    class Arguments(typed.Arguments):
-        """No arguments; override with a subclass of `hardpoint.plugins.Arguments`."""
+    Arguments: ClassVar[type[typed.Arguments]] = NoArguments
 
     @classmethod
     def prepare(cls, arguments: Any, context: PrepareContext) -> Any:  # noqa: ARG003

@@ -33,17 +33,22 @@ class Context(Generic[ComponentT_co]):
     options: Any
 
 
+class NoOptions(typed.Options):
+    """The options of a component without any."""
+
+
 class Component(ABC):
     """Base of every interface in the contract.
+
+    Options of its own are a class `Options` in its body, derived from `hardpoint.plugins.Options`;
+    with `options: Options` after it, a type checker knows what `self.options` is.
 
     A component states `contract = 1` in its own class body: the version of its kind's contract
     that it implements. Subclasses do not inherit it.
     """
 
     contract: ClassVar[int]
-
-    class Options(typed.Options):
-        """No options; override with a subclass of `hardpoint.plugins.Options`."""
+    Options: ClassVar[type[typed.Options]] = NoOptions
 
     def __init__(self, context: Context[Component]) -> None:
         """Store the context; `self.name` and `self.options` are its fields."""

@@ -101,7 +101,7 @@ class SchedulingPolicy(ComponentWithArguments):
         """
         return None
 
-    def group_key(self, group: Hashable, now: float) -> Any:  # noqa: ARG002
+    def group_key(self, group: Any, now: float) -> Any:  # noqa: ARG002
         """Return the sort key of a group; the group with the smallest one is admitted from first.
 
         Called for every group with waiting requests at the first admission of a step, and again

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +53,7 @@ class Block:
 
     def __init__(self, name: str, hidden: int, context: ModelContext) -> None:
         """`name` begins the names of its tensors."""
-        place = {"bias": True, "dtype": context.dtype, "device": context.device}
+        place: dict[str, Any] = {"bias": True, "dtype": context.dtype, "device": context.device}
         self.norm_1 = LayerNorm(f"{name}.norm_1", hidden)
         self.norm_2 = LayerNorm(f"{name}.norm_2", hidden)
         self.qkv = Linear([(f"{name}.{part}", hidden) for part in "qkv"], hidden, **place)
@@ -80,7 +80,7 @@ class TinyGPT(Model):
         if hidden % self._heads:
             raise fields.error("num_heads", f"expected a divisor of {hidden}, got {self._heads}")
         self._head_size = hidden // self._heads
-        place = {"dtype": context.dtype, "device": context.device}
+        place: dict[str, Any] = {"dtype": context.dtype, "device": context.device}
         vocab, positions = context.config.vocab_size, context.config.max_position_embeddings
         self._tokens = Embedding("tokens", vocab, hidden, **place)
         self._positions = Embedding("positions", positions, hidden, **place)

@@ -36,7 +36,7 @@ class TopA(LogitsProcessor):
         a: Fraction
 
     @classmethod
-    def prepare(cls, arguments: TopA.Arguments, context: PrepareContext) -> TopA.Arguments:
+    def prepare(cls, arguments: Arguments, context: PrepareContext) -> Arguments:
         """Raise ValueError if `a` exceeds the operator's limit."""
         if arguments.a > context.options.max_a:
             raise ValueError(f"a: expected at most {context.options.max_a}, got {arguments.a}")

@@ -97,9 +97,9 @@ class Dry(SparseLogitsProcessor):
         """Return a copy."""
         return state.copy()
 
-    def edits(self, rows: Rows) -> Edits | None:
+    def edits(self, rows: Rows[Prepared, History]) -> Edits | None:
         """Lower the logits of the tokens that would extend a repetition."""
-        found = []
+        found: list[tuple[int, int, float]] = []
         for index, (state, own) in enumerate(zip(rows.states(), rows.arguments(), strict=True)):
             for follower, length in state.repetitions(own.range).items():
                 if length >= own.allowed_length:

@@ -34,6 +34,8 @@ class TenantCap(SchedulingPolicy):
         max_running: Count = 4
         limits: dict[str, Count] = {}
 
+    options: Options
+
     def __init__(self, context: PolicyContext) -> None:
         """Create a policy without running requests."""
         super().__init__(context)

@@ -24,6 +24,8 @@ class EarliestDeadline(SchedulingPolicy):
 
         horizon: Annotated[float, Meta(ge=0)] = 60.0
 
+    options: Options
+
     def key(self, request: Request) -> float:
         """Order by deadline."""
         if request.deadline is not None:

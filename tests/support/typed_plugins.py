@@ -1,0 +1,124 @@
+"""Plugins whose every part has the type that a type checker finds; scripts/check-examples runs it.
+
+`assert_type` is an error of the checker where the type is another one, or unknown.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import assert_type
+
+import torch
+
+from hardpoint import plugins
+from hardpoint.plugins import (
+    AttentionBackend,
+    AttentionStep,
+    Edits,
+    KVSpec,
+    Phase,
+    ReasoningMarkers,
+    ReasoningParser,
+    Request,
+    Rows,
+    Sampler,
+    SamplingRows,
+    SchedulingPolicy,
+    SparseLogitsProcessor,
+)
+
+
+class Processor(SparseLogitsProcessor):
+    contract = 1
+    phase = Phase.MASK
+
+    class Options(plugins.Options):
+        most: int = 3
+
+    class Arguments(plugins.Arguments):
+        steps: int
+
+    options: Options
+
+    def edits(self, rows: Rows[Arguments, deque[int]]) -> Edits | None:
+        assert_type(self.options.most, int)
+        assert_type(rows.arguments(), Sequence[Processor.Arguments])
+        assert_type(rows.arguments()[0].steps, int)
+        assert_type(rows.states(), Sequence[deque[int]])
+        return None
+
+
+class Policy(SchedulingPolicy):
+    contract = 1
+
+    class Arguments(plugins.Arguments):
+        weight: float = 1.0
+
+    def key(self, request: Request[Arguments]) -> float:
+        assert_type(request.arguments, Policy.Arguments)
+        return request.arguments.weight
+
+    def victim(self, running: Sequence[Request[Arguments]], load: plugins.Load) -> Request:
+        assert_type(running[0].arguments.weight, float)
+        return running[0]
+
+
+class Greedy(Sampler):
+    contract = 1
+
+    class Arguments(plugins.Arguments):
+        rank: int = 0
+
+    def sample(self, logits: torch.Tensor, rows: SamplingRows[Arguments]) -> torch.Tensor:
+        assert_type(rows.arguments()[0].rank, int)
+        return logits.argmax(-1)
+
+
+class Parser(ReasoningParser):
+    contract = 1
+
+    class Arguments(plugins.Arguments):
+        tag: str = "think"
+
+    arguments: Arguments
+
+    def markers(self) -> ReasoningMarkers:
+        assert_type(self.arguments.tag, str)
+        return ReasoningMarkers((), ())
+
+
+class Backend(AttentionBackend[list[torch.Tensor], AttentionStep]):
+    contract = 1
+    devices = ("cpu",)
+
+    def bytes_per_block(self, spec: KVSpec) -> int:
+        return 4 * self.context.block_size
+
+    def allocate(self, spec: KVSpec, num_blocks: int) -> list[torch.Tensor]:
+        return [torch.zeros(num_blocks)]
+
+    def plan(self, step: AttentionStep) -> AttentionStep:
+        return step
+
+    def attend(
+        self,
+        spec: KVSpec,
+        cache: list[torch.Tensor],
+        plan: AttentionStep,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:
+        return q
+
+
+def use(backend: Backend, spec: KVSpec, step: AttentionStep) -> None:
+    """A caller's view: what `allocate` and `plan` return is known."""
+    base: AttentionBackend[list[torch.Tensor], AttentionStep] = backend
+    assert_type(base.allocate(spec, 1), list[torch.Tensor])
+    assert_type(base.plan(step), AttentionStep)
+
+
+def bare(rows: Rows, request: Request, sampled: SamplingRows, backend: AttentionBackend) -> None:
+    """Without parameters they are right, too."""

@@ -76,7 +76,7 @@ def responsible_plugin(error: BaseException, plugins: PluginSet) -> Source | Non
         traceback = traceback.tb_next
     if found is None:
         return None
-    for entry in plugins.manifest.entries:
+    for entry in plugins.manifest.tree():
         if entry.name == found.name and plugins.loaded(entry) is type(found):
             return entry.source
     return None

@@ -11,7 +11,7 @@ from hardpoint.plugins.config import PluginsConfig
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.stats import StepFault
-from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.registry.blame import blamed, describe, raise_unless_fault
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
 
@@ -83,9 +83,13 @@ class StepFaults:
         """
 
         def report(message: str, cause: BaseException | None = None) -> None:
+            guilty = source
             if cause is not None:
+                guilty, method = blamed(cause, source, "")
+                if guilty != source:  # a component that the plugin wraps
+                    message = f"{method}() failed, called by {source.name!r}"
                 message = f"{message}: {describe(cause)}"
-            message = f"{source}: {message}"
+            message = f"{guilty}: {message}"
             if source.name in self._ends_engine:
                 raise PluginFaultError(message) from cause
             self.note(source.name, message, cause, consequence)

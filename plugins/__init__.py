@@ -93,6 +93,7 @@ from .stats import IterationStats, PrefixCacheStats, SchedulerStats, StatSink, S
 from .step_record import StepRecord, WaitingFor, WaitReason
 from .tokenizer import DecodeStream, Tokenizer, TokenizerContext
 from .typed import Arguments, Options, State
+from .wrapper import Wrapper
 
 __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     # Every component: stable
@@ -102,6 +103,7 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "Options",
     "PrepareContext",
     "State",
+    "Wrapper",
     # Errors: stable
     "ConfigError",
     "HardpointError",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from . import typed
+from .manifest import Source
 
 __all__ = ["Component", "Context", "Progress"]
 
@@ -27,10 +28,33 @@ class Context(Generic[ComponentT_co]):
     Attributes:
         name: under which the configuration enables the component.
         options: the component's own `Options`, checked.
+        source: its identity in messages; None if the context was made by hand.
+        creator: what `create` calls; None if the context was made by hand.
     """
 
     name: str
     options: Any
+    source: Source | None = field(default=None, repr=False, compare=False)
+    creator: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)
+
+    def create(self, use: str) -> ComponentT_co:
+        """Build another component of the same kind, which its creator owns and closes.
+
+        It is loaded and checked as any other, and gets this context with its own name and the
+        options of its own table, `[plugin.<name>]`.
+
+        Args:
+            use: entry-point name or FQCN, one of those that `Component.wraps` returns.
+
+        Raises:
+            PluginError: it cannot be built, or `wraps` does not return it.
+        """
+        if self.creator is None:
+            raise NotImplementedError(
+                f"the context of {self.name!r} was made by hand and builds no component {use!r}; "
+                f"pass creator, a function that returns one by its name"
+            )
+        return cast(ComponentT_co, self.creator(use))
 
 
 class NoOptions(typed.Options):
@@ -55,6 +79,20 @@ class Component(ABC):
         self.context = context
         self.name = context.name
         self.options = context.options
+
+    @classmethod
+    def wraps(cls, options: Any) -> Sequence[str]:  # noqa: ARG003
+        """Return the components of its kind that an instance builds with `context.create`.
+
+        They are found and checked at start. `Wrapper` does all that for one component.
+
+        Args:
+            options: the component's own `Options`, checked.
+
+        Returns:
+            Entry-point names or FQCNs.
+        """
+        return ()
 
     def close(self) -> None:  # noqa: B027 - optional on purpose
         """Release resources; called once, when the process closes."""

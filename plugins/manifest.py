@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,7 @@ class PluginEntry(msgspec.Struct, frozen=True, kw_only=True):
         options: plain data; checked by the component's own type.
         origin: what enabled it; not part of the hash.
         place: position in the resolved order of its kind, from 0.
+        wraps: the components that it builds, by the reference that it builds them with.
     """
 
     kind: str
@@ -63,6 +65,18 @@ class PluginEntry(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, Any] = {}
     origin: str = "default"
     place: int = 0
+    wraps: dict[str, PluginEntry] = {}
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Kind, name and value; a wrapped component may have the name of one that is enabled."""
+        return self.kind, self.name, self.value
+
+    def tree(self) -> Iterator[PluginEntry]:
+        """Yield the entry and those of all components that it wraps, at any depth."""
+        yield self
+        for wrapped in self.wraps.values():
+            yield from wrapped.tree()
 
     @property
     def source(self) -> Source:
@@ -82,12 +96,22 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     entries: tuple[PluginEntry, ...]
     generation: int = 1
 
+    def tree(self) -> Iterator[PluginEntry]:
+        """Yield all entries, each with those of the components that it wraps."""
+        for entry in self.entries:
+            yield from entry.tree()
+
     @property
     def hash(self) -> str:
         """Return a digest of names, versions, classes, options and order."""
-        content = [
-            (e.kind, e.name, e.value, e.distribution, e.version, e.options, e.place)
-            for e in sorted(self.entries, key=lambda e: (e.kind, e.place, e.name))
-        ]
+        ordered = sorted(self.entries, key=lambda e: (e.kind, e.place, e.name))
+        content = [_hashed(entry) for entry in ordered]
         encoded = msgspec.json.encode((self.hardpoint, content), order="deterministic")
         return hashlib.sha256(encoded).hexdigest()
+
+
+def _hashed(entry: PluginEntry) -> tuple[Any, ...]:
+    """Return what of an entry is part of the hash."""
+    wraps = {use: _hashed(wrapped) for use, wrapped in entry.wraps.items()}
+    e = entry
+    return e.kind, e.name, e.value, e.distribution, e.version, e.options, e.place, wraps

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
+from hardpoint.plugins.component import Component
+from hardpoint.plugins.manifest import Source
+
 _RAISE = dis.opmap["RAISE_VARARGS"]
 _MAX_CHARACTERS = 4000
 
@@ -30,6 +33,27 @@ def raise_unless_fault(error: BaseException) -> None:
     """
     if not is_fault(error):
         raise error
+
+
+def blamed(error: BaseException, source: Source, method: str) -> tuple[Source, str]:
+    """Return the plugin and the method that an error is blamed on.
+
+    It is the innermost of the components that wrap one another.
+
+    Args:
+        error: left a method of a plugin.
+        source: that plugin.
+        method: that method.
+    """
+    owner: Component | None = None
+    trace = error.__traceback__
+    while trace is not None:
+        current = trace.tb_frame.f_locals.get("self")
+        if isinstance(current, Component) and current is not owner:
+            owner, name = current, trace.tb_frame.f_code.co_name
+        trace = trace.tb_next
+    inner = None if owner is None else owner.context.source
+    return (source, method) if inner in (None, source) else (inner, name)
 
 
 def describe(error: BaseException) -> str:

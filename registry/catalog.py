@@ -36,10 +36,16 @@ class Catalog:
 
     def components(self) -> Sequence[ComponentInfo]:
         """Return all components in the order of kinds; import none that is not enabled."""
-        enabled = [
-            self._enabled(entry)
-            for entry in sorted(self._plugins.manifest.entries, key=lambda entry: entry.place)
-        ]
+        ordered = sorted(self._plugins.manifest.entries, key=lambda entry: entry.place)
+        enabled = [self._enabled(entry) for entry in ordered]
+        wrapped = {
+            inner.key: _info(
+                inner.kind, inner.source, enabled=True, reason=f"wrapped by {outer.name}"
+            )
+            for outer in self._plugins.manifest.tree()
+            for inner in outer.wraps.values()
+        }
+        enabled += [wrapped[key] for key in wrapped.keys() - {entry.key for entry in ordered}]
         others = [
             _info(
                 found.kind,
@@ -70,7 +76,11 @@ class Catalog:
         kind = KINDS[info.kind]
         options: dict[str, Any] = {}
         if info.enabled:
-            entry = self._plugins.get(info.kind, info.name)
+            entry = next(
+                entry
+                for entry in self._plugins.manifest.tree()
+                if entry.key == (info.kind, info.name, info.value)
+            )
             target = self._plugins.target(entry)
             if _is_component(target):
                 options = msgspec.to_builtins(self._plugins.options(entry)) or {}
@@ -126,7 +136,8 @@ class Catalog:
 
     def _is_enabled(self, found: InstalledPlugin) -> bool:
         """Return whether an entry point is enabled, under its own or a configured name."""
-        same = [e for e in self._plugins.entries(found.kind) if e.value == found.value]
+        every = self._plugins.manifest.tree()
+        same = [e for e in every if (e.kind, e.value) == (found.kind, found.value)]
         if any(entry.name == found.name for entry in same):
             return True
         offered = {

@@ -22,7 +22,7 @@ from hardpoint.plugins.errors import PluginFaultError, shown
 from hardpoint.plugins.manifest import PluginEntry, Source
 from hardpoint.plugins.tokenizer import DecodeStream
 
-from .blame import describe, raise_unless_fault
+from .blame import blamed, describe, raise_unless_fault
 from .plugin_set import PluginSet
 
 T = TypeVar("T")
@@ -51,8 +51,11 @@ class _Guard(Component):
 
     def fault(self, method: str, reason: str | BaseException) -> HardpointError:
         """Return the error for a method that failed."""
-        reason = reason if isinstance(reason, str) else f"failed: {describe(reason)}"
-        return PluginFaultError(f"{self._source}: its {method} {reason}")
+        source = self._source
+        if isinstance(reason, BaseException):
+            source, method = blamed(reason, source, method)
+            reason = f"failed: {describe(reason)}"
+        return PluginFaultError(f"{source}: its {method} {reason}")
 
     def _call(self, method: str, call: Callable[..., T], *args: Any, **options: Any) -> T:
         try:
@@ -222,8 +225,11 @@ class GuardedReasoningParser(_Guard, ReasoningParser):
 
     def fault(self, method: str, reason: str | BaseException) -> HardpointError:
         """Return the error of the request for which a method failed."""
-        reason = reason if isinstance(reason, str) else f"failed: {describe(reason)}"
-        return RequestError(f"reasoning parser {self.name!r}: its {method} {reason}")
+        name = self.name
+        if isinstance(reason, BaseException):
+            source, method = blamed(reason, self._source, method)
+            name, reason = source.name, f"failed: {describe(reason)}"
+        return RequestError(f"reasoning parser {name!r}: its {method} {reason}")
 
 
 def open_parser(

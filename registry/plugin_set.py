@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, TypeGuard, TypeVar
 
 import msgspec
 
@@ -13,9 +16,11 @@ from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.errors import (
     ConfigError,
     HardpointError,
+    PluginConflictError,
     PluginContractError,
     PluginLoadError,
     PluginNotFoundError,
+    shown,
 )
 from hardpoint.plugins.kinds import KINDS, Number
 from hardpoint.plugins.logits import LogitsPlugin
@@ -25,10 +30,14 @@ from .adapt import configured, load_component
 from .blame import describe, raise_unless_fault
 from .discovery import InstalledPlugin, discover, installed_version
 from .hooks import HookSet
+from .loading import inspecting
 from .ordering import ordered
 from .selection import SelectedPlugin, Selection
 
 C = TypeVar("C", bound=Component)
+
+Key = tuple[str, str, str]
+"""Kind, name and value of a component, see `PluginEntry.key`."""
 
 
 class PluginSet:
@@ -43,9 +52,9 @@ class PluginSet:
         self,
         manifest: Manifest,
         found: Sequence[InstalledPlugin] = (),
-        targets: Mapping[tuple[str, str], Any] | None = None,
+        targets: Mapping[Key, Any] | None = None,
     ) -> None:
-        """`targets` holds the classes already imported, by kind and name."""
+        """`targets` holds the classes already imported, by the keys of their entries."""
         self.manifest = manifest
         self.found = found
         self._entries = {(e.kind, e.name): e for e in manifest.entries}
@@ -90,22 +99,21 @@ class PluginSet:
 
     def not_enabled(self) -> list[InstalledPlugin]:
         """Return the installed components that are neither enabled nor built in."""
-        on = {(e.kind, e.value) for e in self.manifest.entries}
+        on = {(e.kind, e.value) for e in self.manifest.tree()}
         return [f for f in self.found if not f.builtin and (f.kind, f.value) not in on]
 
     def target(self, entry: PluginEntry) -> Any:
         """Return an entry's class (or hooks object); import and check it the first time."""
-        key = (entry.kind, entry.name)
-        if key not in self._targets:
+        if entry.key not in self._targets:
             target = load_component(KINDS[entry.kind], entry.source)
-            self._targets[key] = configured(
+            self._targets[entry.key] = configured(
                 target, _checked_options(target, entry.options, f"plugin.{entry.name}")
             )
-        return self._targets[key]
+        return self._targets[entry.key]
 
     def loaded(self, entry: PluginEntry) -> Any:
         """Return an entry's class if it is already imported, else None."""
-        return self._targets.get((entry.kind, entry.name))
+        return self._targets.get(entry.key)
 
     def options(self, entry: PluginEntry) -> Any:
         """Return an entry's checked options."""
@@ -122,21 +130,50 @@ class PluginSet:
         Raises:
             PluginLoadError: its constructor failed; the cause is chained.
         """
+        return self._build(
+            entry, context_type(name=entry.name, options=self.options(entry), **fields)
+        )
+
+    def with_creator(self, entry: PluginEntry, context: Context[C], undo: ExitStack) -> Context[C]:
+        """Return an entry's context, which builds the components that the entry wraps.
+
+        Args:
+            entry: of the component that gets the context.
+            context: its fields.
+            undo: closes the components that were built.
+        """
+
+        def create(use: str) -> C:
+            if (wrapped := entry.wraps.get(use)) is None:
+                named = ", ".join(map(repr, entry.wraps)) or "none"
+                raise PluginContractError(
+                    f"{entry.source}: it builds {use!r}, which its wraps() does not return: {named}"
+                )
+            inner = replace(context, name=wrapped.name, options=self.options(wrapped))
+            component = self._build(wrapped, inner)
+            undo.callback(component.close)
+            return component
+
+        return replace(context, source=entry.source, creator=create)
+
+    def _build(self, entry: PluginEntry, context: Context[C]) -> C:
         cls: type[C] = self.target(entry)
-        context = context_type(name=entry.name, options=self.options(entry), **fields)
-        try:
-            component = cls(context)
-        except HardpointError:
-            raise
-        except BaseException as cause:
-            raise_unless_fault(cause)
-            raise PluginLoadError(
-                f"{entry.source}: its constructor failed: {describe(cause)}"
-            ) from cause
-        if getattr(component, "context", None) is not context:
-            raise PluginContractError(
-                f"{entry.source}: its __init__ must call super().__init__(context)"
-            )
+        with ExitStack() as undo:
+            context = self.with_creator(entry, context, undo)
+            try:
+                component = cls(context)
+            except HardpointError:
+                raise
+            except BaseException as cause:
+                raise_unless_fault(cause)
+                raise PluginLoadError(
+                    f"{entry.source}: its constructor failed: {describe(cause)}"
+                ) from cause
+            if getattr(component, "context", None) is not context:
+                raise PluginContractError(
+                    f"{entry.source}: its __init__ must call super().__init__(context)"
+                )
+            undo.pop_all()
         return component
 
     def hooks(self) -> HookSet:
@@ -160,7 +197,7 @@ class PluginSet:
             entries=(*(e for e in self.manifest.entries if e.kind != kind), entry),
             generation=self.manifest.generation + 1,
         )
-        targets = {**self._targets, (kind, entry.name): fresh.target(entry)}
+        targets = self._targets | {inner.key: fresh.target(inner) for inner in entry.tree()}
         return PluginSet(manifest, self.found, targets)
 
     def without(self, kind: str, name: str) -> PluginSet:
@@ -192,29 +229,93 @@ def resolve_plugins(
     """
     config_sources = config_sources or ConfigSources()
     found = discover(config.plugins.foreign_groups) if found is None else found
-    chosen = Selection(config, config_sources, found).run()
-    targets: dict[tuple[str, str], Any] = {}
+    selection = Selection(config, config_sources, found)
+    chosen = selection.run()
+    targets: dict[Key, Any] = {}
     for item in chosen:
         if item.kind.number is not Number.BY_NAME or item.path:
-            target = load_component(item.kind, item.source, item.target)
-            targets[item.kind.name, item.name] = target
+            targets[item.key] = load_component(item.kind, item.source, item.target)
     _check_on_error(config, config_sources, chosen)
-    options = _options_by_component(config, config_sources, chosen, targets)
+    wraps = _find_wrapped(selection, config, config_sources, chosen, targets)
+    every = [*chosen, *(inner for found_ in wraps.values() for inner in found_.values())]
+    options = _options_by_component(config, config_sources, every, targets)
     places = _places(chosen, targets)
-    entries = tuple(
-        PluginEntry(
+
+    def entry(item: SelectedPlugin) -> PluginEntry:
+        return PluginEntry(
             kind=item.kind.name,
             name=item.name,
             value=item.source.value,
             distribution=item.source.distribution,
             version=item.source.version,
             origin=item.source.origin,
-            options=options[item.kind.name, item.name],
-            place=places[item.kind.name, item.name],
+            options=options[item.key],
+            place=places.get(item.key, 0),
+            wraps={use: entry(inner) for use, inner in wraps.get(item.key, {}).items()},
         )
-        for item in chosen
-    )
+
+    entries = tuple(map(entry, chosen))
     return PluginSet(Manifest(hardpoint=installed_version(), entries=entries), found, targets)
+
+
+def _find_wrapped(
+    selection: Selection,
+    config: EngineConfig,
+    config_sources: ConfigSources,
+    chosen: Sequence[SelectedPlugin],
+    targets: dict[Key, Any],
+) -> dict[Key, dict[str, SelectedPlugin]]:
+    """Return the components that each one wraps, by reference; load them into `targets`.
+
+    Raises:
+        PluginError: one cannot be loaded, or wraps itself.
+    """
+    found: dict[Key, dict[str, SelectedPlugin]] = {}
+
+    def add(outer: SelectedPlugin, chain: tuple[SelectedPlugin, ...]) -> None:
+        target = targets.get(outer.key)
+        if not _is_wrapper(target):
+            return
+        if outer.kind.name == "logits_processors":
+            raise PluginContractError(
+                f"{outer.source}: a logits processor wraps no other one; enable both, and order "
+                f"them with before and after"
+            )
+        options = _options_of(outer, target, _option_path(config, outer), config, config_sources)
+        for use in _wraps(outer, target, options):
+            inner = selection.wrapped(outer, use)
+            names = [item.name for item in chain]
+            if inner.source.value in (item.source.value for item in chain):
+                raise PluginConflictError(
+                    f"{outer.source}: it wraps {inner.name!r}, which is already around it: "
+                    f"{' wraps '.join([*names, inner.name])}; let plugin.{outer.name}.wraps name "
+                    f"another one (from {config_sources.of(f'plugin.{outer.name}.wraps')})"
+                )
+            targets[inner.key] = load_component(inner.kind, inner.source, inner.target)
+            found.setdefault(outer.key, {})[use] = inner
+            add(inner, (*chain, inner))
+
+    for item in chosen:
+        add(item, (item,))
+    return found
+
+
+def _is_wrapper(target: Any) -> TypeGuard[type[Component]]:
+    """Return whether a target is a component that may wrap others."""
+    if not (inspect.isclass(target) and issubclass(target, Component)):
+        return False
+    wraps, default = inspect.getattr_static(target, "wraps"), vars(Component)["wraps"]
+    return wraps is not default
+
+
+def _wraps(outer: SelectedPlugin, target: type[Component], options: Any) -> Sequence[str]:
+    with inspecting(outer.source):
+        wraps = target.wraps(options)
+    if isinstance(wraps, str) or not all(isinstance(use, str) for use in wraps):
+        raise PluginContractError(
+            f"{outer.source}: its wraps() returned {shown(wraps)}, expected a sequence of names"
+        )
+    return wraps
 
 
 def _checked_options(target: Any, options: Mapping[str, Any], path: str) -> Any:
@@ -246,41 +347,76 @@ def _options_by_component(
     config: EngineConfig,
     config_sources: ConfigSources,
     chosen: Sequence[SelectedPlugin],
-    targets: dict[tuple[str, str], Any],
-) -> dict[tuple[str, str], dict[str, Any]]:
+    targets: dict[Key, Any],
+) -> dict[Key, dict[str, Any]]:
     """Return each component's options with defaults, checked by the component's type.
 
     Adapters are replaced in `targets` by ones with their options applied.
     """
     paths = _option_paths(config, config_sources, chosen)
-    result: dict[tuple[str, str], dict[str, Any]] = {}
+    result: dict[Key, dict[str, Any]] = {}
     for item in chosen:
-        key = (item.kind.name, item.name)
-        path = paths.get(key)
-        table = config.plugin[path.removeprefix("plugin.")] if path else {}
-        if key not in targets:  # loaded by name; checked when it is
-            result[key] = dict(table)
+        path = paths.get(item.key)
+        if item.key not in targets:  # loaded by name; checked when it is
+            result[item.key] = dict(_table(config, path))
             continue
+        checked = _options_of(item, targets[item.key], path, config, config_sources)
+        result[item.key] = msgspec.to_builtins(checked)
         try:
-            checked = _checked_options(targets[key], table, path or f"plugin.{item.name}")
-            targets[key] = configured(targets[key], checked)
+            targets[item.key] = configured(targets[item.key], checked)
         except ConfigError as error:
-            message = config_sources.locate(str(error)) if path else f"{error} (for {item.source})"
-            raise ConfigError(message) from None
-        result[key] = msgspec.to_builtins(checked)
+            raise _located(error, item, path, config_sources) from None
     return result
+
+
+def _options_of(
+    item: SelectedPlugin,
+    target: Any,
+    path: str | None,
+    config: EngineConfig,
+    config_sources: ConfigSources,
+) -> Any:
+    """Return a component's options, given the path of its table, if it has one."""
+    try:
+        return _checked_options(target, _table(config, path), path or f"plugin.{item.name}")
+    except ConfigError as error:
+        raise _located(error, item, path, config_sources) from None
+
+
+def _located(
+    error: ConfigError, item: SelectedPlugin, path: str | None, config_sources: ConfigSources
+) -> ConfigError:
+    """Return an error of options with the origin of the table, or of the component without one."""
+    message = str(error)
+    return ConfigError(config_sources.locate(message) if path else f"{message} (for {item.source})")
+
+
+def _table(config: EngineConfig, path: str | None) -> Mapping[str, Any]:
+    return config.plugin[path.removeprefix("plugin.")] if path else {}
+
+
+def _option_path(config: EngineConfig, item: SelectedPlugin) -> str | None:
+    """Return the path of the table that has a component's name, which may belong to another one."""
+    names = (f"{item.kind.name}/{item.name}", item.name)
+    return next((f"plugin.{name}" for name in names if name in config.plugin), None)
 
 
 def _option_paths(
     config: EngineConfig, config_sources: ConfigSources, chosen: Sequence[SelectedPlugin]
-) -> dict[tuple[str, str], str]:
-    """Return the path of the `[plugin.<name>]` table of each component that has one."""
-    paths: dict[tuple[str, str], str] = {}
+) -> dict[Key, str]:
+    """Return the path of the `[plugin.<name>]` table of each component that has one.
+
+    Where a component wraps another one of its own name, the table is the wrapper's.
+    """
+    owners: dict[tuple[str, str], SelectedPlugin] = {}
+    for item in chosen:  # those that are wrapped come last
+        owners.setdefault((item.kind.name, item.name), item)
+    paths: dict[Key, str] = {}
     for name in config.plugin:
         path = f"plugin.{name}"
         origin = config_sources.of(path)
         keys = [
-            (c.kind.name, c.name) for c in chosen if name in (c.name, f"{c.kind.name}/{c.name}")
+            owner.key for (kind, own), owner in owners.items() if name in (own, f"{kind}/{own}")
         ]
         if not keys:
             known = sorted({c.name for c in chosen})
@@ -288,7 +424,7 @@ def _option_paths(
                 f"{path}: no plugin {name!r} is on{typed.suggest(name, known)} (from {origin})"
             )
         if len(keys) > 1:
-            choices = ", ".join(f'"{kind}/{key}"' for kind, key in keys)
+            choices = ", ".join(f'"{kind}/{own}"' for kind, own, _ in keys)
             raise ConfigError(f"{path}: {name!r} could be any of {choices} (from {origin})")
         if keys[0] in paths:
             raise ConfigError(f"{path}: given twice, here and by {paths[keys[0]]} (from {origin})")
@@ -296,14 +432,13 @@ def _option_paths(
     return paths
 
 
-def _places(
-    chosen: Sequence[SelectedPlugin], targets: dict[tuple[str, str], Any]
-) -> dict[tuple[str, str], int]:
+def _places(chosen: Sequence[SelectedPlugin], targets: Mapping[Key, Any]) -> dict[Key, int]:
     """Return each component's position within its kind."""
-    places: dict[tuple[str, str], int] = {}
+    places: dict[Key, int] = {}
     for kind in KINDS:
-        names = [c.name for c in chosen if c.kind.name == kind]
+        keys = {item.name: item.key for item in chosen if item.kind.name == kind}
+        names = list(keys)
         if kind == "logits_processors":
-            names = ordered({name: targets[kind, name] for name in names})
-        places.update({(kind, name): index for index, name in enumerate(names)})
+            names = ordered({name: targets[key] for name, key in keys.items()})
+        places.update({keys[name]: index for index, name in enumerate(names)})
     return places

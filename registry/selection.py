@@ -36,6 +36,11 @@ class SelectedPlugin:
         """The name under which it is enabled."""
         return self.source.name
 
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Kind, name and value; those of its `PluginEntry`."""
+        return self.kind.name, self.name, self.source.value
+
 
 class Selection:
     """Resolves the references of a configuration; `run` returns the enabled components."""
@@ -86,6 +91,11 @@ class Selection:
                     f"(from {self._config_sources.of(place)})"
                 )
         return several
+
+    def wrapped(self, outer: SelectedPlugin, reference: str) -> SelectedPlugin:
+        """Return the component that an enabled one wraps."""
+        found = self._resolve(reference, f"plugin.{outer.name}.wraps", outer.kind)
+        return replace(found, source=replace(found.source, origin=str(outer.source)))
 
     def _enable(self, wanted: str | PluginUse, path: str) -> None:
         use, name = (wanted, None) if isinstance(wanted, str) else (wanted.use, wanted.name)

@@ -202,7 +202,7 @@ def _wait_until_ready(
 
 
 def _launch(start: EngineStart, sockets: EngineSockets) -> Launch:
-    entries = [entry for entry in start.manifest.entries if _is_needed(entry)]
+    entries = [entry for entry in start.manifest.tree() if _is_needed(entry)]
     return Launch(
         address=msgspec.json.encode(sockets.addresses).decode(),
         manifest=start.manifest,

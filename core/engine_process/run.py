@@ -205,7 +205,7 @@ def check_versions(plugins: PluginSet) -> None:
         PluginLoadError: naming the plugin, both versions and this process.
     """
     here = {found.distribution: found.version for found in discover()}
-    for entry in plugins.manifest.entries:
+    for entry in plugins.manifest.tree():
         version = here.get(entry.distribution)
         if version is not None and version != entry.version:
             raise PluginLoadError(

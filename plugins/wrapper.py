@@ -1,0 +1,97 @@
+"""Wrappers: components that do what another one of their kind does, except what they override."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from . import typed
+from .component import Component, Context
+
+__all__ = ["Wrapper"]
+
+ComponentT = TypeVar("ComponentT", bound=Component)
+
+_OWN = {"close", "overridden", "wraps"}
+"""Members of interfaces that a wrapper has of its own: those that say what itself is."""
+
+
+class Wrapper(Component, Generic[ComponentT]):
+    """Base of a component that wraps another of its kind, named before the kind's interface.
+
+    `class Logged(Wrapper[Executor], Executor)` does what the executor in `self.wrapped` does: each
+    method, property and attribute of the interface that the class does not override is that of the
+    wrapped component, also through `super()`. Class attributes that are looked up on the class
+    itself, such as `AttentionBackend.devices`, are stated anew.
+
+    The operator chooses the wrapped component with the option `wraps`. The wrapper owns it:
+    whoever overrides `close` calls `super().close()`.
+
+    Attributes:
+        wrapped: the component that is wrapped.
+    """
+
+    class Options(typed.Options):
+        """Options of a wrapper; derive from it, and give `wraps` a default.
+
+        Attributes:
+            wraps: entry-point name or FQCN of the wrapped component.
+        """
+
+        wraps: str
+
+    wrapped: ComponentT
+
+    def __class_getitem__(cls, interface: Any) -> type[Any]:
+        """Return the base class of the wrappers of an interface's components."""
+        if cls is not Wrapper or isinstance(interface, TypeVar):
+            return super().__class_getitem__(interface)  # type: ignore[misc, no-any-return]
+        members = {name: _Forwarded(name, member) for name, member in _members(interface)}
+        return type(f"Wrapper[{interface.__name__}]", (cls,), {"__module__": __name__, **members})
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Refuse a class that would not be a wrapper, for its bases are in the wrong order."""
+        super().__init_subclass__(**more)
+        for base in cls.__mro__[1:]:
+            if issubclass(base, Wrapper):
+                break
+            if issubclass(base, Component):
+                raise TypeError(
+                    f"class {cls.__name__}: expected the base Wrapper[{base.__name__}] before "
+                    f"{base.__name__}"
+                )
+
+    def __init__(self, context: Context[ComponentT]) -> None:
+        """Build the wrapped component."""
+        super().__init__(context)
+        self.wrapped = context.create(context.options.wraps)
+
+    @classmethod
+    def wraps(cls, options: Any) -> Sequence[str]:
+        """Return the wrapped component."""
+        return (options.wraps,)
+
+    def close(self) -> None:
+        """Close the wrapped component."""
+        self.wrapped.close()
+
+
+class _Forwarded:
+    """A member of an interface that is the wrapped component's."""
+
+    def __init__(self, name: str, member: Any) -> None:
+        self._name = name
+        self._of_class = self if callable(member) or hasattr(member, "__get__") else member
+        self.__doc__ = getattr(member, "__doc__", None)
+
+    def __get__(self, wrapper: Any, owner: type) -> Any:
+        return self._of_class if wrapper is None else getattr(wrapper.wrapped, self._name)
+
+
+def _members(interface: type[Component]) -> Iterator[tuple[str, Any]]:
+    """Yield the public members of an interface, those of every component left out."""
+    for base in reversed(interface.__mro__):
+        if base is not Component and issubclass(base, Component):
+            for name, member in vars(base).items():
+                if not name.startswith("_") and name not in _OWN:
+                    yield name, member

@@ -83,13 +83,13 @@ class StepFaults:
         """
 
         def report(message: str, cause: BaseException | None = None) -> None:
-            guilty = source
+            plugin = source
             if cause is not None:
-                guilty, method = blamed(cause, source, "")
-                if guilty != source:  # a component that the plugin wraps
+                plugin, method = blamed(cause, source, "")
+                if plugin != source:  # a component that the plugin wraps
                     message = f"{method}() failed, called by {source.name!r}"
                 message = f"{message}: {describe(cause)}"
-            message = f"{guilty}: {message}"
+            message = f"{plugin}: {message}"
             if source.name in self._ends_engine:
                 raise PluginFaultError(message) from cause
             self.note(source.name, message, cause, consequence)

@@ -103,6 +103,7 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "Options",
     "PrepareContext",
     "State",
+    # Wrappers: provisional
     "Wrapper",
     # Errors: stable
     "ConfigError",

@@ -48,8 +48,8 @@ class _StrictMeta(msgspec.StructMeta):
         return super().__new__(cls, name, bases, namespace, **(strict | config))
 
 
-# On the class: type checkers prefer what msgspec says of Struct to the metaclass. They take a frozen
-# subclass of Struct for an error.
+# On the class: type checkers prefer what msgspec says of Struct to the metaclass. They take a
+# frozen subclass of Struct for an error.
 @dataclass_transform(kw_only_default=True, field_specifiers=(msgspec.field,))
 class Strict(msgspec.Struct, metaclass=_StrictMeta):
     """A struct that is frozen, keyword-only and refuses unknown fields; so are its subclasses."""

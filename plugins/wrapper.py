@@ -12,7 +12,7 @@ __all__ = ["Wrapper"]
 
 ComponentT = TypeVar("ComponentT", bound=Component)
 
-_OWN = {"close", "overridden", "wraps"}
+_OWN = {"Arguments", "close", "overridden", "prepare", "wraps"}
 """Members of interfaces that a wrapper has of its own: those that say what itself is."""
 
 
@@ -22,10 +22,10 @@ class Wrapper(Component, Generic[ComponentT]):
     `class Logged(Wrapper[Executor], Executor)` does what the executor in `self.wrapped` does: each
     method, property and attribute of the interface that the class does not override is that of the
     wrapped component, also through `super()`. Class attributes that are looked up on the class
-    itself, such as `AttentionBackend.devices`, are stated anew.
+    itself, such as `AttentionBackend.devices`, have to be stated again.
 
-    The operator chooses the wrapped component with the option `wraps`. The wrapper owns it:
-    whoever overrides `close` calls `super().close()`.
+    The operator chooses the wrapped component with the option `wraps`. The wrapper owns it: a
+    class that overrides `close` calls `super().close()`.
 
     Attributes:
         wrapped: the component that is wrapped.

@@ -52,7 +52,7 @@ def blamed(error: BaseException, source: Source, method: str) -> tuple[Source, s
         if isinstance(current, Component) and current is not owner:
             owner, name = current, trace.tb_frame.f_code.co_name
         trace = trace.tb_next
-    inner = None if owner is None else owner.context.source
+    inner = getattr(getattr(owner, "context", None), "source", None)
     return (source, method) if inner in (None, source) else (inner, name)
 
 

@@ -228,7 +228,8 @@ class GuardedReasoningParser(_Guard, ReasoningParser):
         name = self.name
         if isinstance(reason, BaseException):
             source, method = blamed(reason, self._source, method)
-            name, reason = source.name, f"failed: {describe(reason)}"
+            name = name if source is self._source else source.name
+            reason = f"failed: {describe(reason)}"
         return RequestError(f"reasoning parser {name!r}: its {method} {reason}")
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard, TypeVar
 import msgspec
 
 from hardpoint.plugins import typed
+from hardpoint.plugins.arguments import ComponentWithArguments, prepared_type
 from hardpoint.plugins.component import Component, Context
 from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.errors import (
@@ -292,12 +293,27 @@ def _find_wrapped(
                     f"another one (from {config_sources.of(f'plugin.{outer.name}.wraps')})"
                 )
             targets[inner.key] = load_component(inner.kind, inner.source, inner.target)
+            _check_arguments(outer, target, inner, targets[inner.key])
             found.setdefault(outer.key, {})[use] = inner
             add(inner, (*chain, inner))
 
     for item in chosen:
         add(item, (item,))
     return found
+
+
+def _check_arguments(
+    outer: SelectedPlugin, target: Any, inner: SelectedPlugin, wrapped: Any
+) -> None:
+    """Check that what a wrapped component takes of requests is what its wrapper passes on."""
+    if not issubclass(wrapped, ComponentWithArguments):
+        return
+    taken = prepared_type(wrapped)
+    if taken.__struct_fields__ and not issubclass(prepared_type(target), taken):
+        raise PluginContractError(
+            f"{outer.source}: it wraps {inner.name!r}, which takes arguments of requests; let its "
+            f"Arguments derive from {taken.__module__}:{taken.__qualname__}"
+        )
 
 
 def _is_wrapper(target: Any) -> TypeGuard[type[Component]]:

@@ -14,7 +14,7 @@ from hardpoint.plugins import HardpointError, RequestError, typed
 from hardpoint.plugins.component import Context
 from hardpoint.plugins.errors import PluginContractError
 
-from .engine_access import check_plugin_class, plugin_name, prepare_request_arguments
+from .engine_access import check_plugin_class, plugin_name, prepare_request_arguments, with_creator
 from .suite import ConformanceSuite, Violation, exceptions_as_violations, short_repr
 
 
@@ -47,7 +47,8 @@ class ComponentSuite(ConformanceSuite):
             Violation: it cannot be built.
         """
         cls = self._component()
-        context = context_type(name=self._name(), options=self._checked_options(), **fields)
+        made = context_type(name=self._name(), options=self._checked_options(), **fields)
+        context = with_creator(made, self.kind)
         try:
             component = cls(context)
         except HardpointError:

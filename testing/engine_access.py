@@ -6,6 +6,7 @@ change of the engine breaks here is mended here; the suites themselves use `hard
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import tempfile
 from collections.abc import Callable, Sequence
@@ -44,8 +45,8 @@ from hardpoint.plugins import (
     typed,
 )
 from hardpoint.plugins.arguments import ComponentWithArguments
-from hardpoint.plugins.component import Component
-from hardpoint.plugins.kinds import KINDS
+from hardpoint.plugins.component import Component, Context
+from hardpoint.plugins.kinds import KINDS, Number
 from hardpoint.plugins.kv_cache import KVCacheGroup, KVCacheManager
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import PluginEntry, Source
@@ -71,6 +72,28 @@ def check_plugin_class(cls: type[Component], kind: str, name: str) -> None:
         PluginContractError: the loader rejects it.
     """
     check_component(cls, KINDS[kind], _source(cls, name))
+
+
+def with_creator(context: Context[Any], kind: str) -> Context[Any]:
+    """Return a context that builds the components that the class under test wraps."""
+
+    def create(use: str) -> Component:
+        tree: dict[str, Any] = {"plugins": {"enable": [use]}}
+        if path := KINDS[kind].chosen_by:
+            table, _, key = path.partition(".")
+            tree = {table: {key: use if KINDS[kind].number is Number.ONE else [use]}}
+        plugins = resolve_plugins(typed.convert(tree, EngineConfig, path=""))
+        *_, entry = (e for e in plugins.entries(kind) if use in (e.name, e.value))
+        own = {field.name for field in dataclasses.fields(Context)}
+        fields = {
+            field.name: getattr(context, field.name)
+            for field in dataclasses.fields(context)
+            if field.name not in own
+        }
+        component: Component = plugins.create(entry, type(context), **fields)
+        return component
+
+    return dataclasses.replace(context, creator=create)
 
 
 def load_default_scheduler() -> type[Scheduler]:

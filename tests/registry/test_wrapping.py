@@ -15,6 +15,7 @@ from support.process.harness import open_engine
 from hardpoint import SamplingParams
 from hardpoint.cli import main
 from hardpoint.plugins import (
+    Arguments,
     Executor,
     ExecutorContext,
     LogitsProcessor,
@@ -33,7 +34,7 @@ from hardpoint.plugins.errors import (
     PluginLoadError,
     PluginNotFoundError,
 )
-from hardpoint.testing import scripted_engine
+from hardpoint.testing import SchedulingPolicySuite, scripted_engine
 
 HERE = wrapping.__name__
 JOBS = varied_jobs(20)
@@ -217,6 +218,19 @@ class TestAtStart:
         assert (inner.name, inner.distribution) == ("LlamaForCausalLM", "hardpoint")
         assert set_.target(inner) is not set_.target(entry)
 
+    def test_arguments_are_the_wrappers(self, installed):
+        class Given(Arguments):
+            top: int = 1
+
+        installed.offer("samplers/race", component(Sampler, Arguments=Given))
+        installed.offer("samplers/one", wrapper(Sampler, "race"))
+        outer = wrapper(Sampler, "race")
+        outer.Arguments = Given
+        installed.offer("samplers/two", outer)
+        with pytest.raises(PluginContractError, match="wraps 'race', which takes arguments of req"):
+            installed.resolve(sampler={"use": "one"})
+        assert installed.resolve(sampler={"use": "two"}).one("samplers").wraps
+
     def test_logits_processors_are_ordered_instead(self, installed):
         outer = component(LogitsProcessor, wraps=classmethod(lambda _cls, _options: ("min_p",)))
         installed.offer("logits_processors/outer", outer)
@@ -277,3 +291,11 @@ def test_the_command_shows_what_is_wrapped(capsys, tmp_path):
     assert "on: wrapped by logged_sampler" in capsys.readouterr().out
     assert main(["plugins", "show", "logged_sampler", *settings]) == 0
     assert re.search('wraps +a string; default "default"', capsys.readouterr().out)
+
+
+class TestWrappedPolicy(SchedulingPolicySuite):
+    """The suites build what a class wraps."""
+
+    policy = wrapping.KeptPolicy
+    examples = 0.05
+    budget_us_per_request = None

@@ -196,3 +196,12 @@ class ClosedExecutor(Wrapper[Executor], Executor):
     def close(self):
         super().close()
         ClosedExecutor.closed += 1
+
+
+class KeptPolicy(Wrapper[SchedulingPolicy], SchedulingPolicy):
+    """Keeps all of another policy."""
+
+    contract = 1
+
+    class Options(Wrapper.Options):
+        wraps: str = "priority"

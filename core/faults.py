@@ -11,7 +11,7 @@ from hardpoint.plugins.config import PluginsConfig
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.stats import StepFault
-from hardpoint.registry.blame import blamed, describe, raise_unless_fault
+from hardpoint.registry.blame import responsible, describe, raise_unless_fault
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
 
@@ -85,7 +85,7 @@ class StepFaults:
         def report(message: str, cause: BaseException | None = None) -> None:
             plugin = source
             if cause is not None:
-                plugin, method = blamed(cause, source, "")
+                plugin, method = responsible(cause, source, "")
                 if plugin != source:  # a component that the plugin wraps
                     message = f"{method}() failed, called by {source.name!r}"
                 message = f"{message}: {describe(cause)}"

@@ -35,8 +35,8 @@ def raise_unless_fault(error: BaseException) -> None:
         raise error
 
 
-def blamed(error: BaseException, source: Source, method: str) -> tuple[Source, str]:
-    """Return the plugin and the method that an error is blamed on.
+def responsible(error: BaseException, source: Source, method: str) -> tuple[Source, str]:
+    """Return the plugin and the method that an error is responsible on.
 
     It is the innermost of the components that wrap one another.
 

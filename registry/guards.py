@@ -22,7 +22,7 @@ from hardpoint.plugins.errors import PluginFaultError, shown
 from hardpoint.plugins.manifest import PluginEntry, Source
 from hardpoint.plugins.tokenizer import DecodeStream
 
-from .blame import blamed, describe, raise_unless_fault
+from .blame import responsible, describe, raise_unless_fault
 from .plugin_set import PluginSet
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class _Guard(Component):
         """Return the error for a method that failed."""
         source = self._source
         if isinstance(reason, BaseException):
-            source, method = blamed(reason, source, method)
+            source, method = responsible(reason, source, method)
             reason = f"failed: {describe(reason)}"
         return PluginFaultError(f"{source}: its {method} {reason}")
 
@@ -227,7 +227,7 @@ class GuardedReasoningParser(_Guard, ReasoningParser):
         """Return the error of the request for which a method failed."""
         name = self.name
         if isinstance(reason, BaseException):
-            source, method = blamed(reason, self._source, method)
+            source, method = responsible(reason, self._source, method)
             name = name if source is self._source else source.name
             reason = f"failed: {describe(reason)}"
         return RequestError(f"reasoning parser {name!r}: its {method} {reason}")

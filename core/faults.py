@@ -11,7 +11,7 @@ from hardpoint.plugins.config import PluginsConfig
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.stats import StepFault
-from hardpoint.registry.blame import responsible, describe, raise_unless_fault
+from hardpoint.registry.blame import describe, raise_unless_fault, responsible
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
 

@@ -22,7 +22,7 @@ from hardpoint.plugins.errors import PluginFaultError, shown
 from hardpoint.plugins.manifest import PluginEntry, Source
 from hardpoint.plugins.tokenizer import DecodeStream
 
-from .blame import responsible, describe, raise_unless_fault
+from .blame import describe, raise_unless_fault, responsible
 from .plugin_set import PluginSet
 
 T = TypeVar("T")

@@ -5,6 +5,7 @@ A wrong one names its plugin.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -49,7 +50,10 @@ class CheckedModel:
         if not isinstance(shapes, Mapping) or not all(map(_is_shape, shapes.values())):
             raise self._wrong("weight_shapes", shapes, "a shape per name")
         if not isinstance(specs, list) or not all(map(_is_spec, specs)):
-            expected = "a list of KVSpec with numbers >= 1, num_kv_heads a divisor of num_heads"
+            expected = (
+                "a list of KVSpec of whole numbers >= 1 and a finite scale, where num_kv_heads "
+            )
+            expected += "divides num_heads"
             raise self._wrong("kv_specs", specs, expected)
         self.shapes: dict[str, tuple[int, ...]] = dict(shapes)
         self.specs: list[KVSpec] = specs
@@ -298,11 +302,15 @@ def _is_shape(shape: Any) -> bool:
 
 
 def _is_spec(spec: Any) -> bool:
-    numbers = ("num_heads", "num_kv_heads", "head_size")
+    if not isinstance(spec, KVSpec):
+        return False
+    numbers = (spec.num_heads, spec.num_kv_heads, spec.head_size, spec.window)
     return (
-        isinstance(spec, KVSpec)
-        and all(getattr(spec, name) >= 1 for name in numbers)
+        all(type(number) is int and number >= 1 for number in numbers if number is not None)
+        and None not in numbers[:3]
         and spec.num_heads % spec.num_kv_heads == 0
+        and isinstance(spec.scale, int | float)
+        and math.isfinite(spec.scale)
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -102,8 +104,11 @@ WEIGHTS = "a name and a dense CPU tensor"
             r"its weight_shapes\(\) gave .*, expected a shape per name",
         ),
         ("kv_specs", 3, r"'Scripted.*: its kv_specs\(\) gave 3, expected a list of KVSpec"),
-        ("kv_specs", [KVSpec(1, 1, -8, 1.0)], "expected a list of KVSpec with numbers >= 1"),
-        ("kv_specs", [KVSpec(3, 2, 8, 1.0)], "num_kv_heads a divisor of num_heads$"),
+        ("kv_specs", [KVSpec(1, 1, -8, 1.0)], "expected a list of KVSpec of whole numbers >= 1"),
+        ("kv_specs", [KVSpec(3, 2, 8, 1.0)], "where num_kv_heads divides num_heads$"),
+        ("kv_specs", [KVSpec(2, 2, 8, 1.0, 0)], "window=0.*, expected a list of KVSpec of whole"),
+        ("kv_specs", [KVSpec(2, 2, 8, math.nan)], "scale=nan.*, expected .* and a finite scale"),
+        ("kv_specs", [KVSpec(2.0, 2, 8, 1.0)], "num_heads=2.0.*, expected a list of KVSpec"),
         (
             "bytes_per_block",
             0,

@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -209,6 +211,20 @@ class ProcessorFailedError(Exception):
     """A logits processor raised for its rows as a whole; `__cause__` is what it raised."""
 
 
+class _WatchedState(dict[str, Any]):
+    """The states of a request by processor; notes when one is read."""
+
+    read: list[str]
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.append(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.append(name)
+        return super().get(name, default)
+
+
 class ProcessorPipeline:
     """A logits processor in a pipeline of its own.
 
@@ -321,6 +337,23 @@ class ProcessorPipeline:
         if not state or not request.arguments:
             return None
         return {name: state.gather(name, [request]) for name in self.processor.device_state()}
+
+    @contextmanager
+    def watching_state(self, requests: Sequence[LogitsRequest]) -> Iterator[list[str]]:
+        """Yield a list that gets an item whenever the state of a request is read in the body."""
+        read: list[str] = []
+        device_state, gather = self._runner.device_state, self._runner.device_state.gather
+
+        def gathered(name: str, rows: Sequence[LogitsRequest]) -> torch.Tensor:
+            read.append(name)
+            return gather(name, rows)
+
+        for request in requests:
+            state = _WatchedState(request.state)
+            state.read = read
+            object.__setattr__(request, "state", state)  # as processors get a frozen request
+        with mock.patch.object(device_state, "gather", gathered):
+            yield read
 
     def call(self, logits: torch.Tensor, requests: Sequence[LogitsRequest]) -> None:
         """Call the processor's methods of one step directly, without checks of the result."""

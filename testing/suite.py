@@ -103,7 +103,7 @@ class FailingCase:
         return f"\n  case:\n{_describe(self.drawn)}\n  replay: {replay_line(self.seed)}"
 
 
-class _ShrinkingTimeoutError(BaseException):
+class EndOfSearchError(BaseException):
     """Ends hypothesis' search at once, as an interrupt from the keyboard does."""
 
 
@@ -144,7 +144,7 @@ class Search:
         def search(**drawn: Any) -> None:
             nonlocal deadline, found
             if found is not None and time.monotonic() > deadline:
-                raise _ShrinkingTimeoutError
+                raise EndOfSearchError
             try:
                 check(**drawn)
             except Violation as violation:
@@ -157,7 +157,7 @@ class Search:
         except Violation as violation:
             if found is None:  # raised while a case was drawn
                 return FailingCase(violation, {}, number)
-        except (Flaky, _ShrinkingTimeoutError):
+        except (Flaky, EndOfSearchError):
             pass  # the newest case is the smallest
         return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -31,6 +31,7 @@ MAX_ROWS = 8
 """Maximum number of rows in a test batch."""
 
 _CPU = torch.device("cpu")
+_MOST_IDS = 8  # of a request's arguments that are drawn into its prompt and outputs
 _GREEDY, _RANDOM = 0.0, 1.0
 
 
@@ -45,6 +46,7 @@ class Case:
     Attributes:
         arguments: prepared arguments; None for a request that does not use the processor.
         outputs: its output tokens when it enters the batch.
+        argument_ids: the token ids in its arguments.
     """
 
     arguments: Any
@@ -52,6 +54,11 @@ class Case:
     prompt: tuple[int, ...]
     outputs: tuple[int, ...]
     stop_token_ids: tuple[int, ...]
+    argument_ids: tuple[int, ...] = ()
+
+    def token(self, number: int) -> int:
+        """Return a drawn token id; a negative number stands for one of the arguments' ids."""
+        return _meeting_token(number, self.argument_ids)
 
     @property
     def uses(self) -> bool:
@@ -254,7 +261,7 @@ class Subject:
         given = st.just({}) if arguments is None else arguments
         temperatures = st.just(_RANDOM) if sampled_only else st.sampled_from([_RANDOM, _GREEDY])
         uses = st.just(True) if users_only else st.sampled_from([True, True, False])
-        tokens = st.integers(0, 3) | st.integers(0, self.vocab_size - 1)
+        tokens = drawn_tokens(self.vocab_size)
         prompts = st.lists(tokens, min_size=1, max_size=8)
         outputs = st.lists(tokens, max_size=0 if self.observes else 8)
 
@@ -267,12 +274,45 @@ class Subject:
             outputs: list[int],
         ) -> Case:
             params = msgspec.structs.replace(params, temperature=temperature)
+            ids = _token_ids_in(given, self.vocab_size) if uses else ()
+            prompt = [_meeting_token(number, ids) for number in prompt]
+            outputs = [_meeting_token(number, ids) for number in outputs]
             try:
                 case = self.case(given if uses else None, params, prompt, outputs)
             except RequestRejectedError:
                 assume(False)
                 raise
             assume(not (sampled_only and case.params.greedy))
-            return case
+            return replace(case, argument_ids=ids)
 
         return st.builds(make, uses, given, base, temperatures, prompts, outputs)
+
+
+def drawn_tokens(vocab_size: int) -> st.SearchStrategy[int]:
+    """Return a strategy for token ids, in which small ones are frequent, as in arguments.
+
+    Negative numbers stand for the ids in a request's arguments (`Case.token`): so prompt, outputs
+    and arguments often have the same ids, whatever an author draws for the latter.
+    """
+    return st.integers(-_MOST_IDS, 3) | st.integers(0, vocab_size - 1)
+
+
+def _meeting_token(number: int, argument_ids: Sequence[int]) -> int:
+    if number >= 0:
+        return number
+    return argument_ids[number % len(argument_ids)] if argument_ids else -number % 4
+
+
+def _token_ids_in(given: Any, vocab_size: int) -> tuple[int, ...]:
+    """Return the numbers in arguments that may be token ids, each once, and not too many."""
+    found: dict[int, None] = {}
+    pending = [msgspec.to_builtins(given, str_keys=False)]
+    while pending and len(found) < _MOST_IDS:
+        value = pending.pop()
+        if isinstance(value, Mapping):
+            pending += [*value.values(), *value]
+        elif isinstance(value, list | tuple | set):
+            pending += value
+        elif type(value) is int and 0 <= value < vocab_size:
+            found[value] = None
+    return tuple(found)

@@ -23,10 +23,11 @@ from hardpoint.testing.suite import ConformanceSuite, Violation, reject_replaced
 
 from .histories import check_history, steps
 from .host_sync import UndecidableError
-from .rules import claims, results, states
-from .subject import MAX_ROWS, Case, Subject
+from .rules import claims, effects, results, states
+from .subject import MAX_ROWS, Case, Subject, drawn_tokens
 
 _SEEDS = st.integers(0, 2**16)
+_DRAFTS = st.integers(-2, 3)  # see drawn_tokens
 
 
 class LogitsProcessorSuite(ConformanceSuite):
@@ -65,6 +66,19 @@ class LogitsProcessorSuite(ConformanceSuite):
             lambda: claims.check_contract(self._subject),
         )
         self._search_cases(rule, 30, claims.check_round_trip, case=self._users())
+
+    def test_effect(self) -> None:
+        """The processor runs, changes logits and uses its state: else nothing is tested."""
+        seen = effects.Effects(self._subject)
+        self._search_cases(
+            effects.RULE,
+            300,
+            lambda _, **drawn: seen.add(**drawn),
+            cases=self._several_users(),
+            tokens=st.lists(drawn_tokens(self.vocab_size), max_size=6),
+            seed=_SEEDS,
+        )
+        self._run_checks(effects.RULE, seen.check)
 
     def test_history(self) -> None:
         """In any history of a batch a row equals its request run alone."""
@@ -127,7 +141,7 @@ class LogitsProcessorSuite(ConformanceSuite):
         """An advanced state equals one started on the whole history."""
         if self._subject.observes:
             pytest.skip("it observes: a state is never started on a history")
-        tokens = st.integers(0, 3) | st.integers(0, self.vocab_size - 1)
+        tokens = drawn_tokens(self.vocab_size)
         self._search_cases(
             "advance: start on the whole history equals start and advance",
             60,
@@ -147,7 +161,7 @@ class LogitsProcessorSuite(ConformanceSuite):
             60,
             states.check_fork,
             case=self._users(),
-            drafts=st.lists(st.integers(0, 3), min_size=1, max_size=4),
+            drafts=st.lists(_DRAFTS, min_size=1, max_size=4),
             seed=_SEEDS,
         )
 
@@ -160,11 +174,11 @@ class LogitsProcessorSuite(ConformanceSuite):
                 60,
                 states.check_observed_drafts,
                 case=self._users(),
-                drafts=st.lists(st.integers(0, 3), min_size=1, max_size=4),
+                drafts=st.lists(_DRAFTS, min_size=1, max_size=4),
                 seed=_SEEDS,
             )
             return
-        drafts = st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=3)
+        drafts = st.lists(st.lists(_DRAFTS, max_size=3), min_size=1, max_size=3)
         self._search_cases(
             "drafts: a draft's row equals that of a request that generated the token",
             60,

@@ -97,13 +97,30 @@ BROKEN = [
     (broken.Hoards, ANY, {"memory": "finished requests are still referenced, by list"}),
     (broken.Grows, ANY, {"memory": "grew from \\d+ to \\d+ elements while"}),
     (broken.Sleeps, ANY, {"speed": "the budget is 500"}),
-    (broken.Unmasks, SCALE, {"masks_stay": "was masked \\(-inf\\) and became 5"}),
+    (broken.ChangesNothing, ANY, {"effect": "ChangesNothing changed no logit, in none of the"}),
+    (broken.Bias, st.just({"by": 0.0}), {"effect": "Bias changed no logit.*\n  fix: draw other"}),
+    (broken.NeverUsed, None, {
+        "effect": r"NeverUsed never ran: .* uses\(\) returned False",
+        "bystanders": None,
+    }),
+    (broken.IgnoresItsState, ANY, {"effect": "declares state .* but apply or edits never read"}),
+    (broken.Repeated, st.builds(broken.Repeated.Arguments), {
+        "advance": "let start count request.output_token_ids exactly as advance counts",
+        "history": None, "swaps": None, "drafts": None,
+    }),
+    (broken.OffByOne, st.builds(broken.OffByOne.Arguments, token=st.integers(0, 130)), {
+        "advance": "let start count request.output_token_ids exactly as advance counts",
+        "history": None, "swaps": None, "drafts": None,
+    }),
+    (broken.Unmasks, SCALE, {
+        "masks_stay": "was masked \\(-inf\\) and became 5", "effect": None,
+    }),
     (broken.KeepsOnSelf, ANY, {
         "history": "observe, if it depends on logits",
-        "swaps": None,
+        "swaps": None, "effect": None,
     }),
     (broken.OutgrowsItsBound, ANY, {"history": "expected a state of at most max_state_bytes"}),
-    (broken.ObservesInPlace, ANY, {"drafts": "changed the request's own state"}),
+    (broken.ObservesInPlace, ANY, {"drafts": "changed the request's own state", "effect": None}),
     (broken.ObservesNothing, ANY, {"history": "expected a state of type State, got NoneType"}),
 ]  # fmt: skip
 CRASHING = {"PrepareCrashes", "RejectsAll", "FailsToBuild", "PreparesNothing", "NoContract"} | {

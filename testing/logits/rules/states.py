@@ -56,14 +56,15 @@ def check_advance(subject: Subject, cases: list[Case], tokens: list[int], seed: 
     """Check that an advanced state equals one started on the whole history."""
     batch = BatchFixture(subject, cases)
     for token in tokens:
-        batch.advance([token] * len(cases))
+        batch.advance([case.token(token) for case in cases])
     logits = make_logits(seed, len(cases), subject.vocab_size)
     result = batch.process(logits)
     for row, case in enumerate(cases):
         expected = run_alone(subject, case, batch.outputs[row], logits[row])
         if (message := difference(result[row], expected)) is not None:
             raise Violation(
-                f"started on outputs {list(case.outputs)} and advanced over {tokens}, {message}; "
+                f"started on outputs {list(case.outputs)} and advanced over "
+                f"{batch.outputs[row][len(case.outputs) :]}, {message}; "
                 f"expected is the result of start on all outputs; for {case}",
                 "a preempted request starts again on all of its outputs: let start count "
                 "request.output_token_ids exactly as advance counts tokens (likewise start_row "
@@ -73,7 +74,7 @@ def check_advance(subject: Subject, cases: list[Case], tokens: list[int], seed: 
 
 def check_fork(subject: Subject, case: Case, drafts: list[int], seed: int) -> None:
     """Check that advancing a forked state over drafts does not change the original."""
-    batch = BatchFixture(subject, [case])
+    batch, drafts = BatchFixture(subject, [case]), [case.token(draft) for draft in drafts]
     (request,) = batch.requests
     logits = make_logits(seed, 1, subject.vocab_size)
     result, before = batch.process(logits), _state_of(batch, request)
@@ -90,7 +91,8 @@ def check_fork(subject: Subject, case: Case, drafts: list[int], seed: int) -> No
 def check_drafts(subject: Subject, cases: list[Case], drafts: list[list[int]], seed: int) -> None:
     """Check that a draft's row equals that of a request that generated the draft."""
     batch = BatchFixture(subject, cases)
-    drafts = drafts[: len(cases)] + [[]] * (len(cases) - len(drafts))
+    drafts = [[case.token(n) for n in own] for case, own in zip(cases, drafts, strict=False)]
+    drafts += [[]] * (len(cases) - len(drafts))
     rows = _draft_rows(batch, drafts)
     logits = make_logits(seed, len(rows), subject.vocab_size)
     result = batch.process(logits, rows)
@@ -111,6 +113,7 @@ def check_drafts(subject: Subject, cases: list[Case], drafts: list[list[int]], s
 def check_observed_drafts(subject: Subject, case: Case, drafts: list[int], seed: int) -> None:
     """Check that states after drafts equal those after the same tokens, and change no others."""
     batch, alone = BatchFixture(subject, [case]), BatchFixture(subject, [case])
+    drafts = [case.token(draft) for draft in drafts]
     (source,) = batch.requests
     before = _state_of(batch, source)
     for depth, draft in enumerate(drafts):

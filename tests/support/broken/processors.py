@@ -501,3 +501,83 @@ class ObservesNothing(Observer):
 
     def observe(self, state, token, logprob):
         return None
+
+
+class ChangesNothing(Bias):
+    contract = 1
+
+    def apply(self, logits, rows):
+        return logits + 0
+
+
+class NeverUsed(BatchLogitsProcessor):
+    """A batch-level processor that no request uses."""
+
+    contract = 1
+    phase = Phase.BIAS
+
+    @classmethod
+    def uses(cls, params):
+        return False
+
+    def update_state(self, update):
+        pass
+
+    def apply(self, logits):
+        return logits + 1
+
+
+class IgnoresItsState(Bias):
+    contract = 1
+
+    def start(self, request):
+        return len(request.output_token_ids)
+
+    def advance(self, state, token):
+        return state + 1
+
+
+class Repeated(LogitsProcessor):
+    """Halves the logits of repeated tokens; counts one twice that prompt and output have."""
+
+    contract = 1
+    phase = Phase.PENALTY
+
+    class Arguments(plugins.Arguments):
+        by: float = 2.0
+
+    def start(self, request):
+        prompt = set(request.prompt_token_ids)
+        return prompt, {*prompt, *request.output_token_ids}
+
+    def advance(self, state, token):
+        prompt, seen = state
+        return prompt, seen - {token} if token in prompt else seen | {token}
+
+    def apply(self, logits, rows):
+        for row, (_, seen) in enumerate(rows.states()):
+            logits[row, sorted(seen)] /= rows.arguments()[row].by
+        return logits
+
+
+class OffByOne(LogitsProcessor):
+    """Raises the logits once a token has come; looks for the next token while it advances."""
+
+    contract = 1
+    phase = Phase.BIAS
+
+    class Arguments(plugins.Arguments):
+        token: int
+
+    def start(self, request):
+        token = request.arguments["off_by_one"].token
+        return token, token in request.output_token_ids
+
+    def advance(self, state, token):
+        wanted, has_come = state
+        return wanted, has_come or token == wanted + 1
+
+    def apply(self, logits, rows):
+        for row, (_, has_come) in enumerate(rows.states()):
+            logits[row, 0] += 1.0 + has_come
+        return logits

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from .arguments import ComponentWithArguments
+from .arguments import ComponentWithArguments, prepared_type
 from .component import Context
 from .markers import ReasoningMarkers
 from .tokenizer import Tokenizer
@@ -19,8 +19,8 @@ class ReasoningContext(Context["ReasoningParser"]):
     """Context of a reasoning parser.
 
     Attributes:
-        arguments: of the request that the parser is for; the defaults for the parser that serves
-            all requests without arguments.
+        arguments: of the request that the parser is for; None, for the parser that serves all
+            requests without arguments, is the defaults.
     """
 
     tokenizer: Tokenizer
@@ -38,9 +38,10 @@ class ReasoningParser(ComponentWithArguments):
     context: ReasoningContext
 
     def __init__(self, context: ReasoningContext) -> None:
-        """Store the context; `self.arguments` is its field, too."""
+        """Store the context; `self.arguments` is its field, too, or the defaults."""
         super().__init__(context)
-        self.arguments = context.arguments
+        given = context.arguments
+        self.arguments: Any = prepared_type(type(self))() if given is None else given
 
     @abstractmethod
     def markers(self) -> ReasoningMarkers:

@@ -16,7 +16,6 @@ from hardpoint.plugins import (
     Tokenizer,
     typed,
 )
-from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.errors import PluginFaultError, shown
 from hardpoint.plugins.manifest import PluginEntry, Source
@@ -252,8 +251,6 @@ def open_parser(
     Raises:
         PluginLoadError: its constructor failed.
     """
-    if arguments is None:
-        arguments = prepared_type(plugins.target(entry))()
     parser: ReasoningParser = plugins.create(
         entry, ReasoningContext, tokenizer=tokenizer, arguments=arguments
     )

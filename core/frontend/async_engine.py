@@ -132,6 +132,9 @@ class AsyncEngine:
         arrived = self.parts.clock()
         token_ids = await self._tokenizer.tokenise(prompt)
         for attempt in itertools.count():
+            while self._policy_lock.locked():  # its arguments are for the policy that it will meet
+                async with self._policy_lock:
+                    pass
             await self._ready()
             # A new one each time: outputs of a first attempt do not belong to the second one.
             collector = RequestOutputCollector()

@@ -128,9 +128,8 @@ class InputProcessor:
             cache_salt=salt,
             trace_headers=extras.trace_headers,
         )
-        self._arguments.resolve(request)
+        fields = self._arguments.resolve(request)
         # The arguments travel resolved; the originals would only travel twice.
-        fields = self._arguments.fields(params, request.plugin_args) if params.plugin_args else {}
         request.params = msgspec.structs.replace(params, **{**fields, "plugin_args": {}})
         return request, given.text
 

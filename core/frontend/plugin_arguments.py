@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -82,8 +82,7 @@ class _User:
         return self.entry.kind == _LOGITS
 
 
-@dataclass(frozen=True)
-class _Given:
+class _Given(NamedTuple):
     """The arguments that a request gives for a component, and their path."""
 
     path: str
@@ -124,30 +123,25 @@ class PluginArguments:
                 self._by_name.setdefault(name, []).append(user)
         self._honoured = {field for user in self._users for field in user.fields}
 
-    def resolve(self, request: EngineCoreRequest) -> None:
+    def resolve(self, request: EngineCoreRequest) -> dict[str, Any]:
         """Fill in, for each component that the request uses, its arguments as plain data.
 
         Also fills in `reasoning_ended`.
+
+        Returns:
+            The fields of parameters that the request gives under `plugin_args`. Not only the
+            processor reads them: stop strings are held back until `min_tokens`, and a greedy
+            sampler is recognised by `temperature`.
 
         Raises:
             RequestError: an argument is wrong, belongs to no enabled plugin, or asks for something
                 that no enabled plugin can do; or the reasoning parser failed.
         """
-        self._resolve_all(request, self._located(request.params.plugin_args))
-
-    def fields(
-        self, params: SamplingParams, resolved: Mapping[str, Mapping[str, Any]]
-    ) -> dict[str, Any]:
-        """Return the fields of parameters that a request gives under `plugin_args`.
-
-        Not only the processor reads them: stop strings are held back until `min_tokens`, and a
-        greedy sampler is recognised by `temperature`.
-
-        Args:
-            params: of the request, `plugin_args` included.
-            resolved: arguments that `resolve` filled in.
-        """
-        given = self._located(params.plugin_args)
+        given = self._located(request.params.plugin_args)
+        self._resolve_all(request, given)
+        if not given:
+            return {}
+        resolved = request.plugin_args
         return {
             field: resolved[user.key][field]
             for user in self._users
@@ -194,7 +188,9 @@ class PluginArguments:
     def _resolve_all(self, request: EngineCoreRequest, given: Mapping[str, _Given]) -> None:
         """Fill in the resolved arguments of a request, and whether its reasoning has ended."""
         self._refuse_unhonoured(request.params)
-        request.plugin_args = self._resolved(request, self._parsers, given, None)
+        request.plugin_args = {}
+        if self._parsers:
+            request.plugin_args = self._resolved(request, self._parsers, given, None)
         with self._reasoning_of(request) as reasoning:
             if reasoning is not None:
                 request.reasoning_ended = reasoning.markers().ended(request.prompt_token_ids)
@@ -233,8 +229,6 @@ class PluginArguments:
         self, users: Sequence[_User], params: SamplingParams, given: Mapping[str, _Given]
     ) -> Iterator[_User]:
         """Yield the components for which a request has arguments: given, by a field, or unasked."""
-        if not users:
-            return
         changed = {f for f in self._honoured if getattr(params, f) != getattr(_DEFAULTS, f)}
         for user in users:
             if (

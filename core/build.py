@@ -282,6 +282,8 @@ def _start_hooks(
 
 def _announce(plugins: PluginSet) -> None:
     """Log unexpected states: plugins that are not enabled, and those that every request uses."""
+    for warning in plugins.warnings:
+        _log.warning("%s", warning)
     if idle := plugins.not_enabled():
         _log.info("found but not enabled: %s", ", ".join(found.label for found in idle))
     for entry, cls in plugins.logits_processors():

@@ -72,6 +72,8 @@ class ComponentDetails:
         argument_fields: declared arguments of a request; None where the kind has none.
         options_schema: JSON Schema of the options.
         arguments_schema: JSON Schema of the arguments.
+        problem: why loading refuses it, if it is not enabled; empty if it passes every check.
+        others: the other components of its kind that have its name.
     """
 
     info: ComponentInfo
@@ -89,6 +91,8 @@ class ComponentDetails:
     argument_fields: Sequence[FieldDoc] | None
     options_schema: Mapping[str, Any] | None
     arguments_schema: Mapping[str, Any] | None
+    problem: str = ""
+    others: Sequence[ComponentInfo] = ()
 
 
 class PluginCatalog(Protocol):
@@ -98,9 +102,9 @@ class PluginCatalog(Protocol):
         """Return all components in the order of kinds; import none that is not enabled."""
 
     def details(self, name: str) -> ComponentDetails:
-        """Return the details of `name` or `kind/name`; an enabled component comes first.
+        """Return the details of `name`, `kind/name` or an FQCN; an enabled component comes first.
 
-        Imports the component if it is not enabled.
+        Imports the component, and checks all that loading it would check.
 
         Raises:
             PluginError: no component or several have that name, or it cannot be loaded.

@@ -12,15 +12,15 @@ from hardpoint.plugins.commands import ComponentDetails, ComponentInfo
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.describing import FieldDoc, first_paragraph, struct_fields
-from hardpoint.plugins.errors import PluginConflictError, PluginNotFoundError
+from hardpoint.plugins.errors import HardpointError, PluginConflictError, PluginNotFoundError
 from hardpoint.plugins.hooks import PROJECT
-from hardpoint.plugins.kinds import KINDS, PLANNED, Kind, Number
+from hardpoint.plugins.kinds import KINDS, Kind, Number
 from hardpoint.plugins.manifest import PluginEntry, Source
-from hardpoint.plugins.typed import json_schema, suggest
+from hardpoint.plugins.typed import convert, json_schema, suggest
 
 from .adapt import adapter_of, load_component
-from .discovery import InstalledPlugin
-from .plugin_set import PluginSet
+from .discovery import InstalledPlugin, describe_unknown_kind
+from .plugin_set import PluginSet, resolve_plugins
 
 
 class Catalog:
@@ -60,14 +60,14 @@ class Catalog:
         return sorted([*enabled, *others], key=lambda c: (rank.get(c.kind, len(rank)), c.kind))
 
     def details(self, name: str) -> ComponentDetails:
-        """Return the details of `name` or `kind/name`; import the component.
+        """Return the details of `name`, `kind/name` or an FQCN; import and check the component.
 
         Raises:
             PluginNotFoundError: no component has that name, or its kind is unknown.
-            PluginConflictError: components of several kinds have it.
+            PluginConflictError: several components have it, of which none is enabled.
             PluginError: the component cannot be imported, or does not keep its kind's contract.
         """
-        info = self._find(name)
+        info, others = self._find(name)
         if info.kind not in KINDS:
             raise PluginNotFoundError(
                 f"{info.kind}/{info.name} ({info.package}): {info.reason}; "
@@ -103,11 +103,42 @@ class Catalog:
             argument_fields=_fields(target, "Arguments"),
             options_schema=_schema(target, "Options"),
             arguments_schema=_schema(target, "Arguments"),
+            problem="" if info.enabled else self._problem(kind, info),
+            others=others,
         )
 
-    def _find(self, name: str) -> ComponentInfo:
+    def _problem(self, kind: Kind, info: ComponentInfo) -> str:
+        """Return why the engine would refuse a component that is not enabled."""
+        try:
+            plugins = resolve_plugins(
+                self._choosing(kind, info), self._config_sources, self._plugins.found
+            )
+            plugins.hooks()
+        except HardpointError as error:
+            return str(error)
+        return ""
+
+    def _choosing(self, kind: Kind, info: ComponentInfo) -> EngineConfig:
+        """Return the configuration with a component enabled, in the place of one of its name."""
+        config = msgspec.to_builtins(self._config)
+        *tables, field = (kind.chosen_by or "plugins.enable").split(".")
+        table = config
+        for name in tables:
+            table = table[name]
+        if kind.number is Number.ONE:
+            table[field] = info.value
+        elif kind.chosen_by is None and self._plugins.find(info.kind, info.name):
+            key = f"{info.kind}/{info.name}"
+            table["replace"] = {k: v for k, v in table["replace"].items() if k != info.name}
+            table["replace"][key] = info.value
+        else:
+            table[field] = [*table[field], info.value]
+        return convert(config, EngineConfig, path="")
+
+    def _find(self, name: str) -> tuple[ComponentInfo, list[ComponentInfo]]:
+        """Return the component of a name, and the others of its kind that have it, too."""
         components = self.components()
-        named = [c for c in components if name in (c.name, f"{c.kind}/{c.name}")]
+        named = [c for c in components if name in (c.name, f"{c.kind}/{c.name}", c.value)]
         if not named:
             known = sorted({c.name for c in components})
             raise PluginNotFoundError(
@@ -118,7 +149,15 @@ class Catalog:
         if len(kinds) > 1:
             choices = ", ".join(f"{kind}/{named[0].name}" for kind in kinds)
             raise PluginConflictError(f"{name!r} could be any of {choices}")
-        return max(named, key=lambda c: c.enabled)
+        enabled = [c for c in named if c.enabled]
+        if len(named) > 1 and not enabled:
+            choices = " or ".join(f"{c.value} ({c.distribution} {c.version})" for c in named)
+            raise PluginConflictError(
+                f"{name!r} is the name of several {kinds[0]}; name one by its FQCN: {choices}"
+            )
+        info = (enabled or named)[0]
+        same = [c for c in components if (c.kind, c.name) == (info.kind, info.name)]
+        return info, [c for c in same if c is not info]
 
     def _enabled(self, entry: PluginEntry) -> ComponentInfo:
         if entry.kind != "logits_processors":
@@ -149,8 +188,7 @@ class Catalog:
         names = (found.name, f"{found.kind}/{found.name}")
         kind = KINDS.get(found.kind)
         if kind is None:
-            yet = " yet" if found.kind in PLANNED else ""
-            return f"this Hardpoint has no {found.kind}{yet}"
+            return describe_unknown_kind(found.kind)
         for name, value in self._config.plugins.replace.items():
             if name in names and found.builtin:
                 path = f"plugins.replace.{name}"

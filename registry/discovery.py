@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import importlib_metadata
 
-from hardpoint.plugins.kinds import KINDS
+from hardpoint.plugins.kinds import KINDS, PLANNED
 from hardpoint.plugins.manifest import PluginEntry, Source
 
 DISTRIBUTION = "hardpoint"
@@ -70,6 +70,11 @@ def discover(foreign_groups: Sequence[str] = ()) -> list[InstalledPlugin]:
         if point.group.startswith(_PREFIX) or point.group in foreign_groups
     }
     return sorted(found, key=lambda f: (not f.builtin, f))
+
+
+def describe_unknown_kind(kind: str) -> str:
+    """Return a sentence about a kind that this version does not have."""
+    return f"this Hardpoint has no {kind}{' yet' if kind in PLANNED else ''}"
 
 
 def installed_version() -> str:

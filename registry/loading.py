@@ -7,8 +7,9 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from enum import Enum
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -23,12 +24,17 @@ from hardpoint.plugins.errors import (
 )
 from hardpoint.plugins.hooks import PROJECT
 from hardpoint.plugins.kinds import KINDS, Kind
-from hardpoint.plugins.logits import BatchLogitsProcessor, LogitsPlugin, Phase, Reads
+from hardpoint.plugins.logits import BatchLogitsProcessor, LogitsPlugin
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.params import SamplingParams
 
 from .blame import describe, raise_unless_fault
 from .request_arguments import prepares
+
+_EXAMPLES = {"phase": "Phase.TRUNCATE", "devices": '("cpu",)'}
+"""A value of each class attribute that an interface declares without one."""
+
+_PLAIN = {bool: "True or False", int: "a whole number", str: "a string"}
 
 
 @contextlib.contextmanager
@@ -130,24 +136,13 @@ def _check_class(target: Any, kind: Kind, source: Source) -> None:
         raise PluginContractError(f"{source}: it lacks {', '.join(missing)}")
     _check_types(target, source)
     _check_members(target, source)
+    _check_attributes(target, source)
     if issubclass(target, LogitsPlugin):
         _check_logits_plugin(target, source)
 
 
 def _check_logits_plugin(target: type[LogitsPlugin], source: Source) -> None:
-    """Check the class attributes of a logits processor, which no later check would look at."""
-    if not isinstance(getattr(target, "phase", None), Phase):
-        raise PluginContractError(
-            f"{source}: it states no phase; add `phase = Phase.TRUNCATE` (or another) to the class"
-        )
-    if not isinstance(target.reads, Reads):
-        raise PluginContractError(f"{source}: its reads must be one of hardpoint.plugins.Reads")
-    for attribute in ("before", "after", "params_fields"):
-        names = getattr(target, attribute)
-        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-            raise PluginContractError(
-                f"{source}: its {attribute} must be a tuple of names, got {names!r}"
-            )
+    """Check what a logits processor declares beyond the types of its class attributes."""
     for field in target.params_fields:
         if field not in SamplingParams.__struct_fields__:
             raise PluginContractError(
@@ -241,8 +236,52 @@ def _check_members(target: type[Component], source: Source) -> None:
                 f"{source}: its {name} is async, which nothing awaits; expected a plain method "
                 f"(def {name})"
             )
+        if (
+            inspect.isfunction(expected[name])
+            and not name.startswith("_")
+            and not callable(function)
+        ):
+            raise PluginContractError(f"{source}: its {name} must be a method, got {member!r}")
+        if isinstance(expected[name], property) and inspect.isfunction(function):
+            raise PluginContractError(
+                f"{source}: its {name} is a method; write @property above its def"
+            )
         if isinstance(expected[name], bool) and not isinstance(member, bool):
             raise PluginContractError(f"{source}: its {name} must be True or False, got {member!r}")
+
+
+def _check_attributes(target: type[Component], source: Source) -> None:
+    """Check that a class states the attributes that its interface declares, of the right type."""
+    for base in target.__mro__:
+        if not base.__module__.startswith("hardpoint.plugins"):
+            continue
+        for name, hint in inspect.get_annotations(base, eval_str=True).items():
+            if not str(hint).startswith("typing.ClassVar") or name == "contract":
+                continue
+            value = getattr(target, name, None)
+            if not (expected := _wrong_type(value, get_args(hint)[0])):
+                continue
+            message = f"{source}: its {name} must be {expected}, got {value!r}"
+            if name in _EXAMPLES:
+                message = (
+                    f"{source}: it states no {name}; add `{name} = {_EXAMPLES[name]}` (or another) "
+                    f"to the class"
+                )
+                if value is not None:
+                    message += f": it must be {expected}, got {value!r}"
+            raise PluginContractError(message)
+
+
+def _wrong_type(value: Any, type_: Any) -> str:
+    """Return a description of what a class attribute must be, or nothing if it is that."""
+    if type_ in _PLAIN:
+        return "" if type(value) is type_ else _PLAIN[type_]
+    if type_ == tuple[str, ...]:
+        is_names = isinstance(value, tuple) and all(isinstance(name, str) for name in value)
+        return "" if is_names else "a tuple of names"
+    if inspect.isclass(type_) and issubclass(type_, Enum):
+        return "" if isinstance(value, type_) else f"one of hardpoint.plugins.{type_.__name__}"
+    return ""
 
 
 def _check_version(target: Any, kind: Kind, source: Source) -> None:

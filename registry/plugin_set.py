@@ -47,6 +47,7 @@ class PluginSet:
     Attributes:
         manifest: plain data of the set, for other processes.
         found: all installed components, enabled or not.
+        warnings: what the configuration or a plugin asks for in vain.
     """
 
     def __init__(
@@ -54,10 +55,12 @@ class PluginSet:
         manifest: Manifest,
         found: Sequence[InstalledPlugin] = (),
         targets: Mapping[Key, Any] | None = None,
+        warnings: Sequence[str] = (),
     ) -> None:
         """`targets` holds the classes already imported, by the keys of their entries."""
         self.manifest = manifest
         self.found = found
+        self.warnings = warnings
         self._entries = {(e.kind, e.name): e for e in manifest.entries}
         self._targets = dict(targets or {})
 
@@ -92,9 +95,12 @@ class PluginSet:
         """Return advice if an installed component of that name is not enabled, else nothing."""
         for found in self.not_enabled():
             if (found.kind, found.name) == (kind, name):
+                same = [f for f in self.found if f.name == name]
+                several = len({f.kind for f in same}) < len(same)
+                reference = found.value if several else f"{kind}/{name}" if same[1:] else name
                 return (
                     f"; {found.distribution} {found.version} offers it: "
-                    f'add "{name}" to plugins.enable'
+                    f'add "{reference}" to plugins.enable'
                 )
         return ""
 
@@ -241,6 +247,7 @@ def resolve_plugins(
     every = [*chosen, *(inner for found_ in wraps.values() for inner in found_.values())]
     options = _options_by_component(config, config_sources, every, targets)
     places = _places(chosen, targets)
+    warnings = [*selection.warnings, *_unknown_neighbours(chosen, targets, found)]
 
     def entry(item: SelectedPlugin) -> PluginEntry:
         return PluginEntry(
@@ -256,7 +263,8 @@ def resolve_plugins(
         )
 
     entries = tuple(map(entry, chosen))
-    return PluginSet(Manifest(hardpoint=installed_version(), entries=entries), found, targets)
+    manifest = Manifest(hardpoint=installed_version(), entries=entries)
+    return PluginSet(manifest, found, targets, warnings)
 
 
 def _find_wrapped(
@@ -446,6 +454,25 @@ def _option_paths(
             raise ConfigError(f"{path}: given twice, here and by {paths[keys[0]]} (from {origin})")
         paths[keys[0]] = path
     return paths
+
+
+def _unknown_neighbours(
+    chosen: Sequence[SelectedPlugin],
+    targets: Mapping[Key, Any],
+    found: Sequence[InstalledPlugin],
+) -> list[str]:
+    """Return a warning for each name in `before` and `after` that no logits processor has."""
+    processors = [c for c in chosen if c.kind.name == "logits_processors"]
+    known = {c.name for c in processors}
+    known |= {f.name for f in found if f.kind == "logits_processors"}
+    return [
+        f"{item.source}: its {relation} names {name!r}, and no logits processor of that name is on "
+        f"or installed{typed.suggest(name, sorted(known))}"
+        for item in processors
+        for relation in ("before", "after")
+        for name in getattr(targets[item.key], relation)
+        if name not in known
+    ]
 
 
 def _places(chosen: Sequence[SelectedPlugin], targets: Mapping[Key, Any]) -> dict[Key, int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 from hardpoint.plugins.config import ConfigSources, EngineConfig, PluginUse
@@ -13,7 +15,7 @@ from hardpoint.plugins.manifest import NO_DISTRIBUTION, UNVERSIONED, Source
 from hardpoint.plugins.typed import suggest
 
 from .adapt import adapt
-from .discovery import InstalledPlugin
+from .discovery import InstalledPlugin, describe_unknown_kind
 from .loading import import_object, inspecting, kind_of, snake_case
 
 
@@ -43,7 +45,11 @@ class SelectedPlugin:
 
 
 class Selection:
-    """Resolves the references of a configuration; `run` returns the enabled components."""
+    """Resolves the references of a configuration; `run` returns the enabled components.
+
+    Attributes:
+        warnings: what was asked for in vain.
+    """
 
     def __init__(
         self, config: EngineConfig, config_sources: ConfigSources, found: Sequence[InstalledPlugin]
@@ -52,7 +58,10 @@ class Selection:
         self._config = config
         self._config_sources = config_sources
         self._found = [f for f in found if f.known_kind]
+        self._unknown = [f for f in found if not f.known_kind]
         self._on: dict[tuple[str, str], SelectedPlugin] = {}
+        self._disabled: dict[tuple[str, str], str] = {}  # the path that disables it
+        self.warnings: list[str] = []
 
     def run(self) -> list[SelectedPlugin]:
         """Return the enabled components, built-in defaults first, then as configured.
@@ -115,6 +124,12 @@ class Selection:
             )
         if name is None:
             self._check_unnamed(chosen, path)
+        other = self._on.get((chosen.kind.name, chosen.name))
+        if other is not None and other.path and other.source.value == chosen.source.value:
+            self.warnings.append(
+                f"{path}: {use!r} is named twice, here and by {other.path}; it is on once "
+                f"(from {self._config_sources.of(path)})"
+            )
         self._add(chosen)
 
     def _check_unnamed(self, chosen: SelectedPlugin, path: str) -> None:
@@ -130,7 +145,9 @@ class Selection:
 
     def _disable(self) -> None:
         for index, name in enumerate(self._config.plugins.disable):
-            del self._on[self._key_of(name, f"plugins.disable[{index}]")]
+            key = self._key_of(name, path := f"plugins.disable[{index}]")
+            del self._on[key]
+            self._disabled[key] = path
 
     def _replace(self) -> None:
         for name, reference in self._config.plugins.replace.items():
@@ -148,6 +165,13 @@ class Selection:
         if keys:
             choices = ", ".join(f'"{kind}/{key}"' for kind, key in keys)
             raise ConfigError(f"{path}: {name!r} could be any of {choices} (from {origin})")
+        for key, disabled_by in self._disabled.items():
+            if name in (key[1], "/".join(key)):
+                raise PluginNotFoundError(
+                    f"{path}: {name!r} is off, by {disabled_by}; remove one of the two "
+                    f"(from {origin})"
+                )
+        self._check_kind(name, path)
         for kind in KINDS.values():
             if kind.chosen_by and any(f.kind == kind.name and f.name == name for f in self._found):
                 raise ConfigError(
@@ -165,11 +189,43 @@ class Selection:
         if other is not None and other.source.value != chosen.source.value:
             raise PluginConflictError(
                 f"two components are called {'/'.join(key)}: {other.source} and {chosen.source}; "
-                f"give one another name, or let it take the other's place with "
-                f'plugins.replace = {{ {key[1]} = "{chosen.source.value}" }}'
+                f"{self._another_name(other, chosen)}"
             )
         if other is None:
             self._on[key] = chosen
+
+    def _another_name(self, other: SelectedPlugin, chosen: SelectedPlugin) -> str:
+        """Return what to do about a component that has the name of another one."""
+        kind, value = chosen.kind, chosen.source.value
+        if kind.chosen_by is not None:
+            return f"remove one of them from {kind.chosen_by}"
+        names = {name for on, name in self._on if on == kind.name}
+        name = next(name for i in count(2) if (name := f"{chosen.name}_{i}") not in names)
+        advice = f'give one another name: plugins.enable = [{{ use = "{value}", name = "{name}" }}]'
+        if other.path:
+            return advice
+        return (
+            f"{advice}, or let it take the other's place: "
+            f'plugins.replace = {{ {_toml_key(chosen.name)} = "{value}" }}'
+        )
+
+    def _check_kind(self, reference: str, path: str) -> None:
+        """Refuse a reference to a component of a kind that this version does not have.
+
+        Raises:
+            PluginNotFoundError: naming the kind.
+        """
+        kind, slash, _ = reference.partition("/")
+        missing = kind if slash and kind not in KINDS else ""
+        offers = next((f for f in self._unknown if f.name == reference), None)
+        if not missing and offers is None:
+            return
+        what = f"{reference!r}: " if offers is None else f"{offers.label}: "
+        raise PluginNotFoundError(
+            f"{path}: {what}{describe_unknown_kind(missing or (offers.kind if offers else ''))}"
+            f"{suggest(missing, list(KINDS)) if missing else ''}; kinds here: {', '.join(KINDS)} "
+            f"(from {self._config_sources.of(path)})"
+        )
 
     def _resolve(self, reference: str, path: str, kind: Kind | None) -> SelectedPlugin:
         if ":" in reference:
@@ -202,16 +258,22 @@ class Selection:
         candidates = [
             f
             for f in self._found
-            if reference in (f.name, f"{f.kind}/{f.name}") and kind in (None, KINDS[f.kind])
+            if reference in (f.name, f"{f.kind}/{f.name}", f.value)  # hooks: a module's name
+            and kind in (None, KINDS[f.kind])
         ]
         origin = self._config_sources.of(path)
         if not candidates:
+            self._check_kind(reference, path)
             known = sorted({f.name for f in self._found if kind in (None, KINDS[f.kind])})
             what = f"no {kind.name} component" if kind else "no installed component"
             raise PluginNotFoundError(
                 f"{path}: {what} is called {reference!r}{suggest(reference, known)}; "
                 f"found: {', '.join(known) or 'none'} (from {origin})"
             )
+        builtin = [f for f in candidates if f.builtin]
+        if len(candidates) > 1 and len(builtin) == 1 and kind and origin == "default":
+            # The configuration does not name it: what is installed does not change a default.
+            candidates = builtin
         if len(candidates) > 1:
             raise self._ambiguous(reference, path, candidates)
         return self._chosen(candidates[0], path)
@@ -223,13 +285,16 @@ class Selection:
         third = next((f for f in found if not f.builtin), found[0])
         if len({f.kind for f in found}) > 1:
             advice = f'name one with its kind, as in "{third.kind}/{third.name}"'
-        elif any(f.builtin for f in found):
+        elif any(f.builtin for f in found) and KINDS[third.kind].chosen_by is None:
             advice = (
-                f"to put the second in the built-in's place, say "
-                f'plugins.replace = {{ {reference} = "{third.value}" }}'
+                f"to put the one of {third.distribution} in the built-in's place, write instead "
+                f'plugins.replace = {{ {_toml_key(reference)} = "{third.value}" }}'
             )
         else:
-            advice = f'name one by its FQCN, as in {{ use = "{third.value}", name = "..." }}'
+            chosen_by = KINDS[third.kind].chosen_by or "plugins.enable"
+            is_list = KINDS[third.kind].number is not Number.ONE
+            value = f'["{third.value}"]' if is_list else f'"{third.value}"'
+            advice = f"name one by its FQCN, as in {chosen_by} = {value}"
         return PluginConflictError(
             f"{path}: {reference!r} is the name of {listed}; {advice} "
             f"(from {self._config_sources.of(path)})"
@@ -246,3 +311,8 @@ class Selection:
         if origin != "default":
             return f"{path} ({origin})"
         return "default" if builtin and not path.startswith("plugins.") else path
+
+
+def _toml_key(name: str) -> str:
+    """Return a name as a key of a TOML document, in quotes where TOML needs them."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else f'"{name}"'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,10 +29,10 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     show = actions.add_parser("show", help="print all about one plugin")
     show.description = (
-        "Print what a plugin is and the options and arguments that it takes. A plugin that is "
-        "not on is imported for this."
+        "Print what a plugin is, the options and arguments that it takes, and whether it passes "
+        "all checks of loading. A plugin that is not on is imported for this."
     )
-    show.add_argument("name", metavar="NAME", help="a name, or KIND/NAME")
+    show.add_argument("name", metavar="NAME", help="a name, KIND/NAME, or package.module:Class")
     for action in (listing, show):
         action.add_argument("--json", action="store_true", help="print JSON")
 
@@ -107,6 +108,8 @@ def _details_json(details: ComponentDetails) -> dict[str, Any]:
         "options": dict(details.options),
         "options_schema": details.options_schema,
         "arguments_schema": details.arguments_schema,
+        "problem": details.problem,
+        "others": [_as_json(other) for other in details.others],
     }
 
 
@@ -119,6 +122,8 @@ def _details_text(details: ComponentDetails) -> str:
         "class": info.value,
         "from": info.package,
         "state": f"{'on' if info.enabled else 'off'}: {info.reason}",
+        "checks": details.problem or "it passes all that loading checks",
+        "also": "; ".join(map(_other, details.others)),
         "phase": details.phase,
         "order": info.place and f"{info.place} of its kind",
         "hooks": ", ".join(details.hooks),
@@ -129,7 +134,8 @@ def _details_text(details: ComponentDetails) -> str:
         lines += [f"  {details.summary}"]
     lines += ["", *(f"  {name:<10} {fact}" for name, fact in facts.items() if fact)]
     if details.option_fields is not None:
-        lines += ["", f"options, under [plugin.{info.name}]"]
+        table = info.name if re.fullmatch(r"[\w-]+", info.name, re.ASCII) else _toml(info.name)
+        lines += ["", f"options, under [plugin.{table}]"]
         configured = {
             option: f"{_toml(details.options[option])} from {source}"
             for option, source in details.option_sources.items()
@@ -139,6 +145,10 @@ def _details_text(details: ComponentDetails) -> str:
         lines += ["", f'arguments of a request, under plugin_args["{info.name}"]']
         lines += _field_lines(details.argument_fields, {})
     return "\n".join(lines)
+
+
+def _other(info: ComponentInfo) -> str:
+    return f"{info.value} from {info.package} has this name, and is {_state(info)}"
 
 
 def _field_lines(fields: Sequence[FieldDoc], configured: Mapping[str, str]) -> list[str]:

@@ -188,3 +188,58 @@ def test_show_names_a_plugin_that_does_not_load(site, capsys):
     assert main(["plugins", "show", "bad"]) == 2
     err = capsys.readouterr().err
     assert "plugin 'bad' (broken 2.0, broken:Bad): its import failed: ModuleNotFoundError" in err
+
+
+TWICE = """
+from hardpoint.plugins import LogitsProcessor, Options, Phase
+
+class Dry(LogitsProcessor):
+    contract = 1
+    phase = Phase.MASK
+    before = ("min_p",)
+
+    def apply(self, logits, rows):
+        return logits
+
+class Needy(LogitsProcessor):
+    contract = 1
+    phase = Phase.TRUNCATE
+
+    class Options(Options):
+        weight: float
+
+    def apply(self, logits, rows):
+        return logits
+"""
+
+
+def test_show_names_everyone_of_that_name(site, capsys):
+    points = {"logits_processors": {"dry": "second:Dry", "needy": "second:Needy"}}
+    site.install("second", TWICE, points)
+    assert main(["plugins", "show", "dry"]) == 2
+    assert (
+        "'dry' is the name of several logits_processors; name one by its FQCN: second:Dry (second "
+        "2.0) or stranger:Dry (stranger 2.0)"
+    ) in capsys.readouterr().err
+    text, data = show(capsys, "stranger:Dry")
+    assert "also       second:Dry from second 2.0 has this name, and is off" in text
+    assert [other["class"] for other in data["others"]] == ["second:Dry"]
+    text, _ = show(capsys, "dry", 'plugins.enable=["second:Needy", "stranger:Dry"]',
+                   "plugin.needy.weight=1.0")  # fmt: skip
+    assert "class      stranger:Dry" in text
+
+
+def test_show_checks_what_loading_checks(site, capsys):
+    text, data = show(capsys, "dry")
+    assert "checks     it passes all that loading checks" in text
+    assert data["problem"] == ""
+    site.install("second", TWICE, {"logits_processors": {"wet": "second:Dry", "n": "second:Needy"}})
+    text, data = show(capsys, "wet")
+    assert "checks     logits_processors: 'wet' (phase MASK) wants to run before 'min_p'" in text
+    assert "of one phase only" in data["problem"]
+    text, _ = show(capsys, "n")
+    assert "checks     plugin.n" in text
+    assert "weight" in text.split("checks")[1].splitlines()[0]
+    for name in ("fcfs", "greeter"):
+        text, _ = show(capsys, name)
+        assert "checks     it passes all that loading checks" in text

@@ -9,7 +9,10 @@ from support.plugins.fake import component
 
 from hardpoint.plugins import Arguments as PluginArguments
 from hardpoint.plugins import (
+    AttentionBackend,
     BatchLogitsProcessor,
+    EvictionPolicy,
+    Executor,
     LogitsProcessor,
     Model,
     Phase,
@@ -18,6 +21,7 @@ from hardpoint.plugins import (
     SamplerContext,
     SchedulingPolicy,
     SparseLogitsProcessor,
+    Tokenizer,
     hookimpl,
 )
 from hardpoint.plugins import Options as PluginOptions
@@ -173,6 +177,34 @@ class TestInterface:
 
     def test_options_that_are_no_class(self, refusal):
         assert "its Options must derive from" in refusal(component(LogitsProcessor, Options={}))
+
+
+CLASS_ATTRIBUTES = [
+    ("attention_backends", "attention.use", AttentionBackend, {"devices": None},
+     'it states no devices; add `devices = ("cpu",)` (or another) to the class'),
+    ("attention_backends", "attention.use", AttentionBackend, {"devices": "cpu"},
+     "it must be a tuple of names, got 'cpu'"),
+    ("attention_backends", "attention.use", AttentionBackend, {"kv_layout": 5},
+     "its kv_layout must be a string, got 5"),
+    ("scheduling_policies", "scheduler.policy", SchedulingPolicy, {"state_format": 1},
+     "its state_format must be a string, got 1"),
+    ("eviction_policies", "kv_cache.eviction", EvictionPolicy, {"evict": 5},
+     "its evict must be a method, got 5"),
+    ("tokenizers", "tokenizer.use", Tokenizer, {"eos_token_ids": lambda self: [1]},
+     "its eos_token_ids is a method; write @property above its def"),
+    ("executors", "executor.use", Executor, {"max_concurrent_batches": lambda self: 2},
+     "its max_concurrent_batches is a method; write @property above its def"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "path", "interface", "stated", "words"), CLASS_ATTRIBUTES)
+def test_what_a_class_states_is_checked(installed, kind, path, interface, stated, words):
+    installed.offer(f"{kind}/dry", component(interface, **stated))
+    table, field = path.split(".")
+    with pytest.raises(PluginContractError) as error:
+        installed.resolve(**{table: {field: "dry"}})
+    assert str(error.value).startswith(WHO)
+    assert words in str(error.value)
 
 
 class TestVersion:

@@ -33,10 +33,15 @@ def component(interface: type, class_name: str = "Fake", **attributes: Any) -> A
 
     An attribute that is given as None is left out.
     """
-    body: dict[str, Any] = dict.fromkeys(interface.__abstractmethods__, lambda self: None)
+    body: dict[str, Any] = {
+        name: property(method) if isinstance(getattr(interface, name), property) else method
+        for name, method in dict.fromkeys(interface.__abstractmethods__, lambda self: None).items()
+    }
     body |= {"contract": 1}
     if issubclass(interface, LogitsProcessor):
         body["phase"] = Phase.TRUNCATE
+    if issubclass(interface, AttentionBackend):
+        body["devices"] = ("cpu",)
     body |= attributes
     return type(class_name, (interface,), {k: v for k, v in body.items() if v is not None})
 

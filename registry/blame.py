@@ -36,7 +36,7 @@ def raise_unless_fault(error: BaseException) -> None:
 
 
 def responsible(error: BaseException, source: Source, method: str) -> tuple[Source, str]:
-    """Return the plugin and the method that an error is responsible on.
+    """Return the plugin and the method that are responsible for an error.
 
     It is the innermost of the components that wrap one another.
 

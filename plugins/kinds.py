@@ -188,7 +188,7 @@ KINDS: dict[str, Kind] = {
             fault_scope=FaultScope.ENGINE,
             chosen_by="executor.use",
             summary="Run the workers that hold the model.",
-            suite="",
+            suite="ExecutorSuite",
         ),
         Kind(
             name="models",

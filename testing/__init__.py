@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hardpoint.testing.model.model_suite import ModelSuite
     from hardpoint.testing.reporting.publisher_suite import KVEventPublisherSuite
     from hardpoint.testing.reporting.sink_suite import StatSinkSuite
+    from hardpoint.testing.running.executor_suite import ExecutorSuite
     from hardpoint.testing.sampling_suite import SamplerSuite
     from hardpoint.testing.scheduling.cache_replay import measure_hit_rate
     from hardpoint.testing.scheduling.eviction_suite import EvictionPolicySuite
@@ -42,6 +43,7 @@ __all__ = [
     "EOS",
     "AttentionBackendSuite",
     "EvictionPolicySuite",
+    "ExecutorSuite",
     "HistoryAttention",
     "KVEventPublisherSuite",
     "LogitsProcessorSuite",
@@ -69,6 +71,7 @@ __all__ = [
 _LAZY = {
     "AttentionBackendSuite": "model.attention_suite",
     "EvictionPolicySuite": "scheduling.eviction_suite",
+    "ExecutorSuite": "running.executor_suite",
     "KVEventPublisherSuite": "reporting.publisher_suite",
     "LogitsProcessorSuite": "logits.suite",
     "ModelSuite": "model.model_suite",

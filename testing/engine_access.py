@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ from hardpoint.registry.loading import check_component, snake_case
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.registry.request_arguments import convert_arguments, prepare_arguments, prepares
 
-from .scripted import write_scripted_model
+from .scripted import scripted_engine, write_scripted_model
 
 EvictionFactory = Callable[..., EvictionPolicy]
 """Creates an eviction policy, given `blocks`, `history` and `clock` of its context."""
@@ -385,3 +385,23 @@ def _plugins(policy: str) -> PluginSet:
 def _source(cls: type[Component], name: str) -> Source:
     value = f"{cls.__module__}:{cls.__qualname__}"
     return Source(name, value, "under test", "0", "default")
+
+
+def executor_tokens(extra: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the tokens of a few requests in an engine with the scripted model, by request id."""
+    with tempfile.TemporaryDirectory() as folder:
+        engine = scripted_engine(write_scripted_model(Path(folder)), extra)
+        try:
+            for index in range(6):
+                params = SamplingParams(
+                    temperature=float(index % 2), seed=index, max_tokens=6, ignore_eos=True
+                )
+                engine.add_request(f"r{index}", [97 + index] * (1 + 3 * index), params)
+            tokens: dict[str, list[int]] = {}
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    tokens.setdefault(output.request_id, [])
+                    tokens[output.request_id] += output.outputs[0].token_ids
+            return tokens
+        finally:
+            engine.close()

@@ -1,0 +1,1 @@
+"""The suites for executors, hooks and commands."""

@@ -255,7 +255,7 @@ KINDS: dict[str, Kind] = {
             processes=(Process.FRONTEND, Process.ENGINE),
             fault_scope=FaultScope.REQUEST,
             summary="Behaviour that is not a component: lifecycle, requests, commands.",
-            suite="",
+            suite="HookSuite",
         ),
     )
 }

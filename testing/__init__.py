@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from hardpoint.testing.model.model_suite import ModelSuite
     from hardpoint.testing.reporting.publisher_suite import KVEventPublisherSuite
     from hardpoint.testing.reporting.sink_suite import StatSinkSuite
+    from hardpoint.testing.running.command_suite import CommandSuite
     from hardpoint.testing.running.executor_suite import ExecutorSuite
+    from hardpoint.testing.running.hook_suite import HookSuite
     from hardpoint.testing.sampling_suite import SamplerSuite
     from hardpoint.testing.scheduling.cache_replay import measure_hit_rate
     from hardpoint.testing.scheduling.eviction_suite import EvictionPolicySuite
@@ -42,9 +44,11 @@ if TYPE_CHECKING:
 __all__ = [
     "EOS",
     "AttentionBackendSuite",
+    "CommandSuite",
     "EvictionPolicySuite",
     "ExecutorSuite",
     "HistoryAttention",
+    "HookSuite",
     "KVEventPublisherSuite",
     "LogitsProcessorSuite",
     "ModelSuite",
@@ -71,7 +75,9 @@ __all__ = [
 _LAZY = {
     "AttentionBackendSuite": "model.attention_suite",
     "EvictionPolicySuite": "scheduling.eviction_suite",
+    "CommandSuite": "running.command_suite",
     "ExecutorSuite": "running.executor_suite",
+    "HookSuite": "running.hook_suite",
     "KVEventPublisherSuite": "reporting.publisher_suite",
     "LogitsProcessorSuite": "logits.suite",
     "ModelSuite": "model.model_suite",

@@ -30,6 +30,8 @@ from hardpoint.core.worker.sampling.rows import ProcessorRows
 from hardpoint.plugins import (
     BatchLogitsProcessor,
     BatchUpdate,
+    Command,
+    CommandContext,
     EngineConfig,
     EvictionPolicy,
     LogitsProcessor,
@@ -47,11 +49,16 @@ from hardpoint.plugins import (
     typed,
 )
 from hardpoint.plugins.arguments import ComponentWithArguments
+from hardpoint.plugins.commands import Generator, PluginCatalog
 from hardpoint.plugins.component import Component, Context
+from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.kinds import KINDS, Number
 from hardpoint.plugins.kv_cache import KVCacheGroup, KVCacheManager
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import PluginEntry, Source
+from hardpoint.registry.catalog import Catalog
+from hardpoint.registry.discovery import installed_version
+from hardpoint.registry.hooks import HookSet as HookSet
 from hardpoint.registry.loading import check_component, snake_case
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.registry.request_arguments import convert_arguments, prepare_arguments, prepares
@@ -405,3 +412,37 @@ def executor_tokens(extra: Mapping[str, Any]) -> dict[str, list[int]]:
             return tokens
         finally:
             engine.close()
+
+
+def open_hooks(target: Any, name: str) -> HookSet:
+    """Return the hooks of a module, class or object, checked as the loader does.
+
+    Raises:
+        PluginError: the loader rejects it.
+    """
+    module: str = getattr(target, "__module__", "") or getattr(target, "__name__", name)
+    source = Source(name, module, "under test", "0", "default")
+    check_component(target, KINDS["hooks"], source)
+    hooks = HookSet()
+    hooks.add(target, source)
+    return hooks
+
+
+def builtin_commands() -> dict[str, Command]:
+    """Return the built-in commands by name."""
+    hooks = resolve_plugins(EngineConfig()).hooks()
+    return {command.name: command for found in hooks.call("cli_commands") for command in found}
+
+
+def command_context(generator: Generator) -> CommandContext:
+    """Return the context of a command under the default configuration and a model that is open."""
+
+    def load_catalog(config: EngineConfig, config_sources: ConfigSources) -> PluginCatalog:
+        return Catalog(resolve_plugins(config, config_sources), config, config_sources)
+
+    return CommandContext(
+        load_config=lambda: (EngineConfig(model="scripted"), ConfigSources()),
+        load_catalog=load_catalog,
+        open_model=lambda _config, _config_sources: generator,
+        version=installed_version(),
+    )

@@ -6,13 +6,15 @@ import inspect
 import re
 
 import pytest
-from support.broken import executors
+from support.broken import commands, executors, hooks
 from support.searching import kit_examples
 
+from hardpoint.builtin_plugins import commands as builtin
+from hardpoint.builtin_plugins.commands import chat, config, generate, plugins
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
-from hardpoint.testing import ExecutorSuite
+from hardpoint.testing import CommandSuite, ExecutorSuite, HookSuite
 from hardpoint.testing import suite as kit_suite
-from hardpoint.testing.running import executor_suite
+from hardpoint.testing.running import executor_suite, hook_suite
 
 pytest_plugins = ["hardpoint.testing"]
 
@@ -45,6 +47,45 @@ EXECUTORS = [
 ]  # fmt: skip
 
 
+HOOKS = [
+    (hooks.NoContract, "contract", "contract", "states no contract version"),
+    (hooks.UnknownHook, "contract", "contract", "request_ended.*hooks are: engine_started"),
+    (hooks.UnknownArgument, "contract", "contract", "result"),
+    (hooks.Unmarked, "contract", "contract", "request_finished is not marked with hookimpl"),
+    (hooks.Asynchronous, "contract", "contract", "is an `async def`, which is never awaited"),
+    (hooks.NeedsTokens, "valid_calls", "valid calls", "request_finished raised IndexError"),
+    (hooks.NeedsTags, "valid_calls", "valid calls", "request_received raised KeyError: 'tenant'"),
+    (hooks.ChangesRecord, "valid_calls", "reads only", "step_planned tried to change its argum"),
+    (hooks.ChangesInfo, "valid_calls", "reads only", "engine_started changed its argument"),
+    (hooks.RenamesRequest, "requests", "request", "it changed request_id from '0_r-1' to"),
+    (hooks.WrongValue, "requests", "request", "it left an invalid value: params.max_tokens"),
+    (hooks.EmptiesPrompt, "requests", "request", "a request without prompt_token_ids"),
+    (hooks.Counts, "requests", "completions", "the first got tags {'number': '1'} and the second"),
+    (hooks.ClosesWhatIsOpen, "life", "life", "engine_closing raised AttributeError: .*after start"),
+    (hooks.Blocks, "prompt", "prompt", "engine_started had not returned after 0.2 s"),
+    (hooks.Slow, "prompt", "prompt", r"step_planned took \d+ microseconds, the budget is 1000"),
+    (hooks.NoCommands, "commands", "commands", r"cli_commands returned \['hello'\]"),
+    (hooks.Twins, "commands", "commands", "two of its commands have one name"),
+]  # fmt: skip
+
+COMMANDS = [
+    (commands.CLASHES, "definition", "definition", "there is a built-in command 'generate'"),
+    (commands.BAD_NAME, "definition", "definition", "its name is 'say hello'"),
+    (commands.NO_HELP, "definition", "definition", "it has no help text: summary is ' '"),
+    (commands.LONG_HELP, "definition", "definition", "its summary has several lines"),
+    (commands.UNEXPLAINED, "help", "help", "its argument --size has no help text"),
+    (commands.CLASHING, "help", "help", "configure raised ArgumentError: .*--model"),
+    (commands.BAD_FORMAT, "help", "help", "--help raised ValueError: unsupported format"),
+    (commands.EXITS, "run", "run", "`measure` exited by SystemExit: 0"),
+    (commands.NOTHING, "run", "run", "`measure` returned None"),
+    (commands.FAILS, "run", "run", "`measure` raised ZeroDivisionError"),
+    (commands.TABLE, "wrong_arguments", "wrong arguments", "--color=no such value' raised KeyErr"),
+    (commands.RAISES, "wrong_arguments", "wrong arguments", "`measure '--size=-1'` raised KeyErr"),
+    (commands.PRINTS, "wrong_arguments", "wrong arguments", "'--size=9'` printed a traceback"),
+    (commands.ACCEPTS, "wrong_arguments", "wrong arguments", "returned 0, as if it were right"),
+]  # fmt: skip
+
+
 class TestUniproc(ExecutorSuite):
     executor = UniprocExecutor
     examples = kit_examples()
@@ -60,11 +101,48 @@ class TestThreaded(ExecutorSuite):
         executor.lose()
 
 
+class TestBuiltinHooks(HookSuite):
+    hooks = builtin
+
+
+class TestHooks(HookSuite):
+    hooks = hooks.Right
+
+
+class TestGenerate(CommandSuite):
+    command = generate.COMMAND
+    arguments = (["say", "--max-tokens", "3"], ["say", "--json", "--n", "2"], ["say", "--chat"])
+    wrong = (["say", "--logprobs", "2"], ["-", "-"], [])
+
+
+class TestChat(CommandSuite):
+    command = chat.COMMAND
+    arguments = ([], ["--system", "short"])
+
+
+class TestPlugins(CommandSuite):
+    command = plugins.COMMAND
+    arguments = (["list"], ["show", "min_p", "--json"])
+    wrong = (["show"], ["show", "nobody"], ["drop"])
+
+
+class TestConfig(CommandSuite):
+    command = config.COMMAND
+    arguments = (["show"], ["show", "--json"], ["schema"])
+
+
+class TestMeasure(CommandSuite):
+    command = commands.RIGHT
+    arguments = ([], ["--size", "3"])
+    wrong = (["--size", "-3"], ["--size", "x"])
+
+
 @pytest.fixture
 def brief(monkeypatch):
     """Wait little, and stop at the first failing case instead of shrinking it."""
     monkeypatch.setattr(kit_suite, "_SHRINKING_SECONDS", -1.0)
     monkeypatch.setattr(executor_suite, "_SECONDS", 0.2)
+    monkeypatch.setattr(hook_suite, "_LIMIT_SECONDS", 0.2)
     monkeypatch.setattr(executor_suite, "_CLOSE_SECONDS", 0.1)
 
 
@@ -100,7 +178,9 @@ def test_a_broken_executor_fails_its_rule(cls, test, rule, pattern):
 
 
 @pytest.mark.parametrize(
-    ("suite", "broken_ones"), [(ExecutorSuite, EXECUTORS)], ids=name
+    ("suite", "broken_ones"),
+    [(ExecutorSuite, EXECUTORS), (HookSuite, HOOKS), (CommandSuite, COMMANDS)],
+    ids=name,
 )
 def test_every_test_catches_a_component(suite, broken_ones):
     tests = {test for test, _ in inspect.getmembers(suite) if test.startswith("test_")}

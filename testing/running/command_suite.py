@@ -1,0 +1,238 @@
+"""The conformance suite for commands; the built-in ones pass it too."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from hardpoint.plugins import (
+    Command,
+    CompletionOutput,
+    HardpointError,
+    RequestOutput,
+    SamplingParams,
+)
+from hardpoint.testing.engine_access import builtin_commands, command_context
+from hardpoint.testing.suite import ConformanceSuite, Rule, reject_replaced_tests, short_repr
+
+DEFINITION = Rule(
+    "definition: a name that no built-in command has, and one line of help",
+    "name it with letters, digits, - and _, and say in one line what it does",
+)
+HELP = Rule(
+    "help: --help and the configuration options work, and every argument has a help text",
+    "let configure only add arguments, each with help=...",
+)
+RUN = Rule(
+    "run: it returns an exit code from 0 to 255",
+    "return the code; raise a HardpointError for what the user should read",
+)
+WRONG = Rule(
+    "wrong arguments: they end with a message, not with a traceback",
+    "raise a ValueError or argparse.ArgumentTypeError in type=..., and a HardpointError in run",
+)
+
+_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
+_HIGHEST_CODE = 255
+_GARBAGE = ("no such value", "-1", "")
+
+
+class ScriptedGenerator:
+    """An open model that answers every prompt with two outputs."""
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,  # noqa: ARG002
+    ) -> Iterator[RequestOutput]:
+        """Yield a piece of text, then the last one."""
+        text = prompt if isinstance(prompt, str) else None
+        for piece, reason in ((" abc", None), (" abc", "length")):
+            new = CompletionOutput(index=0, text=piece, token_ids=[32], finish_reason=reason)
+            yield RequestOutput(
+                request_id="r",
+                prompt=text,
+                prompt_token_ids=[1],
+                outputs=[new],
+                finished=reason is not None,
+            )
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],  # noqa: ARG002
+        params: SamplingParams | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Yield the same for a conversation."""
+        return self.stream("chat", params)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class CommandSuite(ConformanceSuite):
+    """Base class of a test class, which sets `command` and valid `arguments`.
+
+    Attributes:
+        command: the command under test.
+        arguments: command lines that it accepts, each as a list of words after the name.
+        wrong: command lines that it refuses, with a message.
+    """
+
+    command: ClassVar[Command]
+    arguments: ClassVar[Sequence[Sequence[str]]] = ((),)
+    wrong: ClassVar[Sequence[Sequence[str]]] = ()
+
+    def _component(self) -> type[Any]:
+        return type(self)
+
+    def test_definition(self) -> None:
+        """Name and help text."""
+        self._run_checks(
+            DEFINITION.text,
+            lambda: reject_replaced_tests(type(self), CommandSuite),
+            self._check_definition,
+        )
+
+    def test_help(self) -> None:
+        """The help can be shown, and explains every argument."""
+        self._run_checks(HELP.text, self._check_help)
+
+    def test_run(self) -> None:
+        """Valid arguments give an exit code."""
+        self._run_checks(RUN.text, self._check_run)
+
+    def test_wrong_arguments(self) -> None:
+        """Wrong arguments give a message."""
+        self._run_checks(WRONG.text, self._check_wrong)
+
+    def _check_definition(self) -> None:
+        command = self.command
+        if not isinstance(command, Command):
+            raise DEFINITION.violation(
+                f"command is {short_repr(command)}", "make it with hardpoint.plugins.Command"
+            )
+        if not isinstance(command.name, str) or not _NAME.fullmatch(command.name):
+            raise DEFINITION.violation(f"its name is {short_repr(command.name)}")
+        other = builtin_commands().get(command.name)
+        if other is not None and other is not command:
+            raise DEFINITION.violation(f"there is a built-in command {command.name!r}")
+        if not isinstance(command.summary, str) or not command.summary.strip():
+            raise DEFINITION.violation(f"it has no help text: summary is {command.summary!r}")
+        if "\n" in command.summary:
+            raise DEFINITION.violation(f"its summary has several lines: {command.summary!r}")
+
+    def _parser(self) -> argparse.ArgumentParser:
+        """Return a parser as the program makes it."""
+        program = argparse.ArgumentParser(prog="hardpoint", allow_abbrev=False)
+        commands = program.add_subparsers(dest="command")
+        parser = commands.add_parser(self.command.name, help=self.command.summary)
+        for option in ("--config", "--model", "--set"):
+            parser.add_argument(option, help="configuration")
+        try:
+            self.command.configure(parser)
+        except BaseException as cause:
+            raise HELP.violation(
+                f"configure raised {type(cause).__name__}: {cause}",
+                "let configure only add arguments, other ones than --config, --model and --set",
+            ) from cause
+        return program
+
+    def _parse(self, words: Sequence[str]) -> argparse.Namespace:
+        return self._parser().parse_args([self.command.name, *words])
+
+    def _check_help(self) -> None:
+        output = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+                self._parse(["--help"])
+        except SystemExit as ended:
+            if ended.code not in (0, None):
+                raise HELP.violation(f"--help ended with code {ended.code}") from None
+        except Exception as cause:
+            raise HELP.violation(f"--help raised {type(cause).__name__}: {cause}") from cause
+        if "usage:" not in output.getvalue():
+            raise HELP.violation(f"--help printed {short_repr(output.getvalue())}")
+        for action in _actions(self._parser()):
+            if not action.help and not isinstance(action, argparse._SubParsersAction):
+                named = "/".join(action.option_strings) or action.dest
+                raise HELP.violation(f"its argument {named} has no help text")
+
+    def _check_run(self) -> None:
+        for words in self.arguments:
+            line = " ".join([self.command.name, *words])
+            try:
+                with _quiet():
+                    options = self._parse(words)
+            except SystemExit:
+                raise RUN.violation(
+                    f"`{line}` is refused", "let the suite's `arguments` be valid ones"
+                ) from None
+            try:
+                with _quiet():
+                    code = self.command.run(options, command_context(ScriptedGenerator()))
+            except HardpointError as error:
+                raise RUN.violation(f"`{line}` ended with an error: {error}") from error
+            except BaseException as cause:
+                what = "exited by" if isinstance(cause, SystemExit) else "raised"
+                raise RUN.violation(f"`{line}` {what} {type(cause).__name__}: {cause}") from cause
+            if type(code) is not int or not 0 <= code <= _HIGHEST_CODE:
+                raise RUN.violation(f"`{line}` returned {short_repr(code)}")
+
+    def _check_wrong(self) -> None:
+        for words in [*self._garbage(), *self.wrong]:
+            line = " ".join([self.command.name, *map(repr, words)])
+            output = io.StringIO()
+            try:
+                with _quiet(output):
+                    options = self._parse(words)
+                    code = self.command.run(options, command_context(ScriptedGenerator()))
+            except HardpointError:
+                continue
+            except SystemExit as ended:
+                if not output.getvalue().strip() and not isinstance(ended.code, str):
+                    raise WRONG.violation(f"`{line}` ended without a message") from None
+                continue
+            except BaseException as cause:
+                raise WRONG.violation(f"`{line}` raised {type(cause).__name__}: {cause}") from cause
+            if "Traceback (most recent call last)" in output.getvalue():
+                raise WRONG.violation(f"`{line}` printed a traceback")
+            if words in self.wrong and code == 0:
+                raise WRONG.violation(f"`{line}` returned 0, as if it were right")
+
+    def _garbage(self) -> Iterator[list[str]]:
+        """Yield command lines with an unknown option, and with unusual values of each option."""
+        valid = list(self.arguments[0]) if self.arguments else []
+        yield [*valid, "--no-such-option"]
+        for action in _actions(self._parser()):
+            if action.option_strings and action.nargs != 0 and action.dest not in _CONFIGURATION:
+                yield from ([*valid, f"{action.option_strings[-1]}={bad}"] for bad in _GARBAGE)
+
+
+_CONFIGURATION = ("config", "model", "set")
+
+
+def _actions(program: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Yield the arguments of the command, those of its own commands included."""
+    for action in program._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for parser in action.choices.values():
+                yield from (each for each in parser._actions if each.dest != "help")
+                yield from _actions(parser)
+
+
+@contextlib.contextmanager
+def _quiet(output: io.StringIO | None = None) -> Iterator[None]:
+    """Catch what is printed, and let standard input be empty."""
+    output = output or io.StringIO()
+    given = sys.stdin
+    sys.stdin = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            yield
+    finally:
+        sys.stdin = given

@@ -1,0 +1,369 @@
+"""The conformance suite for hooks; the built-in ones pass it too."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+
+from hardpoint.plugins import (
+    Command,
+    CompletionOutput,
+    EngineCoreRequest,
+    HardpointError,
+    RequestOutput,
+    SamplingParams,
+    StepRecord,
+    typed,
+)
+from hardpoint.plugins.hooks import HookSpecs
+from hardpoint.plugins.read_only import read_only
+from hardpoint.testing.engine_access import HookSet, open_hooks
+from hardpoint.testing.suite import (
+    ConformanceSuite,
+    Rule,
+    Violation,
+    reject_replaced_tests,
+    short_repr,
+)
+
+CONTRACT = Rule(
+    "contract: the loader accepts it, and every hook has the name and arguments that are specified",
+    "add or correct what the message names",
+)
+VALID = Rule(
+    "valid calls: a hook raises nothing for a valid call; request_received may refuse a request",
+    "handle this case; to refuse a request, raise a ValueError",
+)
+READS = Rule(
+    "reads only: a hook changes none of its arguments but the request of request_received",
+    "copy what has to change",
+)
+REQUEST = Rule(
+    "request: what request_received leaves is valid and still the same request",
+    "leave request_id, external_req_id, child_index and client_index, and set valid values",
+)
+COMPLETIONS = Rule(
+    "completions: request_received treats the n completions of a request alike",
+    "let the change depend on the request alone, not on how many calls there were",
+)
+LIFE = Rule(
+    "life: engines may start and close several times in one process, in any order",
+    "keep no state that a second engine, or a close without a start, finds in its way",
+)
+PROMPT = Rule(
+    "prompt: a hook returns at once",
+    "hand long work to a thread of your own",
+)
+COMMANDS = Rule(
+    "commands: cli_commands returns a list of Command, the same each time",
+    "return a list of hardpoint.plugins.Command; CommandSuite tests each of them",
+)
+
+_NAMES = tuple(name for name in vars(HookSpecs) if not name.startswith("_"))
+_IDENTITY = ("request_id", "external_req_id", "child_index", "client_index")
+_LIMIT_SECONDS = 2.0
+_WRITES = re.compile("immutable|read-only|does not support item")
+"""What Python and the read-only types say of a change."""
+
+
+class HookSuite(ConformanceSuite):
+    """Base class of a test class, which sets `hooks`.
+
+    Attributes:
+        hooks: the module, class or object under test.
+        budget_us_per_step: maximum microseconds of `step_planned`; None does not measure.
+        budget_us_per_request: maximum microseconds of each hook of a request; None likewise.
+    """
+
+    hooks: ClassVar[Any]
+    budget_us_per_step: ClassVar[float | None] = 1000.0
+    budget_us_per_request: ClassVar[float | None] = 20_000.0
+
+    def _component(self) -> type[Any]:
+        target = vars(type(self)).get("hooks", self.hooks)
+        if inspect.isclass(target):
+            return target
+        if isinstance(target, ModuleType):
+            package, _, name = target.__name__.rpartition(".")
+            return type(name, (), {"__module__": package or name})
+        return type(target)
+
+    def _target(self) -> Any:
+        # A function of a class would become a method of the test.
+        return inspect.getattr_static(type(self), "hooks")
+
+    def test_contract(self) -> None:
+        """The loader accepts it; names and arguments are those of the specification."""
+        self._run_checks(
+            CONTRACT.text,
+            lambda: reject_replaced_tests(type(self), HookSuite),
+            lambda: _close(self._open()),
+            self._check_marks,
+        )
+
+    def test_valid_calls(self) -> None:
+        """Each hook takes every valid call, and changes nothing that it may only read."""
+        self._run_checks(VALID.text, self._check_calls)
+
+    def test_requests(self) -> None:
+        """A changed request is valid, the same one, and alike for all completions."""
+        self._needs("request_received")
+        self._run_checks(REQUEST.text, self._check_requests, self._check_completions)
+
+    def test_life(self) -> None:
+        """Engines start and close, one after the other."""
+        self._run_checks(LIFE.text, self._check_life)
+
+    def test_prompt(self) -> None:
+        """No hook blocks, and those of steps and requests keep their budgets."""
+        self._run_checks(PROMPT.text, self._check_blocking, self._check_speed)
+
+    def test_commands(self) -> None:
+        """The commands are commands."""
+        self._needs("cli_commands")
+        self._run_checks(COMMANDS.text, self._check_commands)
+
+    def _open(self) -> HookSet:
+        try:
+            return open_hooks(self._target(), self.name or "under_test")
+        except HardpointError as error:
+            raise CONTRACT.violation(str(error)) from error
+
+    def _needs(self, hook: str) -> None:
+        if not self._open().has(hook):
+            pytest.skip(f"it does not implement {hook}")
+
+    def _check_marks(self) -> None:
+        target, hooks = self._target(), self._open()
+        for name in _NAMES:
+            if callable(getattr(target, name, None)) and not hooks.has(name):
+                raise CONTRACT.violation(
+                    f"{name} is not marked with hookimpl, so nothing calls it",
+                    "mark it with @hookimpl",
+                )
+
+    def _check_calls(self) -> None:
+        hooks = self._open()
+        for name, arguments in _calls():
+            if hooks.has(name):
+                _call(hooks, name, arguments)
+
+    def _check_requests(self) -> None:
+        hooks = self._open()
+        for request in _requests():
+            before = {field: getattr(request, field) for field in _IDENTITY}
+            if _call(hooks, "request_received", {"request": request}) is _REFUSED:
+                continue
+            for field, value in before.items():
+                if (now := getattr(request, field)) != value:
+                    raise REQUEST.violation(f"it changed {field} from {value!r} to {now!r}")
+            if not request.prompt_token_ids:
+                raise REQUEST.violation("it left a request without prompt_token_ids")
+            try:
+                typed.convert(msgspec.to_builtins(request.params), SamplingParams, path="params")
+                msgspec.convert(msgspec.to_builtins(request), EngineCoreRequest)
+            except (HardpointError, msgspec.ValidationError) as error:
+                raise REQUEST.violation(f"it left an invalid value: {error}") from error
+
+    def _check_completions(self) -> None:
+        hooks = self._open()
+        for first, second in zip(_requests(), _requests(child=1), strict=True):
+            if _REFUSED in [
+                _call(hooks, "request_received", {"request": request})
+                for request in (first, second)
+            ]:
+                continue
+            for field in ("prompt_token_ids", "params", "priority", "tags"):
+                one, other = getattr(first, field), getattr(second, field)
+                if one != other:
+                    raise COMPLETIONS.violation(
+                        f"of two completions of one request, the first got {field} "
+                        f"{short_repr(one)} and the second {short_repr(other)}"
+                    )
+
+    def _check_life(self) -> None:
+        hooks = self._open()
+        order = ("started", "closing", "started", "closing", "closing", "started", "started")
+        for index, event in enumerate(order):
+            name = f"engine_{event}"
+            if not hooks.has(name):
+                continue
+            try:
+                _call(hooks, name, {"info": read_only(_INFO)} if event == "started" else {})
+            except Violation as violation:
+                raise LIFE.violation(
+                    f"{violation.observed}, after {', '.join(order[:index]) or 'nothing'}"
+                ) from violation
+
+    def _check_blocking(self) -> None:
+        hooks = self._open()
+        for name, arguments in _calls():
+            if hooks.has(name) and not _returns(lambda: _quietly(hooks, name, arguments)):  # noqa: B023 - called at once
+                raise PROMPT.violation(f"{name} had not returned after {_LIMIT_SECONDS:g} s")
+
+    def _check_speed(self) -> None:
+        hooks = self._open()
+        budgets = {
+            "step_planned": self.budget_us_per_step,
+            "request_received": self.budget_us_per_request,
+            "request_finished": self.budget_us_per_request,
+        }
+        for name, budget in budgets.items():
+            if budget is None or not hooks.has(name):
+                continue
+            seconds = []
+            for _ in range(5):
+                arguments = next(given for hook, given in _calls() if hook == name)
+                began = time.perf_counter()
+                _quietly(hooks, name, arguments)
+                seconds.append(time.perf_counter() - began)
+            if (best := min(seconds) * 1e6) > budget:
+                raise PROMPT.violation(
+                    f"{name} took {best:.0f} microseconds, the budget is {budget:g}"
+                )
+
+    def _check_commands(self) -> None:
+        hooks, names = self._open(), []
+        for _ in range(2):
+            (commands,) = _call(hooks, "cli_commands", {})
+            if not isinstance(commands, Sequence) or not all(
+                isinstance(command, Command) for command in commands
+            ):
+                raise COMMANDS.violation(f"cli_commands returned {short_repr(commands)}")
+            names.append([command.name for command in commands])
+        if len(set(names[0])) < len(names[0]):
+            raise COMMANDS.violation(f"two of its commands have one name: {names[0]}")
+        if names[0] != names[1]:
+            raise COMMANDS.violation(f"it returned {names[0]}, and then {names[1]}")
+
+
+_REFUSED: list[Any] = []
+_INFO = {
+    "model": "scripted",
+    "dtype": "float32",
+    "max_model_len": 512,
+    "num_blocks": 8,
+    "load_seconds": 0.5,
+}
+
+
+def _call(hooks: HookSet, name: str, arguments: dict[str, Any]) -> list[Any]:
+    """Call a hook; return its results, _REFUSED if it refused the request.
+
+    Raises:
+        Violation: it raised something else, or changed what it may only read.
+    """
+    before = short_repr(arguments) if name != "request_received" else ""
+    try:
+        results = hooks.call(name, **arguments)
+    except HardpointError as error:
+        cause = error.__cause__ or error
+        if name == "request_received" and isinstance(cause, ValueError):
+            return _REFUSED
+        if isinstance(cause, TypeError | AttributeError) and _WRITES.search(str(cause)):
+            raise READS.violation(f"{name} tried to change its argument: {cause}") from error
+        raise VALID.violation(f"{name} raised {type(cause).__name__}: {cause}") from error
+    if name != "request_received" and short_repr(arguments) != before:
+        raise READS.violation(f"{name} changed its argument, which was {before}")
+    return results
+
+
+def _quietly(hooks: HookSet, name: str, arguments: dict[str, Any]) -> None:
+    try:
+        hooks.call(name, **arguments)
+    except HardpointError:
+        pass  # another test is about it
+
+
+def _returns(call: Callable[[], None]) -> bool:
+    """Return whether a call returns in time; it goes on in a thread if not."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(_LIMIT_SECONDS)
+    return not thread.is_alive()
+
+
+def _close(_hooks: HookSet) -> None:
+    """Drop hooks that were opened to see whether they can be."""
+
+
+def _calls() -> list[tuple[str, dict[str, Any]]]:
+    """Return valid calls of every hook but cli_commands."""
+    record = StepRecord(
+        step=1,
+        timestamp=0.5,
+        scheduled={"r-1": 3},
+        new=["r-1"],
+        resumed=[],
+        preempted={"r-2": "blocks ran out"},
+        finished=[],
+        timed_out=[],
+        waiting={},
+        num_running=1,
+        num_waiting=1,
+        num_free_blocks=4,
+        token_budget=16,
+    )
+    empty = msgspec.structs.replace(record, scheduled={}, new=[], preempted={}, num_running=0)
+    calls: list[tuple[str, dict[str, Any]]] = [("engine_started", {"info": read_only(_INFO)})]
+    calls += [("step_planned", {"record": read_only(each)}) for each in (record, empty)]
+    calls += [("request_received", {"request": request}) for request in _requests()]
+    calls += [("request_finished", {"output": read_only(output)}) for output in _outputs()]
+    return [*calls, ("engine_closing", {})]
+
+
+def _requests(child: int = 0) -> list[EngineCoreRequest]:
+    """Return requests with few and with many fields."""
+    plain = SamplingParams(max_tokens=4, seed=1)
+    rich = SamplingParams(max_tokens=1, seed=2, temperature=0.0, n=2, stop=["x"], logprobs=1)
+    return [
+        EngineCoreRequest(
+            request_id=f"{child}_r-1",
+            prompt_token_ids=[1],
+            params=plain,
+            external_req_id="r-1",
+            child_index=child,
+        ),
+        EngineCoreRequest(
+            request_id=f"{child}_r-2",
+            prompt_token_ids=list(range(40)),
+            params=rich,
+            external_req_id="r-2",
+            child_index=child,
+            priority=3,
+            tags={"tenant": "acme"},
+            timeout=5.0,
+            cache_salt="s",
+        ),
+    ]
+
+
+def _outputs() -> list[RequestOutput]:
+    """Return last outputs of every reason, of one and of several completions."""
+
+    def completion(index: int, reason: str) -> CompletionOutput:
+        text, ids = ("", []) if reason == "error" else ("ab", [97, 98])
+        return CompletionOutput(index=index, text=text, token_ids=ids, finish_reason=reason)
+
+    return [
+        RequestOutput(
+            request_id="r-1",
+            prompt=prompt,
+            prompt_token_ids=[1],
+            outputs=[completion(index, reason) for index, reason in enumerate(reasons)],
+            finished=True,
+        )
+        for prompt, reasons in (
+            (None, ["length"]),
+            ("say", ["stop", "length"]),
+            ("say", ["error"]),
+        )
+    ]

@@ -79,7 +79,7 @@ class CommandSuite(ConformanceSuite):
 
     Attributes:
         command: the command under test.
-        arguments: command lines that it accepts, each as a list of words after the name.
+        arguments: command lines that it accepts, each as a list of arguments after the name.
         wrong: command lines that it refuses, with a message.
     """
 
@@ -142,8 +142,8 @@ class CommandSuite(ConformanceSuite):
             ) from cause
         return program
 
-    def _parse(self, words: Sequence[str]) -> argparse.Namespace:
-        return self._parser().parse_args([self.command.name, *words])
+    def _parse(self, line: Sequence[str]) -> argparse.Namespace:
+        return self._parser().parse_args([self.command.name, *line])
 
     def _check_help(self) -> None:
         output = io.StringIO()
@@ -163,11 +163,11 @@ class CommandSuite(ConformanceSuite):
                 raise HELP.violation(f"its argument {named} has no help text")
 
     def _check_run(self) -> None:
-        for words in self.arguments:
-            line = " ".join([self.command.name, *words])
+        for given in self.arguments:
+            line = " ".join([self.command.name, *given])
             try:
                 with _quiet():
-                    options = self._parse(words)
+                    options = self._parse(given)
             except SystemExit:
                 raise RUN.violation(
                     f"`{line}` is refused", "let the suite's `arguments` be valid ones"
@@ -184,12 +184,12 @@ class CommandSuite(ConformanceSuite):
                 raise RUN.violation(f"`{line}` returned {short_repr(code)}")
 
     def _check_wrong(self) -> None:
-        for words in [*self._garbage(), *self.wrong]:
-            line = " ".join([self.command.name, *map(repr, words)])
+        for given in [*self._garbage(), *self.wrong]:
+            line = " ".join([self.command.name, *map(repr, given)])
             output = io.StringIO()
             try:
                 with _quiet(output):
-                    options = self._parse(words)
+                    options = self._parse(given)
                     code = self.command.run(options, command_context(ScriptedGenerator()))
             except HardpointError:
                 continue
@@ -201,7 +201,7 @@ class CommandSuite(ConformanceSuite):
                 raise WRONG.violation(f"`{line}` raised {type(cause).__name__}: {cause}") from cause
             if "Traceback (most recent call last)" in output.getvalue():
                 raise WRONG.violation(f"`{line}` printed a traceback")
-            if words in self.wrong and code == 0:
+            if given in self.wrong and code == 0:
                 raise WRONG.violation(f"`{line}` returned 0, as if it were right")
 
     def _garbage(self) -> Iterator[list[str]]:
@@ -221,7 +221,7 @@ def _actions(program: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     for action in program._actions:
         if isinstance(action, argparse._SubParsersAction):
             for parser in action.choices.values():
-                yield from (each for each in parser._actions if each.dest != "help")
+                yield from (option for option in parser._actions if option.dest != "help")
                 yield from _actions(parser)
 
 

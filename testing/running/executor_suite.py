@@ -82,7 +82,7 @@ class WorkerFailure(Exception):  # noqa: N818 - it stands for any error of a wor
 
 
 class ScriptedWorker:
-    """A worker without a model: its tokens tell which steps it ran before, and in what order."""
+    """A worker without a model: its tokens show which steps it ran before, and in what order."""
 
     def __init__(self, made: list[ScriptedWorker], rank: int) -> None:
         """`made` gets the worker, where it is in the process of the test."""

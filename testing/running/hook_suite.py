@@ -54,8 +54,8 @@ COMPLETIONS = Rule(
     "completions: request_received treats the n completions of a request alike",
     "let the change depend on the request alone, not on how many calls there were",
 )
-LIFE = Rule(
-    "life: engines may start and close several times in one process, in any order",
+LIFECYCLE = Rule(
+    "lifecycle: engines may start and close several times in one process, in any order",
     "keep no state that a second engine, or a close without a start, finds in its way",
 )
 PROMPT = Rule(
@@ -118,9 +118,9 @@ class HookSuite(ConformanceSuite):
         self._needs("request_received")
         self._run_checks(REQUEST.text, self._check_requests, self._check_completions)
 
-    def test_life(self) -> None:
+    def test_lifecycle(self) -> None:
         """Engines start and close, one after the other."""
-        self._run_checks(LIFE.text, self._check_life)
+        self._run_checks(LIFECYCLE.text, self._check_lifecycle)
 
     def test_prompt(self) -> None:
         """No hook blocks, and those of steps and requests keep their budgets."""
@@ -189,7 +189,7 @@ class HookSuite(ConformanceSuite):
                         f"{short_repr(one)} and the second {short_repr(other)}"
                     )
 
-    def _check_life(self) -> None:
+    def _check_lifecycle(self) -> None:
         hooks = self._open()
         order = ("started", "closing", "started", "closing", "closing", "started", "started")
         for index, event in enumerate(order):
@@ -199,7 +199,7 @@ class HookSuite(ConformanceSuite):
             try:
                 _call(hooks, name, {"info": read_only(_INFO)} if event == "started" else {})
             except Violation as violation:
-                raise LIFE.violation(
+                raise LIFECYCLE.violation(
                     f"{violation.observed}, after {', '.join(order[:index]) or 'nothing'}"
                 ) from violation
 
@@ -314,7 +314,7 @@ def _calls() -> list[tuple[str, dict[str, Any]]]:
     )
     empty = msgspec.structs.replace(record, scheduled={}, new=[], preempted={}, num_running=0)
     calls: list[tuple[str, dict[str, Any]]] = [("engine_started", {"info": read_only(_INFO)})]
-    calls += [("step_planned", {"record": read_only(each)}) for each in (record, empty)]
+    calls += [("step_planned", {"record": read_only(given)}) for given in (record, empty)]
     calls += [("request_received", {"request": request}) for request in _requests()]
     calls += [("request_finished", {"output": read_only(output)}) for output in _outputs()]
     return [*calls, ("engine_closing", {})]

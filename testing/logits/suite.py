@@ -23,7 +23,7 @@ from hardpoint.testing.suite import ConformanceSuite, Violation, reject_replaced
 
 from .histories import check_history, steps
 from .host_sync import UndecidableError
-from .rules import claims, effects, results, states
+from .rules import claims, results, states
 from .subject import MAX_ROWS, Case, Subject, drawn_tokens
 
 _SEEDS = st.integers(0, 2**16)
@@ -69,16 +69,16 @@ class LogitsProcessorSuite(ConformanceSuite):
 
     def test_effect(self) -> None:
         """The processor runs, changes logits and uses its state: else nothing is tested."""
-        seen = effects.Effects(self._subject)
+        seen = results.Effects(self._subject)
         self._search_cases(
-            effects.RULE,
+            results.EFFECT,
             300,
             lambda _, **drawn: seen.add(**drawn),
             cases=self._several_users(),
             tokens=st.lists(drawn_tokens(self.vocab_size), max_size=6),
             seed=_SEEDS,
         )
-        self._run_checks(effects.RULE, seen.check)
+        self._run_checks(results.EFFECT, seen.check)
 
     def test_history(self) -> None:
         """In any history of a batch a row equals its request run alone."""

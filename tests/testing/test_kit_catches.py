@@ -15,6 +15,7 @@ from hardpoint.testing import suite as kit_suite
 SEED = 20_240_601
 
 ANY = st.builds(broken.Bias.Arguments, by=st.floats(-5, 20))
+LARGE_IDS = st.builds(broken.PromptAndOutput.Arguments, token=st.integers(20, 130))
 SCALE = st.builds(broken.Counter.Arguments, scale=st.floats(-2, 2))
 
 # processor, arguments, {test that it fails: pattern of the message}
@@ -108,9 +109,13 @@ BROKEN = [
         "advance": "let start count request.output_token_ids exactly as advance counts",
         "history": None, "swaps": None, "drafts": None,
     }),
-    (broken.OffByOne, st.builds(broken.OffByOne.Arguments, token=st.integers(0, 130)), {
+    (broken.PromptAndOutput, LARGE_IDS, {
         "advance": "let start count request.output_token_ids exactly as advance counts",
         "history": None, "swaps": None, "drafts": None,
+    }),
+    (broken.ForksLate, LARGE_IDS, {
+        "fork": "let fork copy everything that advance changes",
+        "drafts": None,
     }),
     (broken.Unmasks, SCALE, {
         "masks_stay": "was masked \\(-inf\\) and became 5", "effect": None,

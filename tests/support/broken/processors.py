@@ -560,8 +560,8 @@ class Repeated(LogitsProcessor):
         return logits
 
 
-class OffByOne(LogitsProcessor):
-    """Raises the logits once a token has come; looks for the next token while it advances."""
+class PromptAndOutput(LogitsProcessor):
+    """Raises a logit once a token has come; misses one that the prompt has too when it starts."""
 
     contract = 1
     phase = Phase.BIAS
@@ -570,14 +570,31 @@ class OffByOne(LogitsProcessor):
         token: int
 
     def start(self, request):
-        token = request.arguments["off_by_one"].token
-        return token, token in request.output_token_ids
+        token = request.arguments[self.name].token
+        has_come = token in request.output_token_ids and token not in request.prompt_token_ids
+        return [token, has_come]
 
     def advance(self, state, token):
-        wanted, has_come = state
-        return wanted, has_come or token == wanted + 1
+        return [state[0], state[1] or token == state[0]]
 
     def apply(self, logits, rows):
         for row, (_, has_come) in enumerate(rows.states()):
             logits[row, 0] += 1.0 + has_come
         return logits
+
+
+class ForksLate(PromptAndOutput):
+    """Shares the state of a draft that is the token of its arguments."""
+
+    contract = 1
+
+    def start(self, request):
+        token = request.arguments[self.name].token
+        return [token, token in request.output_token_ids]
+
+    def fork(self, state):
+        return state
+
+    def advance(self, state, token):
+        state[1] = state[1] or token == state[0]
+        return state

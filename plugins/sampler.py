@@ -75,8 +75,8 @@ class Sampler(ComponentWithArguments):
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """Return the chosen token ids.
 
-        The token of a row must depend only on the row's logits, seed and position, so that a
-        request gets the same tokens alone and in any batch. A token at -inf must not be chosen.
+        The token of a row must depend only on the row's logits, seed, position and arguments, so
+        that a request gets the same tokens alone and in any batch. A token at -inf must not be chosen.
         Where a plugin has damaged a row, NaN and +inf win, as in `argmax`, and a row of nothing but
         -inf gets any token: the engine finds the plugin by the chosen logit.
 

@@ -135,7 +135,7 @@ class LocalWorker:
             loader = spec.plugins.get("loaders", spec.loader.name)
             weights = checked_weights(spec.loader, loader.source, shapes)
             model.load_weights(_checked(weights, shapes, spec))
-            checked.run_trial(_TRIAL_TOKENS, _TRIAL_TOKENS)
+            checked.run_trial(min(_TRIAL_TOKENS, spec.max_model_len), _TRIAL_TOKENS)
         processors = [runner.processor for runner in stage.pipeline.runners]
         self._components = [*processors, stage.sampler, backend, model]
         self._runner = ModelRunner(

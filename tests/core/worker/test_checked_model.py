@@ -166,6 +166,19 @@ def test_attention_is_called_as_the_specs_say(calls, message, scripted, monkeypa
         LLM(config=config(scripted, "Attends"))
 
 
+def test_a_trial_step_is_no_longer_than_the_model_allows(scripted, monkeypatch):
+    given = []
+
+    def forward(self, batch):
+        given.append(batch.positions.tolist())
+        return ScriptedModel.forward(self, batch)
+
+    monkeypatch.setattr(Model, "forward", forward)
+    for length in (1, 64):
+        LLM(config=config(scripted) | {"max_model_len": length}).close()
+    assert given == [[0], [0, 1]]
+
+
 def test_each_layer_attends(scripted, monkeypatch):
     monkeypatch.setattr(Model, "forward", lambda *_: torch.zeros(2, 2))
     with pytest.raises(

@@ -76,9 +76,9 @@ class Sampler(ComponentWithArguments):
         """Return the chosen token ids.
 
         The token of a row must depend only on the row's logits, seed, position and arguments, so
-        that a request gets the same tokens alone and in any batch. A token at -inf must not be chosen.
-        Where a plugin has damaged a row, NaN and +inf win, as in `argmax`, and a row of nothing but
-        -inf gets any token: the engine finds the plugin by the chosen logit.
+        that a request gets the same tokens alone and in any batch. A token at -inf must not be
+        chosen. Where a plugin has damaged a row, NaN and +inf win, as in `argmax`, and a row of
+        nothing but -inf gets any token: the engine finds the plugin by the chosen logit.
 
         Args:
             logits: float32 [rows, vocab], after every processor; must not be changed.

@@ -194,12 +194,12 @@ class KVEventPublisherSuite(ComponentSuite):
     def _compare(self, sent: Sequence[KVEventBatch], found: Sequence[KVEventBatch]) -> None:
         numbers = [int(batch.timestamp) for batch in found]
         count = Counter(numbers)
+        if twice := [number for number, times in count.items() if times > 1]:
+            raise DELIVERY.violation(f"batch number {twice[0]} came {count[twice[0]]} times")
         if lost := [number for number in range(len(sent)) if number not in count]:
             raise DELIVERY.violation(
                 f"of {len(sent)} batches {len(lost)} did not come, the first is number {lost[0]}"
             )
-        if twice := [number for number, times in count.items() if times > 1]:
-            raise DELIVERY.violation(f"batch number {twice[0]} came {count[twice[0]]} times")
         for place, (number, batch) in enumerate(zip(numbers, found, strict=True)):
             if number != place:
                 raise DELIVERY.violation(f"batch number {number} came in place {place}")

@@ -141,7 +141,6 @@ class AttentionBackendSuite(ComponentSuite):
             "contract: the loader can check and build the class",
             lambda: reject_replaced_tests(type(self), AttentionBackendSuite),
             self._check_contract,
-            self._check_devices,
             lambda: self._make(self.block_sizes[0]).close(),
         )
 
@@ -339,14 +338,6 @@ class AttentionBackendSuite(ComponentSuite):
                 observed += f"; the output is {mistake}"
                 break
         raise rule.violation(observed)
-
-    def _check_devices(self) -> None:
-        devices = getattr(self.backend, "devices", None)
-        if not isinstance(devices, tuple) or not all(isinstance(name, str) for name in devices):
-            raise Violation(
-                f"its devices are {short_repr(devices)}",
-                'add the types of device on which it runs, `devices = ("cpu",)` for example',
-            )
 
     def _check_size(self, block_size: int, spec: KVSpec) -> None:
         backend = self._make(block_size)

@@ -48,7 +48,7 @@ SAMPLERS = [
 DIFFERS = r"the output of query \d+ of '.' differs from plain attention by"
 ATTENTION = [
     (attention.NoContract, "contract", "contract", "add `contract = 1` to its class body"),
-    (attention.NoDevices, "contract", "contract", "its devices are 'cpu'"),
+    (attention.NoDevices, "contract", "contract", "it states no devices; add `devices = "),
     (attention.OneBytePerBlock, "sizes", "sizes", "takes 64 bytes .*, bytes_per_block says 1 for"),
     (attention.CountsKeysOnly, "sizes", "sizes", "takes 64 bytes .*, bytes_per_block says 32 for"),
     (attention.Garbage, "sizes", "sizes", "a new cache is not zero"),

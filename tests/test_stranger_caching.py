@@ -60,7 +60,10 @@ def test_their_own_tests_pass(command, tmp_path):
 
 @pytest.mark.parametrize(
     ("in_process", "rounds", "policies"),
-    [(True, 12, ["lfu", "two_queues", "arc"]), (False, 4, ["arc"])],
+    [
+        (True, 12, ["lfu", "two_queues", "arc"]),
+        pytest.param(False, 4, ["arc"], marks=pytest.mark.nightly),
+    ],
 )
 def test_they_change_no_token(command, scripted, in_process, rounds, policies):
     arguments = map(json.dumps, (str(scripted), in_process, rounds, policies))

@@ -73,7 +73,7 @@ class Kind:
         name: also the entry-point group's, after `hardpoint.`.
         interface: what a component derives from; None for hooks, which pluggy checks.
         forms: the interface's own abstract forms, if an author derives from one of several.
-        suite: the class in `hardpoint.testing` that checks its components; empty if none does yet.
+        suite: the class in `hardpoint.testing` that checks its components.
         contract: current version; the engine accepts it and the one before.
         chosen_by: the configuration path that names the component, or the list of them for
             Number.MANY; None if `plugins.enable` names it.

@@ -27,6 +27,7 @@ from hardpoint.plugins.kinds import KINDS, Kind
 from hardpoint.plugins.logits import BatchLogitsProcessor, LogitsPlugin
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.params import SamplingParams
+from hardpoint.plugins.wrapper import Wrapper
 
 from .blame import describe, raise_unless_fault
 from .request_arguments import prepares
@@ -188,11 +189,12 @@ def _check_observe(target: type[LogitsPlugin], source: Source) -> None:
 
 
 def _check_types(target: type[Component], source: Source) -> None:
-    for attribute, base in (("Options", typed.Options), ("Arguments", typed.Arguments)):
+    options = Wrapper.Options if issubclass(target, Wrapper) else typed.Options
+    for attribute, base in (("Options", options), ("Arguments", typed.Arguments)):
         declared = getattr(target, attribute, base)
         if not (inspect.isclass(declared) and issubclass(declared, base)):
             raise PluginContractError(
-                f"{source}: its {attribute} must derive from hardpoint.plugins.{attribute}"
+                f"{source}: its {attribute} must derive from hardpoint.plugins.{base.__qualname__}"
             )
     if issubclass(target, ComponentWithArguments):
         _check_arguments(target, source)

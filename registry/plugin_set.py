@@ -335,9 +335,9 @@ def _is_wrapper(target: Any) -> TypeGuard[type[Component]]:
 def _wraps(outer: SelectedPlugin, target: type[Component], options: Any) -> Sequence[str]:
     with inspecting(outer.source):
         wraps = target.wraps(options)
-    if isinstance(wraps, str) or not all(isinstance(use, str) for use in wraps):
+    if not isinstance(wraps, list | tuple) or not all(isinstance(use, str) for use in wraps):
         raise PluginContractError(
-            f"{outer.source}: its wraps() returned {shown(wraps)}, expected a sequence of names"
+            f"{outer.source}: its wraps() returned {shown(wraps)}, expected a list of names"
         )
     return wraps
 

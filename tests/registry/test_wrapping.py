@@ -231,6 +231,18 @@ class TestAtStart:
             installed.resolve(sampler={"use": "one"})
         assert installed.resolve(sampler={"use": "two"}).one("samplers").wraps
 
+    def test_what_is_wrapped_is_a_list_of_names(self, installed):
+        none = component(Sampler, wraps=classmethod(lambda _cls, _options: None))
+        installed.offer("samplers/none", none)
+        words = r"its wraps\(\) returned None, expected a list of names"
+        with pytest.raises(PluginContractError, match=words):
+            installed.resolve(sampler={"use": "none"})
+        own = {"contract": 1, "Options": type("Own", (Options,), {})}
+        installed.offer("samplers/own", type("Fake", (Wrapper[Sampler], Sampler), own))
+        words = "its Options must derive from hardpoint.plugins.Wrapper.Options"
+        with pytest.raises(PluginContractError, match=words):
+            installed.resolve(sampler={"use": "own"})
+
     def test_logits_processors_are_ordered_instead(self, installed):
         outer = component(LogitsProcessor, wraps=classmethod(lambda _cls, _options: ("min_p",)))
         installed.offer("logits_processors/outer", outer)

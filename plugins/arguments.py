@@ -30,6 +30,7 @@ class PrepareContext:
     """The request and frontend components that `prepare` may use.
 
     Attributes:
+        options: the component's own, checked.
         params: checked parameters of the request.
         stop_token_ids: every token id that ends the request.
         tokenizer: None where a policy is changed on a running engine, for requests that are there.

@@ -243,6 +243,13 @@ class Rows(Protocol[ArgumentsT_co, StateT_co]):
             rows get the same number of tokens.
     """
 
+    if not TYPE_CHECKING:  # type checkers know that the second parameter has a default
+
+        def __class_getitem__(cls, parameters: Any) -> Any:
+            """Return the type for `Rows[Arguments]`, too."""
+            given = parameters if isinstance(parameters, tuple) else (parameters, Any)
+            return super().__class_getitem__(given)
+
     @property
     def requests(self) -> Sequence[LogitsRequest]:
         """One per row."""

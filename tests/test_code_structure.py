@@ -32,6 +32,7 @@ SMALL_MODULES = {
     "hardpoint.core.kv_cache.prefix_lookup": "an algorithm with tests of its own",
     "hardpoint.core.worker.profiling": "torch's profiler, which nothing else of a worker needs",
     "hardpoint.core.worker.sampling.edits": "an algorithm with tests of its own",
+    "hardpoint.plugins.wrapper": "a base class of authors; the loader checks who derives from it",
     "hardpoint.registry.ordering": "an algorithm with tests of its own",
     "hardpoint.testing.pytest_hooks": "what pytest imports as a plugin, without the suites",
 }

@@ -119,12 +119,13 @@ class TestThroughTheContract:
             "logits_processors/dry",
             "logits_processors/mirostat",
             "logits_processors/xtc",
+            "samplers/top_n_sigma",
         ]
         assert result["hooks"] is True
 
     def test_enabling_one_leaves_the_other(self, resolve):
         result = resolve(plugins={"enable": ["top_a", "dry", "xtc", "mirostat"]})
-        assert offered(result) == ["hooks/acme_audit"]
+        assert offered(result) == ["hooks/acme_audit", "samplers/top_n_sigma"]
         assert "acme_sampling.dry" in result["imported"]
         assert "acme_sampling.audit" not in result["imported"]
 

@@ -4,6 +4,7 @@ import ast
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,3 +87,8 @@ def test_every_abstract_member_is_used_by_the_engine():
         for form in kind.forms or ([kind.interface] if kind.interface else []):
             for member in form.__abstractmethods__:
                 assert member in used, f"{form.__name__}.{member}"
+
+
+def test_rows_take_the_types_of_arguments_and_states_or_only_the_first():
+    assert plugins.Rows[int] == plugins.Rows[int, Any]
+    assert plugins.Rows[int, str] != plugins.Rows[int]

@@ -46,7 +46,7 @@ def test_examples_run(page, tmp_path):
     if not script:
         pytest.skip("no Python examples")
     (tmp_path / "example.py").write_text("\n".join(script))
-    run(sys.executable, "example.py", cwd=tmp_path, examples=0.2)
+    run(sys.executable, "example.py", cwd=tmp_path, examples=0.1)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=label)

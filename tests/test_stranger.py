@@ -209,7 +209,7 @@ except RequestError as error:
     def test_its_own_tests_pass(self, acme, tmp_path):
         shutil.copytree(ROOT / "examples" / "acme_sampling" / "tests", tmp_path / "tests")
         pytest_run = (sys.executable, "-m", "pytest", "-q", "tests")
-        assert "passed" in run(*pytest_run, path=acme, cwd=tmp_path, examples=0.2)
+        assert "passed" in run(*pytest_run, path=acme, cwd=tmp_path, examples=0.1)
 
 
 def test_dry_and_xtc_give_the_same_alone_batched_in_chunks_and_preempted(acme, scripted, tmp_path):

@@ -14,7 +14,7 @@ def test_its_own_tests_pass(acme_gpt, tmp_path):
     """They open engines in both process modes, with preemption."""
     shutil.copytree(ROOT / "examples" / "acme_gpt" / "tests", tmp_path / "tests")
     pytest_run = (sys.executable, "-m", "pytest", "-q", "tests")
-    assert "passed" in run(*pytest_run, path=acme_gpt, cwd=tmp_path, examples=0.2)
+    assert "passed" in run(*pytest_run, path=acme_gpt, cwd=tmp_path, examples=0.1)
 
 
 def test_installed_is_not_enabled(acme_gpt, tmp_path):

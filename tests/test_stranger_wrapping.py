@@ -11,4 +11,4 @@ from support.processes import ROOT, run
 def test_its_own_tests_pass(acme_wrapping, tmp_path):
     shutil.copytree(ROOT / "examples" / "acme_wrapping" / "tests", tmp_path / "tests")
     pytest_run = (sys.executable, "-m", "pytest", "-q", "tests")
-    assert "passed" in run(*pytest_run, path=acme_wrapping, cwd=tmp_path, examples=0.2)
+    assert "passed" in run(*pytest_run, path=acme_wrapping, cwd=tmp_path, examples=0.1)

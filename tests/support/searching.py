@@ -32,4 +32,4 @@ def kit_examples(share: float = 1.0) -> float:
     Args:
         share: of that in `nightly`, for a suite like another one.
     """
-    return 5.0 * share if searches_long() else 0.3
+    return 5.0 * share if searches_long() else 0.2

@@ -17,7 +17,7 @@ from hardpoint.plugins.kinds import KINDS
 from hardpoint.testing import LogitsProcessorSuite
 from hardpoint.testing import suite as kit_suite
 from hardpoint.testing.pytest_hooks import examples_scale, replay_line, search_seed
-from hardpoint.testing.suite import ConformanceSuite
+from hardpoint.testing.suite import ConformanceSuite, Violation
 
 TEST_FILE = """
 from hypothesis import strategies as st
@@ -165,15 +165,23 @@ def test_the_same_seed_finds_the_same_case(monkeypatch):
         kit_suite, "_SHRINKING_SECONDS", 60.0
     )  # time to shrink to the smallest case
 
-    class Suite(LogitsProcessorSuite):
-        processor = MixesRows
-        arguments = st.builds(MixesRows.Arguments, by=st.integers(0, 9).map(float))
+    class Suite(ConformanceSuite):
         replay_seed = 7
+
+        def _component(self):
+            return MixesRows
+
+        def test_rule(self):
+            self._search("rule", 100, check, numbers=st.lists(st.integers()))
+
+    def check(numbers):
+        if sum(numbers) > 100:
+            raise Violation(f"{numbers} are too many", "give fewer")
 
     messages = []
     for _ in range(2):
         with pytest.raises(pytest.fail.Exception) as failure:
-            Suite().test_pure()
+            Suite().test_rule()
         messages.append(str(failure.value))
     assert "replay: HARDPOINT_SEED=7 pytest" in messages[0]
     assert messages[0] == messages[1]

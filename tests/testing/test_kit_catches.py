@@ -8,6 +8,7 @@ import re
 import pytest
 from hypothesis import strategies as st
 from support.broken import processors as broken
+from support.searching import kit_examples
 
 from hardpoint.testing import LogitsProcessorSuite
 from hardpoint.testing import suite as kit_suite
@@ -185,14 +186,14 @@ def test_a_broken_processor_fails_its_rule(cls, given, fails):
     ids=lambda x: getattr(x, "__name__", ""),
 )
 def test_a_broken_processor_passes_the_other_rules(cls, given, fails):
-    suite = suite_of(cls, given, examples=0.2)
+    suite = suite_of(cls, given, examples=kit_examples() / 2)
     others = [test for test in TESTS if test.removeprefix("test_") not in fails]
     assert {test: m for test in others if (m := outcome(suite, test)) is not None} == {}
 
 
 @pytest.mark.parametrize(("cls", "given"), RIGHT, ids=lambda x: getattr(x, "__name__", ""))
 def test_correct_components_pass(cls, given):
-    suite = suite_of(cls, given)
+    suite = suite_of(cls, given, examples=kit_examples())
     assert {test: m for test in TESTS if (m := outcome(suite, test)) is not None} == {}
 
 

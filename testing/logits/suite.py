@@ -19,6 +19,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.testing.engine_access import plugin_name
+from hardpoint.testing.pytest_hooks import examples_scale
 from hardpoint.testing.suite import ConformanceSuite, Violation, reject_replaced_tests
 
 from .histories import check_history, steps
@@ -70,9 +71,11 @@ class LogitsProcessorSuite(ConformanceSuite):
     def test_effect(self) -> None:
         """The processor runs, changes logits and uses its state: else nothing is tested."""
         seen = results.Effects(self._subject)
+        # It ends as soon as all was seen, so a short run tries as many cases: few may not show it.
+        scale = min(self.examples * examples_scale(), 1.0)
         self._search_cases(
             results.EFFECT,
-            300,
+            round(300 / scale),
             lambda _, **drawn: seen.add(**drawn),
             cases=self._several_users(),
             tokens=st.lists(drawn_tokens(self.vocab_size), max_size=6),

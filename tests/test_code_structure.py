@@ -34,7 +34,6 @@ SMALL_MODULES = {
     "hardpoint.core.worker.sampling.edits": "an algorithm with tests of its own",
     "hardpoint.plugins.wrapper": "a base class of authors; the loader checks who derives from it",
     "hardpoint.registry.ordering": "an algorithm with tests of its own",
-    "hardpoint.testing.pytest_hooks": "what pytest imports as a plugin, without the suites",
 }
 """Small modules with one importer that are a concept of their own, and why."""
 

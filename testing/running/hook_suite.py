@@ -160,7 +160,7 @@ class HookSuite(ConformanceSuite):
         hooks = self._open()
         for request in _requests():
             before = {field: getattr(request, field) for field in _IDENTITY}
-            if _call(hooks, "request_received", {"request": request}) is _REFUSED:
+            if _call(hooks, "request_received", {"request": request}) is None:
                 continue
             for field, value in before.items():
                 if (now := getattr(request, field)) != value:
@@ -176,10 +176,11 @@ class HookSuite(ConformanceSuite):
     def _check_completions(self) -> None:
         hooks = self._open()
         for first, second in zip(_requests(), _requests(child=1), strict=True):
-            if _REFUSED in [
+            results = [
                 _call(hooks, "request_received", {"request": request})
                 for request in (first, second)
-            ]:
+            ]
+            if None in results:
                 continue
             for field in ("prompt_token_ids", "params", "priority", "tags"):
                 one, other = getattr(first, field), getattr(second, field)
@@ -233,7 +234,7 @@ class HookSuite(ConformanceSuite):
     def _check_commands(self) -> None:
         hooks, names = self._open(), []
         for _ in range(2):
-            (commands,) = _call(hooks, "cli_commands", {})
+            commands = (_call(hooks, "cli_commands", {}) or [None])[0]
             if not isinstance(commands, Sequence) or not all(
                 isinstance(command, Command) for command in commands
             ):
@@ -245,7 +246,6 @@ class HookSuite(ConformanceSuite):
             raise COMMANDS.violation(f"it returned {names[0]}, and then {names[1]}")
 
 
-_REFUSED: list[Any] = []
 _INFO = {
     "model": "scripted",
     "dtype": "float32",
@@ -255,8 +255,8 @@ _INFO = {
 }
 
 
-def _call(hooks: HookSet, name: str, arguments: dict[str, Any]) -> list[Any]:
-    """Call a hook; return its results, _REFUSED if it refused the request.
+def _call(hooks: HookSet, name: str, arguments: dict[str, Any]) -> list[Any] | None:
+    """Call a hook; return its results, None if it refused the request.
 
     Raises:
         Violation: it raised something else, or changed what it may only read.
@@ -267,7 +267,7 @@ def _call(hooks: HookSet, name: str, arguments: dict[str, Any]) -> list[Any]:
     except HardpointError as error:
         cause = error.__cause__ or error
         if name == "request_received" and isinstance(cause, ValueError):
-            return _REFUSED
+            return None
         if isinstance(cause, TypeError | AttributeError) and _WRITES.search(str(cause)):
             raise READS.violation(f"{name} tried to change its argument: {cause}") from error
         raise VALID.violation(f"{name} raised {type(cause).__name__}: {cause}") from error

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
-
 from hypothesis import strategies as st
+from support.kit_suites import assert_tests_builtins
 from support.searching import kit_examples
 
 from hardpoint.builtin_plugins.logits.bias import LogitBias
@@ -122,8 +121,4 @@ class TestRequestCallables(LogitsProcessorSuite):
 
 
 def test_every_builtin_has_a_suite():
-    group = entry_points(group="hardpoint.logits_processors")
-    builtins = {p.value for p in group if p.value.startswith("hardpoint.")}
-    suites = [c for c in globals().values() if isinstance(c, type) and c.__name__[:4] == "Test"]
-    tested = {f"{s.processor.__module__}:{s.processor.__qualname__}" for s in suites}
-    assert builtins == tested
+    assert_tests_builtins("logits_processors", "processor", globals())

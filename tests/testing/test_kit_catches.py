@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-import re
-
 import pytest
 from hypothesis import strategies as st
 from support.broken import processors as broken
+from support.kit_suites import assert_fails, label, messages_of, stop_at_first_failure, suite_tests
 from support.searching import kit_examples
 
 from hardpoint.testing import LogitsProcessorSuite
-from hardpoint.testing import suite as kit_suite
-
-SEED = 20_240_601
 
 ANY = st.builds(broken.Bias.Arguments, by=st.floats(-5, 20))
 LARGE_IDS = st.builds(broken.PromptAndOutput.Arguments, token=st.integers(20, 130))
@@ -137,66 +132,40 @@ CRASHING = {"PrepareCrashes", "RejectsAll", "FailsToBuild", "PreparesNothing", "
 RIGHT = [(broken.Bias, ANY), (broken.Counter, SCALE), (broken.BatchBias, ANY)]
 RIGHT += [(broken.DeviceCounter, None), (broken.Observer, ANY)]
 
-TESTS = [name for name, _ in inspect.getmembers(LogitsProcessorSuite) if name.startswith("test_")]
+TESTS = suite_tests(LogitsProcessorSuite)
 
 
 @pytest.fixture(autouse=True)
 def _brief(monkeypatch):
-    """Stop at the first failing case instead of shrinking it, which would take time."""
-    monkeypatch.setattr(kit_suite, "_SHRINKING_SECONDS", -1.0)
+    stop_at_first_failure(monkeypatch)
 
 
-def suite_of(cls, given, **more):
-    attributes = {"processor": cls, "arguments": given, "replay_seed": SEED}
-    attributes |= {"budget_us_per_row": 500.0, "budget_vocab_size": 1000, **more}
-    return type("TestBroken", (LogitsProcessorSuite,), attributes)()
+def attributes(cls, given, **more):
+    budget = {"budget_us_per_row": 500.0, "budget_vocab_size": 1000}
+    return {"processor": cls, "arguments": given, **budget, **more}
 
 
-def outcome(suite, test):
-    """Return the message with which a test fails; None if it passes or is skipped."""
-    try:
-        getattr(suite, test)()
-    except pytest.skip.Exception:
-        return None
-    except pytest.fail.Exception as failure:
-        return str(failure)
-    return None
-
-
-@pytest.mark.parametrize(
-    ("cls", "given", "fails"), BROKEN, ids=lambda x: getattr(x, "__name__", "")
-)
+@pytest.mark.parametrize(("cls", "given", "fails"), BROKEN, ids=label)
 def test_a_broken_processor_fails_its_rule(cls, given, fails):
-    suite = suite_of(cls, given)
     for test, pattern in fails.items():
-        if pattern is None:
-            continue
-        message = outcome(suite, f"test_{test}")
-        assert message is not None, f"{test} let it pass"
-        assert message.startswith(
-            f"support.broken.processors.{cls.__name__} breaks a rule.\n  rule: "
-        )
-        assert re.search(pattern, message), message
-        assert "\n  fix: " in message
+        if pattern is not None:
+            assert_fails(LogitsProcessorSuite, attributes(cls, given), test, ".*", pattern)
 
 
 @pytest.mark.parametrize(
-    ("cls", "given", "fails"),
-    [b for b in BROKEN if b[0].__name__ not in CRASHING],
-    ids=lambda x: getattr(x, "__name__", ""),
+    ("cls", "given", "fails"), [b for b in BROKEN if b[0].__name__ not in CRASHING], ids=label
 )
 def test_a_broken_processor_passes_the_other_rules(cls, given, fails):
-    suite = suite_of(cls, given, examples=kit_examples() / 2)
-    others = [test for test in TESTS if test.removeprefix("test_") not in fails]
-    assert {test: m for test in others if (m := outcome(suite, test)) is not None} == {}
+    others = TESTS - fails.keys()
+    brief = attributes(cls, given, examples=kit_examples() / 2)
+    assert messages_of(LogitsProcessorSuite, brief, others) == {}
 
 
-@pytest.mark.parametrize(("cls", "given"), RIGHT, ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize(("cls", "given"), RIGHT, ids=label)
 def test_correct_components_pass(cls, given):
-    suite = suite_of(cls, given, examples=kit_examples())
-    assert {test: m for test in TESTS if (m := outcome(suite, test)) is not None} == {}
+    brief = attributes(cls, given, examples=kit_examples())
+    assert messages_of(LogitsProcessorSuite, brief) == {}
 
 
 def test_every_rule_catches_a_processor():
-    caught = {test for _, _, fails in BROKEN for test, pattern in fails.items() if pattern}
-    assert {f"test_{test}" for test in caught} == set(TESTS)
+    assert {test for _, _, fails in BROKEN for test, pattern in fails.items() if pattern} == TESTS

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from importlib.metadata import entry_points
 
 import pytest
 from hypothesis import strategies as st
+from support.kit_suites import assert_tests_builtins
 from support.plugins.arguments import ByWeight
 from support.processes import ROOT
 from support.searching import kit_examples
@@ -99,12 +99,7 @@ class TestLeastRecentlyUsed(EvictionPolicySuite):
     ],
 )
 def test_every_builtin_has_a_suite(kind, attribute):
-    group = entry_points(group=f"hardpoint.{kind}")
-    builtins = {point.load() for point in group if point.value.startswith("hardpoint.")}
-    suites = [c for c in globals().values() if isinstance(c, type) and c.__name__[:4] == "Test"]
-    tested = {getattr(suite, attribute) for suite in suites if hasattr(suite, attribute)}
-    assert builtins
-    assert builtins <= tested
+    assert_tests_builtins(kind, attribute, globals())
 
 
 def test_a_scheduler_without_pauses_skips_their_test():

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-import re
-
 import pytest
 from support.broken import pauses, policies
 from support.broken import schedulers as broken
+from support.kit_suites import assert_fails, label, messages_of, stop_at_first_failure, suite_tests
 
 from hardpoint.testing import EvictionPolicySuite, SchedulerSuite, SchedulingPolicySuite
-from hardpoint.testing import suite as kit_suite
-
-SEED = 20_240_601
 
 # scheduler, test that it fails, rule, pattern of the message
 SCHEDULERS = [
@@ -125,58 +120,32 @@ RIGHT = [
 
 @pytest.fixture(autouse=True)
 def _brief(monkeypatch):
-    """Stop at the first failing case instead of shrinking it, which would take time."""
-    monkeypatch.setattr(kit_suite, "_SHRINKING_SECONDS", -1.0)
+    stop_at_first_failure(monkeypatch)
 
 
-def outcome(suite, attribute, cls, test):
-    """Return the message with which a test fails; None if it passes or is skipped."""
-    attributes = {attribute: cls, "replay_seed": SEED}
-    if hasattr(cls, "ARGUMENTS"):
-        attributes["arguments"] = cls.ARGUMENTS
-    instance = type("TestBroken", (suite,), attributes)()
-    try:
-        getattr(instance, f"test_{test}")()
-    except pytest.skip.Exception:
-        return None
-    except pytest.fail.Exception as failure:
-        return str(failure)
-    return None
+def attributes(attribute, cls):
+    given = {"arguments": cls.ARGUMENTS} if hasattr(cls, "ARGUMENTS") else {}
+    return {attribute: cls, **given}
 
 
-def check(suite, attribute, cls, test, rule, pattern):
-    message = outcome(suite, attribute, cls, test)
-    assert message is not None, f"{test} let it pass"
-    assert message.startswith(f"{cls.__module__}.{cls.__name__} breaks a rule.\n  rule: ")
-    assert re.search(f"\n  rule: (?:{rule})", message), message
-    assert re.search(pattern, message), message
-    assert "\n  fix: " in message
-
-
-def name(value):
-    return getattr(value, "__name__", None) or (value if str(value).isidentifier() else "")
-
-
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), SCHEDULERS, ids=name)
+@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), SCHEDULERS, ids=label)
 def test_a_broken_scheduler_fails_its_rule(cls, test, rule, pattern):
-    check(SchedulerSuite, "scheduler", cls, test, rule, pattern)
+    assert_fails(SchedulerSuite, attributes("scheduler", cls), test, rule, pattern)
 
 
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), POLICIES, ids=name)
+@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), POLICIES, ids=label)
 def test_a_broken_policy_fails_its_rule(cls, test, rule, pattern):
-    check(SchedulingPolicySuite, "policy", cls, test, rule, pattern)
+    assert_fails(SchedulingPolicySuite, attributes("policy", cls), test, rule, pattern)
 
 
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), EVICTIONS, ids=name)
+@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), EVICTIONS, ids=label)
 def test_a_broken_eviction_policy_fails_its_rule(cls, test, rule, pattern):
-    check(EvictionPolicySuite, "eviction", cls, test, rule, pattern)
+    assert_fails(EvictionPolicySuite, attributes("eviction", cls), test, rule, pattern)
 
 
-@pytest.mark.parametrize(("suite", "attribute", "cls"), RIGHT, ids=name)
+@pytest.mark.parametrize(("suite", "attribute", "cls"), RIGHT, ids=label)
 def test_correct_components_pass(suite, attribute, cls):
-    tests = [test for test in dir(suite) if test.startswith("test_")]
-    messages = {test: outcome(suite, attribute, cls, test[5:]) for test in tests}
-    assert {test: message for test, message in messages.items() if message} == {}
+    assert messages_of(suite, attributes(attribute, cls)) == {}
 
 
 @pytest.mark.parametrize(
@@ -188,5 +157,4 @@ def test_correct_components_pass(suite, attribute, cls):
     ],
 )
 def test_every_test_catches_a_component(suite, broken_ones):
-    tests = {test for test, _ in inspect.getmembers(suite) if test.startswith("test_")}
-    assert {f"test_{test}" for _, test, _, _ in broken_ones} == tests
+    assert {test for _, test, _, _ in broken_ones} == suite_tests(suite)

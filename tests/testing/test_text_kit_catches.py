@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-import re
-
 import pytest
 from support.broken import parsers, publishers, sinks, tokenizers
+from support.kit_suites import assert_fails, label, messages_of, stop_at_first_failure, suite_tests
 
 from hardpoint.testing import (
     KVEventPublisherSuite,
@@ -14,10 +12,7 @@ from hardpoint.testing import (
     StatSinkSuite,
     TokenizerSuite,
 )
-from hardpoint.testing import suite as kit_suite
 from hardpoint.testing.reporting import calls, publisher_suite
-
-SEED = 20_240_601
 
 # component, test that it fails, rule, pattern of the message
 TOKENIZERS = [
@@ -145,48 +140,25 @@ RIGHT = [
 
 @pytest.fixture(autouse=True)
 def _brief(monkeypatch):
-    """Stop at the first failing case instead of shrinking it, which would take time."""
-    monkeypatch.setattr(kit_suite, "_SHRINKING_SECONDS", -1.0)
+    stop_at_first_failure(monkeypatch)
     monkeypatch.setattr(publisher_suite, "_QUIET_SECONDS", 0.1)
     monkeypatch.setattr(calls, "_WAIT_SECONDS", 0.1)
 
 
-def outcome(suite, attributes, test):
-    """Return the message with which a test fails; None if it passes or is skipped."""
-    attributes = {"replay_seed": SEED, **attributes}
-    instance = type("TestBroken", (suite,), attributes)()
-    try:
-        getattr(instance, f"test_{test}")()
-    except pytest.skip.Exception:
-        return None
-    except pytest.fail.Exception as failure:
-        return str(failure)
-    return None
-
-
-def name(value):
-    return getattr(value, "__name__", None) or (value if str(value).isidentifier() else "")
-
-
-@pytest.mark.parametrize(("suite", "attribute", "cls", "test", "rule", "pattern"), BROKEN, ids=name)
+@pytest.mark.parametrize(
+    ("suite", "attribute", "cls", "test", "rule", "pattern"), BROKEN, ids=label
+)
 def test_a_broken_component_fails_its_rule(suite, attribute, cls, test, rule, pattern, monkeypatch):
     if cls is publishers.SendsNothing:
         monkeypatch.setattr(publisher_suite, "_FIRST_SECONDS", 0.1)
-    message = outcome(suite, {attribute: cls}, test)
-    assert message is not None, f"{test} let it pass"
-    assert message.startswith(f"{cls.__module__}.{cls.__name__} breaks a rule.\n  rule: {rule}")
-    assert re.search(pattern, message), message
-    assert "\n  fix: " in message
+    assert_fails(suite, {attribute: cls}, test, rule, pattern)
 
 
-@pytest.mark.parametrize(("suite", "attribute", "cls"), RIGHT, ids=name)
+@pytest.mark.parametrize(("suite", "attribute", "cls"), RIGHT, ids=label)
 def test_correct_components_pass(suite, attribute, cls):
-    tests = [test for test in dir(suite) if test.startswith("test_")]
-    messages = {test: outcome(suite, {attribute: cls, "examples": 0.3}, test[5:]) for test in tests}
-    assert {test: message for test, message in messages.items() if message} == {}
+    assert messages_of(suite, {attribute: cls, "examples": 0.3}) == {}
 
 
-@pytest.mark.parametrize(("suite", "attribute", "broken"), SUITES, ids=name)
+@pytest.mark.parametrize(("suite", "attribute", "broken"), SUITES, ids=label)
 def test_every_test_catches_a_component(suite, attribute, broken):
-    tests = {test for test, _ in inspect.getmembers(suite) if test.startswith("test_")}
-    assert {f"test_{test}" for _, test, _, _ in broken} == tests
+    assert {test for _, test, _, _ in broken} == suite_tests(suite)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import entry_points
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from support.builtins.checkpoint_harness import write_gguf
+from support.kit_suites import assert_tests_builtins
 from support.searching import kit_examples
 
 from hardpoint.builtin_plugins.attention.torch import TorchAttention
@@ -200,9 +200,4 @@ class TestDummy(WeightLoaderSuite):
     ],
 )
 def test_every_builtin_has_a_suite(kind, attribute):
-    group = entry_points(group=f"hardpoint.{kind}")
-    builtins = {point.load() for point in group if point.value.startswith("hardpoint.")}
-    suites = [c for c in globals().values() if isinstance(c, type) and c.__name__[:4] == "Test"]
-    tested = {getattr(suite, attribute) for suite in suites if hasattr(suite, attribute)}
-    assert builtins
-    assert builtins <= tested
+    assert_tests_builtins(kind, attribute, globals())

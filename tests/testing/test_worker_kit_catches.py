@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
-import re
-
 import pytest
 from support.broken import attention, loaders, models, samplers
+from support.kit_suites import (
+    assert_fails,
+    label,
+    message_of,
+    messages_of,
+    stop_at_first_failure,
+    suite_tests,
+)
 
 from hardpoint.testing import AttentionBackendSuite, ModelSuite, SamplerSuite, WeightLoaderSuite
-from hardpoint.testing import suite as kit_suite
-
-SEED = 20_240_601
 
 # component, test that it fails, rule, pattern of the message
 SAMPLERS = [
@@ -146,67 +148,39 @@ RIGHT = [
 
 @pytest.fixture(autouse=True)
 def _brief(monkeypatch):
-    """Stop at the first failing case instead of shrinking it, which would take time."""
-    monkeypatch.setattr(kit_suite, "_SHRINKING_SECONDS", -1.0)
+    stop_at_first_failure(monkeypatch)
 
 
-def outcome(suite, attributes, test):
-    """Return the message with which a test fails; None if it passes or is skipped."""
-    instance = type("TestBroken", (suite,), {**attributes, "replay_seed": SEED})()
-    try:
-        getattr(instance, f"test_{test}")()
-    except pytest.skip.Exception:
-        return None
-    except pytest.fail.Exception as failure:
-        return str(failure)
-    return None
-
-
-def check(suite, attributes, cls, test, rule, pattern):
-    message = outcome(suite, attributes, test)
-    assert message is not None, f"{test} let it pass"
-    assert message.startswith(f"{cls.__module__}.{cls.__name__} breaks a rule.\n  rule: ")
-    assert re.search(f"\n  rule: (?:{rule})", message), message
-    assert re.search(pattern, message), message
-    assert "\n  fix: " in message
-
-
-def name(value):
-    return getattr(value, "__name__", None) or (value if str(value).isidentifier() else "")
-
-
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), SAMPLERS, ids=name)
+@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), SAMPLERS, ids=label)
 def test_a_broken_sampler_fails_its_rule(cls, test, rule, pattern):
-    check(SamplerSuite, {"sampler": cls}, cls, test, rule, pattern)
+    assert_fails(SamplerSuite, {"sampler": cls}, test, rule, pattern)
 
 
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), ATTENTION, ids=name)
+@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), ATTENTION, ids=label)
 def test_a_broken_attention_backend_fails_its_rule(cls, test, rule, pattern):
-    check(AttentionBackendSuite, {"backend": cls}, cls, test, rule, pattern)
+    assert_fails(AttentionBackendSuite, {"backend": cls}, test, rule, pattern)
 
 
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), MODELS, ids=name)
+@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), MODELS, ids=label)
 def test_a_broken_model_fails_its_rule(cls, test, rule, pattern):
     attributes = {"model": cls, "config": models.CONFIG}
-    check(ModelSuite, attributes, cls, test, rule, pattern)
+    assert_fails(ModelSuite, attributes, test, rule, pattern)
 
 
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), LOADERS, ids=name)
+@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), LOADERS, ids=label)
 def test_a_broken_loader_fails_its_rule(cls, test, rule, pattern):
     attributes = {"loader": cls, "write": staticmethod(loaders.write)}
-    check(WeightLoaderSuite, attributes, cls, test, rule, pattern)
+    assert_fails(WeightLoaderSuite, attributes, test, rule, pattern)
 
 
 def test_a_loader_without_a_checkpoint_fails():
-    message = outcome(WeightLoaderSuite, {"loader": loaders.Json}, "weights")
-    assert "observed: TestBroken does not override write()" in message
+    message = message_of(WeightLoaderSuite, {"loader": loaders.Json}, "weights")
+    assert "observed: TestComponent does not override write()" in message
 
 
-@pytest.mark.parametrize(("suite", "attributes"), RIGHT, ids=name)
+@pytest.mark.parametrize(("suite", "attributes"), RIGHT, ids=label)
 def test_correct_components_pass(suite, attributes):
-    tests = [test for test in dir(suite) if test.startswith("test_")]
-    messages = {test: outcome(suite, attributes | {"examples": 0.1}, test[5:]) for test in tests}
-    assert {test: message for test, message in messages.items() if message} == {}
+    assert messages_of(suite, attributes | {"examples": 0.1}) == {}
 
 
 @pytest.mark.parametrize(
@@ -219,5 +193,4 @@ def test_correct_components_pass(suite, attributes):
     ],
 )
 def test_every_test_catches_a_component(suite, broken_ones):
-    tests = {test for test, _ in inspect.getmembers(suite) if test.startswith("test_")}
-    assert {f"test_{test}" for _, test, _, _ in broken_ones} == tests
+    assert {test for _, test, _, _ in broken_ones} == suite_tests(suite)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import msgspec
+
 from hardpoint.plugins import Command, hookimpl
 
 
@@ -93,7 +95,7 @@ class WrongValue:
 
     @hookimpl
     def request_received(self, request):
-        request.params.max_tokens = -5
+        request.params = msgspec.structs.replace(request.params, max_tokens=-5)
 
 
 class EmptiesPrompt:

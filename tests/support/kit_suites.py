@@ -1,0 +1,78 @@
+"""What a suite of the conformance kit says of a component: for the kit's own tests."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Mapping
+from importlib.metadata import entry_points
+
+import pytest
+
+from hardpoint.testing import suite as kit_suite
+
+SEED = 20_240_601
+
+
+def stop_at_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a suite report the first case that fails, without the time that shrinking it takes."""
+    monkeypatch.setattr(kit_suite, "_SHRINKING_SECONDS", -1.0)
+
+
+def label(value: object) -> str:
+    """Return the label of a parameter in a test's id."""
+    name = getattr(value, "__name__", None) or getattr(value, "name", None) or str(value)
+    return name if name.isidentifier() else ""
+
+
+def suite_tests(suite: type) -> set[str]:
+    """Return the names of a suite's tests, without `test_`."""
+    return {name[5:] for name, _ in inspect.getmembers(suite) if name.startswith("test_")}
+
+
+def message_of(suite: type, attributes: Mapping[str, object], test: str) -> str | None:
+    """Return the message with which a test fails; None if it passes or is skipped."""
+    instance = type("TestComponent", (suite,), {"replay_seed": SEED, **attributes})()
+    try:
+        getattr(instance, f"test_{test}")()
+    except pytest.skip.Exception:
+        return None
+    except pytest.fail.Exception as failure:
+        return str(failure)
+    return None
+
+
+def messages_of(
+    suite: type, attributes: Mapping[str, object], tests: Iterable[str] | None = None
+) -> dict[str, str]:
+    """Return the messages of the tests that fail, of all or of those given."""
+    tests = suite_tests(suite) if tests is None else tests
+    messages = {test: message_of(suite, attributes, test) for test in tests}
+    return {test: message for test, message in messages.items() if message is not None}
+
+
+def assert_fails(
+    suite: type, attributes: Mapping[str, object], test: str, rule: str, pattern: str
+) -> None:
+    """Assert that a test names the component, its rule (a pattern), what it saw and a remedy."""
+    message = message_of(suite, attributes, test)
+    assert message is not None, f"{test} let it pass"
+    subjects = [a for a in attributes.values() if isinstance(a, type)]
+    names = "|".join(re.escape(f"{cls.__module__}.{cls.__name__}") for cls in subjects) or ".+"
+    assert re.match(f"(?:{names}) breaks a rule.\n  rule: (?:{rule})", message), message
+    assert re.search(pattern, message), message
+    assert "\n  fix: " in message
+
+
+def assert_tests_builtins(kind: str, attribute: str, namespace: Mapping[str, object]) -> None:
+    """Assert that the suites of a test module test every built-in component of a kind.
+
+    Args:
+        attribute: of a suite, with its component.
+        namespace: the test module's globals().
+    """
+    found = entry_points(group=f"hardpoint.{kind}")
+    builtins = {point.load() for point in found if point.value.startswith("hardpoint.")}
+    suites = [c for name, c in namespace.items() if name.startswith("Test") and inspect.isclass(c)]
+    assert builtins
+    assert builtins <= {getattr(suite, attribute, None) for suite in suites}

@@ -111,19 +111,9 @@ def build_core(
         kv_events = KVEventFanout(publishers, time.time)
         undo.callback(kv_events.close)
         blocks = BlockMetadata(clock)
-        eviction = plugins.create(
-            plugins.one("eviction_policies"),
-            EvictionContext,
-            blocks=blocks,
-            history=blocks.start_history,
-            clock=clock,
-        )
+        eviction = _eviction_policy(plugins, blocks, clock)
         undo.callback(eviction.close)
-        executor = plugins.create(
-            plugins.one("executors"),
-            ExecutorContext,
-            create_worker=lambda _rank: LocalWorker(spec, activity),
-        )
+        executor = _executor(spec, activity)
         undo.callback(executor.close)
         info, size, config = _start(executor, spec, config_sources)
         limits = _limits(config, size, executor)
@@ -148,6 +138,20 @@ def build_core(
         )
         undo.pop_all()
         return BuiltCore(EngineCore(parts), size)
+
+
+def _eviction_policy(plugins: PluginSet, blocks: BlockMetadata, clock: _Clock) -> EvictionPolicy:
+    entry = plugins.one("eviction_policies")
+    history = blocks.start_history
+    return plugins.create(entry, EvictionContext, blocks=blocks, history=history, clock=clock)
+
+
+def _executor(spec: WorkerSpec, activity: Activity) -> Executor:
+    return spec.plugins.create(
+        spec.plugins.one("executors"),
+        ExecutorContext,
+        create_worker=lambda _rank: LocalWorker(spec, activity),
+    )
 
 
 def _kv_cache(

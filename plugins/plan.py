@@ -92,7 +92,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     kv_connector_metadata: Any = None
 
 
-class DraftTokenIds(msgspec.Struct, array_like=True, frozen=True):
+class DraftTokenIds(msgspec.Struct, frozen=True):
     """Draft tokens of a speculator, to be verified by a later step.
 
     Attributes:
@@ -111,7 +111,7 @@ class DraftTokenIds(msgspec.Struct, array_like=True, frozen=True):
         return dict(zip(self.request_ids, self.draft_token_ids, strict=True))
 
 
-class GrammarBitmask(msgspec.Struct, array_like=True, frozen=True):
+class GrammarBitmask(msgspec.Struct, frozen=True):
     """Tokens that the grammars of a step allow.
 
     Attributes:
@@ -125,7 +125,7 @@ class GrammarBitmask(msgspec.Struct, array_like=True, frozen=True):
     bitmask: Any
 
 
-class RequestFault(msgspec.Struct, array_like=True, frozen=True):
+class RequestFault(msgspec.Struct, frozen=True):
     """The error that ends a request.
 
     Attributes:

@@ -44,7 +44,7 @@ class FinishReason(IntEnum):
         return self.name.lower()
 
 
-class LoRARequest(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """The LoRA adapter of a request.
 
     Attributes:
@@ -56,7 +56,7 @@ class LoRARequest(msgspec.Struct, array_like=True, frozen=True, gc=False):
     id: int
 
 
-class MultiModalFeature(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class MultiModalFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One image, sound or video of a prompt, which an encoder turns into embeddings.
 
     Attributes:
@@ -70,8 +70,8 @@ class MultiModalFeature(msgspec.Struct, array_like=True, frozen=True, gc=False):
     length: int
 
 
-class EngineCoreRequest(msgspec.Struct, array_like=True, kw_only=True):
-    """One sequence for the engine to continue. Field order is part of the protocol.
+class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """One sequence for the engine to continue.
 
     Attributes:
         request_id: unique among live requests.
@@ -141,7 +141,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, kw_only=True):
         return [*self.eos_token_ids, *self.params.stop_token_ids]
 
 
-class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
+class TokenLogprobs(msgspec.Struct, gc=False):
     """Log-probabilities at one position: of the chosen token, then of the likeliest ones.
 
     Attributes:
@@ -163,7 +163,7 @@ class EngineCoreEventType(IntEnum):
     PREEMPTED = 3
 
 
-class EngineCoreEvent(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class EngineCoreEvent(msgspec.Struct, frozen=True, gc=False):
     """An event of a request.
 
     Attributes:
@@ -175,7 +175,7 @@ class EngineCoreEvent(msgspec.Struct, array_like=True, frozen=True, gc=False):
     timestamp: float = msgspec.field(default_factory=time.monotonic)
 
 
-class PrefillStats(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class PrefillStats(msgspec.Struct, omit_defaults=True, frozen=True, gc=False):
     """How a prompt was computed.
 
     Attributes:
@@ -189,7 +189,7 @@ class PrefillStats(msgspec.Struct, array_like=True, frozen=True, gc=False):
     num_external_tokens: int = 0
 
 
-class EngineCoreOutput(msgspec.Struct, array_like=True, kw_only=True, gc=False):
+class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):
     """Output of one step for one request.
 
     Attributes:
@@ -235,7 +235,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, kw_only=True, gc=False):
         return self.finish_reason is not None
 
 
-class EngineCoreOutputs(msgspec.Struct, array_like=True, kw_only=True, tag=True, gc=False):
+class EngineCoreOutputs(msgspec.Struct, omit_defaults=True, kw_only=True, tag=True, gc=False):
     """Outputs of one step for one client.
 
     Attributes:

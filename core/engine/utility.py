@@ -23,8 +23,6 @@ from concurrent.futures import Future
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-import msgspec
-
 from hardpoint.plugins import HardpointError, RequestError, typed
 
 P = ParamSpec("P")
@@ -204,8 +202,6 @@ def convert_arguments(
 ) -> list[Any]:
     """Return the arguments of a method by position, `self` aside, converted to its declared types.
 
-    A structure may come as a list of its fields or as a table.
-
     Raises:
         `error`: there are too many or too few, or one is of the wrong type.
     """
@@ -216,40 +212,9 @@ def convert_arguments(
         expected = f"{limit}" if required == limit else f"{required} to {limit}"
         raise error(f"{method.__name__}: expected {expected} arguments, got {len(arguments)}")
     return [
-        _converted(value, parameter.type, name, error)
+        typed.convert(value, parameter.type, path=name, error=error)
         for value, (name, parameter) in zip(arguments, parameters.items(), strict=False)
     ]
-
-
-def _converted(value: Any, type_: Any, name: str, error: type[HardpointError]) -> Any:
-    if not _travels_as_list(type_):
-        return typed.convert(value, type_, path=name, error=error)
-    if not isinstance(value, Mapping | list | tuple | type_):
-        fields = " and ".join(type_.__struct_fields__)
-        got = "nothing" if value is None else type(value).__name__
-        raise error(f"{name}: expected a table with {fields}, got {got}")
-    if isinstance(value, Mapping):
-        table = typed.convert(value, _table_of(type_), path=name, error=error)
-        value = [getattr(table, field) for field in table.__struct_fields__]
-    return typed.convert(value, type_, path=name, error=error)
-
-
-def _travels_as_list(type_: Any) -> bool:
-    is_struct = isinstance(type_, type) and issubclass(type_, msgspec.Struct)
-    return is_struct and type_.__struct_config__.array_like
-
-
-@functools.cache
-def _table_of(type_: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """Return a type with the same fields that travels as a table, so that errors name them."""
-    fields = [(field.name, field.type, _default(field)) for field in msgspec.structs.fields(type_)]
-    return msgspec.defstruct(type_.__name__, fields, kw_only=True, forbid_unknown_fields=True)
-
-
-def _default(field: msgspec.structs.FieldInfo) -> Any:
-    if field.default_factory is not msgspec.NODEFAULT:
-        return msgspec.field(default_factory=field.default_factory)
-    return msgspec.field(default=field.default)
 
 
 @functools.cache

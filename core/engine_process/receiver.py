@@ -106,17 +106,20 @@ class MessageReader:
         error: HardpointError,
     ) -> None:
         """Answer an invalid message with an error, without waiting for the loop."""
-        start = _first_fields(frames[0]) if frames else []
-        if kind is RequestType.ADD and start and _is_id(start[0]):
+        if kind is RequestType.ADD and frames and _is_id(name := _request_id(frames[0])):
             # The client would mistake an error for the end of its live request of that id, so
             # there the loop decides.
-            if start[0] in self._live[client]:
-                self._queues.input.put(Refusal(start[0], client, error))
+            if name in self._live[client]:
+                self._queues.input.put(Refusal(name, client, error))
             else:
-                self._queues.output.put(client, rejection_output(start[0], error))
-        elif kind is RequestType.UTILITY and len(start) > 1 and type(start[1]) is int:
-            method = start[2] if len(start) > 2 and _is_id(start[2]) else "unknown"
-            call = UtilityCall(client, start[1], method)
+                self._queues.output.put(client, rejection_output(name, error))
+        elif (
+            kind is RequestType.UTILITY
+            and frames
+            and type((start := _call_start(frames[0])).call_id) is int
+        ):
+            method = start.method if _is_id(start.method) else "unknown"
+            call = UtilityCall(client, start.call_id, method)
             self._queues.output.put(client, failed_call(call, error))
         else:
             _log.warning("dropped a message of client %d: %s", client, error)
@@ -143,33 +146,49 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, str) and _MIN_ID_LENGTH <= len(value) <= _MAX_ID_LENGTH
 
 
-class _FirstFields(msgspec.Struct, array_like=True):
-    """The first fields of a request or of a call, of any type; further fields are ignored."""
+class _RequestStart(msgspec.Struct):
+    """The id of a request, of any type; other fields are ignored."""
 
-    first: Any = None
-    second: Any = None
-    third: Any = None
+    request_id: Any = None
 
 
-def _first_fields(frame: Any) -> list[Any]:
-    """Return the first fields of a message that cannot be decoded as a whole; may be empty."""
+class _CallStart(msgspec.Struct, array_like=True):
+    """The first fields of a call, of any type; further fields are ignored."""
+
+    client_index: Any = None
+    call_id: Any = None
+    method: Any = None
+
+
+def _request_id(frame: Any) -> Any:
+    """Return the id of a request that cannot be decoded as a whole, None without one."""
     try:
-        fields = msgspec.msgpack.decode(frame, type=_FirstFields)
+        return msgspec.msgpack.decode(frame, type=_RequestStart).request_id
     except Exception:  # the frame is damaged or truncated
-        request_id = _leading_string(bytes(memoryview(frame)[: _MAX_ID_LENGTH + 8]))
-        return [] if request_id is None else [request_id]
-    return [fields.first, fields.second, fields.third]
+        return _first_value(bytes(memoryview(frame)[: _MAX_ID_LENGTH + 24]))
 
 
-_ARRAY_16 = 0xDC  # a header of 3 bytes; a shorter array (0x90 to 0x9F) has one of 1 byte
+def _call_start(frame: Any) -> _CallStart:
+    """Return the first fields of a call that cannot be decoded as a whole."""
+    try:
+        return msgspec.msgpack.decode(frame, type=_CallStart)
+    except Exception:  # the frame is damaged or truncated
+        return _CallStart()
+
+
+_MAP_16 = 0xDE  # a header of 3 bytes; a smaller map (0x80 to 0x8F) has one of 1 byte
 _FIXSTR, _STR_8, _STR_16 = range(0xA0, 0xC0), 0xD9, 0xDA
+_ID_KEY = msgspec.msgpack.encode("request_id")
 
 
-def _leading_string(data: bytes) -> str | None:
-    """Return the string that a msgpack array begins with, None if it begins with no string."""
+def _first_value(data: bytes) -> str | None:
+    """Return the id that a msgpack map begins with, None if it begins with another key."""
     # By hand, because msgspec decodes no part of a message that is damaged further on. A client
     # waits for the answer to its request, so an id that can still be read is worth it.
-    start = 3 if data[:1] == bytes([_ARRAY_16]) else 1
+    start = 3 if data[:1] == bytes([_MAP_16]) else 1
+    if data[start : start + len(_ID_KEY)] != _ID_KEY:
+        return None
+    start += len(_ID_KEY)
     if len(data) <= start:
         return None
     head = data[start]

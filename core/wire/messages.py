@@ -119,7 +119,7 @@ class UtilityResult(msgspec.Struct, array_like=True, frozen=True):
     value: Any
 
 
-class UtilityOutput(msgspec.Struct, array_like=True, frozen=True, tag=True):
+class UtilityOutput(msgspec.Struct, frozen=True, tag=True):
     """The answer to a call: either an error message, or a result.
 
     Attributes:

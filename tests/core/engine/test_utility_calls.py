@@ -78,12 +78,10 @@ class TestWhatMayBeCalled:
     def test_arguments_become_what_is_declared(self):
         def method(self, lora: LoRARequest, ids: list[int], size: float = 1.0) -> None: ...
 
-        assert convert_arguments(method, [["poems", 2], [1]], RequestError) == [
-            LoRARequest("poems", 2),
-            [1],
-        ]
+        given = [{"name": "poems", "id": 2}, [1]]
+        assert convert_arguments(method, given, RequestError) == [LoRARequest("poems", 2), [1]]
 
-    def test_a_structure_may_come_as_a_table(self, core):
+    def test_a_structure_comes_as_a_table(self, core):
         core._parts.executor.rpc["add_lora"] = True
         answer = ask(core, "add_lora", {"name": "x", "id": 2})
         assert (answer.failure, answer.result.value) == (None, True)
@@ -95,20 +93,14 @@ class TestWhatMayBeCalled:
             ({"name": "x"}, "lora.id: "),
             ({"name": "x", "id": "two"}, "lora.id: expected"),
             ({"name": "x", "id": 2, "ib": 3}, "lora.ib: unknown field"),
-            ("x", "lora: expected a table with name and id, got str"),
-            (None, "lora: expected a table with name and id, got nothing"),
+            ("x", "lora: expected a table, got 'x'"),
+            (None, "lora: expected a table, got None"),
         ],
     )
     def test_a_table_is_checked_by_its_names(self, core, table, words):
         failure = ask(core, "add_lora", table).failure
         assert failure.startswith(words), failure
         assert core._parts.executor.calls == []
-
-    def test_what_a_table_leaves_out_has_its_default(self):
-        def method(self, call: UtilityCall) -> None: ...
-
-        table = {"client_index": 1, "call_id": 2, "method": "resume"}
-        assert convert_arguments(method, [table], RequestError) == [UtilityCall(1, 2, "resume")]
 
 
 class TestAnswers:

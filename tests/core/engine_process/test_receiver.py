@@ -64,6 +64,13 @@ def packed(*fields):
     return [msgspec.msgpack.encode(fields)]
 
 
+def named(**fields):
+    return [msgspec.msgpack.encode(fields)]
+
+
+ID_KEY = msgspec.msgpack.encode("request_id")
+
+
 class TestMessages:
     def test_requests_aborts_and_calls(self):
         desk = Desk()
@@ -113,12 +120,19 @@ class TestWhatIsNone:
     @pytest.mark.parametrize(
         ("frames", "words"),
         [
-            (packed("a", "no list", [1]), "EngineCoreRequest.prompt_token_ids: expected a list"),
-            (packed("a", [1, "x"], []), "EngineCoreRequest.prompt_token_ids[1]: expected a whole"),
-            (packed("a"), "EngineCoreRequest: "),
+            (
+                named(request_id="a", prompt_token_ids="no list"),
+                "EngineCoreRequest.prompt_token_ids: expected a list",
+            ),
+            (
+                named(request_id="a", prompt_token_ids=[1, "x"]),
+                "EngineCoreRequest.prompt_token_ids[1]: expected a whole",
+            ),
+            (named(request_id="a"), "EngineCoreRequest: missing required field prompt_token_ids"),
+            (named(prompt_token_ids=[1], request_id="a"), "EngineCoreRequest: missing required"),
             ([Encoder().encode(request("a" * 40))[0][:-3]], "truncated"),
-            ([b"\xdc\x00\x17\xa1a\xc1"], "damaged"),
-            ([b"\x93\xd9\x01a\xc1"], "damaged"),
+            ([b"\xde\x00\x17" + ID_KEY + b"\xa1a\xa1b\xc1"], "damaged"),
+            ([b"\x83" + ID_KEY + b"\xd9\x01a\xa1b\xc1"], "damaged"),
         ],
     )
     def test_a_request_is_refused_by_its_id(self, frames, words):
@@ -138,14 +152,17 @@ class TestWhatIsNone:
             [b""],
             [b"\xc1"],
             [b"\x93\x01\x02\x03"],
-            [b"\x93\xa1"],
-            [b"\x93\xa2\xff\xff\x01"],
-            [b"\x93\xda"],
-            [b"\x93\xda\xff\xffab"],
-            packed(7, [1], []),
-            packed("", [1], []),
-            packed("x" * 5000, 3),
-            packed(),
+            [b"\x83" + ID_KEY],
+            [b"\x83" + ID_KEY + b"\xa1"],
+            [b"\x83" + ID_KEY + b"\xa2\xff\xff\x01"],
+            [b"\x83" + ID_KEY + b"\xda"],
+            [b"\x83" + ID_KEY + b"\xda\xff\xffab"],
+            [b"\x83\xa4name\xa1a\xc1"],
+            named(request_id=7, prompt_token_ids=[1]),
+            named(request_id=""),
+            named(request_id="x" * 5000),
+            named(),
+            packed("a", [1]),
         ],
     )
     def test_a_request_without_an_id_is_dropped_and_logged(self, frames, caplog):

@@ -139,28 +139,42 @@ REQUEST = EngineCoreRequest(request_id="a", prompt_token_ids=[1, 2], params=Samp
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "words"),
+    ("field", "value", "words"),
     [
-        (0, 5, "EngineCoreRequest.request_id: expected a string, got a whole number"),
-        (1, [1, "x"], "EngineCoreRequest.prompt_token_ids[1]: expected a whole number, got a str"),
-        (2, {"top_p": "x"}, "EngineCoreRequest.params.top_p: expected a number, got a string"),
-        (2, {"top_p": 7}, "EngineCoreRequest.params.top_p: expected a number <= 1.0"),
-        (2, {"topp": 1}, "EngineCoreRequest.params: unknown field topp"),
-        (9, {"t": 5}, "EngineCoreRequest.tags[...]: expected a string, got a whole number"),
-        (9, {5: "t"}, "EngineCoreRequest.tags, a key: expected a string, got a whole number"),
-        (12, ["x", "y"], "EngineCoreRequest.lora.id: expected a whole number, got a string"),
-        (13, [["x", 1]], "EngineCoreRequest.features[0]: expected a list of at least length 3"),
+        ("request_id", 5, "EngineCoreRequest.request_id: expected a string, got a whole number"),
+        (
+            "prompt_token_ids",
+            [1, "x"],
+            "EngineCoreRequest.prompt_token_ids[1]: expected a whole number, got a str",
+        ),
+        (
+            "params",
+            {"top_p": "x"},
+            "EngineCoreRequest.params.top_p: expected a number, got a string",
+        ),
+        ("params", {"top_p": 7}, "EngineCoreRequest.params.top_p: expected a number <= 1.0"),
+        ("params", {"topp": 1}, "EngineCoreRequest.params: unknown field topp"),
+        ("tags", {"t": 5}, "EngineCoreRequest.tags[...]: expected a string, got a whole number"),
+        ("tags", {5: "t"}, "EngineCoreRequest.tags, a key: expected a string, got a whole number"),
+        (
+            "lora",
+            {"name": "x", "id": "y"},
+            "EngineCoreRequest.lora.id: expected a whole number, got a string",
+        ),
+        ("features", [["x", 1]], "EngineCoreRequest.features[0]: expected a table, got a list"),
     ],
 )
-def test_a_wrong_field_is_named(place, value, words):
+def test_a_wrong_field_is_named(field, value, words):
     plain = msgspec.msgpack.decode(Encoder().encode(REQUEST)[0])
-    plain[place] = value
+    plain[field] = value
     assert refusal(plain, EngineCoreRequest).startswith(words)
 
 
 def test_a_wrong_tensor_in_a_field_is_named():
     plain = msgspec.msgpack.decode(Encoder().encode(REQUEST)[0])
-    plain[14] = {"blocks": [extension(SLICE, 1, 2, 3), extension(TENSOR, "int8", [2], b"x")]}
+    plain["kv_transfer_params"] = {
+        "blocks": [extension(SLICE, 1, 2, 3), extension(TENSOR, "int8", [2], b"x")]
+    }
     assert refusal(plain, EngineCoreRequest) == (
         "EngineCoreRequest.kv_transfer_params.blocks[1]: "
         "data: expected 2 bytes for shape [2] of int8, got 1"
@@ -190,7 +204,7 @@ def test_damaged_frames(frames, words):
 def test_errors_stay_short():
     message = {"k" * 10_000: extension(TENSOR, "d" * 10_000, [1], b"x")}
     assert len(refusal(message)) < 600
-    assert len(refusal(["a", [1], {"k" * 10_000: 1}], EngineCoreRequest)) < 600
+    assert len(refusal({"params": {"k" * 10_000: 1}}, EngineCoreRequest)) < 600
 
 
 @pytest.mark.parametrize("type_", [Any, list[int], EngineCoreRequest, EngineCoreOutputs])

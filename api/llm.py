@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from hardpoint.core.build import build_engine
 from hardpoint.core.config import config_from
 from hardpoint.core.engine.utility_calls import SyncControlCalls
+from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.plugin_health import Health
 from hardpoint.core.frontend.prompts import Prompt, copied, is_list, read_messages
@@ -31,6 +32,8 @@ from .progress import ProgressDisplay, draw_outputs, is_terminal
 from .requests import (
     OpenCalls,
     OutputStream,
+    Request,
+    UnorderedCall,
     make_extras,
     make_requests,
     not_supported,
@@ -182,7 +185,7 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         single = not listed or isinstance(listed[0], Mapping)
         conversations: Sequence[Any] = [listed] if single else listed
         return self.generate(
-            [self._templated(conversation) for conversation in conversations],
+            [self.apply_chat_template(conversation) for conversation in conversations],
             sampling_params,
             priority=priority,
             timeout=timeout,
@@ -221,11 +224,50 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         (request_id,) = self._calls.add([(prompt, params, extras)])
         return OutputStream(self._calls, request_id)
 
+    def generate_unordered(
+        self, requests: Iterable[tuple[Prompt, SamplingParams | None]]
+    ) -> Iterator[tuple[int, RequestOutput | RequestError]]:
+        """Complete any number of prompts; yield each output once it is finished.
+
+        Prompts are taken from the iterable when the engine has room for them. Leaving the loop
+        early aborts those that run.
+
+        Args:
+            requests: prompts with their parameters; None is what the model's files recommend.
+
+        Yields:
+            The position of a prompt, and its output; or its error, if it is refused.
+
+        Raises:
+            EnginePausedError, EngineDeadError: as `generate`.
+        """
+        default = self.default_sampling_params()
+
+        def request(prompt: Prompt, params: SamplingParams | None) -> Request:
+            own = with_output_kind(params or default, RequestOutputKind.FINAL_ONLY)
+            return prompt, own, RequestExtras()
+
+        window = 2 * self.config.scheduler.max_num_seqs
+        given = (request(prompt, params) for prompt, params in requests)
+        return UnorderedCall(self._calls, given, window).outputs()
+
     def stream_chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None
     ) -> OutputStream:
         """Answer one conversation; iterate over what it returns for outputs as they come."""
-        return self.stream(self._templated(messages), sampling_params)
+        return self.stream(self.apply_chat_template(messages), sampling_params)
+
+    def apply_chat_template(self, messages: Messages) -> Mapping[str, Any]:
+        """Return a conversation as a prompt: `prompt` is its text, `prompt_token_ids` its ids.
+
+        Raises:
+            RequestError: the model has no chat template, or it refuses the messages.
+        """
+        with self._engine.lock:
+            text = self.tokenizer.apply_chat_template(read_messages(messages))
+            # The template writes the special tokens itself.
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return {"type": "token", "prompt_token_ids": ids, "prompt": text}
 
     def encode(self, *_: object, **__: object) -> NoReturn:
         """Raise: this version of Hardpoint runs models that generate, none that pool.
@@ -313,10 +355,3 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
 
     def _call_utility(self, method: str, *args: Any) -> Any:
         return self._engine.call_utility(method, *args)
-
-    def _templated(self, messages: Messages) -> Prompt:
-        with self._engine.lock:
-            text = self.tokenizer.apply_chat_template(read_messages(messages))
-            # The template writes the special tokens itself.
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return {"type": "token", "prompt_token_ids": ids, "prompt": text}

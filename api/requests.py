@@ -17,6 +17,7 @@ from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.prompts import copied, is_list
 from hardpoint.plugins import (
     HardpointError,
+    OverloadedError,
     RequestError,
     RequestOutput,
     RequestOutputKind,
@@ -27,6 +28,7 @@ from hardpoint.plugins.errors import EngineDeadError, EnginePausedError
 __all__ = [
     "OpenCalls",
     "OutputStream",
+    "UnorderedCall",
     "make_extras",
     "make_requests",
     "not_supported",
@@ -38,7 +40,8 @@ __all__ = [
 Request = tuple[Any, Any, RequestExtras]
 """Prompt, sampling parameters and extras."""
 
-_Outputs = collections.deque[RequestOutput | Exception]
+Outputs = collections.deque[RequestOutput | Exception]
+"""What has come for the requests of one call."""
 
 
 def prompt_list(prompts: Any) -> list[Any]:
@@ -122,7 +125,7 @@ class OpenCalls:
         """The caller closes the engine."""
         self._engine = engine
         self._count = 0
-        self._outputs: dict[str, _Outputs] = {}
+        self._outputs: dict[str, Outputs] = {}
 
     def __len__(self) -> int:
         """Return the number of requests that a call waits for."""
@@ -133,8 +136,11 @@ class OpenCalls:
         """The engine's lock."""
         return self._engine.lock
 
-    def add(self, requests: Iterable[Request]) -> list[str]:
+    def add(self, requests: Iterable[Request], outputs: Outputs | None = None) -> list[str]:
         """Add the prompts of a call with their parameters; if one is refused, none runs.
+
+        Args:
+            outputs: of the call, if it has added requests before.
 
         Returns:
             Their ids.
@@ -143,7 +149,7 @@ class OpenCalls:
             RequestError: one is wrong.
         """
         ids: list[str] = []
-        outputs: _Outputs = collections.deque()
+        outputs = collections.deque() if outputs is None else outputs
         with self._engine.lock:
             try:
                 for prompt, params, extras in requests:
@@ -186,15 +192,25 @@ class OpenCalls:
         """
         waiting = self._outputs[ids[0]]
         while True:
-            while waiting:
-                output = waiting.popleft()
-                if isinstance(output, Exception):
-                    raise output
-                _raise_if_rejected(output)
-                yield output
+            output = self.take(waiting)
+            if (error := rejection(output)) is not None:
+                raise error
+            yield output
+
+    def take(self, waiting: Outputs) -> RequestOutput:
+        """Return the next output of a call, stepping the engine while there is none.
+
+        Raises:
+            As `outputs`, but an output that tells of a rejection is returned.
+        """
+        while not waiting:
             with self._engine.lock:
                 if not waiting:  # else another thread has stepped in the meantime
                     self._step()
+        output = waiting.popleft()
+        if isinstance(output, Exception):
+            raise output
+        return output
 
     def _step(self) -> None:
         """Step the engine; give each call its outputs, or the error that ended its requests."""
@@ -225,11 +241,65 @@ class OpenCalls:
             waiting.append(error())
 
 
-def _raise_if_rejected(output: RequestOutput) -> None:
-    """Raise the error of a request that the engine rejected, as if the engine were in-process."""
+def rejection(output: RequestOutput) -> HardpointError | None:
+    """Return the error of a request that the engine rejected, as if the engine were in-process."""
     for completion in output.outputs:
         if completion.error_kind is not None:
-            raise error_of(completion.error_kind, completion.error)
+            return error_of(completion.error_kind, completion.error)
+    return None
+
+
+class UnorderedCall:
+    """Prompts of any number, of which as many are open as the engine has room for."""
+
+    def __init__(self, calls: OpenCalls, requests: Iterable[Request], window: int) -> None:
+        """`window`: requests that are open at the same time."""
+        self._calls, self._window = calls, window
+        self._source = enumerate(requests)
+        self._held: collections.deque[tuple[int, Request]] = collections.deque()
+        """Those that were refused because too many wait."""
+        self._outputs: Outputs = collections.deque()
+        self._live: dict[str, tuple[int, Request]] = {}
+
+    def outputs(self) -> Iterator[tuple[int, RequestOutput | RequestError]]:
+        """Yield the output of each request, or why it was refused, with its position."""
+        try:
+            yield from self._fill()
+            while self._live:
+                output = self._calls.take(self._outputs)
+                self._calls.drop([output.request_id])
+                entry, rejected = self._live.pop(output.request_id), rejection(output)
+                if isinstance(rejected, OverloadedError):
+                    self._hold(entry, rejected)
+                    continue
+                if rejected is not None and not isinstance(rejected, RequestError):
+                    raise rejected
+                yield entry[0], rejected or output
+                yield from self._fill()
+        finally:
+            self._calls.drop(list(self._live))
+
+    def _fill(self) -> Iterator[tuple[int, RequestError]]:
+        """Add requests while there is room; yield those that are refused."""
+        while len(self._live) < self._window:
+            entry = self._held.popleft() if self._held else next(self._source, None)
+            if entry is None:
+                return
+            try:
+                (request_id,) = self._calls.add([entry[1]], self._outputs)
+            except OverloadedError as error:
+                self._hold(entry, error)
+                return
+            except RequestError as error:
+                yield entry[0], error
+            else:
+                self._live[request_id] = entry
+
+    def _hold(self, entry: tuple[int, Request], error: OverloadedError) -> None:
+        """Keep a request until one of the open ones ends."""
+        if not self._live:
+            raise error
+        self._held.append(entry)
 
 
 class OutputStream(Iterator[RequestOutput]):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .config import ConfigSources, EngineConfig
 from .describing import FieldDoc
+from .errors import RequestError
 from .params import SamplingParams
 from .requests import RequestOutput
 
@@ -20,6 +21,7 @@ __all__ = [
     "FieldDoc",
     "Generator",
     "PluginCatalog",
+    "Prompt",
 ]
 
 
@@ -111,18 +113,45 @@ class PluginCatalog(Protocol):
         """
 
 
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or what `apply_chat_template` returns."""
+
+
 class Generator(Protocol):
     """An open model."""
 
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration, with the values that the engine chose filled in."""
+
     def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+        self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Yield the outputs of a prompt as they come; each holds only what is new."""
+        """Yield the outputs of a prompt as they come; each holds only what is new.
+
+        Prompts whose outputs are read at the same time, or one after another, share a batch.
+        """
 
     def stream_chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
         """Yield the outputs of a conversation as they come; each holds only what is new."""
+
+    def generate_unordered(
+        self, requests: Iterable[tuple[Prompt, SamplingParams | None]]
+    ) -> Iterator[tuple[int, RequestOutput | RequestError]]:
+        """Yield each prompt's whole output once it is finished, with its position.
+
+        Prompts are taken from the iterable when the engine has room for them, so there may be any
+        number. One that is refused yields its error, and the others go on.
+        """
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Return a conversation as a prompt: `prompt` is its text, `prompt_token_ids` its ids.
+
+        Raises:
+            RequestError: the model has no chat template, or it refuses the messages.
+        """
 
     def close(self) -> None:
         """Release the model."""

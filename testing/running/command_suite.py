@@ -7,16 +7,19 @@ import contextlib
 import io
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from hardpoint.plugins import (
     Command,
     CompletionOutput,
+    EngineConfig,
     HardpointError,
+    RequestError,
     RequestOutput,
     SamplingParams,
 )
+from hardpoint.plugins.commands import Prompt
 from hardpoint.testing.engine_access import builtin_commands, command_context
 from hardpoint.testing.suite import ConformanceSuite, Rule, reject_replaced_tests, short_repr
 
@@ -45,9 +48,11 @@ _GARBAGE = ("no such value", "-1", "")
 class ScriptedGenerator:
     """An open model that answers every prompt with two outputs."""
 
+    config = EngineConfig(max_model_len=512)
+
     def stream(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams | None = None,  # noqa: ARG002
     ) -> Iterator[RequestOutput]:
         """Yield a piece of text, then the last one."""
@@ -69,6 +74,20 @@ class ScriptedGenerator:
     ) -> Iterator[RequestOutput]:
         """Yield the same for a conversation."""
         return self.stream("chat", params)
+
+    def generate_unordered(
+        self, requests: Iterable[tuple[Prompt, SamplingParams | None]]
+    ) -> Iterator[tuple[int, RequestOutput | RequestError]]:
+        """Yield one output per prompt."""
+        for position, (prompt, params) in enumerate(requests):
+            *_, last = self.stream(prompt, params)
+            yield position, last
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Return a prompt with a token per character of the messages."""
+        text = "".join(str(message.get("content")) for message in messages)
+        ids = list(text.encode())
+        return {"type": "token", "prompt_token_ids": ids, "prompt": text}
 
     def close(self) -> None:
         """Do nothing."""

@@ -23,6 +23,56 @@ def live(llm):
     return llm.scheduler_stats().num_running + llm.scheduler_stats().num_waiting
 
 
+class TestUnordered:
+    def test_outputs_come_once_each_when_they_are_finished(self, llm):
+        requests = [("say abc", LONG if index == 1 else GREEDY) for index in range(9)]
+        found = list(llm.generate_unordered(requests))
+        assert sorted(position for position, _ in found) == list(range(9))
+        assert found[-1][0] == 1
+        texts = {position: output.outputs[0].text for position, output in found}
+        assert texts.pop(1).startswith(" abc abc")
+        assert set(texts.values()) == {" abc abc abc"}
+
+    def test_a_refused_prompt_does_not_end_the_others(self, llm):
+        requests = [("say abc", GREEDY), ("", GREEDY), ([10**9], None), ("say abc", GREEDY)]
+        found = dict(llm.generate_unordered(requests))
+        assert str(found[1]).startswith("prompt: ")
+        assert "10" in str(found[2])
+        assert found[0].outputs == found[3].outputs
+        assert list(llm.generate_unordered([])) == []
+
+    def test_prompts_are_taken_when_there_is_room(self, scripted):
+        taken = []
+
+        def requests():
+            for number in range(1000):
+                taken.append(number)
+                yield "say abc", GREEDY
+
+        with LLM(config=scripted_config(scripted, {"scheduler": {"max_num_seqs": 4}})) as llm:
+            outputs = llm.generate_unordered(requests())
+            next(outputs)
+            assert len(taken) == 8
+            outputs.close()
+            assert live(llm) == 0
+
+    @pytest.mark.parametrize("in_process", [True, False])
+    def test_a_full_scheduler_is_waited_for(self, scripted, in_process):
+        extra = {"scheduler": {"max_num_seqs": 4, "max_waiting": 2}}
+        extra |= {"engine": {"in_process": in_process}}
+        with LLM(config=scripted_config(scripted, extra)) as llm:
+            found = list(llm.generate_unordered([("say abc", GREEDY)] * 20))
+            assert sorted(position for position, _ in found) == list(range(20))
+            assert {output.outputs[0].text for _, output in found} == {" abc abc abc"}
+
+    def test_a_conversation_can_be_a_prompt(self, llm):
+        prompt = llm.apply_chat_template([{"role": "user", "content": "say abc"}])
+        assert llm.tokenizer.decode(prompt["prompt_token_ids"]) == prompt["prompt"]
+        ((_, output),) = llm.generate_unordered([(prompt, GREEDY)])
+        (answer,) = llm.chat([{"role": "user", "content": "say abc"}], GREEDY)
+        assert output.outputs == answer.outputs
+
+
 class TestStream:
     def test_it_runs_beside_other_calls(self, llm):
         (whole,) = llm.generate("emoji", LONG)

@@ -6,7 +6,7 @@ from collections import Counter
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import strategies as st
@@ -49,7 +49,7 @@ _PART = st.lists(_PIECES, min_size=1, max_size=4).map("".join).filter(str.strip)
 
 
 class ReasoningParserSuite(ComponentSuite):
-    """Base class of a test class, which sets `parser`, and `options` if it has some.
+    """Base class of a test class, which sets `parser`; `options` and `arguments` if it has some.
 
     Attributes:
         parser: the class under test.
@@ -149,6 +149,27 @@ class ReasoningParserSuite(ComponentSuite):
         texts = st.lists(st.lists(pieces, max_size=5).map("".join), min_size=2, max_size=4)
         self._search(INDEPENDENT.text, 40, check, texts=texts)
 
+    def test_arguments(self) -> None:
+        """The rules hold for a parser with the arguments of a request."""
+        if self.arguments is None:
+            pytest.skip("arguments is not set: the parser is tested with the defaults")
+
+        def check(arguments: Any, reasoning: str, content: str) -> None:
+            self._use(self._make(arguments))
+            self._check_markers()
+            start, end = self._marker_texts
+            if self._splits and not any(m and m in reasoning + content for m in (start, end)):
+                self._check_parts(f"{start}{reasoning}{end}{content}", reasoning, content)
+
+        self._search(
+            AGREEMENT.text,
+            40,
+            check,
+            arguments=self._drawn_arguments(self._vocab_size),
+            reasoning=_PART,
+            content=_PART,
+        )
+
     def test_memory(self) -> None:
         """Nothing grows with the number of texts."""
         self._run_checks("memory: nothing grows with the number of texts", self._check_memory)
@@ -158,10 +179,23 @@ class ReasoningParserSuite(ComponentSuite):
         given = self.tokenizer
         return given if isinstance(given, Tokenizer) else load_tokenizer(given)
 
+    @property
+    def _vocab_size(self) -> int:
+        try:
+            return self._tokenizer.vocab_size
+        except NotImplementedError:
+            return 1 << 31
+
     @cached_property
     def _subject(self) -> ReasoningParser:
         """The instance under test."""
         return self._make()
+
+    def _use(self, parser: ReasoningParser) -> None:
+        """Test another instance."""
+        self._subject.close()
+        self._subject = parser
+        self.__dict__.pop("_marker_texts", None)
 
     @cached_property
     def _marker_texts(self) -> tuple[str, str]:
@@ -173,20 +207,27 @@ class ReasoningParserSuite(ComponentSuite):
             decode(list(markers.end), skip_special_tokens=False),
         )
 
-    def _make(self) -> ReasoningParser:
-        # As the engine builds the parser of requests without arguments.
-        arguments = prepared_type(self.parser)()
+    def _make(self, arguments: Any = None) -> ReasoningParser:
+        """Return a parser as the engine builds it: with arguments, or for requests without any."""
+        if arguments is None:
+            arguments = prepared_type(self.parser)()
         parser: ReasoningParser = self._build(
             ReasoningContext, tokenizer=self._tokenizer, arguments=arguments
         )
         return parser
 
-    def _skip_without_split(self) -> None:
+    @property
+    def _splits(self) -> bool:
         with suppress(Exception):  # the rules say what is wrong
             try:
                 self._subject.split("")
             except NotImplementedError:
-                pytest.skip("split is left out: the engine uses the markers alone")
+                return False
+        return True
+
+    def _skip_without_split(self) -> None:
+        if not self._splits:
+            pytest.skip("split is left out: the engine uses the markers alone")
 
     def _split(self, parser: ReasoningParser, text: str) -> tuple[str | None, str]:
         try:
@@ -209,7 +250,7 @@ class ReasoningParserSuite(ComponentSuite):
 
     def _check_markers(self) -> None:
         found = []
-        for parser in (self._subject, self._subject, self._make()):
+        for parser in (self._subject, self._subject, self._make(self._subject.arguments)):
             markers = parser.markers()
             if not isinstance(markers, ReasoningMarkers):
                 raise MARKERS.violation(
@@ -232,10 +273,7 @@ class ReasoningParserSuite(ComponentSuite):
             )
 
     def _check_ids(self, name: str, ids: list[int]) -> None:
-        try:
-            size = self._tokenizer.vocab_size
-        except NotImplementedError:
-            size = 1 << 31
+        size = self._vocab_size
         for token in ids:
             if type(token) is not int or not 0 <= token < size:
                 raise MARKERS.violation(

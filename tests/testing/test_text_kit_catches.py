@@ -63,6 +63,7 @@ PARSERS = [
     (parsers.ReturnsText, "without_markers", "nothing", r"split\(''\) returned ''"),
     (parsers.SplitsAtLines, "without_markers", "nothing", "which has no marker, became the reas"),
     (parsers.GoesOn, "independent", "independent", "after other texts, and .* in a new instance"),
+    (parsers.SplitsByDefaults, "arguments", "agreement", "thought.*by its markers"),
     (parsers.Remembers, "memory", "memory", r"grew from \d+ to \d+ elements while 100 texts"),
 ]  # fmt: skip
 
@@ -133,6 +134,7 @@ RIGHT = [
     (TokenizerSuite, "tokenizer", tokenizers.Bytes),
     (ReasoningParserSuite, "parser", parsers.Tags),
     (ReasoningParserSuite, "parser", parsers.MarkersAlone),
+    (ReasoningParserSuite, "parser", parsers.NamedTags),
     (StatSinkSuite, "sink", sinks.Totals),
     (Subscribed, "publisher", publishers.Queued),
 ]
@@ -145,18 +147,23 @@ def _brief(monkeypatch):
     monkeypatch.setattr(calls, "_WAIT_SECONDS", 0.1)
 
 
+def attributes(attribute, cls):
+    given = {"arguments": cls.ARGUMENTS} if hasattr(cls, "ARGUMENTS") else {}
+    return {attribute: cls, **given}
+
+
 @pytest.mark.parametrize(
     ("suite", "attribute", "cls", "test", "rule", "pattern"), BROKEN, ids=label
 )
 def test_a_broken_component_fails_its_rule(suite, attribute, cls, test, rule, pattern, monkeypatch):
     if cls is publishers.SendsNothing:
         monkeypatch.setattr(publisher_suite, "_FIRST_SECONDS", 0.1)
-    assert_fails(suite, {attribute: cls}, test, rule, pattern)
+    assert_fails(suite, attributes(attribute, cls), test, rule, pattern)
 
 
 @pytest.mark.parametrize(("suite", "attribute", "cls"), RIGHT, ids=label)
 def test_correct_components_pass(suite, attribute, cls):
-    assert messages_of(suite, {attribute: cls, "examples": 0.3}) == {}
+    assert messages_of(suite, {**attributes(attribute, cls), "examples": 0.3}) == {}
 
 
 @pytest.mark.parametrize(("suite", "attribute", "broken"), SUITES, ids=label)

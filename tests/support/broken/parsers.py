@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 
+from hypothesis import strategies as st
+
+from hardpoint import plugins
 from hardpoint.plugins import ReasoningMarkers, ReasoningParser
 
 START, END = "<think>", "</think>"
@@ -34,6 +37,33 @@ class MarkersAlone(Tags):
 
     contract = 1
     split = ReasoningParser.split
+
+
+class NamedTags(Tags):
+    """Correct: a request names the tags."""
+
+    contract = 1
+    ARGUMENTS = st.fixed_dictionaries({"tag": st.sampled_from(["think", "thought"])})
+
+    class Arguments(plugins.Arguments):
+        tag: str = "think"
+
+    def markers(self):
+        encode = self.context.tokenizer.encode
+        return ReasoningMarkers(
+            *(encode(f"<{s}{self.arguments.tag}>", add_special_tokens=False) for s in ("", "/"))
+        )
+
+    def split(self, text):
+        standard = text.replace(f"<{self.arguments.tag}>", START)
+        return super().split(standard.replace(f"</{self.arguments.tag}>", END))
+
+
+class SplitsByDefaults(NamedTags):
+    contract = 1
+
+    def split(self, text):
+        return Tags.split(self, text)
 
 
 class WithoutContract(Tags):

@@ -192,16 +192,16 @@ class OpenCalls:
         """
         waiting = self._outputs[ids[0]]
         while True:
-            output = self.take(waiting)
+            output = self.next_output(waiting)
             if (error := rejection(output)) is not None:
                 raise error
             yield output
 
-    def take(self, waiting: Outputs) -> RequestOutput:
+    def next_output(self, waiting: Outputs) -> RequestOutput:
         """Return the next output of a call, stepping the engine while there is none.
 
         Raises:
-            As `outputs`, but an output that tells of a rejection is returned.
+            As `outputs`; but of a rejected request, its output is returned.
         """
         while not waiting:
             with self._engine.lock:
@@ -266,7 +266,7 @@ class UnorderedCall:
         try:
             yield from self._fill()
             while self._live:
-                output = self._calls.take(self._outputs)
+                output = self._calls.next_output(self._outputs)
                 self._calls.drop([output.request_id])
                 entry, rejected = self._live.pop(output.request_id), rejection(output)
                 if isinstance(rejected, OverloadedError):

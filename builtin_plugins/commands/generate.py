@@ -4,60 +4,43 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-import msgspec
+from collections.abc import Iterator, Sequence
 
 from hardpoint.plugins import (
     Command,
     CommandContext,
-    CompletionOutput,
-    Logprob,
     RequestError,
     RequestOutput,
     SamplingParams,
 )
 from hardpoint.plugins.commands import Generator
 
+from .batch import add_batch_options, run_batch
+from .completions import Completion, assemble, print_json
 from .sampling import add_sampling_options, sampling_params
 
 
-@dataclass
-class _Completion:
-    """One completion, assembled from its outputs."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Mapping[int, Logprob]] = field(default_factory=list)
-    last: CompletionOutput | None = None
-
-    def add(self, new: CompletionOutput) -> None:
-        self.text += new.text
-        self.token_ids += new.token_ids
-        self.logprobs += new.logprobs or []
-        self.last = new
-
-
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s [options] PROMPT [PROMPT ...]"
+    parser.usage = "%(prog)s [options] PROMPT [PROMPT ...]\n       %(prog)s [options] --file PATH"
     parser.description = (
         "Continue prompts and print the text as it comes. The prompt goes to the model as it is; "
         "with --chat it goes through the model's chat template, as a user's message."
     )
     add = parser.add_argument
-    add("prompts", nargs="+", metavar="PROMPT", help="a text; - reads it from standard input")
+    add("prompts", nargs="*", metavar="PROMPT", help="a text; - reads it from standard input")
     add("--chat", action="store_true", help="use the model's chat template")
     add("--json", action="store_true", help="print one JSON object per completion")
     add_sampling_options(parser, max_tokens=256)
     add("--n", type=int, metavar="N", help="completions per prompt (default: 1)")
     add("--logprobs", type=int, metavar="N", help="the N likeliest per position; needs --json")
+    add_batch_options(parser)
 
 
 def _run(options: argparse.Namespace, context: CommandContext) -> int:
     params = sampling_params(options)
+    _check_combination(options)
+    if options.file is not None:
+        return run_batch(options, params, context)
     if options.logprobs is not None and not options.json:
         raise RequestError("--logprobs: it is printed as JSON only; add --json")
     prompts = _prompts(options.prompts)
@@ -65,15 +48,36 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     generator = context.open_model(config, config_sources)
     failed = False
     try:
-        for number, prompt in enumerate(prompts):
+        # All are added before the first output is read, so that they share a batch.
+        streams = [_stream(generator, prompt, params, chat=options.chat) for prompt in prompts]
+        for number, (prompt, outputs) in enumerate(zip(prompts, streams, strict=True)):
             if number and not options.json:
                 print()
-            outputs = _stream(generator, prompt, params, chat=options.chat)
             completions = _print_json(prompt, outputs) if options.json else _print_text(outputs)
             failed |= _report_errors(completions)
     finally:
         generator.close()
     return 1 if failed else 0
+
+
+def _check_combination(options: argparse.Namespace) -> None:
+    """Check which options are given together.
+
+    Raises:
+        RequestError: they exclude each other, or one needs another.
+    """
+    if options.file is None:
+        if not options.prompts:
+            raise RequestError("prompt: expected at least one PROMPT, or --file PROMPTS.jsonl")
+        for name in ("output", "format", "resume", "overwrite"):
+            if getattr(options, name):
+                raise RequestError(f"--{name}: it is for prompts of a file; add --file PATH")
+    elif options.prompts:
+        raise RequestError(f"prompt: expected none besides --file, got {options.prompts[0][:40]!r}")
+    elif options.output in (None, "-"):
+        for name in ("resume", "overwrite"):
+            if getattr(options, name):
+                raise RequestError(f"--{name}: it needs an answer file; add --output PATH")
 
 
 def _prompts(given: Sequence[str]) -> list[str]:
@@ -90,68 +94,36 @@ def _stream(
     return generator.stream(prompt, params)
 
 
-def _print_text(outputs: Iterator[RequestOutput]) -> list[_Completion]:
+def _print_text(outputs: Iterator[RequestOutput]) -> list[Completion]:
     """Print the first completion as it comes and the others after it."""
-    completions: dict[int, _Completion] = {}
-    for output in outputs:
-        for new in output.outputs:
-            completions.setdefault(new.index, _Completion(new.index)).add(new)
-            if new.index == 0 and new.text:
-                print(new.text, end="", flush=True)
-    ordered = [completions[index] for index in sorted(completions)]
+
+    def printed() -> Iterator[RequestOutput]:
+        for output in outputs:
+            for new in output.outputs:
+                if new.index == 0 and new.text:
+                    print(new.text, end="", flush=True)
+            yield output
+
+    ordered = assemble(printed())
     print()
     for completion in ordered[1:]:
         print(f"\n{completion.text}")
     return ordered
 
 
-def _print_json(prompt: str, outputs: Iterator[RequestOutput]) -> list[_Completion]:
-    completions: dict[int, _Completion] = {}
-    prompt_tokens = 0
-    for output in outputs:
-        prompt_tokens = len(output.prompt_token_ids) or prompt_tokens
-        for new in output.outputs:
-            completions.setdefault(new.index, _Completion(new.index)).add(new)
-    ordered = [completions[index] for index in sorted(completions)]
+def _print_json(prompt: str, outputs: Iterator[RequestOutput]) -> list[Completion]:
+    ordered = assemble(outputs)
     for completion in ordered:
-        line = _as_json(prompt, completion, prompt_tokens)
-        print(msgspec.json.encode(line).decode(), flush=True)
+        print_json({"prompt": prompt, **completion.as_json()}, sys.stdout)
     return ordered
 
 
-def _as_json(prompt: str, completion: _Completion, prompt_tokens: int) -> dict[str, Any]:
-    last = completion.last
-    line: dict[str, Any] = {
-        "prompt": prompt,
-        "index": completion.index,
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": last and last.finish_reason,
-        "stop_reason": last and last.stop_reason,
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": len(completion.token_ids),
-        },
-    }
-    if completion.logprobs:
-        line["logprobs"] = [
-            [
-                {"token_id": token, "token": p.decoded_token, "logprob": p.logprob, "rank": p.rank}
-                for token, p in position.items()
-            ]
-            for position in completion.logprobs
-        ]
-    if last and last.error:
-        line["error"] = last.error
-    return line
-
-
-def _report_errors(completions: Sequence[_Completion]) -> bool:
+def _report_errors(completions: Sequence[Completion]) -> bool:
     """Print the errors that ended completions; return whether there were any."""
-    ended = [c.last for c in completions if c.last and c.last.finish_reason == "error"]
-    for last in ended:
-        print(f"hardpoint: error: {last.error or 'the request failed'}", file=sys.stderr)
-    return bool(ended)
+    errors = [completion.error for completion in completions if completion.error]
+    for error in errors:
+        print(f"hardpoint: error: {error}", file=sys.stderr)
+    return bool(errors)
 
 
 COMMAND = Command("generate", "Continue prompts.", _configure, _run)

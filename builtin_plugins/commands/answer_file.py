@@ -1,0 +1,262 @@
+"""The answers of `hardpoint generate --file`, and how a run that was stopped goes on."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from hardpoint.plugins import HardpointError, RequestError
+from hardpoint.plugins.errors import shown
+
+from .completions import print_json
+from .prompt_file import BatchRequest, PromptFile
+
+_BEGINNING = b'{"id":'
+
+
+class _Answer(msgspec.Struct):
+    """What a run that goes on needs of an answer."""
+
+    id: str | int
+    request: str
+    model: str
+    error: str | None = None
+
+
+class StandardOutput:
+    """Answers on standard output, of which none is there before."""
+
+    name = "standard output"
+    is_regular = False
+
+    def has(self, request: BatchRequest, prompts: PromptFile) -> bool:  # noqa: ARG002
+        """Return False."""
+        return False
+
+    def begin(self) -> None:
+        """Do nothing."""
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Print an answer."""
+        print_json(line, sys.stdout)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class AnswerFile:
+    """A file with one line per answer, for one process at a time."""
+
+    def __init__(self, path: str, model: str, *, resume: bool, overwrite: bool) -> None:
+        """Open and lock the file; nothing in it is changed before `begin`.
+
+        Args:
+            path: of the file; created if it does not exist.
+            model: that answers.
+            resume: whether answers that are there count.
+            overwrite: whether they are removed.
+
+        Raises:
+            HardpointError: it cannot be opened, is in use, or has answers that neither option is
+                for.
+        """
+        self.name, self._path = path, os.path.realpath(path)
+        self._overwrite = overwrite
+        self._lines: dict[str | int, int] = {}
+        self._digests = array.array("Q")
+        self._failed: set[int] = set()
+        self._end = 0
+        self._held: list[int] = []
+        self._fd = self._open()
+        try:
+            self._lock(self._fd)
+            if self.is_regular and os.fstat(self._fd).st_size:
+                if not resume and not overwrite:
+                    raise RequestError(
+                        f"--output: {self.name!r} exists; add --resume to go on with it, or "
+                        f"--overwrite to begin again"
+                    )
+                if resume:
+                    self._read_answers(model)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> int:
+        try:
+            self._is_new = not os.path.exists(self._path)
+            self.is_regular = self._is_new or os.path.isfile(self._path)
+            access = os.O_RDWR if self.is_regular else os.O_WRONLY
+            return os.open(self._path, access | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise RequestError(f"--output: {self.name!r} cannot be opened: {reason}") from None
+
+    def _lock(self, fd: int) -> None:
+        """Lock a file until `close`, unless it is a device or a pipe."""
+        self._held.append(fd)
+        if not self.is_regular:
+            return
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(fd), os.stat(self._path)):
+                return
+        except OSError:
+            pass
+        raise HardpointError(f"--output: {self.name!r} is in use by another process")
+
+    def check_is_not(self, prompts: PromptFile) -> None:
+        """Check that this is not the file of the prompts.
+
+        Raises:
+            RequestError: it is.
+        """
+        if prompts.stat and self.is_regular and os.path.samestat(prompts.stat, os.fstat(self._fd)):
+            raise RequestError(
+                f"--output: expected another file than that of --file, {self.name!r}"
+            )
+
+    def _read_answers(self, model: str) -> None:
+        """Note which requests have an answer.
+
+        Raises:
+            HardpointError: a line is no answer, or one of another model.
+        """
+        with open(self._fd, "rb", closefd=False) as file:
+            file.seek(0)
+            for number, line in enumerate(file, 1):
+                try:
+                    answer = msgspec.json.decode(line, type=_Answer)
+                    digest = int(answer.request, 16)
+                    self._digests.append(digest)
+                except (ValueError, OverflowError, RecursionError):
+                    if line.endswith(b"\n") or not _is_half_an_answer(line):
+                        raise RequestError(
+                            f"{self.name}:{number}: expected an answer that --file wrote, got "
+                            f"{shown(line[:60].decode(errors='replace'))}"
+                        ) from None
+                    return  # `begin` removes it
+                self._end += len(line)
+                if answer.model != model:
+                    raise RequestError(
+                        f"{self.name}:{number}: this answer is of the model {answer.model!r}, and "
+                        f"--resume with {model!r} would mix them"
+                    )
+                if answer.error is not None:
+                    self._failed.add(number)
+                else:
+                    self._lines[answer.id] = number
+
+    def has(self, request: BatchRequest, prompts: PromptFile) -> bool:
+        """Return whether a request has an answer; what failed has none.
+
+        Raises:
+            RequestError: the answer is to another request of the same id.
+        """
+        line = self._lines.get(request.id)
+        if line is None:
+            return False
+        if self._digests[line - 1] != request.digest:
+            raise RequestError(
+                f"{prompts.name}:{request.line}: the id {shown(request.id)} has the answer to "
+                f"another prompt, or with other parameters, in {self.name}:{line}; undo the change "
+                f"or use another --output"
+            )
+        return True
+
+    def begin(self) -> None:
+        """Remove old answers that do not count: those that failed, and a half-written last line."""
+        if not self.is_regular:
+            return
+        size = os.fstat(self._fd).st_size
+        if self._overwrite:
+            self._end = 0
+        elif size > self._end:
+            print(
+                f"hardpoint: {self.name}:{len(self._digests) + 1}: the line is half-written; "
+                f"its prompt runs again",
+                file=sys.stderr,
+            )
+        with self._reporting():
+            os.ftruncate(self._fd, self._end)
+            if self._failed:
+                self._remove_failed()
+            os.lseek(self._fd, 0, os.SEEK_END)
+            if self._end and os.pread(self._fd, 1, os.lseek(self._fd, 0, os.SEEK_END) - 1) != b"\n":
+                os.write(self._fd, b"\n")
+
+    def _remove_failed(self) -> None:
+        """Replace the file by one without the answers that failed; an interrupt loses nothing."""
+        copy = f"{self._path}.{os.getpid()}.tmp"
+        try:
+            fd = os.open(copy, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            self._held.append(fd)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            with (
+                open(self._fd, "rb", closefd=False) as old,
+                open(fd, "wb", closefd=False) as new,
+            ):
+                old.seek(0)
+                new.writelines(
+                    line for number, line in enumerate(old, 1) if number not in self._failed
+                )
+            shutil.copymode(self._path, copy)
+            os.replace(copy, self._path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(copy)
+            raise
+        self._fd = fd
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Append an answer, whole or not at all.
+
+        Raises:
+            HardpointError: it cannot be written.
+        """
+        data = memoryview(msgspec.json.encode(line) + b"\n")
+        begin = os.lseek(self._fd, 0, os.SEEK_CUR) if self.is_regular else 0
+        with self._reporting():
+            try:
+                while data:
+                    data = data[os.write(self._fd, data) :]
+            except BaseException:  # an interrupt too leaves no half of it
+                if self.is_regular:
+                    os.ftruncate(self._fd, begin)
+                raise
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise HardpointError(
+                f"--output: {self.name!r} cannot be written: {error.strerror}"
+            ) from None
+
+    def close(self) -> None:
+        """Close the file, which releases its lock; remove it if it is new and empty."""
+        if self._is_new and self._held and not os.fstat(self._fd).st_size:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+        for fd in self._held:
+            os.close(fd)
+        self._held = []
+
+
+def _is_half_an_answer(line: bytes) -> bool:
+    """Return whether a last line without an end can be the beginning of an answer.
+
+    A file system may leave zeros at the end of a file when the machine fails.
+    """
+    return line.startswith(_BEGINNING) or _BEGINNING.startswith(line) or not line.strip(b"\0")

@@ -1,0 +1,223 @@
+"""`hardpoint generate --file`: answer all prompts of a file."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hardpoint.plugins import (
+    CommandContext,
+    HardpointError,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+)
+from hardpoint.plugins.commands import Generator, Prompt
+
+from .answer_file import AnswerFile, StandardOutput
+from .completions import assemble
+from .prompt_file import BatchRequest, PromptFile
+
+
+def add_batch_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options for prompts of a file."""
+    group = parser.add_argument_group("prompts of a file")
+    add = group.add_argument
+    add(
+        "--file",
+        metavar="PATH",
+        help="answer each line: a JSON text, or an object with prompt or messages, and if wanted "
+        "an id and sampling parameters; - is standard input",
+    )
+    add("--format", choices=("jsonl", "text"), help="text: each line is a prompt (default: jsonl)")
+    add("--output", metavar="PATH", help="where the answers go, as JSON lines (default: -)")
+    either = group.add_mutually_exclusive_group()
+    add = either.add_argument
+    add("--resume", action="store_true", help="keep the answers that --output has; do the others")
+    add("--overwrite", action="store_true", help="remove the answers that --output has")
+
+
+def run_batch(options: argparse.Namespace, params: SamplingParams, context: CommandContext) -> int:
+    """Answer the prompts of `options.file`; return the exit code.
+
+    Raises:
+        HardpointError: a file or one of its lines is wrong; a regular file is read to its end
+            before the model is loaded.
+    """
+    config, config_sources = context.load_config()
+    with contextlib.ExitStack() as stack:
+        is_text = options.format == "text"
+        prompts = PromptFile(options.file, params, is_text=is_text, chat=options.chat)
+        stack.callback(prompts.close)
+        answers = _open_answers(options, config.model)
+        stack.callback(answers.close)
+        if isinstance(answers, AnswerFile):
+            answers.check_is_not(prompts)
+        total = None
+        if prompts.is_regular:
+            total = answered = 0
+            for request in prompts.requests():
+                total += 1
+                answered += answers.has(request, prompts)
+            if answered == total:
+                print(f"hardpoint: {answers.name} has all {total} answers", file=sys.stderr)
+                return 0
+        generator = context.open_model(config, config_sources)
+        stack.callback(generator.close)
+        answers.begin()
+        return _Batch(prompts, answers, generator, config.model, total).run()
+
+
+def _open_answers(options: argparse.Namespace, model: str) -> AnswerFile | StandardOutput:
+    if options.output in (None, "-"):
+        return StandardOutput()
+    return AnswerFile(options.output, model, resume=options.resume, overwrite=options.overwrite)
+
+
+class _Batch:
+    """One run over the prompts of a file."""
+
+    def __init__(
+        self,
+        prompts: PromptFile,
+        answers: AnswerFile | StandardOutput,
+        generator: Generator,
+        model: str,
+        total: int | None,
+    ) -> None:
+        self._prompts, self._answers, self._generator = prompts, answers, generator
+        self._model, self._total = model, total
+        self._open: dict[int, BatchRequest] = {}
+        self._problem: HardpointError | None = None
+        self._earlier = self._done = self._failed = self._tokens = 0
+        self._began = time.perf_counter()
+
+    def run(self) -> int:
+        """Answer the prompts; return the exit code."""
+        try:
+            with _progress(self._answers) as update:
+                for position, result in self._generator.generate_unordered(self._requests()):
+                    self._write(self._open.pop(position), result)
+                    update(self)
+            if self._problem is not None:
+                raise self._problem
+        except (HardpointError, KeyboardInterrupt):
+            print(f"hardpoint: stopped: {self.summary()}{self._how_to_go_on()}", file=sys.stderr)
+            raise
+        print(f"hardpoint: {self.summary()}", file=sys.stderr)
+        return 1 if self._failed else 0
+
+    def _requests(self) -> Iterator[tuple[Prompt, SamplingParams]]:
+        """Yield what is to be run; of a line that is wrong, end and note why."""
+        position = 0
+        for request in self._wanted():
+            prompt: Prompt
+            if request.messages is None:
+                prompt = request.given["prompt"]
+            else:
+                try:
+                    prompt = self._generator.apply_chat_template(request.messages)
+                except RequestError as error:
+                    self._write(request, error)
+                    continue
+            self._open[position] = request
+            position += 1
+            yield prompt, request.params
+
+    def _wanted(self) -> Iterator[BatchRequest]:
+        try:
+            for request in self._prompts.requests():
+                if self._answers.has(request, self._prompts):
+                    self._earlier += 1
+                else:
+                    yield request
+        except HardpointError as error:  # in a pipe; the requests before it still end
+            self._problem = error
+
+    def _write(self, request: BatchRequest, result: RequestOutput | RequestError) -> None:
+        line: dict[str, Any] = {
+            "id": request.id,
+            "request": f"{request.digest:016x}",
+            "model": self._model,
+            **request.given,
+        }
+        if isinstance(result, RequestError):
+            line["error"] = str(result)
+        else:
+            completions = assemble([result])
+            self._tokens += sum(len(completion.token_ids) for completion in completions)
+            if request.params.n == 1:
+                line |= completions[0].as_json()
+            else:
+                line["completions"] = [completion.as_json() for completion in completions]
+            errors = [completion.error for completion in completions if completion.error]
+            line |= {"error": errors[0]} if errors else {}
+        self._answers.write(line)
+        self._done += 1
+        self._failed += "error" in line
+
+    @property
+    def finished(self) -> int:
+        """Prompts that have an answer or failed, those of earlier runs included."""
+        return self._earlier + self._done
+
+    @property
+    def total(self) -> int | None:
+        """Prompts in the file; None if only its end shows it."""
+        return self._total
+
+    def rates(self) -> str:
+        """Return output tokens per second, and how many prompts failed."""
+        seconds = max(time.perf_counter() - self._began, 1e-9)
+        failed = f", {self._failed} failed" if self._failed else ""
+        return f"{self._tokens / seconds:.0f} tokens/s{failed}"
+
+    def summary(self) -> str:
+        """Return what has been done, as one line."""
+        of = "" if self._total in (None, self.finished) else f" of {self._total}"
+        earlier = f" ({self._earlier} before)" if self._earlier else ""
+        return f"{self.finished}{of} prompts finished{earlier}, {self.rates()}"
+
+    def _how_to_go_on(self) -> str:
+        if not self._answers.is_regular:
+            return ""
+        return f"; the same command with --resume goes on with {self._answers.name}"
+
+
+@contextlib.contextmanager
+def _progress(answers: AnswerFile | StandardOutput) -> Iterator[Callable[[_Batch], None]]:
+    """Draw progress on standard error in the body, which reports it to the function yielded.
+
+    Only on a terminal, and not between answers on the same one.
+    """
+    if not sys.stderr.isatty() or (isinstance(answers, StandardOutput) and sys.stdout.isatty()):
+        yield lambda _: None
+        return
+    # Only here, since rich takes a while to import.
+    from rich.console import Console  # noqa: PLC0415
+    from rich.progress import (  # noqa: PLC0415
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[rates]}"),
+        BarColumn(None),
+    )
+    console = Console(file=sys.stderr)
+    with Progress(*columns, console=console, transient=True, expand=True) as progress:
+        task = progress.add_task("", total=None, rates="")
+
+        def update(batch: _Batch) -> None:
+            progress.update(task, completed=batch.finished, total=batch.total, rates=batch.rates())
+
+        yield update

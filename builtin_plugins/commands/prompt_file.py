@@ -1,0 +1,217 @@
+"""The prompts of `hardpoint generate --file`: JSON lines or text, read one at a time."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import hashlib
+import io
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import msgspec
+
+from hardpoint.plugins import RequestError, RequestOutputKind, SamplingParams
+from hardpoint.plugins.errors import shown
+from hardpoint.plugins.typed import suggest
+
+MAX_LINE_BYTES = 1 << 24
+
+_OWN = ("id", "prompt", "messages")
+_NOT_DATA = ("output_kind", "logits_processors")
+_FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name not in _NOT_DATA)
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """One line of a prompt file.
+
+    Attributes:
+        line: its number, from 1.
+        id: of the answer.
+        given: `prompt` or `messages`, as the line has it.
+        messages: the conversation, if the chat template is to be used.
+        params: sampling parameters of the options, with those of the line.
+        digest: 64 bits of a hash of everything but line and id.
+    """
+
+    line: int
+    id: str | int
+    given: dict[str, Any]
+    messages: list[dict[str, Any]] | None
+    params: SamplingParams
+    digest: int
+
+
+class PromptFile:
+    """A file of prompts.
+
+    Only one line is in memory at a time, and the ids, so that none comes twice.
+    """
+
+    def __init__(self, path: str, params: SamplingParams, *, is_text: bool, chat: bool) -> None:
+        """Open the file.
+
+        Args:
+            path: "-" is standard input.
+            params: of lines without their own.
+            is_text: whether each line is a prompt, instead of JSON.
+            chat: whether prompts go through the chat template.
+
+        Raises:
+            RequestError: it cannot be opened.
+        """
+        self.name = "standard input" if path == "-" else path
+        self._params = msgspec.structs.replace(params, output_kind=RequestOutputKind.CUMULATIVE)
+        self._is_text, self._chat = is_text, chat
+        try:
+            self._file: BinaryIO = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115
+            self._owns_file = path != "-"
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise RequestError(f"--file: {self.name!r} cannot be read: {reason}") from None
+        self.stat: os.stat_result | None = None
+        with contextlib.suppress(io.UnsupportedOperation):  # a stand-in for standard input
+            self.stat = os.fstat(self._file.fileno())
+        self.is_regular = self.stat is not None and stat.S_ISREG(self.stat.st_mode)
+        self._start = self._file.tell() if self.is_regular else 0
+
+    def close(self) -> None:
+        """Close the file; standard input stays open."""
+        if self._owns_file:
+            self._file.close()
+
+    def requests(self) -> Iterator[BatchRequest]:
+        """Yield the requests; a regular file is read from its beginning each time.
+
+        Raises:
+            RequestError: a line is wrong, with its number; or there is none.
+        """
+        if self.is_regular:
+            self._file.seek(self._start)
+        lines: dict[str | int, int] = {}
+        for number, text in self._texts():
+            try:
+                request = self._read(number, text)
+            except RequestError as error:
+                raise RequestError(f"{self.name}:{number}: {error}") from None
+            if request.id in lines:
+                raise RequestError(
+                    f"{self.name}:{number}: id: expected a new one, got {shown(request.id)}, which "
+                    f"line {lines[request.id]} has"
+                )
+            lines[request.id] = number
+            yield request
+        if not lines:
+            raise RequestError(f"{self.name}: expected a prompt per line, got none")
+
+    def _texts(self) -> Iterator[tuple[int, str]]:
+        """Yield the lines that are not blank, with their numbers."""
+        number = 0
+        while line := self._next_line(number + 1):
+            number += 1
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            try:
+                text = line.decode()
+            except UnicodeDecodeError as error:
+                raise RequestError(
+                    f"{self.name}:{number}: expected UTF-8, got the byte 0x{line[error.start]:02x} "
+                    f"at position {error.start}"
+                ) from None
+            if text.strip():
+                yield number, text.rstrip("\r\n")
+
+    def _next_line(self, number: int) -> bytes:
+        try:
+            line = self._file.readline(MAX_LINE_BYTES + 1)
+        except OSError as error:  # a folder, for one
+            raise RequestError(f"--file: {self.name!r} cannot be read: {error.strerror}") from None
+        if len(line) > MAX_LINE_BYTES:
+            raise RequestError(
+                f"{self.name}:{number}: expected a line of at most {MAX_LINE_BYTES >> 20} MiB"
+            )
+        return line
+
+    def _read(self, number: int, text: str) -> BatchRequest:
+        value = text if self._is_text else _decoded(text)
+        fields = {"prompt": value} if isinstance(value, str) else value
+        if not isinstance(fields, dict):
+            raise RequestError(
+                f"expected a text, or an object with prompt or messages, got {shown(value)}"
+            )
+        _check_names(fields)
+        given = {name: fields[name] for name in _OWN[1:] if name in fields}
+        messages = self._messages(given)
+        params = self._own_params({k: v for k, v in fields.items() if k not in _OWN})
+        plain = msgspec.to_builtins(params, str_keys=True)
+        hashed = msgspec.json.encode([given, messages is not None, plain], order="sorted")
+        digest = int.from_bytes(hashlib.blake2b(hashed, digest_size=8).digest(), "big")
+        return BatchRequest(
+            number, _checked_id(fields.get("id", number)), given, messages, params, digest
+        )
+
+    def _messages(self, given: dict[str, Any]) -> list[dict[str, Any]] | None:
+        """Return the conversation of a line; None if its prompt is passed unchanged."""
+        if len(given) != 1:
+            raise RequestError("expected either prompt or messages")
+        if "messages" in given:
+            messages: list[dict[str, Any]] = given["messages"]
+            if not isinstance(messages, list) or not messages:
+                raise RequestError(f"messages: expected a list of messages, got {shown(messages)}")
+            for index, message in enumerate(messages):
+                if not isinstance(message, dict) or "role" not in message:
+                    raise RequestError(
+                        f"messages[{index}]: expected an object with role and content, "
+                        f"got {shown(message)}"
+                    )
+            return messages
+        prompt = given["prompt"]
+        is_ids = isinstance(prompt, list) and all(type(item) is int for item in prompt)
+        if not isinstance(prompt, str) and not is_ids:
+            raise RequestError(
+                f"prompt: expected a text or a list of token ids, got {shown(prompt)}"
+            )
+        if not self._chat:
+            return None
+        if is_ids:
+            raise RequestError("prompt: expected a text, for --chat, got token ids")
+        return [{"role": "user", "content": prompt}]
+
+    def _own_params(self, fields: dict[str, Any]) -> SamplingParams:
+        if not fields:
+            return self._params
+        if isinstance(bias := fields.get("logit_bias"), dict):  # the keys of JSON are texts
+            fields["logit_bias"] = {int(k) if k.isdecimal() else k: v for k, v in bias.items()}
+        return msgspec.structs.replace(self._params, **fields).checked()
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(f"expected a line of JSON, got {shown(text[:60])}: {error}") from None
+
+
+def _check_names(fields: dict[str, Any]) -> None:
+    known = [*_OWN, *_FIELDS]
+    for name in fields:
+        if name == "custom_id":
+            raise RequestError(
+                "custom_id: this is a line for OpenAI's batch service; expected its id and the "
+                'fields of its body, such as {"id": "a", "messages": [...], "max_tokens": 9}'
+            )
+        if name not in known:
+            raise RequestError(
+                f"{name}: unknown field{suggest(name, known)}; known: {', '.join(known)}"
+            )
+
+
+def _checked_id(value: Any) -> str | int:
+    if isinstance(value, str | int) and not isinstance(value, bool):
+        return value
+    raise RequestError(f"id: expected a text or a whole number, got {shown(value)}")

@@ -58,6 +58,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    # Without the names that are imported on use, a completing shell would not show them.
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     # Importing torch takes a second; who only wants parameters or errors does not pay it.
     if name == "LLM":

@@ -136,7 +136,7 @@ ENGINES: dict[str, tuple[str, Callable[[Path], Runner]]] = {
 
 def gguf_path() -> Path:
     """Return the demo model's file."""
-    from hardpoint.core.engine.prepare import find_files
+    from hardpoint.core.engine.model_files import find_files
 
     return find_files("smollm2").path
 

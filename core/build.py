@@ -17,7 +17,8 @@ from hardpoint.core.client.event_loop import EventLoopBridge
 from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
 from hardpoint.core.client.resources import check_descriptors
 from hardpoint.core.engine.build import build_core
-from hardpoint.core.engine.prepare import find_files, prepare_worker
+from hardpoint.core.engine.model_files import find_files
+from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.engine_process.launch import Interpreter
 from hardpoint.core.engine_process.process import EngineProcess
@@ -295,7 +296,7 @@ def _tokenizer(
     config: EngineConfig, plugins: PluginSet, model_files: ModelFiles, vocab_size: int
 ) -> GuardedTokenizer:
     path = config.tokenizer.path
-    files = find_files(path) if path else model_files
+    files = find_files(path, "tokenizer.path") if path else model_files
     entry = plugins.one("tokenizers")
     tokenizer: Tokenizer = plugins.create(entry, TokenizerContext, files=files)
     guarded = GuardedTokenizer(tokenizer, entry.source, vocab_size)

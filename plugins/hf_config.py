@@ -10,7 +10,14 @@ from .errors import ModelError, RequestError
 from .model import ModelConfig
 from .params import SamplingParams
 
-__all__ = ["ConfigFields", "default_sampling", "model_config", "short", "token_ids"]
+__all__ = [
+    "ConfigFields",
+    "architecture",
+    "default_sampling",
+    "model_config",
+    "short",
+    "token_ids",
+]
 
 _LARGEST = 2**31 - 1
 _LARGEST_FLOAT = 3e38  # of float32, in which models compute
@@ -104,6 +111,28 @@ class ConfigFields:
         return value
 
 
+def architecture(hf: Mapping[str, Any], source: str) -> str:
+    """Return the first name in a Hugging Face config's `architectures`.
+
+    Args:
+        hf: the config's fields.
+        source: names the file in error messages.
+
+    Raises:
+        ModelError: there is none.
+    """
+    fields = ConfigFields(hf, source)
+    architectures = hf.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        raise fields.error(
+            "architectures",
+            f'expected a list such as ["LlamaForCausalLM"], got {short(architectures)}',
+        )
+    if not isinstance(architectures[0], str):
+        raise fields.error("architectures[0]", f"expected a string, got {short(architectures[0])}")
+    return architectures[0]
+
+
 def model_config(
     hf: Mapping[str, Any],
     source: str,
@@ -125,16 +154,8 @@ def model_config(
         ModelError: `architectures`, `vocab_size` or `max_position_embeddings` is invalid.
     """
     fields = ConfigFields(hf, source)
-    architectures = hf.get("architectures")
-    if not isinstance(architectures, list) or not architectures:
-        raise fields.error(
-            "architectures",
-            f'expected a list such as ["LlamaForCausalLM"], got {short(architectures)}',
-        )
-    if not isinstance(architectures[0], str):
-        raise fields.error("architectures[0]", f"expected a string, got {short(architectures[0])}")
     return ModelConfig(
-        architecture=architectures[0],
+        architecture=architecture(hf, source),
         hf=dict(hf),
         vocab_size=fields.whole("vocab_size"),
         max_position_embeddings=fields.whole("max_position_embeddings"),

@@ -83,6 +83,17 @@ class WeightLoader(Component):
     def recognises(cls, files: ModelFiles) -> bool:
         """Return whether the files have this format. Must be fast and read no weights."""
 
+    def architecture(self) -> str | None:
+        """Return the architecture's name; None, the default, leaves it to `config`.
+
+        Called before `config`, so that an architecture that is not supported is reported before
+        its fields are, which may have other names.
+
+        Raises:
+            ModelError: if the files do not say it.
+        """
+        return None
+
     @abstractmethod
     def config(self) -> ModelConfig:
         """Return the model's configuration.

@@ -158,3 +158,10 @@ def test_links_for_editors_show_every_module(tmp_path):
     for folder, package in FOLDERS.items():
         for path in (ROOT / folder).rglob("*.py"):
             assert (ROOT / ".links" / package / path.relative_to(ROOT / folder)).exists()
+
+
+def test_a_completing_shell_shows_what_is_imported_on_use(installed):
+    code = "import hardpoint, sys; print(*dir(hardpoint), 'torch' in sys.modules)"
+    done = run(installed, "-c", code)
+    assert set(hardpoint.__all__) < set(done.stdout.split())
+    assert done.stdout.split()[-1] == "False"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -11,7 +12,7 @@ from hardpoint import plugins
 from hardpoint.plugins import ModelConfig, ModelFiles, WeightLoader
 from hardpoint.plugins.hf_config import ConfigFields
 
-from .safetensors import read_model_config
+from .safetensors import read_architecture, read_model_config
 
 
 class DummyLoader(WeightLoader):
@@ -36,14 +37,22 @@ class DummyLoader(WeightLoader):
         """Return False: random weights are never selected automatically."""
         return False
 
+    def architecture(self) -> str:
+        """Return the architecture in config.json."""
+        return read_architecture(self._path)
+
     def config(self) -> ModelConfig:
         """Return the configuration in config.json.
 
         Raises:
             ModelError: config.json is missing or invalid.
         """
+        return read_model_config(self._path)
+
+    @property
+    def _path(self) -> Path:
         path = self.context.files.path
-        return read_model_config(path / "config.json" if path.is_dir() else path)
+        return path / "config.json" if path.is_dir() else path
 
     def weights(self, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield float32 weights: norms 1, biases 0, matrices normal with `initializer_range`."""

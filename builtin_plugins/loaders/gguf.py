@@ -92,6 +92,10 @@ class GGUFLoader(WeightLoader):
     def _source(self) -> str:
         return self.context.files.path.name
 
+    def architecture(self) -> str:
+        """Return the Hugging Face name of the architecture in the metadata."""
+        return _ARCHITECTURES[self._architecture()]
+
     def config(self) -> ModelConfig:
         """Return the configuration in the file's metadata.
 
@@ -104,7 +108,7 @@ class GGUFLoader(WeightLoader):
         if _EMBEDDING not in tensors:
             raise ModelError(f"{self._source}: the tensor {_EMBEDDING} is missing")
         hf: dict[str, Any] = {
-            "architectures": [_ARCHITECTURES[architecture]],
+            "architectures": [self.architecture()],
             "model_type": architecture,
             "vocab_size": int(tensors[_EMBEDDING].shape[-1]),
             "hidden_act": "silu",
@@ -154,7 +158,8 @@ class GGUFLoader(WeightLoader):
         if architecture not in _ARCHITECTURES:
             raise ModelError(
                 f"{self._source}: general.architecture: {short(architecture)} is not supported; "
-                f"supported are {', '.join(_ARCHITECTURES)}"
+                f"supported are {', '.join(_ARCHITECTURES)}. A plugin of the kind loaders adds "
+                f"one: docs/write-a-model.md"
             )
         return str(architecture)
 

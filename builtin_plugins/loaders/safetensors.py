@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightLoader
 from hardpoint.plugins.hf_config import (
+    architecture,
     default_sampling,
     model_config,
     short,
@@ -40,6 +41,10 @@ class SafetensorsLoader(WeightLoader):
         path = files.path
         return path.is_dir() and ((path / _INDEX).exists() or any(path.glob("*.safetensors")))
 
+    def architecture(self) -> str:
+        """Return the architecture in config.json."""
+        return read_architecture(self.context.files.path / "config.json")
+
     def config(self) -> ModelConfig:
         """Return the configuration in config.json and generation_config.json.
 
@@ -49,12 +54,7 @@ class SafetensorsLoader(WeightLoader):
         """
         path = self.context.files.path
         config = read_model_config(path / "config.json")
-        if config.hf.get("quantization_config") is not None:
-            method = config.hf["quantization_config"]
-            raise ModelError(
-                f"{path.name}/config.json: quantization_config: expected none (quantised "
-                f"safetensors are not supported), got {short(method)}"
-            )
+        _check_quantization(config.hf, path.name)
         for shard in self._shards():
             with _open(shard) as file:
                 _check_vocabulary(file, config, path.name)
@@ -102,13 +102,57 @@ class SafetensorsLoader(WeightLoader):
         return [regular_file(shards[0], f"{folder.name}/{shards[0].name}")]
 
 
+def read_architecture(path: Path) -> str:
+    """Return the architecture that a config.json names.
+
+    Raises:
+        ModelError: the file cannot be read, or names none.
+    """
+    return architecture(_read_config(path), f"{path.parent.name}/{path.name}")
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Return the content of a config.json.
+
+    Raises:
+        ModelError: it cannot be read; where it is missing, says what the directory is instead.
+    """
+    folder = path.parent
+    if folder.is_dir() and not path.exists():
+        names = sorted(found.name for found in folder.iterdir())
+        what = f"a model's directory has one, found {', '.join(names[:8]) or 'no file'}"
+        if "adapter_config.json" in names:
+            what = "this is an adapter (LoRA), which is no model of its own"
+        raise ModelError(
+            f"{folder.name}/{path.name} cannot be read: No such file or directory; {what}"
+        )
+    return read_json(path)
+
+
+def _check_quantization(hf: Mapping[str, Any], where: str) -> None:
+    """Refuse weights that are quantised.
+
+    Raises:
+        ModelError: they are.
+    """
+    for name in ("quantization_config", "quantization"):  # of transformers, of MLX
+        if (found := hf.get(name)) is not None:
+            method = found.get("quant_method") if isinstance(found, Mapping) else None
+            of = f"by {method} " if isinstance(method, str) else ""
+            raise ModelError(
+                f"{where}/config.json: {name}: safetensors that are quantised {of}are not "
+                f"supported, expected none (bfloat16, float16 or float32 weights) or a .gguf file, "
+                f"whose quantisations are supported; got {short(found)}"
+            )
+
+
 def read_model_config(path: Path) -> ModelConfig:
     """Return the ModelConfig of a config.json and the generation_config.json next to it.
 
     Raises:
         ModelError: a file cannot be read, or a field is invalid.
     """
-    hf, source = read_json(path), f"{path.parent.name}/{path.name}"
+    hf, source = _read_config(path), f"{path.parent.name}/{path.name}"
     generation_path = path.parent / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
     generation_source = f"{path.parent.name}/{generation_path.name}"

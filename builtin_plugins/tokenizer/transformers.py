@@ -35,6 +35,9 @@ from .gguf import build_gguf_tokenizer, special_tokens
 from .stream import TokenTexts
 
 _MAX_GROWTH = 256
+_VOCABULARIES = ("vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
+"""Files besides tokenizer.json from which transformers makes tokenizers."""
+
 _TEMPLATE_VARIABLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -126,7 +129,8 @@ class TransformersTokenizer(Tokenizer):
         if source is None:
             raise RequestError(
                 f"messages: model {self.context.files.name!r} has no chat template; send a plain "
-                f"prompt, or give a template"
+                f"prompt (hardpoint generate without --chat), or add chat_template.jinja to the "
+                f"model's directory"
             )
         return self._chat.render(
             messages, source, add_generation_prompt=add_generation_prompt, variables=self._special
@@ -174,6 +178,12 @@ def _fast_tokenizer(path: Path, config: Mapping[str, Any]) -> FastTokenizer:
         raise ModelError(
             f"{path.name}/tokenizer_config.json: auto_map: expected no code (a model's folder "
             f"never runs any) but a tokenizer.json, got {short(config['auto_map'])}"
+        )
+    if not any(found for pattern in _VOCABULARIES for found in path.glob(pattern)):
+        raise ModelError(
+            f"{path.name}: it has no tokenizer.json, nor another file of a tokenizer "
+            f"({', '.join(_VOCABULARIES)}); add the model's tokenizer.json, or set tokenizer.path "
+            f"to a directory that has it"
         )
     for entry in path.iterdir():
         if not entry.is_dir():

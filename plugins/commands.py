@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -157,6 +158,10 @@ class Generator(Protocol):
         """Release the model."""
 
 
+def _print_error(message: str) -> None:
+    print(f"hardpoint: error: {message}", file=sys.stderr)
+
+
 @dataclass(frozen=True)
 class CommandContext:
     """What a command may use.
@@ -167,12 +172,17 @@ class CommandContext:
         load_catalog: resolves a configuration's plugins; returns what is installed and enabled.
         open_model: loads the configured model; shows progress on a terminal.
         version: of Hardpoint.
+        quiet: whether `--quiet` asked for errors alone: no progress and no remarks.
+        show_error: prints one error on standard error, as `--log-format` asks for. For an error
+            after which the command goes on; one that ends it is raised as a HardpointError.
     """
 
     load_config: Callable[[], tuple[EngineConfig, ConfigSources]]
     load_catalog: Callable[[EngineConfig, ConfigSources], PluginCatalog]
     open_model: Callable[[EngineConfig, ConfigSources], Generator]
     version: str
+    quiet: bool = False
+    show_error: Callable[[str], None] = _print_error
 
 
 @dataclass(frozen=True)
@@ -182,8 +192,8 @@ class Command:
     Attributes:
         name: as typed after `hardpoint`: letters, digits, `-` and `_`.
         summary: one line of help.
-        configure: adds arguments to the command's parser, which already has `--config`, `--model`
-            and `--set`.
+        configure: adds arguments to the command's parser, which already has `--config`, `--model`,
+            `--set`, `-q/--quiet`, `-v/--verbose` and `--log-format`.
         run: runs the command and returns the exit code, 0 to 255. A HardpointError becomes one line
             on standard error and exit code 2.
     """

@@ -150,14 +150,15 @@ class CommandSuite(ConformanceSuite):
         program = argparse.ArgumentParser(prog="hardpoint", allow_abbrev=False)
         commands = program.add_subparsers(dest="command")
         parser = commands.add_parser(self.command.name, help=self.command.summary)
-        for option in ("--config", "--model", "--set"):
-            parser.add_argument(option, help="configuration")
+        for names in _CONFIGURATION:
+            parser.add_argument(*names, help="of every command")
         try:
             self.command.configure(parser)
         except BaseException as cause:
             raise HELP.violation(
                 f"configure raised {type(cause).__name__}: {cause}",
-                "let configure only add arguments, other ones than --config, --model and --set",
+                "let configure only add arguments, other ones than those of every command: "
+                + ", ".join(name for names in _CONFIGURATION for name in names),
             ) from cause
         return program
 
@@ -228,11 +229,18 @@ class CommandSuite(ConformanceSuite):
         valid = list(self.arguments[0]) if self.arguments else []
         yield [*valid, "--no-such-option"]
         for action in _actions(self._parser()):
-            if action.option_strings and action.nargs != 0 and action.dest not in _CONFIGURATION:
+            if action.option_strings and action.nargs != 0 and action.help != "of every command":
                 yield from ([*valid, f"{action.option_strings[-1]}={bad}"] for bad in _GARBAGE)
 
 
-_CONFIGURATION = ("config", "model", "set")
+_CONFIGURATION = (
+    ("--config",),
+    ("--model",),
+    ("--set",),
+    ("-q", "--quiet"),
+    ("-v", "--verbose"),
+    ("--log-format",),
+)
 
 
 def _actions(program: argparse.ArgumentParser) -> Iterator[argparse.Action]:

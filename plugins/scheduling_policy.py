@@ -68,10 +68,13 @@ class SchedulingPolicy(ComponentWithArguments):
     Attributes:
         state_format: name of the format of `export_state`. A policy that replaces another one of
             the same format on a running engine gets its state; empty: no state is passed on.
+        uses_priority: False in a class's own body says that it ignores `Request.priority`; the
+            engine then warns once when a request sets one. Subclasses do not inherit it.
     """
 
     context: PolicyContext
     state_format: ClassVar[str] = ""
+    uses_priority: ClassVar[bool] = True
 
     @property
     def overridden(self) -> frozenset[str]:

@@ -43,6 +43,7 @@ class Fair(SchedulingPolicy):
     """
 
     contract = 1
+    uses_priority = False
     state_format = "virtual token counters 1"
 
     class Options(plugins.Options):

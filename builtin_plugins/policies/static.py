@@ -13,6 +13,7 @@ class FirstComeFirstServed(SchedulingPolicy):
     """Runs requests in order of arrival; by the inherited default, preempts the last admitted."""
 
     contract = 1
+    uses_priority = False
 
     def key(self, request: Request) -> Any:
         """Order by arrival."""
@@ -46,6 +47,7 @@ class ShortestFirst(SchedulingPolicy):
     """
 
     contract = 1
+    uses_priority = False
 
     class Options(plugins.Options):
         """The weight of work against waiting time.

@@ -187,6 +187,8 @@ class Frontend:
             if is_third_party(entry)
         }
         self._has_finished_hook = parts.hooks.has("request_finished")
+        self._warned_policies: set[str] = set()
+        self._policy_ignoring_priority = _policy_ignoring_priority(parts.plugins)
         self._random_ids = config.engine.random_request_ids
         if not self._random_ids:
             _log.warning("engine.random_request_ids is off: two live requests cannot share an id")
@@ -194,6 +196,8 @@ class Frontend:
     def use_plugins(self, plugins: PluginSet) -> None:
         """Take the arguments of requests for another generation of the plugins."""
         self._arguments.use(plugins)
+        name = _policy_ignoring_priority(plugins)
+        self._policy_ignoring_priority = None if name in self._warned_policies else name
 
     def submit(
         self,
@@ -235,6 +239,8 @@ class Frontend:
                 arrival_time=arrived,
                 token_ids=token_ids,
             )
+        if request.priority and self._policy_ignoring_priority is not None:
+            self._warn_of_priority(self._policy_ignoring_priority)
         n = request.params.n if request.pooling_params is None else 1
         internal_id = self._internal_id(request_id, n)
         parent = ParentRequest(request_id, internal_id, n, sink)
@@ -243,6 +249,16 @@ class Frontend:
             children = [self._received_hook(child) for child in children]
         self._register(children, text, parent, arrived)
         return Submission(parent, children)
+
+    def _warn_of_priority(self, policy: str) -> None:
+        """Log, once, that a policy ignores the priority of requests."""
+        _log.warning(
+            'priority: the scheduling policy "%s" ignores it; scheduler.policy = "priority" is the '
+            "one that orders by it",
+            policy,
+        )
+        self._warned_policies.add(policy)
+        self._policy_ignoring_priority = None
 
     def _register(
         self,
@@ -454,3 +470,11 @@ def _listed(ids: str | Iterable[str]) -> list[str]:
         if not isinstance(request_id, str):
             raise RequestError(f"request_id: expected a string, got {shown(request_id)}")
     return listed
+
+
+def _policy_ignoring_priority(plugins: PluginSet) -> str | None:
+    """Return the name of the policy if it says that it ignores priorities, else None."""
+    if is_third_party(plugins.one("schedulers")):  # which may look at them itself
+        return None
+    entry = plugins.one("scheduling_policies")
+    return None if vars(plugins.target(entry)).get("uses_priority", True) else entry.name

@@ -68,6 +68,7 @@ POLICIES = [
     (policies.MixedKeys, "keys", "return values", "which do.* not compare: TypeError"),
     (policies.NanKeys, "keys", "keys", "NaN is not ordered"),
     (policies.KeysFromClock, "keys", "keys", "not on time or chance"),
+    (policies.DeniesPriority, "keys", "keys", "uses_priority is False, and key"),
     (policies.RandomKeys, "keys", "keys", "not on time or chance"),
     (policies.KeysByCalls, "keys", "keys", "returned .*, then "),
     (policies.KeyFails, "keys", "return values", "raised KeyError: 'tenant'"),

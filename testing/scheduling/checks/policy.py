@@ -78,6 +78,24 @@ def check_keys(make: Make, sources: Sequence[EngineCoreRequest]) -> None:
                 "of another after the same calls",
                 _STATIC,
             )
+    if not vars(type(make())).get("uses_priority", True):
+        _check_priority_ignored(make, sources, keys)
+
+
+def _check_priority_ignored(
+    make: Make, sources: Sequence[EngineCoreRequest], keys: Sequence[Any]
+) -> None:
+    """Check that keys do not depend on priorities."""
+    other = _policy(make)
+    changed = [msgspec.structs.replace(s, priority=1 - 2 * s.priority) for s in sources]
+    for request, key in zip(_make_requests(other, changed), keys, strict=True):
+        again, _ = _add(other, request)
+        if _less("key", key, again) or _less("key", again, key):
+            raise Violation(
+                f"uses_priority is False, and key({request!r}) is {short_repr(again)}, "
+                f"{short_repr(key)} with another priority",
+                "leave uses_priority out: the engine would warn that priorities are ignored",
+            )
 
 
 def check_groups(make: Make, sources: Sequence[EngineCoreRequest], tokens: Sequence[int]) -> None:

@@ -246,6 +246,30 @@ def test_step_records_reach_hooks_whose_faults_end_nothing(scripted):
 
 
 class TestPolicies:
+    @pytest.mark.parametrize("policy", ["fcfs", "fair", "shortest_first"])
+    def test_a_priority_that_is_ignored_is_said_once(self, policy, scripted, caplog):
+        engine = scripted_engine(scripted, {"scheduler": {"policy": policy}})
+        engine.add_request("plain", "x", ENDLESS)
+        assert not caplog.records
+        for name in ("a", "b"):
+            engine.add_request(name, "x", ENDLESS, RequestExtras(priority=-1))
+        assert [record.getMessage() for record in caplog.records] == [
+            f'priority: the scheduling policy "{policy}" ignores it; scheduler.policy = "priority" '
+            "is the one that orders by it"
+        ]
+        engine.set_policy("priority")
+        engine.set_policy(policy)
+        engine.add_request("again", "x", ENDLESS, RequestExtras(priority=-1))
+        assert len(caplog.records) == 1
+        engine.close()
+
+    @pytest.mark.parametrize("policy", ["priority", f"{HERE}:BadPolicy"])
+    def test_a_policy_that_may_look_at_priorities_gives_no_warning(self, policy, scripted, caplog):
+        engine = scripted_engine(scripted, {"scheduler": {"policy": policy}})
+        engine.add_request("a", "x", ENDLESS, RequestExtras(priority=-1))
+        assert not caplog.records
+        engine.close()
+
     def test_a_policy_that_raises_leaves_the_decision_to_fcfs(self, scripted, caplog):
         engine = scripted_engine(
             scripted, {"scheduler": {"policy": f"{HERE}:BadPolicy", "max_num_seqs": 1}}

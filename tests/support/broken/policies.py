@@ -45,6 +45,14 @@ class KeysFromClock(Fcfs):
         return time.perf_counter_ns()
 
 
+class DeniesPriority(Fcfs):
+    contract = 1
+    uses_priority = False
+
+    def key(self, request):
+        return request.priority, request.arrival_time
+
+
 class RandomKeys(Fcfs):
     contract = 1
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from hardpoint.plugins import (
@@ -95,20 +96,25 @@ class _Batch:
         self._problem: HardpointError | None = None
         self._earlier = self._done = self._failed = self._tokens = 0
         self._began = time.perf_counter()
+        self._progress = _Progress(answers)
 
     def run(self) -> int:
         """Answer the prompts; return the exit code."""
         try:
-            with _progress(self._answers) as update:
+            try:
                 for position, result in self._generator.generate_unordered(self._requests()):
                     self._write(self._open.pop(position), result)
-                    update(self)
+                    self._progress.show(self._state())
+            finally:
+                self._progress.clear()
             if self._problem is not None:
                 raise self._problem
         except (HardpointError, KeyboardInterrupt):
-            print(f"hardpoint: stopped: {self.summary()}{self._how_to_go_on()}", file=sys.stderr)
+            if self._done:
+                how = self._how_to_go_on()
+                print(f"hardpoint: stopped: {self._summary()}{how}", file=sys.stderr)
             raise
-        print(f"hardpoint: {self.summary()}", file=sys.stderr)
+        print(f"hardpoint: {self._summary()}", file=sys.stderr)
         return 1 if self._failed else 0
 
     def _requests(self) -> Iterator[tuple[Prompt, SamplingParams]]:
@@ -161,26 +167,30 @@ class _Batch:
         self._failed += "error" in line
 
     @property
-    def finished(self) -> int:
+    def _finished(self) -> int:
         """Prompts that have an answer or failed, those of earlier runs included."""
         return self._earlier + self._done
 
-    @property
-    def total(self) -> int | None:
-        """Prompts in the file; None if only its end shows it."""
-        return self._total
+    def _state(self) -> str:
+        """Return progress as one line, of which a narrow terminal shows the beginning."""
+        if self._total is None:
+            return f"{self._finished} prompts, {self._rates()}"
+        seconds = time.perf_counter() - self._began
+        left = round(seconds * (self._total - self._finished) / self._done)
+        time_left = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+        return f"{self._finished}/{self._total}, {time_left}, {self._rates()}"
 
-    def rates(self) -> str:
+    def _rates(self) -> str:
         """Return output tokens per second, and how many prompts failed."""
         seconds = max(time.perf_counter() - self._began, 1e-9)
         failed = f", {self._failed} failed" if self._failed else ""
         return f"{self._tokens / seconds:.0f} tokens/s{failed}"
 
-    def summary(self) -> str:
+    def _summary(self) -> str:
         """Return what has been done, as one line."""
-        of = "" if self._total in (None, self.finished) else f" of {self._total}"
+        of = "" if self._total in (None, self._finished) else f" of {self._total}"
         earlier = f" ({self._earlier} before)" if self._earlier else ""
-        return f"{self.finished}{of} prompts finished{earlier}, {self.rates()}"
+        return f"{self._finished}{of} prompts finished{earlier}, {self._rates()}"
 
     def _how_to_go_on(self) -> str:
         if not self._answers.is_regular:
@@ -188,36 +198,34 @@ class _Batch:
         return f"; the same command with --resume goes on with {self._answers.name}"
 
 
-@contextlib.contextmanager
-def _progress(answers: AnswerFile | StandardOutput) -> Iterator[Callable[[_Batch], None]]:
-    """Draw progress on standard error in the body, which reports it to the function yielded.
+class _Progress:
+    """One line on standard error, drawn again and again.
 
-    Only on a terminal, and not between answers on the same one.
+    Nothing is drawn elsewhere than on a terminal, nor between answers on the same one.
     """
-    if not sys.stderr.isatty() or (isinstance(answers, StandardOutput) and sys.stdout.isatty()):
-        yield lambda _: None
-        return
-    # Only here, since rich takes a while to import.
-    from rich.console import Console  # noqa: PLC0415
-    from rich.progress import (  # noqa: PLC0415
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
 
-    columns = (
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[rates]}"),
-        BarColumn(None),
-    )
-    console = Console(file=sys.stderr)
-    with Progress(*columns, console=console, transient=True, expand=True) as progress:
-        task = progress.add_task("", total=None, rates="")
+    def __init__(self, answers: AnswerFile | StandardOutput) -> None:
+        self._is_on = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        if isinstance(answers, StandardOutput) and sys.stdout.isatty():
+            self._is_on = False
+        self._next = 0.0
 
-        def update(batch: _Batch) -> None:
-            progress.update(task, completed=batch.finished, total=batch.total, rates=batch.rates())
+    def show(self, text: str) -> None:
+        """Replace the line, at most ten times a second."""
+        now = time.perf_counter()
+        if self._is_on and now >= self._next:
+            self._next = now + 0.1
+            self._write(text)
 
-        yield update
+    def clear(self) -> None:
+        """Remove the line."""
+        if self._is_on:
+            self._write("")
+
+    def _write(self, text: str) -> None:
+        try:
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+            sys.stderr.write(f"\r\x1b[K{text[: columns - 1]}")
+            sys.stderr.flush()
+        except OSError:  # the terminal is gone; the answers still come
+            self._is_on = False

@@ -48,8 +48,7 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     generator = context.open_model(config, config_sources)
     failed = False
     try:
-        # All are added before the first output is read, so that they share a batch.
-        streams = [_stream(generator, prompt, params, chat=options.chat) for prompt in prompts]
+        streams = _open_streams(generator, prompts, params, chat=options.chat)
         for number, (prompt, outputs) in enumerate(zip(prompts, streams, strict=True)):
             if number and not options.json:
                 print()
@@ -84,6 +83,24 @@ def _prompts(given: Sequence[str]) -> list[str]:
     if given.count("-") > 1:
         raise RequestError("prompt: - reads standard input, which can be read only once")
     return [sys.stdin.read() if prompt == "-" else prompt for prompt in given]
+
+
+def _open_streams(
+    generator: Generator, prompts: Sequence[str], params: SamplingParams, *, chat: bool
+) -> list[Iterator[RequestOutput]]:
+    """Add all prompts, before any output is read, so that they share a batch.
+
+    Raises:
+        RequestError: one is refused.
+    """
+    streams = []
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            streams.append(_stream(generator, prompt, params, chat=chat))
+        except RequestError as error:
+            where = f"prompt {number} of {len(prompts)}: " if len(prompts) > 1 else ""
+            raise RequestError(f"{where}{error}") from error
+    return streams
 
 
 def _stream(

@@ -8,8 +8,10 @@ import io
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -277,6 +279,38 @@ class TestResume:
             fcntl.flock(other, fcntl.LOCK_EX)
             message = "--output: 'a.jsonl' is in use by another process"
             assert error("p.jsonl", "--output", "a.jsonl") == message
+
+
+@pytest.mark.parametrize(
+    ("columns", "term", "drawn"),
+    [(80, "xterm", "1/3, 0:00:0"), (20, "xterm", "1/3, 0:00:0"), (80, "dumb", None)],
+)
+def test_progress_fits_the_terminal(here, monkeypatch, columns, term, drawn):
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    monkeypatch.setenv("TERM", term)
+    with open(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        run("p.jsonl", "--output", "a.jsonl")
+        monkeypatch.undo()
+        seen = os.read(ours, 4096).decode()
+    os.close(ours)
+    *lines, summary = seen.split("\r\x1b[K")
+    assert summary.startswith("hardpoint: 3 prompts finished, ")
+    assert all(len(line) < columns for line in lines)
+    assert (drawn in seen) if drawn else (lines == [])
+
+
+def test_of_several_prompts_the_refused_one_is_named(scripted, capsys):
+    with (
+        LLM(config=scripted_config(scripted)) as llm,
+        pytest.raises(RequestError, match="prompt 2 of 3: prompt: expected at least one token"),
+    ):
+        arguments = argparse.ArgumentParser()
+        generate.COMMAND.configure(arguments)
+        options = arguments.parse_args(["say abc", "", "emoji"])
+        generate.COMMAND.run(options, command_context(llm))
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("arguments", [[], ["--json"]])

@@ -302,14 +302,13 @@ def test_progress_fits_the_terminal(here, monkeypatch, columns, term, drawn):
 
 
 def test_of_several_prompts_the_refused_one_is_named(scripted, capsys):
-    with (
-        LLM(config=scripted_config(scripted)) as llm,
-        pytest.raises(RequestError, match="prompt 2 of 3: prompt: expected at least one token"),
-    ):
-        arguments = argparse.ArgumentParser()
-        generate.COMMAND.configure(arguments)
-        options = arguments.parse_args(["say abc", "", "emoji"])
-        generate.COMMAND.run(options, command_context(llm))
+    parser = argparse.ArgumentParser()
+    generate.COMMAND.configure(parser)
+    options = parser.parse_args(["say abc", "", "emoji"])
+    with LLM(config=scripted_config(scripted)) as llm:
+        context = command_context(llm)
+        with pytest.raises(RequestError, match="prompt 2 of 3: prompt: expected at least one"):
+            generate.COMMAND.run(options, context)
     assert capsys.readouterr().out == ""
 
 

@@ -41,8 +41,9 @@ class StandardOutput:
         """Return False."""
         return False
 
-    def begin(self) -> None:
+    def begin(self) -> str:
         """Do nothing."""
+        return ""
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Print an answer."""
@@ -172,26 +173,26 @@ class AnswerFile:
             )
         return True
 
-    def begin(self) -> None:
-        """Remove old answers that do not count: those that failed, and a half-written last line."""
+    def begin(self) -> str:
+        """Remove old answers that do not count: those that failed, and a half-written last line.
+
+        Returns:
+            What the user should know of it.
+        """
         if not self.is_regular:
-            return
-        size = os.fstat(self._fd).st_size
-        if self._overwrite:
-            self._end = 0
-        elif size > self._end:
-            print(
-                f"hardpoint: {self.name}:{len(self._digests) + 1}: the line is half-written; "
-                f"its prompt runs again",
-                file=sys.stderr,
-            )
+            return ""
+        is_half = not self._overwrite and os.fstat(self._fd).st_size > self._end
         with self._reporting():
-            os.ftruncate(self._fd, self._end)
+            os.ftruncate(self._fd, 0 if self._overwrite else self._end)
             if self._failed:
                 self._remove_failed()
-            os.lseek(self._fd, 0, os.SEEK_END)
-            if self._end and os.pread(self._fd, 1, os.lseek(self._fd, 0, os.SEEK_END) - 1) != b"\n":
+            end = os.lseek(self._fd, 0, os.SEEK_END)
+            if end and os.pread(self._fd, 1, end - 1) != b"\n":
                 os.write(self._fd, b"\n")
+        if not is_half:
+            return ""
+        line = len(self._digests) + 1
+        return f"{self.name}:{line}: the line is half-written; its prompt runs again"
 
     def _remove_failed(self) -> None:
         """Replace the file by one without the answers that failed; an interrupt loses nothing."""

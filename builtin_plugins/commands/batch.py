@@ -18,6 +18,7 @@ from hardpoint.plugins import (
     SamplingParams,
 )
 from hardpoint.plugins.commands import Generator, Prompt
+from hardpoint.plugins.errors import shown
 
 from .answer_file import AnswerFile, StandardOutput
 from .completions import assemble
@@ -58,19 +59,31 @@ def run_batch(options: argparse.Namespace, params: SamplingParams, context: Comm
         stack.callback(answers.close)
         if isinstance(answers, AnswerFile):
             answers.check_is_not(prompts)
-        total = None
-        if prompts.is_regular:
-            total = answered = 0
-            for request in prompts.requests():
-                total += 1
-                answered += answers.has(request, prompts)
-            if answered == total:
-                print(f"hardpoint: {answers.name} has all {total} answers", file=sys.stderr)
-                return 0
-        generator = context.open_model(config, config_sources)
-        stack.callback(generator.close)
-        answers.begin()
-        return _Batch(prompts, answers, generator, config.model, total).run()
+        total, left = _count(prompts, answers) if prompts.is_regular else (None, None)
+        generator = None
+        if left != 0:
+            generator = context.open_model(config, config_sources)
+            stack.callback(generator.close)
+        if removed := answers.begin():
+            _remark(context, removed)
+        if generator is None:
+            _remark(context, f"{answers.name} has all {total} answers")
+            return 0
+        return _Batch(prompts, answers, generator, context, config.model, total).run()
+
+
+def _count(prompts: PromptFile, answers: AnswerFile | StandardOutput) -> tuple[int, int]:
+    """Return the number of prompts, and of those without an answer."""
+    total = left = 0
+    for request in prompts.requests():
+        total += 1
+        left += not answers.has(request, prompts)
+    return total, left
+
+
+def _remark(context: CommandContext, text: str) -> None:
+    if not context.quiet:
+        print(f"hardpoint: {text}", file=sys.stderr)
 
 
 def _open_answers(options: argparse.Namespace, model: str) -> AnswerFile | StandardOutput:
@@ -87,16 +100,18 @@ class _Batch:
         prompts: PromptFile,
         answers: AnswerFile | StandardOutput,
         generator: Generator,
+        context: CommandContext,
         model: str,
         total: int | None,
     ) -> None:
         self._prompts, self._answers, self._generator = prompts, answers, generator
-        self._model, self._total = model, total
+        self._context, self._model, self._total = context, model, total
         self._open: dict[int, BatchRequest] = {}
         self._problem: HardpointError | None = None
         self._earlier = self._done = self._failed = self._tokens = 0
+        self._first_error = ""
         self._began = time.perf_counter()
-        self._progress = _Progress(answers)
+        self._progress = _Progress(answers, quiet=context.quiet)
 
     def run(self) -> int:
         """Answer the prompts; return the exit code."""
@@ -111,11 +126,14 @@ class _Batch:
                 raise self._problem
         except (HardpointError, KeyboardInterrupt):
             if self._done:
-                how = self._how_to_go_on()
-                print(f"hardpoint: stopped: {self._summary()}{how}", file=sys.stderr)
+                _remark(self._context, f"stopped: {self._summary()}{self._how_to_go_on()}")
             raise
-        print(f"hardpoint: {self._summary()}", file=sys.stderr)
-        return 1 if self._failed else 0
+        _remark(self._context, self._summary())
+        if not self._failed:
+            return 0
+        prompts = "1 prompt" if self._failed == 1 else f"{self._failed} prompts"
+        self._context.show_error(f"{prompts} failed; the first one: {self._first_error}")
+        return 1
 
     def _requests(self) -> Iterator[tuple[Prompt, SamplingParams]]:
         """Yield what is to be run; of a line that is wrong, end and note why."""
@@ -164,7 +182,9 @@ class _Batch:
             line |= {"error": errors[0]} if errors else {}
         self._answers.write(line)
         self._done += 1
-        self._failed += "error" in line
+        if "error" in line:
+            self._failed += 1
+            self._first_error = self._first_error or f"id {shown(request.id)}: {line['error']}"
 
     @property
     def _finished(self) -> int:
@@ -204,8 +224,8 @@ class _Progress:
     Nothing is drawn elsewhere than on a terminal, nor between answers on the same one.
     """
 
-    def __init__(self, answers: AnswerFile | StandardOutput) -> None:
-        self._is_on = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    def __init__(self, answers: AnswerFile | StandardOutput, *, quiet: bool) -> None:
+        self._is_on = not quiet and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         if isinstance(answers, StandardOutput) and sys.stdout.isatty():
             self._is_on = False
         self._next = 0.0

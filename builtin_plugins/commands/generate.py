@@ -53,7 +53,7 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
             if number and not options.json:
                 print()
             completions = _print_json(prompt, outputs) if options.json else _print_text(outputs)
-            failed |= _report_errors(completions)
+            failed |= _report_errors(completions, context)
     finally:
         generator.close()
     return 1 if failed else 0
@@ -135,11 +135,11 @@ def _print_json(prompt: str, outputs: Iterator[RequestOutput]) -> list[Completio
     return ordered
 
 
-def _report_errors(completions: Sequence[Completion]) -> bool:
+def _report_errors(completions: Sequence[Completion], context: CommandContext) -> bool:
     """Print the errors that ended completions; return whether there were any."""
     errors = [completion.error for completion in completions if completion.error]
     for error in errors:
-        print(f"hardpoint: error: {error}", file=sys.stderr)
+        context.show_error(error)
     return bool(errors)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import fcntl
 import io
 import json
@@ -57,11 +58,12 @@ def write_prompts(path, prompts):
     path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
 
 
-def run(*arguments, generator=None):
+def run(*arguments, generator=None, quiet=False):
     parser = argparse.ArgumentParser(prog="hardpoint generate")
     generate.COMMAND.configure(parser)
     options = parser.parse_args(["--file", *arguments])
-    return generate.COMMAND.run(options, command_context(generator or Generator()))
+    context = dataclasses.replace(command_context(generator or Generator()), quiet=quiet)
+    return generate.COMMAND.run(options, context)
 
 
 def error(*arguments):
@@ -121,7 +123,21 @@ class TestLines:
             "prompt: expected at least one token",
             None,
         ]
-        assert ", 1 failed\n" in capsys.readouterr().err
+        assert capsys.readouterr().err.endswith(
+            ", 1 failed\nhardpoint: error: 1 prompt failed; the first one: id 2: prompt: expected "
+            "at least one token\n"
+        )
+
+    def test_quiet_prints_errors_alone(self, here, capsys):
+        assert run("p.jsonl", "--output", "a.jsonl", quiet=True) == 0
+        with open("a.jsonl", "a") as file:
+            file.write('{"id":')
+        assert run("p.jsonl", "--output", "a.jsonl", "--resume", quiet=True) == 0
+        assert len(answers()) == 3
+        write_prompts(here / "p.jsonl", [""])
+        assert capsys.readouterr().err == ""
+        assert run("p.jsonl", quiet=True) == 1
+        assert capsys.readouterr().err.startswith("hardpoint: error: 1 prompt failed; ")
 
     @pytest.mark.parametrize(
         ("line", "message"),

@@ -63,11 +63,11 @@ def log_opening(config: EngineConfig, config_sources: ConfigSources) -> None:
         if path not in _NAMED | _SECRET
     )
     _log.info(
-        "hardpoint %s opens %s (%s); not default: %s",
+        "hardpoint %s: loading the model %s (%s); settings: %s",
         installed_version(),
         config.model,
         config_sources.of("model"),
-        changed or "nothing",
+        changed or "all at their defaults",
     )
 
 
@@ -286,10 +286,12 @@ def _announce(plugins: PluginSet) -> None:
     for warning in plugins.warnings:
         _log.warning("%s", warning)
     if idle := plugins.not_enabled():
-        _log.info("found but not enabled: %s", ", ".join(found.label for found in idle))
+        _log.info(
+            "installed plugins that are not enabled: %s", ", ".join(found.label for found in idle)
+        )
     for entry, cls in plugins.logits_processors():
         if cls.uses(SamplingParams()):
-            _log.info("requests use it without asking: %s", entry.source)
+            _log.info("enabled for every request: %s", entry.source)
 
 
 def _tokenizer(

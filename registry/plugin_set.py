@@ -83,8 +83,8 @@ class PluginSet:
             return entry
         on = [e.name for e in self.entries(kind)]
         raise PluginNotFoundError(
-            f"{kind}: no component {name!r} is on{typed.suggest(name, on)}"
-            f"{self.hint(name, kind)}; on: {', '.join(sorted(on)) or 'none'}"
+            f"{kind}: no component {name!r} is enabled{typed.suggest(name, on)}"
+            f"{self.hint(name, kind)}; enabled: {', '.join(sorted(on)) or 'none'}"
         )
 
     def find(self, kind: str, name: str) -> PluginEntry | None:
@@ -357,7 +357,7 @@ def _check_on_error(
         origin = config_sources.of(path)
         if name not in scopes:
             raise ConfigError(
-                f"{path}: no plugin {name!r} is on whose faults end less than the engine"
+                f"{path}: no plugin {name!r} is enabled whose faults end less than the engine"
                 f"{typed.suggest(name, sorted(scopes))} (from {origin})"
             )
         if scope not in (scopes[name].value, "engine"):
@@ -445,7 +445,7 @@ def _option_paths(
         if not keys:
             known = sorted({c.name for c in chosen})
             raise ConfigError(
-                f"{path}: no plugin {name!r} is on{typed.suggest(name, known)} (from {origin})"
+                f"{path}: no plugin {name!r} is enabled{typed.suggest(name, known)} (from {origin})"
             )
         if len(keys) > 1:
             choices = ", ".join(f'"{kind}/{own}"' for kind, own, _ in keys)
@@ -466,8 +466,8 @@ def _unknown_neighbours(
     known = {c.name for c in processors}
     known |= {f.name for f in found if f.kind == "logits_processors"}
     return [
-        f"{item.source}: its {relation} names {name!r}, and no logits processor of that name is on "
-        f"or installed{typed.suggest(name, sorted(known))}"
+        f"{item.source}: its {relation} names {name!r}, and no logits processor of that name is "
+        f"enabled or installed{typed.suggest(name, sorted(known))}"
         for item in processors
         for relation in ("before", "after")
         for name in getattr(targets[item.key], relation)

@@ -127,7 +127,7 @@ class Selection:
         other = self._on.get((chosen.kind.name, chosen.name))
         if other is not None and other.path and other.source.value == chosen.source.value:
             self.warnings.append(
-                f"{path}: {use!r} is named twice, here and by {other.path}; it is on once "
+                f"{path}: {use!r} is named twice, here and by {other.path}; it is enabled once "
                 f"(from {self._config_sources.of(path)})"
             )
         self._add(chosen)
@@ -138,8 +138,8 @@ class Selection:
         for (kind, name), other in self._on.items():
             if kind == chosen.kind.name and other.source.value == value and name != chosen.name:
                 raise PluginConflictError(
-                    f"{path}: {value} is on as {kind}/{name} already; to have it twice, give this "
-                    f'one a name, too: {{ use = "{value}", name = "{chosen.name}" }} '
+                    f"{path}: {value} is enabled as {kind}/{name} already; to have it twice, give "
+                    f'this one a name, too: {{ use = "{value}", name = "{chosen.name}" }} '
                     f"(from {self._config_sources.of(path)})"
                 )
 
@@ -180,7 +180,7 @@ class Selection:
                 )
         known = [key[1] for key in self._on]
         raise PluginNotFoundError(
-            f"{path}: no component {name!r} is on{suggest(name, known)} (from {origin})"
+            f"{path}: no component {name!r} is enabled{suggest(name, known)} (from {origin})"
         )
 
     def _add(self, chosen: SelectedPlugin) -> None:

@@ -147,7 +147,7 @@ for wrong in ({"scheduler": {"policy": "priority"}}, {"model": "smollm2", "load"
     done = run(folder, "-c", script, cwd=tmp_path)
     answer, min_p, priority, gguf = done.stdout.splitlines()
     assert answer == " abc"
-    assert min_p.startswith("min_p: no logits processor that is on honours it")
+    assert min_p.startswith("min_p: no enabled logits processor applies it")
     assert "no scheduling_policies component is called 'priority'" in priority
     assert "found: fair, fcfs, shortest_first" in priority
     assert "no loader recognises 'smollm2'" in gguf

@@ -174,7 +174,7 @@ class TestThroughTheContract:
     def test_options_of_a_plugin_that_is_not_enabled_are_refused(self, resolve):
         result = resolve(plugin={"top_a": {"max_a": 0.5}})
         assert result["error"] == "ConfigError"
-        assert "plugin.top_a: no plugin 'top_a' is on" in result["message"]
+        assert "plugin.top_a: no plugin 'top_a' is enabled" in result["message"]
 
     def test_a_misspelt_name_is_refused_with_a_suggestion(self, resolve):
         result = resolve(plugins={"enable": ["topa"]})

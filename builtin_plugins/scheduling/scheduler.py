@@ -89,7 +89,7 @@ class DefaultScheduler(Scheduler):
         waiting = tracker.num_waiting
         if limits.max_waiting is not None and waiting >= limits.max_waiting:
             raise OverloadedError(
-                f"overloaded: {waiting} requests wait, which is the most that may "
+                f"overloaded: {waiting} requests are waiting, the maximum "
                 "(scheduler.max_waiting); try again later"
             )
         if request.request_id in tracker.pending_free:

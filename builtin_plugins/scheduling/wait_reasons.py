@@ -18,7 +18,7 @@ def no_budget(needed: int, available: int) -> WaitReason:
 def no_slot(running: int) -> WaitReason:
     """Return the reason: `max_num_seqs` requests are running."""
     return WaitReason(
-        WaitingFor.SLOT, f"{running} requests are running, the most that may at once", 1, 0
+        WaitingFor.SLOT, f"{_requests(running)} running, the maximum (max_num_seqs)", 1, 0
     )
 
 
@@ -55,7 +55,7 @@ def no_lora_slot(name: str, limit: int) -> WaitReason:
     """Return the reason: all adapter slots are taken by other adapters."""
     return WaitReason(
         WaitingFor.LORA_SLOT,
-        f"its adapter {name!r} is not active, and {limit} are, the most that may at once",
+        f"its adapter {name!r} is not active, and all adapter slots ({limit}) are taken by others",
         1,
         0,
     )
@@ -90,15 +90,16 @@ def grammar() -> WaitReason:
 
 def results(num_placeholders: int) -> WaitReason:
     """Return the reason: nothing can be computed before the results of earlier steps arrive."""
+    are = "is" if num_placeholders == 1 else "are"
     return WaitReason(
         WaitingFor.RESULTS,
-        f"{num_placeholders} of its tokens are in steps whose results have not arrived",
+        f"{num_placeholders} of its tokens {are} in steps whose results have not arrived",
     )
 
 
 def requests_ahead(count: int) -> WaitReason:
     """Return the reason: other waiting requests come first."""
-    return WaitReason(WaitingFor.BEHIND, f"{count} requests are ahead of it", ahead=count)
+    return WaitReason(WaitingFor.BEHIND, f"{_requests(count)} ahead of it", ahead=count)
 
 
 def paused() -> WaitReason:
@@ -109,3 +110,7 @@ def paused() -> WaitReason:
 def not_planned_yet() -> WaitReason:
     """Return the reason: no step was planned since the request began to wait."""
     return WaitReason(WaitingFor.NEXT_STEP, "no step was planned since it began to wait")
+
+
+def _requests(count: int) -> str:
+    return f"{count} {'request is' if count == 1 else 'requests are'}"

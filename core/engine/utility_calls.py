@@ -136,7 +136,7 @@ class ControlCalls:
         scheduler = self._parts.scheduler
         scheduler.reset_prefix_cache(recompute_running=recompute_running)
         if count := scheduler.num_unfinished_requests():
-            _log.warning("the prefix cache was reset while %d requests are unfinished", count)
+            _log.warning("the prefix cache was reset; unfinished requests: %d", count)
 
     @utility()
     def reset_encoder_cache(self: UtilityHost) -> None:

@@ -223,7 +223,9 @@ class EngineLoop:
             seconds = self._options.drain_seconds
             self._drain_until = self._clock() + seconds
             live = self._core.num_unfinished_requests()
-            _log.info("shutting down: %d requests may go on for %g s", live, seconds)
+            _log.info(
+                "shutting down; unfinished requests: %d, which may continue for %g s", live, seconds
+            )
         if self._state is ShutdownState.RUNNING:
             return False
         # Without work, requests that are left are held by a pause: to wait for them is in vain.

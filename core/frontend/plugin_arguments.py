@@ -292,7 +292,7 @@ class PluginArguments:
         if named:
             return f"{' and '.join(named)} {'takes' if len(named) == 1 else 'take'} no arguments"
         return (
-            f"no plugin of that name that takes arguments is on"
+            f"no enabled plugin of that name takes arguments"
             f"{typed.suggest(name, list(self._by_name))}{self._plugins.hint(name, _LOGITS)}"
         )
 
@@ -304,7 +304,7 @@ class PluginArguments:
             if field == "temperature" and params.greedy:  # the sampler's own
                 continue
             raise RequestError(
-                f"{field}: no logits processor that is on honours it, so {value!r} would be "
+                f"{field}: no enabled logits processor applies it, so {value!r} would be "
                 f"ignored; enable one, or leave it at {getattr(_DEFAULTS, field)!r}"
             )
 

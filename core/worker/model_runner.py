@@ -213,7 +213,7 @@ class ModelRunner:
             if name not in self._argument_types:
                 if name.partition("/")[0] in _ELSEWHERE:
                     continue
-                message = f"plugin_args.{name}: no logits processor of that name is on"
+                message = f"plugin_args.{name}: no logits processor of that name is enabled"
                 return ReadOnlyDict(), RequestFault(message)
             try:
                 arguments[name] = typed.convert(

@@ -168,7 +168,7 @@ class TestGenerate:
             await until(lambda: sum(task.done() for task in tasks) >= 19, "the refusals")
             refused = [task.exception() for task in tasks if task.done()]
             assert {type(error) for error in refused} == {OverloadedError}
-            assert "40 requests wait, which is the most that may" in str(refused[0])
+            assert "40 requests are waiting, the maximum" in str(refused[0])
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -32,7 +32,7 @@ def test_admission_stops_when_as_many_run_as_may():
     assert sim.scheduler.stats().num_running == 2
     reason = sim.why("c")
     assert reason.waiting_for is WaitingFor.SLOT
-    assert reason.message == "2 requests are running, the most that may at once"
+    assert reason.message == "2 requests are running, the maximum (max_num_seqs)"
     assert (reason.needed, reason.available) == (1, 0)
     assert sim.records[-1].admission_stopped == reason
 
@@ -56,7 +56,7 @@ def test_the_head_stays_where_it_is_when_admission_stops():
     assert (reason.waiting_for, reason.needed, reason.available) == (WaitingFor.BLOCKS, 3, 2)
     assert reason.message == "it needs up to 3 KV blocks, 2 are free"
     assert sim.why("c").waiting_for is WaitingFor.BEHIND
-    assert (sim.why("c").ahead, sim.why("c").message) == (1, "1 requests are ahead of it")
+    assert (sim.why("c").ahead, sim.why("c").message) == (1, "1 request is ahead of it")
     assert sim.live("a").status is RequestStatus.RUNNING  # no preemption for a waiting request
     sim.abort("a", reason=FinishReason.ABORT)
     assert admitted(sim.step()) == ["b", "c"]

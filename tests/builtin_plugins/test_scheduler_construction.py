@@ -176,7 +176,7 @@ def test_too_many_waiting_is_overload():
     sim.step()
     sim.add("b")
     sim.add("c")
-    message = r"overloaded: 2 requests wait, which is the most that may \(scheduler.max_waiting\)"
+    message = r"overloaded: 2 requests are waiting, the maximum \(scheduler.max_waiting\)"
     with pytest.raises(OverloadedError, match=message):
         sim.add("d")
     assert sim.live("d") is None

@@ -19,7 +19,8 @@ def test_no_more_adapters_than_slots():
     reason = sim.why("c")
     assert (reason.waiting_for, reason.needed, reason.available) == (WaitingFor.LORA_SLOT, 1, 0)
     assert (
-        reason.message == "its adapter 'lora3' is not active, and 2 are, the most that may at once"
+        reason.message
+        == "its adapter 'lora3' is not active, and all adapter slots (2) are taken by others"
     )
     sim.abort("a", reason=FinishReason.ABORT)
     assert admitted(sim.step()) == ["c"]

@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
 
 
 def opening_lines(caplog) -> list[str]:
-    return [r.getMessage() for r in caplog.records if " opens " in r.getMessage()]
+    return [r.getMessage() for r in caplog.records if ": loading the model " in r.getMessage()]
 
 
 class TestLog:
@@ -49,7 +49,9 @@ class TestLog:
         config = scripted_config(scripted, extra)
         with caplog.at_level(logging.INFO, "hardpoint"), LLM(config=config, seed=7):
             (line,) = opening_lines(caplog)
-        assert line.startswith(f"hardpoint {__version__} opens {scripted} (argument LLM(config=")
+        assert line.startswith(
+            f"hardpoint {__version__}: loading the model {scripted} (argument LLM("
+        )
         assert "scheduler.max_num_seqs = 3 (argument LLM(config=...))" in line
         assert "seed = 7 (argument LLM(seed=...))" in line
         assert "load.use = 'dummy'" in line

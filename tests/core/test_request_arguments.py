@@ -135,7 +135,7 @@ def test_a_parser_gets_them_for_its_request_alone(engine):
         ),
         (
             {"clases": {}},
-            "plugin_args.clases: no plugin of that name that takes arguments is on "
+            "plugin_args.clases: no enabled plugin of that name takes arguments "
             "(did you mean 'classes'?)",
         ),
         (
@@ -193,7 +193,7 @@ class TestLiveChange:
         engine.add_request("e", "x", params({"by_weight": {"weight": 7}}))
         assert refused(engine, {"by_weight": {"doubled": 7}}).endswith("known here: weight")
         assert refused(engine, {"classes": {"weight": 7}}).startswith(
-            "plugin_args.classes: no plugin of that name that takes arguments is on"
+            "plugin_args.classes: no enabled plugin of that name takes arguments"
         )
         engine.set_policy(f"{HERE}:Classes")
         engine.set_policy(f"{HERE}:ByWeight")

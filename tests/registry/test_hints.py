@@ -143,7 +143,7 @@ def test_a_neighbour_that_nothing_has_is_a_warning(installed):
     plugins = installed.resolve(plugins={"enable": ["dry"]})
     one, other = plugins.warnings
     assert one.endswith(
-        "its before names 'top_q', and no logits processor of that name is on or installed "
+        "its before names 'top_q', and no logits processor of that name is enabled or installed "
         "(did you mean 'top_k'?)"
     )
     assert "plugin 'dry' (acme-pack 2.0, " in other
@@ -156,7 +156,7 @@ def test_the_same_plugin_twice_is_a_warning(installed):
     plugins = installed.resolve(FILE, plugins={"enable": ["dry", value]})
     assert plugins.warnings == [
         f"plugins.enable[1]: {value!r} is named twice, here and by plugins.enable[0]; "
-        f"it is on once (from file hardpoint.toml)"
+        f"it is enabled once (from file hardpoint.toml)"
     ]
     assert installed.resolve(plugins={"enable": ["min_p"]}).warnings == []
 

@@ -16,12 +16,12 @@ class TestOptions:
         with pytest.raises(ConfigError) as error:
             installed.resolve(config_sources, plugin={"min_q": {}})
         assert str(error.value) == (
-            "plugin.min_q: no plugin 'min_q' is on (did you mean 'min_p'?) (from environment)"
+            "plugin.min_q: no plugin 'min_q' is enabled (did you mean 'min_p'?) (from environment)"
         )
 
     def test_options_of_a_plugin_that_is_installed_but_not_on(self, installed):
         installed.offer("logits_processors/dry", component(LogitsProcessor))
-        with pytest.raises(ConfigError, match=r"plugin.dry: no plugin 'dry' is on"):
+        with pytest.raises(ConfigError, match=r"plugin.dry: no plugin 'dry' is enabled"):
             installed.resolve(plugin={"dry": {}})
 
     def test_a_name_of_several_kinds(self, installed):
@@ -74,8 +74,8 @@ class TestLookUp:
         with pytest.raises(PluginNotFoundError) as error:
             installed.resolve().get("logits_processors", "min_q")
         assert str(error.value) == (
-            "logits_processors: no component 'min_q' is on (did you mean 'min_p'?); "
-            "on: min_p, top_k"
+            "logits_processors: no component 'min_q' is enabled (did you mean 'min_p'?); "
+            "enabled: min_p, top_k"
         )
 
     def test_get_says_who_offers_what_is_not_enabled(self, installed):

@@ -113,8 +113,8 @@ class TestEnable:
         with pytest.raises(PluginConflictError) as error:
             installed.resolve(plugins={"enable": [named, value]})
         assert str(error.value).startswith(
-            f"plugins.enable[1]: {value} is on as logits_processors/wet already; to have it twice, "
-            f'give this one a name, too: {{ use = "{value}", name = "dry" }} (from '
+            f"plugins.enable[1]: {value} is enabled as logits_processors/wet already; to have it "
+            f'twice, give this one a name, too: {{ use = "{value}", name = "dry" }} (from '
         )
 
     def test_a_model_by_architecture(self, installed):
@@ -206,7 +206,7 @@ class TestDisable:
     def test_an_unknown_name(self, installed):
         with pytest.raises(PluginNotFoundError) as error:
             installed.resolve(plugins={"disable": ["minp"]})
-        assert "plugins.disable[0]: no component 'minp' is on (did you mean 'min_p'?)" in str(
+        assert "plugins.disable[0]: no component 'minp' is enabled (did you mean 'min_p'?)" in str(
             error.value
         )
 

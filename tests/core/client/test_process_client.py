@@ -76,7 +76,7 @@ class TestRefusals:
             llm.generate(["x"] * 6, slow(0.05))
         assert type(error.value) is OverloadedError
         assert str(error.value) == (
-            "overloaded: 3 requests wait, which is the most that may (scheduler.max_waiting); "
+            "overloaded: 3 requests are waiting, the maximum (scheduler.max_waiting); "
             "try again later"
         )
         assert not llm.llm_engine.has_unfinished_requests()

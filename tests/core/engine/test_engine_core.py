@@ -240,7 +240,7 @@ class TestCaches:
         rig.add("b")
         rig.core.reset_prefix_cache()
         words = [record.getMessage() for record in caplog.records]
-        assert words == ["the prefix cache was reset while 2 requests are unfinished"]
+        assert words == ["the prefix cache was reset; unfinished requests: 2"]
 
     @pytest.mark.parametrize("what", ["encoder", "mm"])
     def test_a_reset_that_is_refused_is_not_said_to_be_done(self, what, caplog):

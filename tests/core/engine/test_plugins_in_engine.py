@@ -171,7 +171,7 @@ def test_a_processor_without_arguments_is_for_everybody(scripted):
 def test_options_are_checked_with_their_origin(scripted):
     with pytest.raises(ConfigError, match=r"plugin.for_everybody.token: missing, and it has no"):
         engine_with(scripted, f"{HERE}:ForEverybody", plugin={"for_everybody": {}})
-    with pytest.raises(ConfigError, match=r"plugin.nobody: no plugin 'nobody' is on"):
+    with pytest.raises(ConfigError, match=r"plugin.nobody: no plugin 'nobody' is enabled"):
         engine_with(scripted, plugin={"nobody": {}})
 
 
@@ -182,7 +182,7 @@ def test_options_are_checked_with_their_origin(scripted):
         ({"kv_cache": {"memory_bytes": 100}}, ConfigError, "not even one block fits"),
         ({"model": "no/such-model-here"}, ModelError, "the Hugging Face hub did not give it"),
         ({"model": "smollm3"}, ModelError, "found no model 'smollm3'"),
-        ({"load": {"use": "pickle"}}, PluginError, "loaders: no component 'pickle' is on"),
+        ({"load": {"use": "pickle"}}, PluginError, "loaders: no component 'pickle' is enabled"),
         ({"scheduler": {"policy": "lifo"}}, PluginError, "is called 'lifo'"),
         ({"sampler": {"use": "nowhere:Sampler"}}, PluginError, "there is no module 'nowhere'"),
         ({"attention": {"use": f"{HERE}:ForEverybody"}}, PluginError, "attention_backends must be"),

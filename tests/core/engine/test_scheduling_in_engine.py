@@ -164,8 +164,7 @@ def test_a_full_queue_says_so_and_takes_requests_again(scripted):
     with pytest.raises(OverloadedError) as error:
         engine.add_request("d", "x", ENDLESS)
     assert str(error.value) == (
-        "overloaded: 2 requests wait, which is the most that may (scheduler.max_waiting); "
-        "try again later"
+        "overloaded: 2 requests are waiting, the maximum (scheduler.max_waiting); try again later"
     )
     many = SamplingParams(n=3, max_tokens=2)
     with pytest.raises(OverloadedError):
@@ -188,10 +187,10 @@ class TestReasons:
         assert engine.why_waiting("a") == {0: None}
         slot = engine.why_waiting("b")[0]
         assert slot.waiting_for is WaitingFor.SLOT
-        assert slot.message == "1 requests are running, the most that may at once"
+        assert slot.message == "1 request is running, the maximum (max_num_seqs)"
         behind = engine.why_waiting("c")[0]
         assert (behind.waiting_for, behind.ahead) == (WaitingFor.BEHIND, 1)
-        assert behind.message == "1 requests are ahead of it"
+        assert behind.message == "1 request is ahead of it"
         engine.abort_requests(["b"])
         with pytest.raises(RequestError, match="request_id: 'b' is not a live request"):
             engine.why_waiting("b")

@@ -74,7 +74,7 @@ def refused(engine, prompt="x", **fields) -> str:
         ),
         (
             {"plugin_args": {"mirostat": {}}},
-            "plugin_args.mirostat: no plugin of that name that takes arguments is on",
+            "plugin_args.mirostat: no enabled plugin of that name takes arguments",
         ),
         ({"plugin_args": {"min_p": {"min_q": 1}}}, "plugin_args.min_p.min_q: unknown field"),
         (
@@ -161,7 +161,7 @@ def test_a_closed_engine_says_so(scripted):
 def test_a_switched_off_processor_is_missed_not_ignored(scripted):
     engine = scripted_engine(scripted, {"plugins": {"disable": ["min_p"]}})
     assert refused(engine, min_p=0.1) == (
-        "min_p: no logits processor that is on honours it, so 0.1 would be ignored; "
+        "min_p: no enabled logits processor applies it, so 0.1 would be ignored; "
         "enable one, or leave it at 0.0"
     )
     engine.close()

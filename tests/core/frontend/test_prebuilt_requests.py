@@ -141,5 +141,5 @@ def test_one_without_an_arrival_time_arrives_now(engine):
 
 def test_what_nobody_honours_is_refused(engine, monkeypatch):
     monkeypatch.setattr(engine._frontend._arguments, "_honoured", set())
-    with pytest.raises(RequestError, match=r"^min_p: no logits processor that is on honours it"):
+    with pytest.raises(RequestError, match=r"^min_p: no enabled logits processor applies it"):
         engine.add_request("mine", ready(params={"min_p": 0.99}))

@@ -52,7 +52,7 @@ def set_to(field, value):
         ("priority", 2**70, "priority: int: can't serialize ints"),
         ("timeout", -1.0, "expected seconds > 0 or none, got -1.0"),
         ("params", {"n": 1}, "expected SamplingParams, got dict"),
-        ("plugin_args", {"nobody": {}}, "no plugin of that name that takes arguments is on"),
+        ("plugin_args", {"nobody": {}}, "no enabled plugin of that name takes arguments"),
         ("request_id", "mine", "for the frontend gives it and hooks may not change it, got 'mine'"),
         ("external_req_id", None, "expected 'r', for the frontend gives it"),
         ("child_index", 3, "expected 0, for the frontend gives it"),

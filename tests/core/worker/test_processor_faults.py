@@ -256,7 +256,9 @@ def test_edits_keep_only_and_set():
 
 
 def test_on_error_for_a_plugin_that_is_not_on(scripted):
-    with pytest.raises(ConfigError, match=r"plugins.on_error.dens: no plugin 'dens' is on whose"):
+    with pytest.raises(
+        ConfigError, match=r"plugins.on_error.dens: no plugin 'dens' is enabled whose"
+    ):
         engine_with(scripted, "Dense", plugins={"on_error": {"dens": "engine"}})
 
 

@@ -69,7 +69,7 @@ class AnswerFile:
             HardpointError: it cannot be opened, is in use, or has answers that neither option is
                 for.
         """
-        self.name, self._path = path, os.path.realpath(path)
+        self.name = path
         self._overwrite = overwrite
         self._lines: dict[str | int, int] = {}
         self._digests = array.array("Q")
@@ -93,6 +93,7 @@ class AnswerFile:
 
     def _open(self) -> int:
         try:
+            self._path = os.path.realpath(self.name)
             self._is_new = not os.path.exists(self._path)
             self.is_regular = self._is_new or os.path.isfile(self._path)
             access = os.O_RDWR if self.is_regular else os.O_WRONLY

@@ -131,8 +131,8 @@ class _Batch:
         _remark(self._context, self._summary())
         if not self._failed:
             return 0
-        prompts = "1 prompt" if self._failed == 1 else f"{self._failed} prompts"
-        self._context.show_error(f"{prompts} failed; the first one: {self._first_error}")
+        failed = f"{_prompts(self._failed)} failed; the first one: {self._first_error}"
+        self._context.show_error(failed)
         return 1
 
     def _requests(self) -> Iterator[tuple[Prompt, SamplingParams]]:
@@ -194,7 +194,7 @@ class _Batch:
     def _state(self) -> str:
         """Return progress as one line, of which a narrow terminal shows the beginning."""
         if self._total is None:
-            return f"{self._finished} prompts, {self._rates()}"
+            return f"{_prompts(self._finished)}, {self._rates()}"
         seconds = time.perf_counter() - self._began
         left = round(seconds * (self._total - self._finished) / self._done)
         time_left = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
@@ -208,14 +208,21 @@ class _Batch:
 
     def _summary(self) -> str:
         """Return what has been done, as one line."""
-        of = "" if self._total in (None, self._finished) else f" of {self._total}"
+        if self._total in (None, self._finished):
+            done = _prompts(self._finished)
+        else:
+            done = f"{self._finished} of {self._total} prompts"
         earlier = f" ({self._earlier} before)" if self._earlier else ""
-        return f"{self._finished}{of} prompts finished{earlier}, {self._rates()}"
+        return f"{done} finished{earlier}, {self._rates()}"
 
     def _how_to_go_on(self) -> str:
         if not self._answers.is_regular:
             return ""
         return f"; the same command with --resume goes on with {self._answers.name}"
+
+
+def _prompts(count: int) -> str:
+    return "1 prompt" if count == 1 else f"{count} prompts"
 
 
 class _Progress:

@@ -84,7 +84,7 @@ class TestRefusals:
 
     def test_completions_too_many(self, llm):
         many = msgspec.structs.replace(slow(0.05), n=5, temperature=1.0, seed=1)
-        with pytest.raises(OverloadedError, match="overloaded: 3 requests wait"):
+        with pytest.raises(OverloadedError, match="overloaded: 3 requests are waiting"):
             llm.generate("x", many)
         assert still_serves(llm)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from hardpoint.plugins import HardpointError
@@ -42,7 +42,7 @@ class ProgramParser(argparse.ArgumentParser):
         group = self.add_argument_group("configuration")
         add = functools.partial(group.add_argument, default=argparse.SUPPRESS)
         add("--config", metavar="PATH", help="instead of ./hardpoint.toml")
-        add("--model", metavar="NAME", help="short for --set model=NAME")
+        add("--model", metavar="MODEL", help="short for --set model=MODEL")
         add(
             "--set",
             action="append",
@@ -70,6 +70,17 @@ class ProgramParser(argparse.ArgumentParser):
         """Add a set of commands, and remember it for messages."""
         self._commands = super().add_subparsers(**settings)
         return self._commands
+
+    def with_commands(self) -> Iterator[ProgramParser]:
+        """Yield this parser and those of its commands, at any depth."""
+        yield self
+        if self._commands is not None:
+            for parser in self._commands.choices.values():
+                yield from parser.with_commands()
+
+    def accept_unknown(self) -> None:
+        """Let `parse_known_args` return unknown arguments, as argparse does."""
+        self._refuses_unknown = False
 
     def format_usage(self) -> str:
         """Return one line: options are named in the help alone."""
@@ -200,7 +211,7 @@ def global_options(arguments: Sequence[str]) -> argparse.Namespace:
     They decide which commands there are. A wrong one is left to the parser of its command.
     """
     parser = ProgramParser(add_help=False)
-    parser._refuses_unknown = False
+    parser.accept_unknown()
     try:
         return parser.parse_known_args(arguments)[0]
     except UsageError:

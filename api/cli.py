@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hardpoint.core.config import load_config
-from hardpoint.plugins import Command, CommandContext, EngineConfig, HardpointError
+from hardpoint.core.engine.model_files import ALIASES, find_files
+from hardpoint.plugins import Command, CommandContext, EngineConfig, HardpointError, ModelError
 from hardpoint.plugins.commands import Generator, PluginCatalog
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.errors import PluginConflictError, PluginContractError, PluginFaultError
@@ -36,6 +38,21 @@ _COMMAND_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 _WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.ENXIO}
 _LOG_SINK = frozenset({"log", "stat_sinks/log"})  # what it shows is asked for
 
+_WELCOME = """\
+Hardpoint runs language models; every part of it is a plugin.
+
+Try next:
+  hardpoint generate --chat "Give me three tips for a good night's sleep."
+  hardpoint chat
+  hardpoint plugins list
+
+With a model of your own (a directory, a .gguf file, or OWNER/NAME of the Hugging Face hub):
+  hardpoint chat --model MODEL
+
+All commands: hardpoint --help; one of them: hardpoint COMMAND --help.
+TAB completes after what `hardpoint completion --help` says.
+Guides and reference: docs/ of the source, from docs/command-line.md on."""
+
 _Load = Callable[[], tuple[EngineConfig, ConfigSources]]
 _Commands = dict[str, "_Owned"]
 
@@ -48,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     away. A standard stream that is closed stands for /dev/null.
     """
     prepare_streams()
+    if "_ARGCOMPLETE" in os.environ:  # set by the script that `hardpoint completion` prints
+        return _complete()
     arguments = list(sys.argv[1:] if argv is None else argv)
     given = global_options(arguments)
     messages = Messages(getattr(given, "verbosity", None), getattr(given, "log_format", None))
@@ -79,12 +98,30 @@ def _exit_code(arguments: list[str], given: argparse.Namespace, messages: Messag
         return messages.failed(error)
 
 
-def _run(arguments: list[str], given: argparse.Namespace, messages: Messages) -> int:
+def _complete() -> int:
+    from .completion import arguments_before_cursor, complete  # noqa: PLC0415 - only a shell asks for it
+
+    parser, _, _ = _prepare(_loader(global_options(arguments_before_cursor())))
+    try:
+        complete(parser)
+    except SystemExit as done:  # how argcomplete ends
+        return int(done.code or 0)
+    return 1
+
+
+def _loader(given: argparse.Namespace) -> _Load:
+    """Return what loads the configuration that a command line asks for."""
+
     def load() -> tuple[EngineConfig, ConfigSources]:
         settings = getattr(given, "set", [])
         path, model = getattr(given, "config", None), getattr(given, "model", None)
         return load_config(path, settings=settings, model=model)
 
+    return load
+
+
+def _run(arguments: list[str], given: argparse.Namespace, messages: Messages) -> int:
+    load = _loader(given)
     parser, commands, problem = _prepare(load)
     if (
         problem is not None
@@ -96,8 +133,12 @@ def _run(arguments: list[str], given: argparse.Namespace, messages: Messages) ->
         )  # and then the help of the default commands, or argparse's complaint
     options = parser.parse_args(arguments)
     if options.command is None:
-        parser.print_help(sys.stderr)
-        return 2
+        if problem is not None:
+            return 2
+        print(_WELCOME)
+        if absent := _missing_demo_model(load()[0].model):
+            print(f"\n{absent}")
+        return 0
     owned = commands[options.command]
     try:
         code = owned.command.run(options, _context(load, problem, messages))
@@ -112,6 +153,16 @@ def _run(arguments: list[str], given: argparse.Namespace, messages: Messages) ->
             f"expected an exit code from 0 to {_HIGHEST_CODE}"
         )
     return code
+
+
+def _missing_demo_model(name: str) -> str:
+    """Return what to do if `name` is a demo model that is not installed, else an empty string."""
+    if name in ALIASES:
+        try:
+            find_files(name)
+        except ModelError as error:
+            return str(error)
+    return ""
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from hardpoint.plugins import Command, hookimpl
 
-from . import chat, config, generate, plugins
+from . import chat, completion, config, generate, plugins
 
 contract = 1
 
 
 @hookimpl
 def cli_commands() -> Sequence[Command]:
-    """Return `generate`, `chat`, `plugins` and `config`."""
-    return [generate.COMMAND, chat.COMMAND, plugins.COMMAND, config.COMMAND]
+    """Return `generate`, `chat`, `plugins`, `config` and `completion`."""
+    return [generate.COMMAND, chat.COMMAND, plugins.COMMAND, config.COMMAND, completion.COMMAND]

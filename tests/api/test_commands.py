@@ -1,86 +1,21 @@
 """The commands `generate`, `chat` and `config`."""
 
-import argparse
 import io
 import json
 import sys
 
 import pytest
+from support.fake_generator import FakeGenerator, delta, run_command
 
-from hardpoint.builtin_plugins import commands as builtin_commands
 from hardpoint.cli import main
-from hardpoint.core.config import load_config
 from hardpoint.plugins import (
-    CommandContext,
-    CompletionOutput,
     EngineConfig,
     Logprob,
     RequestError,
-    RequestOutput,
     RequestOutputKind,
 )
-from hardpoint.registry.catalog import Catalog
-from hardpoint.registry.plugin_set import resolve_plugins
 
 pytestmark = pytest.mark.usefixtures("folder")
-
-
-class FakeGenerator:
-    """Says what it is told, a word at a time, and remembers what it was asked."""
-
-    def __init__(self, answers):
-        self.answers = list(answers)
-        self.asked = []
-        self.closed = False
-
-    def stream(self, prompt, params=None):
-        self.asked.append((prompt, params))
-        answer = self.answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        outputs = [p if isinstance(p, RequestOutput) else delta(p) for p in answer]
-        yield from outputs
-        if not any(output.finished for output in outputs):
-            yield delta("", "stop")
-
-    def stream_chat(self, messages, params=None):
-        return self.stream([dict(message) for message in messages], params)
-
-    def close(self):
-        self.closed = True
-
-
-def delta(text, finish_reason=None, index=0, **fields):
-    new = CompletionOutput(
-        index=index,
-        text=text,
-        token_ids=[len(text)] if text else [],
-        finish_reason=finish_reason,
-        **fields,
-    )
-    return RequestOutput(
-        request_id="0",
-        prompt=None,
-        prompt_token_ids=[1, 2],
-        outputs=[new],
-        finished=bool(finish_reason),
-    )
-
-
-def run_command(name, arguments, generator=None):
-    """Run a built-in command with a fake model."""
-    (command,) = [c for c in builtin_commands.cli_commands() if c.name == name]
-    parser = argparse.ArgumentParser(prog=f"hardpoint {name}")
-    command.configure(parser)
-    context = CommandContext(
-        load_config=lambda: load_config(environ={}),
-        load_catalog=lambda config, sources: Catalog(
-            resolve_plugins(config, sources), config, sources
-        ),
-        open_model=lambda config, config_sources: generator,
-        version="9.9",
-    )
-    return command.run(parser.parse_args(arguments), context)
 
 
 # hardpoint generate
@@ -185,104 +120,6 @@ def test_generate_reports_a_failed_request_and_goes_on(capsys):
 def test_generate_refuses_wrong_options_before_it_loads_a_model(arguments, message, capsys):
     assert main(["generate", "p", *arguments, "--model", "/no/such/model"]) == 2
     assert message in capsys.readouterr().err
-
-
-# hardpoint chat
-
-
-def chat(monkeypatch, text, generator, *arguments):
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    return run_command("chat", list(arguments), generator)
-
-
-def test_chat_keeps_the_conversation(monkeypatch, capsys):
-    generator = FakeGenerator([["hel", "lo"], ["again"]])
-    assert chat(monkeypatch, "hi\n\nmore\n", generator, "--system", "be kind") == 0
-    assert capsys.readouterr().out == "hello\nagain\n"
-    assert [(m["role"], m["content"]) for m in generator.asked[1][0]] == [
-        ("system", "be kind"),
-        ("user", "hi"),
-        ("assistant", "hello"),
-        ("user", "more"),
-    ]
-    assert generator.asked[0][1].max_tokens == 1024
-    assert generator.closed
-
-
-def test_chat_forgets_and_leaves(monkeypatch):
-    generator = FakeGenerator([["a"], ["b"]])
-    assert chat(monkeypatch, "one\n/reset\ntwo\n/exit\nthree\n", generator) == 0
-    assert [m["content"] for m in generator.asked[1][0]] == ["two"]
-    assert len(generator.asked) == 2
-
-
-@pytest.mark.parametrize(
-    "answer", [RequestError("too long"), [delta("", "error", error="too long")]]
-)
-def test_chat_in_a_pipe_ends_at_an_error(monkeypatch, capsys, answer):
-    generator = FakeGenerator([answer, ["never"]])
-    assert chat(monkeypatch, "one\ntwo\n", generator) == 1
-    assert capsys.readouterr().err == "hardpoint: error: too long\n"
-    assert len(generator.asked) == 1
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def interactive(monkeypatch, lines, generator):
-    waiting = iter(lines)
-
-    def typed(prompt):
-        assert prompt == "> "
-        line = next(waiting, EOFError)
-        if line is EOFError:
-            raise EOFError
-        return line
-
-    monkeypatch.setattr("builtins.input", typed)
-    monkeypatch.setattr(sys, "stdin", Terminal())
-    return run_command("chat", [], generator)
-
-
-def test_chat_on_a_terminal_goes_on_after_an_error(monkeypatch, capsys):
-    generator = FakeGenerator([RequestError("too long"), ["fine"]])
-    assert interactive(monkeypatch, ["one", "two"], generator) == 0
-    assert [m["content"] for m in generator.asked[1][0]] == ["two"]
-    captured = capsys.readouterr()
-    assert captured.out == "fine\n\n"
-    assert "smollm2. /reset forgets the conversation" in captured.err
-    assert "hardpoint: error: too long" in captured.err
-
-
-def test_chat_on_a_terminal_knows_its_commands(monkeypatch, capsys):
-    assert interactive(monkeypatch, ["/what"], FakeGenerator([])) == 0
-    assert "There is no command /what. /reset forgets" in capsys.readouterr().err
-
-
-def test_chat_on_a_terminal_stops_an_answer_and_keeps_its_part(monkeypatch):
-    class Interrupted(FakeGenerator):
-        def stream(self, prompt, params=None):
-            for output in super().stream(prompt, params):
-                yield output
-                if len(self.asked) == 1:
-                    raise KeyboardInterrupt
-
-    generator = Interrupted([["half", "never"], ["x"]])
-    assert interactive(monkeypatch, ["one", "two"], generator) == 0
-    assert [m["content"] for m in generator.asked[1][0]] == ["one", "half", "two"]
-
-
-def test_chat_in_a_pipe_is_interrupted(monkeypatch):
-    class Interrupted(FakeGenerator):
-        def stream(self, prompt, params=None):
-            raise KeyboardInterrupt
-
-    generator = Interrupted([])
-    with pytest.raises(KeyboardInterrupt):
-        chat(monkeypatch, "one\n", generator)
-    assert generator.closed
 
 
 # hardpoint config

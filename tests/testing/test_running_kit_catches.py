@@ -112,7 +112,8 @@ class TestGenerate(CommandSuite):
 
 class TestChat(CommandSuite):
     command = chat.COMMAND
-    arguments = ([], ["--system", "short"])
+    arguments = ([], ["--system", "short"], ["--when-full", "drop-oldest"])
+    wrong = (["--load", "/no/such/file"], ["--when-full", "never"])
 
 
 class TestPlugins(CommandSuite):

@@ -79,6 +79,8 @@ class AnswerFile:
         self._fd = self._open()
         try:
             self._lock(self._fd)
+            if resume and not self.is_regular:
+                raise RequestError(f"--resume: expected a file as --output, {self.name!r} is none")
             if self.is_regular and os.fstat(self._fd).st_size:
                 if not resume and not overwrite:
                     raise RequestError(
@@ -111,8 +113,12 @@ class AnswerFile:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(fd), os.stat(self._path)):
                 return
-        except OSError:
+        except (BlockingIOError, FileNotFoundError):
             pass
+        except OSError as error:  # a file system without locks
+            raise HardpointError(
+                f"--output: {self.name!r} cannot be locked: {error.strerror}"
+            ) from None
         raise HardpointError(f"--output: {self.name!r} is in use by another process")
 
     def check_is_not(self, prompts: PromptFile) -> None:

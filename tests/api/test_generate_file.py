@@ -195,6 +195,10 @@ class TestLines:
         (["empty"], "empty: expected a prompt per line, got none"),
         (["p.jsonl", "prompt"], "prompt: expected none besides --file, got 'prompt'"),
         (["p.jsonl", "--resume"], "--resume: it needs an answer file; add --output PATH"),
+        (
+            ["p.jsonl", "--output", "/dev/null", "--resume"],
+            "--resume: expected a file as --output, '/dev/null' is none",
+        ),
         (["p.jsonl", "--output", "no/a"], "--output: 'no/a' cannot be opened: No such file"),
         (["p.jsonl", "--output", "a\0b"], "--output: 'a\\x00b' cannot be opened: embedded null"),
         (["p.jsonl", "--output", "."], "--output: '.' cannot be opened: Is a directory"),

@@ -28,7 +28,7 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.errors import shown
 
 from .open_model import OpenModel
-from .progress import ProgressDisplay, draw_outputs, is_terminal
+from .progress import ProgressDisplay, draw_outputs, shows_progress
 from .requests import (
     OpenCalls,
     OutputStream,
@@ -78,7 +78,7 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
                 else is read: `hardpoint.toml` and the environment are the command line's.
             dtype, max_model_len, seed: short for the configuration fields of the same names.
             tokenizer: short for `tokenizer.path`.
-            progress: draw progress bars; None draws them on a terminal.
+            progress: show progress; None shows bars on a terminal and lines in a notebook.
 
         Raises:
             ConfigError, PluginError, ModelError: before any weight is read, where that is possible.
@@ -107,7 +107,7 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
     def _open(
         self, config: EngineConfig, config_sources: ConfigSources, progress: bool | None
     ) -> None:
-        self._draws_progress = is_terminal(sys.stderr) if progress is None else progress
+        self._draws_progress = shows_progress(sys.stderr) if progress is None else progress
         with ProgressDisplay(self._draws_progress) as display:
             self._engine = build_engine(config, config_sources, progress=display.report)
         self._calls = OpenCalls(self._engine)

@@ -1,7 +1,8 @@
-"""Progress on a terminal; silence elsewhere."""
+"""Progress: bars on a terminal, lines in a notebook or on a plain terminal, silence elsewhere."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,9 @@ from rich.progress import (
 
 from hardpoint.plugins import RequestOutput
 
-__all__ = ["ProgressDisplay", "draw_outputs", "is_terminal"]
+__all__ = ["ProgressDisplay", "draw_outputs", "is_terminal", "shows_progress"]
+
+_SECONDS_PER_LINE = 2.0
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -31,10 +34,47 @@ def is_terminal(stream: TextIO | None) -> bool:
         return False
 
 
+def shows_progress(stream: TextIO | None) -> bool:
+    """Return whether progress is shown on a stream by default: a terminal, or a notebook's."""
+    return is_terminal(stream) or _is_notebook(stream)
+
+
+def _draws_bars(stream: TextIO) -> bool:
+    """Return whether a stream can move its cursor, which a notebook and TERM=dumb cannot."""
+    plain = _is_notebook(stream) or os.environ.get("TERM") in ("dumb", "unknown")
+    return is_terminal(stream) and not plain
+
+
+def _is_notebook(stream: TextIO | None) -> bool:
+    """Return whether a stream leads to the cells of a notebook."""
+    return type(stream).__module__.partition(".")[0] == "ipykernel"
+
+
+class _Lines:
+    """Progress as lines of text, one in `_SECONDS_PER_LINE`; what takes less shows none."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._next = time.perf_counter() + _SECONDS_PER_LINE
+        self._reported: set[str] = set()
+
+    def report(self, what: str, done: int, total: int, note: str) -> None:
+        """Print a line if one is due."""
+        now = time.perf_counter()
+        if now < self._next and not (done >= total and what in self._reported):
+            return
+        self._reported.add(what)
+        self._next = now + _SECONDS_PER_LINE
+        print(f"{what}: {done}/{total}{note and f', {note}'}", file=self._stream, flush=True)
+
+
 class ProgressDisplay:
     """A context in which `report` draws bars on standard error.
 
-    It draws nothing where that is no terminal, unless `enabled` says otherwise, and nothing more
+    Where the cursor does not move, in a notebook for example, it prints lines instead.
+
+    It shows nothing where that is neither a terminal nor a notebook's, unless `enabled` says
+    otherwise, and nothing more
     once standard error cannot be written.
     """
 
@@ -42,8 +82,12 @@ class ProgressDisplay:
         """`enabled`: None decides by standard error being a terminal."""
         self._progress: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
+        self._lines: _Lines | None = None
         stream = sys.stderr
-        if stream is None or not (is_terminal(stream) if enabled is None else enabled):
+        if stream is None or not (shows_progress(stream) if enabled is None else enabled):
+            return
+        if not _draws_bars(stream):
+            self._lines = _Lines(stream)
             return
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -71,6 +115,13 @@ class ProgressDisplay:
 
     def report(self, what: str, done: int, total: int, note: str = "") -> None:
         """Show that `done` of `total` steps of `what` are over."""
+
+        if self._lines is not None:
+            try:
+                self._lines.report(what, done, total, note)
+            except (OSError, ValueError):
+                self._lines = None
+            return
 
         def update(progress: Progress) -> None:
             if what not in self._tasks:

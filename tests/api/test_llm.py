@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import re
 import sys
 import weakref
 
@@ -13,6 +14,7 @@ import pytest
 from support.internals import core_of
 
 from hardpoint import LLM, EngineClosedError, RequestError, RequestOutputKind, SamplingParams
+from hardpoint import progress as progress_display
 from hardpoint.testing import scripted_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
@@ -69,6 +71,24 @@ def test_a_terminal_that_goes_away_ends_the_progress_alone(scripted, monkeypatch
         monkeypatch.undo()
         with contextlib.suppress(OSError):
             gone.close()
+
+
+@pytest.mark.parametrize("module", ["ipykernel.iostream", __name__], ids=["notebook", "dumb"])
+def test_progress_is_plain_lines_where_no_cursor_moves(scripted, monkeypatch, module):
+    class Stream(io.StringIO):
+        def isatty(self):
+            return module == __name__
+
+    Stream.__module__ = module
+    stream = Stream()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "dumb" if module == __name__ else "xterm")
+    monkeypatch.setattr(progress_display, "_SECONDS_PER_LINE", 0.0)
+    with LLM(config=scripted_config(scripted)) as llm:
+        llm.generate("say abc", GREEDY)
+    last = stream.getvalue().splitlines()[-1]
+    assert re.fullmatch(r"Generating: 1/1, \d+ prompt, \d+ output tokens/s", last)
+    assert not re.search(r"[\x00-\x09\x0b-\x1f]", stream.getvalue())
 
 
 def test_one_prompt_may_stand_alone(llm):

@@ -105,6 +105,8 @@ def test_in_a_notebook(scripted, tmp_path, monkeypatch):
         output.text for output in notebook.cells[1].outputs if output.name == "stdout"
     )
     assert json.loads(printed.strip().splitlines()[-1]) == "A" * 20
+    shown = "".join(str(output) for cell in notebook.cells for output in cell.outputs)
+    assert "\\x1b" not in shown
 
 
 def kernel_folder(folder):

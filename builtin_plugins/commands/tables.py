@@ -1,9 +1,12 @@
-"""Tables: styled and fitted to a terminal, plain aligned columns otherwise."""
+"""Tables: fitted to a terminal, or blocks if it is narrow; plain aligned columns otherwise."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
+
+_NARROW = 60  # of a terminal on which a table would show the beginnings of cells alone
 
 
 def print_table(
@@ -17,13 +20,25 @@ def print_table(
         dim: per row, whether it is dimmed on a terminal.
     """
     if sys.stdout.isatty():
-        _print_rich(headers, rows, dim or [False] * len(rows))
+        if shutil.get_terminal_size().columns < _NARROW:
+            _print_blocks(headers, rows)
+        else:
+            _print_rich(headers, rows, dim or [False] * len(rows))
         return
     table = [[header.upper() for header in headers], *rows]
     widths = [max(len(row[column]) for row in table) for column in range(len(headers))]
     for row in table:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         print("  ".join(cells).rstrip())
+
+
+def _print_blocks(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print each row on lines of its own, for a terminal that a table would not fit."""
+    for row in rows:
+        for header, cell in zip(headers, row, strict=True):
+            if cell:
+                print(f"{header}: {cell}")
+        print()
 
 
 def _print_rich(headers: Sequence[str], rows: Sequence[Sequence[str]], dim: Sequence[bool]) -> None:

@@ -243,3 +243,12 @@ def test_show_checks_what_loading_checks(site, capsys):
     for name in ("fcfs", "greeter"):
         text, _ = show(capsys, name)
         assert "checks     it passes all that loading checks" in text
+
+
+def test_a_narrow_terminal_shows_blocks(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "20")
+    assert main(["plugins", "list"]) == 0
+    first = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+    assert first[:2] == ["kind: logits_processors", "name: allowed_token_ids"]
+    assert not any("\N{HORIZONTAL ELLIPSIS}" in line or "\x1b" in line for line in first)

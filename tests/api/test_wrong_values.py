@@ -1,0 +1,77 @@
+"""Each option of each command with wrong values: a message, never a traceback."""
+
+import argparse
+import io
+import sys
+
+import pytest
+
+from hardpoint.builtin_plugins import commands as builtin_commands
+from hardpoint.cli import main
+from hardpoint.registry.discovery import discover
+from hardpoint.testing.running.command_suite import ScriptedGenerator
+
+WRONG = (
+    "",
+    "9" * 5000,
+    "-1",
+    "nan",
+    "1e999",
+    "/",
+    "/no/such/file",
+    "a=b",
+    "[=",
+    "caf\udce9",
+    "\ud800",
+    "\0",
+)
+SHARED = ["--config", "--model", "--set", "--log-format"]
+LINES = {
+    "generate": ["x"],
+    "chat": [],
+    "plugins list": [],
+    "plugins show": ["min_p"],
+    "config show": [],
+    "config schema": [],
+    "completion": ["bash"],
+}
+
+
+def options(name: str) -> list[str]:
+    """Return the options of a command that take a value; for one, those of every command too."""
+    command = next(c for c in builtin_commands.cli_commands() if name.split()[0] == c.name)
+    parser = argparse.ArgumentParser()
+    command.configure(parser)
+    for part in name.split()[1:]:
+        (choices,) = (a.choices for a in parser._actions if isinstance(a.choices, dict))
+        parser = choices[part]
+    named = [a.option_strings[-1] for a in parser._actions if a.option_strings and a.nargs != 0]
+    if name == "chat":
+        named = [option for option in named if option not in options("generate")]
+    return named + SHARED if name == "config show" else named
+
+
+def test_every_command_is_here():
+    assert {line.split()[0] for line in LINES} == {c.name for c in builtin_commands.cli_commands()}
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("name", LINES)
+def test_wrong_values_end_with_a_message(monkeypatch, capsys, name):
+    monkeypatch.setattr("hardpoint.llm.LLM.from_resolved", lambda *a, **k: ScriptedGenerator())
+    found = discover()  # 20 ms each time, which is not what is tested
+    monkeypatch.setattr("hardpoint.cli.discover", lambda foreign_groups: found)
+    values = [[f"{option}={value}"] for option in options(name) for value in WRONG]
+    for wrong in [*values, ["--no-such-option"], *([value] for value in WRONG)]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+        given = [*name.split(), *LINES[name], *wrong]
+        code = main(given)
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err, given
+        assert code in (0, 1, 2), given
+        if code == 2:
+            first, *rest = err.splitlines()
+            assert first.startswith("hardpoint: error: "), given
+            assert all(line.startswith(("usage: ", " " * 7)) for line in rest), (given, err)
+            assert len(first) <= 2048, given
+            assert out == "", given

@@ -72,10 +72,8 @@ class ProgressDisplay:
     """A context in which `report` draws bars on standard error.
 
     Where the cursor does not move, in a notebook for example, it prints lines instead.
-
     It shows nothing where that is neither a terminal nor a notebook's, unless `enabled` says
-    otherwise, and nothing more
-    once standard error cannot be written.
+    otherwise, and nothing more once standard error cannot be written.
     """
 
     def __init__(self, enabled: bool | None = None) -> None:

@@ -152,6 +152,8 @@ class Conversation:
         sampling.pop("output_kind", None)
         content = {"model": model, "sampling": sampling, "messages": self.with_system()}
         text = msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
+        if path.exists() and not path.is_file():  # /dev/full would become a file
+            raise RequestError(f"{path} cannot be written: it is no regular file")
         try:
             if replace:
                 _replace_file(path.resolve(), text)

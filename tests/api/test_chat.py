@@ -148,6 +148,7 @@ def test_two_slashes_send_one(monkeypatch):
         ("/reset now", "/reset: expected nothing after it, got 'now'"),
         ("/save", "/save: expected the name of a file"),
         ("/save /no/such/folder/x", "/no/such/folder/x cannot be written: No such file"),
+        ("/save! /dev/null", "/dev/null cannot be written: it is no regular file"),
         ("/load nowhere", "nowhere cannot be read: No such file"),
         ("/load .", ". cannot be read: Is a directory"),
     ],

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import re
 import sys
 
 import pytest
@@ -23,7 +24,6 @@ WRONG = (
     "[=",
     "caf\udce9",
     "\ud800",
-    "\0",
 )
 SHARED = ["--config", "--model", "--set", "--log-format"]
 LINES = {
@@ -42,10 +42,7 @@ def options(name: str) -> list[str]:
     command = next(c for c in builtin_commands.cli_commands() if name.split()[0] == c.name)
     parser = argparse.ArgumentParser()
     command.configure(parser)
-    for part in name.split()[1:]:
-        (choices,) = (a.choices for a in parser._actions if isinstance(a.choices, dict))
-        parser = choices[part]
-    named = [a.option_strings[-1] for a in parser._actions if a.option_strings and a.nargs != 0]
+    named = re.findall(r"(--[\w-]+) [A-Z]", parser.format_help())
     if name == "chat":
         named = [option for option in named if option not in options("generate")]
     return named + SHARED if name == "config show" else named

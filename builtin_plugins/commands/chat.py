@@ -101,6 +101,10 @@ class _Chat:
         """The model's name."""
         return self._config.model
 
+    def show_error(self, error: HardpointError) -> None:
+        """Print an error in one line."""
+        self._context.show_error(" ".join(str(error).split()))
+
     def close(self) -> None:
         """Close the model."""
         self._generator.close()
@@ -212,7 +216,7 @@ def _talk_in_pipe(chat: _Chat) -> int:
         try:
             chat.handle(line.strip())
         except RequestError as error:
-            _print_error(error)
+            chat.show_error(error)
             return 1
         if chat.is_over:
             break
@@ -231,7 +235,7 @@ def _talk_on_terminal(chat: _Chat) -> None:
                     return
                 chat.handle(text.strip())
             except HardpointError as error:
-                _print_error(error)
+                chat.show_error(error)
             except KeyboardInterrupt:
                 notice("Stopped.")
 
@@ -288,10 +292,6 @@ def _input() -> str:
             print()
             raise
     return "\n".join(lines)
-
-
-def _print_error(error: HardpointError) -> None:
-    print(f"hardpoint: error: {' '.join(str(error).split())}", file=sys.stderr)
 
 
 COMMAND = Command("chat", "Talk with the model.", _configure, _run)

@@ -163,6 +163,8 @@ class Conversation:
             raise RequestError(f"{path} exists; /save! {path} replaces it") from None
         except OSError as error:
             raise RequestError(f"{path} cannot be written: {error.strerror}") from None
+        except ValueError as error:  # a NUL in the path
+            raise RequestError(f"{str(path)!r} cannot be written: {error}") from None
 
 
 def read_messages(path: Path) -> list[Message]:
@@ -177,6 +179,8 @@ def read_messages(path: Path) -> list[Message]:
         raise RequestError(f"{path} cannot be read: {error.strerror}") from None
     except msgspec.DecodeError as error:
         raise RequestError(f"{path} is no saved conversation: {error}") from None
+    except ValueError as error:  # a NUL in the path
+        raise RequestError(f"{str(path)!r} cannot be read: {error}") from None
 
 
 def _create_file(path: Path, content: bytes) -> None:

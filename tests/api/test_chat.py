@@ -151,6 +151,8 @@ def test_two_slashes_send_one(monkeypatch):
         ("/save! /dev/null", "/dev/null cannot be written: it is no regular file"),
         ("/load nowhere", "nowhere cannot be read: No such file"),
         ("/load .", ". cannot be read: Is a directory"),
+        ("/load a\0b", "'a\\x00b' cannot be read: embedded null"),
+        ("/save a\0b", "'a\\x00b' cannot be written: embedded null"),
     ],
 )
 def test_a_command_that_fails_is_one_line_and_loses_nothing(monkeypatch, capsys, line, message):

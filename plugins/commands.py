@@ -19,6 +19,7 @@ __all__ = [
     "CommandContext",
     "ComponentDetails",
     "ComponentInfo",
+    "ConfigSources",
     "FieldDoc",
     "Generator",
     "PluginCatalog",

@@ -13,8 +13,7 @@ from pathlib import Path
 import msgspec
 
 from hardpoint.plugins import Command, CommandContext, EngineConfig, HardpointError, RequestError
-from hardpoint.plugins.commands import Generator
-from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.commands import ConfigSources, Generator
 from hardpoint.plugins.typed import suggest
 
 from .conversation import Conversation, Output, is_dumb_terminal, notice, read_messages

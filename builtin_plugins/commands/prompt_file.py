@@ -16,8 +16,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from hardpoint.plugins import RequestError, RequestOutputKind, SamplingParams
-from hardpoint.plugins.errors import shown
-from hardpoint.plugins.typed import suggest
+from hardpoint.plugins.typed import shown, suggest
 
 MAX_LINE_BYTES = 1 << 24
 

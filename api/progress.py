@@ -51,17 +51,21 @@ def _is_notebook(stream: TextIO | None) -> bool:
 
 
 class _Lines:
-    """Progress as lines of text, one in `_SECONDS_PER_LINE`; what takes less shows none."""
+    """Progress as lines of text, one in `_SECONDS_PER_LINE`.
+
+    What takes less shows none, unless it was asked for on a stream that shows none by default.
+    """
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._next = time.perf_counter() + _SECONDS_PER_LINE
+        self._stream, self._is_asked_for = stream, not shows_progress(stream)
+        self._next = time.monotonic() + _SECONDS_PER_LINE
         self._reported: set[str] = set()
 
     def report(self, what: str, done: int, total: int, note: str) -> None:
         """Print a line if one is due."""
-        now = time.perf_counter()
-        if now < self._next and not (done >= total and what in self._reported):
+        now = time.monotonic()
+        is_end = done >= total and (self._is_asked_for or what in self._reported)
+        if now < self._next and not is_end:
             return
         self._reported.add(what)
         self._next = now + _SECONDS_PER_LINE

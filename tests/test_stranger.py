@@ -269,7 +269,7 @@ class TestThroughTheEngine:
         )
         assert "plugin_args.top_a.a: expected a number" in wrong
         assert "plugin_args.top_a: a: expected at most 0.5, got 0.9" in too_large
-        assert "plugin_args.topa: no plugin of that name" in unknown
+        assert "plugin_args.topa: no enabled plugin of that name" in unknown
         assert "(did you mean 'top_a'?)" in unknown
 
     def test_arguments_for_what_is_not_enabled_say_how_to_enable_it(self, generate):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -115,7 +116,8 @@ def test_a_prompt_that_comes_again_is_cached(scripted, in_process):
 
 
 def test_the_progress_bar_tells_both_speeds(scripted, capfd, monkeypatch):
-    clock = SimpleNamespace(perf_counter=itertools.count(step=0.001).__next__)
+    steps = itertools.count(step=0.001)
+    clock = SimpleNamespace(perf_counter=steps.__next__, monotonic=time.monotonic)
     monkeypatch.setattr("hardpoint.progress.time", clock)
     with LLM(config=scripted_config(scripted), progress=True) as llm:
         capfd.readouterr()

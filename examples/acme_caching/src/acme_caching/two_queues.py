@@ -44,15 +44,22 @@ class TwoQueues(EvictionPolicy):
             if key in self._remembered:
                 del self._remembered[key]
                 self._of_main[block] = key
-            queue = self._main if self._of_main.get(block) == key else self._recent
-            queue[block] = None
+            if block in self._of_main and self._of_main[block] == key:
+                self._main[block] = None
+            else:
+                self._of_main.pop(block, None)  # it was of other content
+                self._recent[block] = None
 
     def taken(self, block_ids: Sequence[int]) -> None:
         """Remove candidates."""
         for block in block_ids:
             del (self._main if block in self._main else self._recent)[block]
 
-    dropped = taken
+    def dropped(self, block_ids: Sequence[int]) -> None:
+        """Remove candidates whose content is gone."""
+        self.taken(block_ids)
+        for block in block_ids:
+            self._of_main.pop(block, None)
 
     def evict(self, count: int) -> Sequence[int]:
         """Remove and return candidates, from main only when few recent ones are left."""
@@ -61,7 +68,9 @@ class TwoQueues(EvictionPolicy):
     def _evict_one(self) -> int:
         size = self._blocks.num_blocks
         if self._main and len(self._recent) <= self.options.recent * size:
-            return self._main.popitem(last=False)[0]
+            block = self._main.popitem(last=False)[0]
+            self._of_main.pop(block)
+            return block
         block = self._recent.popitem(last=False)[0]
         self._remembered[self._blocks.hash(block)] = None
         while len(self._remembered) > self.options.remembered * size:

@@ -128,9 +128,8 @@ def _run(arguments: list[str], given: argparse.Namespace, messages: Messages) ->
         and not commands.keys() & set(arguments)
         and "--version" not in arguments
     ):
-        messages.failed(
-            problem
-        )  # and then the help of the default commands, or argparse's complaint
+        # And then the help of the default commands, or the parser's complaint.
+        messages.failed(problem)
     options = parser.parse_args(arguments)
     if options.command is None:
         if problem is not None:

@@ -163,7 +163,7 @@ class Generator(Protocol):
 
 
 def _print_error(message: str) -> None:
-    print(f"hardpoint: error: {message}", file=sys.stderr)
+    print(f"hardpoint: error: {' '.join(message.split())}", file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,9 @@ class CommandContext:
         open_model: loads the configured model; shows progress on a terminal.
         version: of Hardpoint.
         quiet: whether `--quiet` asked for errors alone: no progress and no remarks.
-        show_error: prints one error on standard error, as `--log-format` asks for. For an error
-            after which the command goes on; one that ends it is raised as a HardpointError.
+        show_error: prints an error in one line on standard error, as `--log-format` asks for. For
+            an error after which the command goes on; one that ends it is raised as a
+            HardpointError.
     """
 
     load_config: Callable[[], tuple[EngineConfig, ConfigSources]]

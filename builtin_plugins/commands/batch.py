@@ -22,6 +22,7 @@ from hardpoint.plugins.typed import shown
 
 from .answer_file import AnswerFile, StandardOutput
 from .completions import assemble
+from .conversation import is_dumb_terminal
 from .prompt_file import BatchRequest, PromptFile
 
 
@@ -232,7 +233,7 @@ class _Progress:
     """
 
     def __init__(self, answers: AnswerFile | StandardOutput, *, quiet: bool) -> None:
-        self._is_on = not quiet and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self._is_on = not quiet and sys.stderr.isatty() and not is_dumb_terminal()
         if isinstance(answers, StandardOutput) and sys.stdout.isatty():
             self._is_on = False
         self._next = 0.0

@@ -101,8 +101,8 @@ class _Chat:
         return self._config.model
 
     def show_error(self, error: HardpointError) -> None:
-        """Print an error in one line."""
-        self._context.show_error(" ".join(str(error).split()))
+        """Print an error."""
+        self._context.show_error(str(error))
 
     def close(self) -> None:
         """Close the model."""

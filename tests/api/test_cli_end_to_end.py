@@ -17,8 +17,7 @@ from pathlib import Path
 
 import pytest
 from support.process.forked_python import forked_python
-
-from hardpoint.testing import scripted_config
+from support.scripted_folder import write_config
 
 PROGRAM = [sys.executable, "-m", "hardpoint"]
 
@@ -26,17 +25,7 @@ PROGRAM = [sys.executable, "-m", "hardpoint"]
 @pytest.fixture
 def folder(scripted: Path, tmp_path: Path) -> Path:
     """A working directory whose `hardpoint.toml` names the scripted model."""
-    config = scripted_config(scripted)
-    (enabled,) = config["plugins"]["enable"]
-    (tmp_path / "hardpoint.toml").write_text(
-        f"""
-        model = "{config["model"]}"
-        dtype = "float32"
-        load.use = "dummy"
-        attention.use = "{config["attention"]["use"]}"
-        plugins.enable = [{{ use = "{enabled["use"]}", name = "{enabled["name"]}" }}]
-        """
-    )
+    write_config(tmp_path, scripted)
     return tmp_path
 
 

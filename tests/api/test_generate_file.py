@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from support.process.forked_python import forked_python
+from support.scripted_folder import write_config
 
 from hardpoint import LLM
 from hardpoint.builtin_plugins.commands import generate
@@ -380,18 +381,7 @@ FILE = ["generate", "--file", "p.jsonl", "--output", "a.jsonl", "--resume", "--m
 
 @pytest.fixture
 def scripted_folder(scripted, tmp_path):
-    config = scripted_config(scripted)
-    (enabled,) = config["plugins"]["enable"]
-    (tmp_path / "hardpoint.toml").write_text(
-        f"""
-        model = "{config["model"]}"
-        dtype = "float32"
-        load.use = "dummy"
-        attention.use = "{config["attention"]["use"]}"
-        plugins.enable = [{{ use = "{enabled["use"]}", name = "{enabled["name"]}" }}]
-        scheduler.max_num_seqs = 4
-        """
-    )
+    write_config(tmp_path, scripted, "scheduler.max_num_seqs = 4")
     return tmp_path
 
 

@@ -30,6 +30,12 @@ def suite_tests(suite: type) -> set[str]:
     return {name[5:] for name, _ in inspect.getmembers(suite) if name.startswith("test_")}
 
 
+def attributes_of(attribute: str, cls: type) -> dict[str, object]:
+    """Return the attributes of a suite for a component: itself, and its ARGUMENTS if it has any."""
+    given = {"arguments": cls.ARGUMENTS} if hasattr(cls, "ARGUMENTS") else {}
+    return {attribute: cls, **given}
+
+
 def message_of(suite: type, attributes: Mapping[str, object], test: str) -> str | None:
     """Return the message with which a test fails; None if it passes or is skipped."""
     instance = type("TestComponent", (suite,), {"replay_seed": SEED, **attributes})()

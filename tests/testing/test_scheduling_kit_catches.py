@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 from support.broken import pauses, policies
 from support.broken import schedulers as broken
-from support.kit_suites import assert_fails, label, messages_of, stop_at_first_failure, suite_tests
+from support.kit_suites import (
+    assert_fails,
+    attributes_of,
+    label,
+    messages_of,
+    stop_at_first_failure,
+    suite_tests,
+)
 
 from hardpoint.testing import EvictionPolicySuite, SchedulerSuite, SchedulingPolicySuite
 
@@ -124,29 +131,24 @@ def _brief(monkeypatch):
     stop_at_first_failure(monkeypatch)
 
 
-def attributes(attribute, cls):
-    given = {"arguments": cls.ARGUMENTS} if hasattr(cls, "ARGUMENTS") else {}
-    return {attribute: cls, **given}
-
-
 @pytest.mark.parametrize(("cls", "test", "rule", "pattern"), SCHEDULERS, ids=label)
 def test_a_broken_scheduler_fails_its_rule(cls, test, rule, pattern):
-    assert_fails(SchedulerSuite, attributes("scheduler", cls), test, rule, pattern)
+    assert_fails(SchedulerSuite, attributes_of("scheduler", cls), test, rule, pattern)
 
 
 @pytest.mark.parametrize(("cls", "test", "rule", "pattern"), POLICIES, ids=label)
 def test_a_broken_policy_fails_its_rule(cls, test, rule, pattern):
-    assert_fails(SchedulingPolicySuite, attributes("policy", cls), test, rule, pattern)
+    assert_fails(SchedulingPolicySuite, attributes_of("policy", cls), test, rule, pattern)
 
 
 @pytest.mark.parametrize(("cls", "test", "rule", "pattern"), EVICTIONS, ids=label)
 def test_a_broken_eviction_policy_fails_its_rule(cls, test, rule, pattern):
-    assert_fails(EvictionPolicySuite, attributes("eviction", cls), test, rule, pattern)
+    assert_fails(EvictionPolicySuite, attributes_of("eviction", cls), test, rule, pattern)
 
 
 @pytest.mark.parametrize(("suite", "attribute", "cls"), RIGHT, ids=label)
 def test_correct_components_pass(suite, attribute, cls):
-    assert messages_of(suite, attributes(attribute, cls)) == {}
+    assert messages_of(suite, attributes_of(attribute, cls)) == {}
 
 
 @pytest.mark.parametrize(

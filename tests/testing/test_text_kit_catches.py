@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 from support.broken import parsers, publishers, sinks, tokenizers
-from support.kit_suites import assert_fails, label, messages_of, stop_at_first_failure, suite_tests
+from support.kit_suites import (
+    assert_fails,
+    attributes_of,
+    label,
+    messages_of,
+    stop_at_first_failure,
+    suite_tests,
+)
 
 from hardpoint.testing import (
     KVEventPublisherSuite,
@@ -147,23 +154,18 @@ def _brief(monkeypatch):
     monkeypatch.setattr(calls, "_WAIT_SECONDS", 0.1)
 
 
-def attributes(attribute, cls):
-    given = {"arguments": cls.ARGUMENTS} if hasattr(cls, "ARGUMENTS") else {}
-    return {attribute: cls, **given}
-
-
 @pytest.mark.parametrize(
     ("suite", "attribute", "cls", "test", "rule", "pattern"), BROKEN, ids=label
 )
 def test_a_broken_component_fails_its_rule(suite, attribute, cls, test, rule, pattern, monkeypatch):
     if cls is publishers.SendsNothing:
         monkeypatch.setattr(publisher_suite, "_FIRST_SECONDS", 0.1)
-    assert_fails(suite, attributes(attribute, cls), test, rule, pattern)
+    assert_fails(suite, attributes_of(attribute, cls), test, rule, pattern)
 
 
 @pytest.mark.parametrize(("suite", "attribute", "cls"), RIGHT, ids=label)
 def test_correct_components_pass(suite, attribute, cls):
-    assert messages_of(suite, {**attributes(attribute, cls), "examples": 0.3}) == {}
+    assert messages_of(suite, {**attributes_of(attribute, cls), "examples": 0.3}) == {}
 
 
 @pytest.mark.parametrize(("suite", "attribute", "broken"), SUITES, ids=label)

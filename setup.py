@@ -1,17 +1,39 @@
-"""Builds from an empty folder each time; everything else is in pyproject.toml.
+"""Builds from an empty folder each time, with the CPU kernels; the rest is in pyproject.toml.
 
 setuptools reuses `build/`, and packs all that it finds there: also modules that an older version of
 the source had.
+
+The kernels are one library per instruction set, with a plain C interface: one wheel serves every
+version of Python. Without a compiler that takes the source, there are none, and Hardpoint runs on
+torch's operations.
 """
 
 from __future__ import annotations
 
 import atexit
+import platform
 import shutil
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
+from setuptools.command.build_ext import build_ext
+
+SOURCE = Path("kernels/src/kernels.cpp")
+HEADERS = [str(header) for header in sorted(SOURCE.parent.glob("*.h"))]
+AVX2 = ["-mavx2", "-mfma"]
+AVX512 = [*AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq"))]
+PATHS = {
+    "plain": [],
+    "avx2": AVX2,
+    "avx512": [*AVX512, "-mprefer-vector-width=512"],
+    "avx512_bf16": [*AVX512, "-mavx512bf16", "-mprefer-vector-width=512"],
+}
+# Errors of mathematical functions are not reported, so that square roots are one instruction.
+FLAGS = ["-std=c++17", "-O2", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno", "-g0"]
 
 
 class CleanBuild(build):
@@ -24,4 +46,64 @@ class CleanBuild(build):
         atexit.register(shutil.rmtree, self.build_base, ignore_errors=True)
 
 
-setup(cmdclass={"build": CleanBuild})
+class BuildKernels(build_ext):
+    """Compiles each library, side by side; what cannot be compiled is left out with a warning."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Return a name without a version of Python."""
+        return fullname.replace(".", "/") + ".so"
+
+    def build_extensions(self) -> None:
+        """Compile all libraries."""
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(self.build_extension, self.extensions))
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compile one library, unless it is newer than its source."""
+        file = Path(self.get_ext_fullpath(ext.name))
+        sources = [Path(source) for source in (*ext.sources, *ext.depends, __file__)]
+        if file.exists() and file.stat().st_mtime > max(s.stat().st_mtime for s in sources):
+            return
+        try:
+            objects = self.compiler.compile(
+                ext.sources,
+                output_dir=f"{self.build_temp}/{ext.name}",
+                extra_postargs=ext.extra_compile_args,
+            )
+            # Not with -fopenmp: a second OpenMP runtime beside torch's would fight it for the
+            # cores. kernels/cpu.py makes torch's known to the library.
+            self.compiler.link_shared_object(
+                objects, str(file), extra_postargs=["-lm"], target_lang="c++"
+            )
+        except Exception as error:
+            self.warn(f"{ext.name} is left out, Hardpoint uses torch instead: {error}")
+
+
+class AnyPythonWheel(bdist_wheel):
+    """A wheel of one platform, for any version of Python 3."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return the tags."""
+        return ("py3", "none", super().get_tag()[2])
+
+
+def libraries() -> list[Extension]:
+    """Return the libraries of this processor's architecture."""
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return [
+        Extension(
+            f"hardpoint.kernels.cpu_{name}",
+            [str(SOURCE)],
+            depends=HEADERS,
+            extra_compile_args=[*FLAGS, *flags],
+            optional=True,
+        )
+        for name, flags in PATHS.items()
+        if is_x86 or name == "plain"
+    ]
+
+
+setup(
+    ext_modules=libraries(),
+    cmdclass={"build": CleanBuild, "build_ext": BuildKernels, "bdist_wheel": AnyPythonWheel},
+)

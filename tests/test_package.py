@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from support.once import once
 from support.processes import ROOT
 
 import hardpoint
+from hardpoint.kernels.cpu import PATHS
 
 FOLDERS = {
     "api": "hardpoint",
@@ -22,6 +24,7 @@ FOLDERS = {
     "registry": "hardpoint/registry",
     "testing": "hardpoint/testing",
     "core": "hardpoint/core",
+    "kernels": "hardpoint/kernels",
     "builtin_plugins": "hardpoint/builtin_plugins",
 }
 
@@ -80,6 +83,9 @@ def test_the_wheel_holds_every_source_file_and_no_other(wheel):
     for folder, package in FOLDERS.items():
         for path in (ROOT / folder).rglob("*.py"):
             expected.add(f"{package}/{path.relative_to(ROOT / folder)}")
+    paths = PATHS if platform.machine() == "x86_64" else ["plain"]
+    expected |= {f"hardpoint/kernels/cpu_{path}.so" for path in paths}
+    assert wheel.name.split("-")[2:4] == ["py3", "none"]  # for any version of Python
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
         info = [name for name in archive.namelist() if ".dist-info/" in name]

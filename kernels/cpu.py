@@ -1,0 +1,156 @@
+"""The C++ kernels of this package, for the processor that it runs on.
+
+They are compiled once per instruction set (`PATHS`). `load` takes the best one that the processor
+has and that computes a known product rightly; the environment variable HARDPOINT_KERNELS names
+another one, or `off`. They run in the OpenMP runtime that torch has loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["PATHS", "VARIABLE", "KernelsUnavailableError", "Library", "load"]
+
+PATHS = ("avx512_bf16", "avx512", "avx2", "plain")
+"""Instruction sets, best first."""
+VARIABLE = "HARDPOINT_KERNELS"
+DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+"""The dtypes that there are kernels for, with their names in the libraries."""
+
+_FOLDER = Path(__file__).parent
+_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int, "f": ctypes.c_float}
+# The arguments of each function, by the letters above.
+_ARGUMENTS = {
+    "packed_size": "ll",
+    "pack": "pplli",
+    "linear": "plppplllli",
+    "logits": "plppplllli",
+    "rms_norm": "plplpplllfi",
+    "rotate": "pllppllli",
+    "silu_and_mul": "plpllli",
+    "gelu_and_mul": "plpllli",
+}
+_RETURNS = {"packed_size": ctypes.c_long}
+
+
+class KernelsUnavailableError(RuntimeError):
+    """The kernels cannot run here; the message says why."""
+
+
+class Library:
+    """The kernels for one instruction set.
+
+    Attributes:
+        path: the instruction set.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Load the library.
+
+        Raises:
+            KernelsUnavailableError: it is not there, or the processor cannot run it.
+        """
+        file = _FOLDER / f"cpu_{path}.so"
+        if not file.exists():
+            raise KernelsUnavailableError(
+                "they were not compiled when hardpoint was installed, for want of a C++ compiler "
+                "(g++ or clang++) that takes them"
+            )
+        _share_openmp()
+        self.path = path
+        try:
+            # Functions of the first keep Python's global lock, those of the second release it.
+            self._short, self._long = ctypes.PyDLL(str(file)), ctypes.CDLL(str(file))
+        except OSError as cause:
+            raise KernelsUnavailableError(f"{file} cannot be loaded: {cause}") from cause
+
+    def supports(self, path: str) -> bool:
+        """Return whether this processor has an instruction set."""
+        return bool(self._short.hp_supports(path.encode()))
+
+    def function(
+        self, name: str, dtype: torch.dtype, *, releases: bool = False
+    ) -> Callable[..., Any]:
+        """Return a function of the library.
+
+        Args:
+            name: without prefix and dtype.
+            dtype: of the rows that it works on.
+            releases: whether other Python threads may run meanwhile. For calls that take long:
+                to get the lock back from a busy thread can take 5 ms.
+        """
+        library = self._long if releases else self._short
+        function = getattr(library, f"hp_{name}_{DTYPES[dtype]}")
+        function.argtypes = [_TYPES[letter] for letter in _ARGUMENTS[name]]
+        function.restype = _RETURNS.get(name)
+        return function  # type: ignore[no-any-return]
+
+
+@functools.cache
+def load(path: str = "") -> Library:
+    """Load the kernels.
+
+    Args:
+        path: one of `PATHS`; by default what HARDPOINT_KERNELS names, else the best one that works.
+
+    Raises:
+        KernelsUnavailableError: there are none, none works, or they are switched off.
+    """
+    wanted = path or os.environ.get(VARIABLE, "")
+    if wanted == "off":
+        raise KernelsUnavailableError(f"{VARIABLE} is off")
+    if wanted not in ("", *PATHS):
+        raise KernelsUnavailableError(
+            f"{VARIABLE} is {wanted!r}, expected one of {', '.join(PATHS)}, off"
+        )
+    plain = Library("plain")
+    failures = []
+    for name in [wanted] if wanted else PATHS:
+        if not plain.supports(name):
+            failures.append(f"the processor has no {name}")
+            continue
+        try:
+            library = plain if name == "plain" else Library(name)
+        except KernelsUnavailableError as error:
+            failures.append(f"{name}: {error}")
+            continue
+        if _multiplies_rightly(library):
+            return library
+        failures.append(f"{name}: a known product came out wrong")
+    raise KernelsUnavailableError("; ".join(failures))
+
+
+def _share_openmp() -> None:
+    """Make the OpenMP runtime that torch has loaded known to libraries that are loaded next.
+
+    Raises:
+        KernelsUnavailableError: none is found.
+    """
+    with open("/proc/self/maps") as maps:
+        files = {line.split(maxsplit=5)[-1].strip() for line in maps if "omp" in line}
+    for file in sorted(files):
+        if "libgomp" in file or "libomp" in file or "libiomp" in file:
+            ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
+            return
+    raise KernelsUnavailableError("torch has loaded no OpenMP runtime that they could use")
+
+
+def _multiplies_rightly(library: Library) -> bool:
+    """Return whether a product of whole numbers, which has one right result, is right."""
+    dtype, depth, columns = torch.bfloat16, 37, 21
+    x = (torch.arange(3 * depth) % 7 - 3).to(dtype).view(3, depth)
+    weight = (torch.arange(columns * depth) % 5 - 2).to(dtype).view(columns, depth)
+    packed = torch.empty(library.function("packed_size", dtype)(columns, depth), dtype=dtype)
+    library.function("pack", dtype)(weight.data_ptr(), packed.data_ptr(), columns, depth, 1)
+    y = torch.empty(3, columns, dtype=dtype)
+    library.function("linear", dtype)(
+        x.data_ptr(), depth, packed.data_ptr(), None, y.data_ptr(), columns, 3, columns, depth, 1
+    )
+    return torch.equal(y, (x.float() @ weight.float().T).to(dtype))

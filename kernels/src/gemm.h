@@ -1,0 +1,257 @@
+// y = x W^T + b for packed W.
+//
+// W [columns, depth] is packed in panels of 16 columns. A panel of bf16 has, for each pair of
+// depths, the two values of every column side by side; one of float32 has, for each depth, the value
+// of every column. A pass over a panel reads memory in order, and the layout of bf16 serves
+// processors that multiply pairs as well as those that do not.
+//
+// Every element of y is one chain of additions over the depth, in order, whatever the number of
+// rows, threads and blocks: a row's result never depends on the other rows.
+#pragma once
+
+#include <algorithm>
+
+#include "parallel.h"
+#include "vector.h"
+
+namespace gemm {
+
+// Rows and panels whose sums are in registers at once: where x has many rows, and where it has one
+// or two and reading W is what takes time.
+#if defined(__AVX512F__)
+constexpr int TILE_ROWS = 8, TILE_PANELS = 3, STREAM_PANELS = 6;
+#elif defined(__AVX2__)
+constexpr int TILE_ROWS = 6, TILE_PANELS = 1, STREAM_PANELS = 2;
+#else
+constexpr int TILE_ROWS = 2, TILE_PANELS = 1, STREAM_PANELS = 1;
+#endif
+constexpr int STREAM_ROWS = 2;
+constexpr int MAX_PANELS = std::max(TILE_PANELS, STREAM_PANELS);
+constexpr int MAX_ROWS = 64;        // of a block of x, which stays in a core's cache
+constexpr long CACHED = 128 << 10;  // elements of such a block, about
+constexpr int DEPTH = 1024;         // of a block of panels, which stays in a core's cache; even
+constexpr int AHEAD = 12;           // of a panel, in lines of memory
+
+// Elements of a packed panel.
+template <class W>
+constexpr size_t panel_size(long depth) {
+  return (size_t)(sizeof(W) == 2 ? (depth + 1) / 2 * 2 : depth) * PANEL;
+}
+
+// What is multiplied with packed weights.
+#if defined(__AVX512BF16__)
+template <class W>
+using Operand = W;
+#else
+template <class W>
+using Operand = float;
+#endif
+
+#if !defined(__AVX512BF16__)
+template <int R, int V>
+INLINE void multiply(const float* x, long stride, const bf16* const (&weights)[V], int depth,
+                     Floats (&sums)[R][V]) {
+  for (int k = 0; k < depth; k += 2) {
+    Words pairs[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) {
+      pairs[v] = load_words(weights[v] + (size_t)k * PANEL);
+      if (R <= STREAM_ROWS) __builtin_prefetch(weights[v] + (size_t)(k + 2 * AHEAD) * PANEL);
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++)
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) sums[r][v] += x[r * stride + k] * (Floats)(pairs[v] << 16);
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++)
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++)
+        sums[r][v] += x[r * stride + k + 1] * (Floats)(pairs[v] & 0xffff0000u);
+  }
+}
+#else
+template <int R, int V>
+INLINE void multiply(const bf16* x, long stride, const bf16* const (&weights)[V], int depth,
+                     Floats (&sums)[R][V]) {
+  for (int k = 0; k < depth; k += 2) {
+    Pairs pairs[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) {
+      pairs[v] = load_pairs(weights[v] + (size_t)k * PANEL);
+      if (R <= STREAM_ROWS) __builtin_prefetch(weights[v] + (size_t)(k + 2 * AHEAD) * PANEL);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      Pairs value = splat_pair(x + r * stride + k);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; v++) sums[r][v] = add_products(sums[r][v], value, pairs[v]);
+    }
+  }
+}
+#endif
+
+template <int R, int V>
+INLINE void multiply(const float* x, long stride, const float* const (&weights)[V], int depth,
+                     Floats (&sums)[R][V]) {
+  for (int k = 0; k < depth; k++) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) {
+      Floats values = load(weights[v] + (size_t)k * PANEL);
+      if (R <= STREAM_ROWS) __builtin_prefetch(weights[v] + (size_t)(k + AHEAD) * PANEL);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) sums[r][v] += x[r * stride + k] * values;
+    }
+  }
+}
+
+template <class W, class Y>
+struct Product {
+  const W* weights;
+  const W* bias;  // or null
+  Y* y;
+  long y_stride, columns, depth;
+};
+
+// Multiply R rows with P panels over the depths from `from` to `to`; the sums of a row's first
+// depths wait in `partial` [rows][MAX_PANELS * PANEL].
+template <int R, int P, class W, class Y>
+__attribute__((noinline)) void tile(const Product<W, Y>& product, const Operand<W>* x, long stride,
+                                    long row, long panel, long from, long to, float* partial) {
+  constexpr int V = P * PANEL_VECTORS;
+  const W* weights[V];
+  size_t size = panel_size<W>(product.depth);
+  for (int v = 0; v < V; v++)
+    weights[v] = product.weights + (panel + v / PANEL_VECTORS) * size + from * PANEL +
+                 (v % PANEL_VECTORS) * LANES * (4 / sizeof(W));
+  Floats sums[R][V];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++)
+      sums[r][v] = from ? load(partial + r * MAX_PANELS * PANEL + v * LANES) : Floats{};
+  multiply<R, V>(x + from, stride, weights, (int)(to - from), sums);
+  if (to < product.depth) {
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < V; v++) store(partial + r * MAX_PANELS * PANEL + v * LANES, sums[r][v]);
+    return;
+  }
+  for (int v = 0; v < V; v++) {
+    long column = panel * PANEL + v * LANES;
+    int count = (int)std::min<long>(LANES, product.columns - column);
+    if (count <= 0) break;
+    Floats bias = product.bias ? load_part(product.bias + column, count) : Floats{};
+    for (int r = 0; r < R; r++) {
+      Floats sum = product.bias ? sums[r][v] + bias : sums[r][v];
+      Y* to_y = product.y + (row + r) * product.y_stride + column;
+      count == LANES ? store(to_y, sum) : store_part(to_y, sum, count);
+    }
+  }
+}
+
+// Multiply `rows` rows (the first is row `row` of y) with P panels.
+template <int R, int P, class W, class Y>
+void block(const Product<W, Y>& product, const Operand<W>* x, long stride, long row, int rows,
+           long panel) {
+  alignas(64) float partial[MAX_ROWS * MAX_PANELS * PANEL];
+  for (long from = 0; from < product.depth; from += DEPTH) {
+    long to = std::min(from + DEPTH, product.depth);
+    for (int r = 0; r < rows;) {
+      const Operand<W>* at = x + r * stride;
+      float* kept = partial + (size_t)r * MAX_PANELS * PANEL;
+      // Few sizes of tiles, which are compiled quickly; together they serve any number of rows.
+      int count = std::min(R, rows - r);
+      if (count == R) {
+        tile<R, P>(product, at, stride, row + r, panel, from, to, kept);
+      } else if (R > 4 && count >= 4) {
+        tile<4, P>(product, at, stride, row + r, panel, from, to, kept);
+        count = 4;
+      } else if (R > 2 && count >= 2) {
+        tile<2, P>(product, at, stride, row + r, panel, from, to, kept);
+        count = 2;
+      } else {
+        tile<1, P>(product, at, stride, row + r, panel, from, to, kept);
+        count = 1;
+      }
+      r += count;
+    }
+  }
+}
+
+// As `block`, for `panels` panels, which are P but for the last ones.
+template <int R, int P, class W, class Y>
+void blocks(const Product<W, Y>& product, const Operand<W>* x, long stride, long row, int rows,
+            long panel, int panels) {
+  if (panels == P) return block<R, P>(product, x, stride, row, rows, panel);
+  for (int p = 0; p < panels; p++) block<R, 1>(product, x, stride, row, rows, panel + p);
+}
+
+// The rows of x as operands: converted into `scratch`, or in place.
+template <class W, class X>
+const Operand<W>* operands(const X* x, long x_stride, int rows, long depth, long* stride,
+                           Scratch<Operand<W>>& scratch) {
+  long even = sizeof(W) == 2 ? (depth + 1) / 2 * 2 : depth;
+  if constexpr (std::is_same_v<X, Operand<W>>) {
+    if (even == depth) {
+      *stride = x_stride;
+      return x;
+    }
+  }
+  Operand<W>* to = scratch.get((size_t)rows * even);
+  for (int r = 0; r < rows; r++) {
+    const X* from = x + r * x_stride;
+    long k = 0;
+    for (; k + LANES <= depth; k += LANES) store(to + r * even + k, load(from + k));
+    for (; k < depth; k++) store_one(to + r * even + k, to_float(from[k]));
+    if (even > depth) store_one(to + r * even + depth, 0.0f);
+  }
+  *stride = even;
+  return to;
+}
+
+// y [rows, columns] = x [rows, depth] W^T + bias.
+template <class X, class W, class Y>
+void linear(const X* x, long x_stride, const W* weights, const W* bias, Y* y, long y_stride,
+            long rows, long columns, long depth, int threads) {
+  static thread_local Scratch<Operand<W>> scratch;
+  Product<W, Y> product{weights, bias, y, y_stride, columns, depth};
+  long panels = (columns + PANEL - 1) / PANEL;
+  int group = rows <= STREAM_ROWS ? STREAM_PANELS : TILE_PANELS;
+  int at_once = (int)std::clamp<long>(CACHED / depth / TILE_ROWS * TILE_ROWS, TILE_ROWS, MAX_ROWS);
+  long groups = (panels + group - 1) / group, row_blocks = (rows + at_once - 1) / at_once;
+  // An item is a few groups of panels for one block of rows, so that converting the rows costs
+  // little beside multiplying them.
+  long per_item = std::max<long>(1, std::min<long>(groups / (4 * threads), 8));
+  long items = (groups + per_item - 1) / per_item;
+  for_each_item(threads, row_blocks * items, [&](long index) {
+    long row = index / items * at_once, first = index % items * per_item;
+    int count = (int)std::min<long>(at_once, rows - row);
+    long stride;
+    const Operand<W>* operand =
+        operands<W>(x + row * x_stride, x_stride, count, depth, &stride, scratch);
+    for (long g = first; g < std::min(first + per_item, groups); g++) {
+      int width = (int)std::min<long>(group, panels - g * group);
+      if (rows <= STREAM_ROWS)
+        blocks<STREAM_ROWS, STREAM_PANELS>(product, operand, stride, row, count, g * group, width);
+      else
+        blocks<TILE_ROWS, TILE_PANELS>(product, operand, stride, row, count, g * group, width);
+    }
+  });
+}
+
+// Pack W [columns, depth], rows contiguous; what is padded is 0.
+template <class W>
+void pack(const W* from, W* to, long columns, long depth, int threads) {
+  long panels = (columns + PANEL - 1) / PANEL;
+  size_t size = panel_size<W>(depth);
+  constexpr int PER = sizeof(W) == 2 ? 2 : 1;
+  for_each_item(threads, panels, [&](long panel) {
+    W* out = to + panel * size;
+    for (long k = 0; k < (long)(size / PANEL); k += PER)
+      for (int c = 0; c < PANEL; c++)
+        for (int i = 0; i < PER; i++) {
+          long column = panel * PANEL + c;
+          out[k * PANEL + c * PER + i] =
+              column < columns && k + i < depth ? from[column * depth + k + i] : W{};
+        }
+  });
+}
+
+}  // namespace gemm

@@ -1,0 +1,63 @@
+// The C interface. Pointers are of contiguous rows; strides count elements.
+#include <cstdint>
+
+#include "gemm.h"
+#include "rows.h"
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// Which of the paths the processor can run; the library that is asked is the plain one.
+int hp_supports(const char* path) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (!strcmp(path, "avx2")) return avx2;
+  if (!strcmp(path, "avx512")) return avx512;
+  if (!strcmp(path, "avx512_bf16")) return avx512 && __builtin_cpu_supports("avx512bf16");
+#endif
+  return !strcmp(path, "plain");
+}
+
+#define OF_TYPE(NAME, T)                                                                          \
+  long hp_packed_size_##NAME(long columns, long depth) {                                          \
+    return (columns + PANEL - 1) / PANEL * (long)gemm::panel_size<T>(depth);                      \
+  }                                                                                               \
+  void hp_pack_##NAME(const T* from, T* to, long columns, long depth, int threads) {              \
+    gemm::pack(from, to, columns, depth, threads);                                                \
+  }                                                                                               \
+  void hp_linear_##NAME(const T* x, long x_stride, const T* w, const T* bias, T* y,               \
+                        long y_stride, long rows, long columns, long depth, int threads) {        \
+    gemm::linear(x, x_stride, w, bias, y, y_stride, rows, columns, depth, threads);               \
+  }                                                                                               \
+  void hp_rms_norm_##NAME(const T* x, long x_stride, T* residual, long residual_stride,           \
+                          const T* weight, T* y, long y_stride, long count, long width,           \
+                          float eps, int threads) {                                               \
+    rows::rms_norm(x, x_stride, residual, residual_stride, weight, y, y_stride, count, width,     \
+                   eps, threads);                                                                 \
+  }                                                                                               \
+  void hp_rotate_##NAME(T* x, long row_stride, long head_stride, const float* table,              \
+                        const int64_t* positions, long count, long heads, long head_size,         \
+                        int threads) {                                                            \
+    rows::rotate(x, row_stride, head_stride, table, positions, count, heads, head_size, threads); \
+  }                                                                                               \
+  void hp_silu_and_mul_##NAME(const T* x, long x_stride, T* y, long y_stride, long count,         \
+                              long width, int threads) {                                          \
+    rows::activate_and_mul<rows::SILU>(x, x_stride, y, y_stride, count, width, threads);          \
+  }                                                                                               \
+  void hp_gelu_and_mul_##NAME(const T* x, long x_stride, T* y, long y_stride, long count,         \
+                              long width, int threads) {                                          \
+    rows::activate_and_mul<rows::GELU_TANH>(x, x_stride, y, y_stride, count, width, threads);     \
+  }
+
+OF_TYPE(bfloat16, bf16)
+OF_TYPE(float32, float)
+
+// Logits in float32.
+void hp_logits_bfloat16(const bf16* x, long x_stride, const bf16* w, const bf16* bias, float* y,
+                        long y_stride, long rows, long columns, long depth, int threads) {
+  gemm::linear(x, x_stride, w, bias, y, y_stride, rows, columns, depth, threads);
+}
+}

@@ -191,9 +191,17 @@ class EngineProcessConfig(Strict):
 
 
 class ExecutorConfig(Strict):
-    """The executor, which runs the workers."""
+    """The executor, which runs the workers.
+
+    Attributes:
+        threads: of each worker that compute on a CPU; "auto" is the number of cores that the
+            process may use by its affinity and control groups, at most what OMP_NUM_THREADS or
+            `torch.set_num_threads` set. It is fewer where that is measured to be faster at start,
+            and while other programs keep some of the CPUs busy.
+    """
 
     use: Reference = "uniproc"
+    threads: Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"] = "auto"
 
 
 class SamplerConfig(Strict):

@@ -57,13 +57,16 @@ def _imported(
     run: Callable[..., None] | None,
 ) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return `child.serve` and the function that it is to run."""
-    from hardpoint.core.engine_process.child import serve  # noqa: PLC0415 - needs the parent's path
+    from hardpoint.core.worker.threads import short_spin  # noqa: PLC0415 - needs the parent's path
 
-    if run is None:
-        from hardpoint.core.engine_process.run import run_engine  # noqa: PLC0415
+    with short_spin():
+        from hardpoint.core.engine_process.child import serve  # noqa: PLC0415
 
-        run = run_engine
-    return serve, run
+        if run is None:
+            from hardpoint.core.engine_process.run import run_engine  # noqa: PLC0415
+
+            run = run_engine
+        return serve, run
 
 
 def _prepare(interpreter: dict[str, Any]) -> int:

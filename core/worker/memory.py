@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import psutil
 import torch
 
 from hardpoint.plugins import EngineConfig, Model, ModelError, WorkerInfo
+
+from .control_groups import PROC, control_groups, read_control
 
 try:
     import resource
@@ -20,7 +21,6 @@ except ImportError:  # another system than Unix
     resource = None  # type: ignore[assignment]
 
 _UNLIMITED = 1 << 60  # version 1 of control groups writes a huge number for none
-_PROC = Path("/proc")
 _FLOAT = 4  # bytes
 _ARRAYS = 4
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
@@ -43,7 +43,7 @@ class MemoryLimit:
         return f"{size_text(self.available)} ({self.source})"
 
 
-def memory_limit(device: torch.device, proc: Path = _PROC) -> MemoryLimit:
+def memory_limit(device: torch.device, proc: Path = PROC) -> MemoryLimit:
     """Return the closest limit on what this process may still allocate on a device.
 
     Those of the CPU are the machine's available memory, the control groups of the process (of
@@ -73,40 +73,8 @@ def _resource_limits() -> Iterator[MemoryLimit]:
 
 def _group_limits(proc: Path) -> Iterator[MemoryLimit]:
     """Yield the limits of the control groups that this process is in, and of those around them."""
-    for top, group in _groups(proc):
-        while True:
-            yield from _limits_of(group)
-            if group == top:
-                break
-            group = group.parent
-
-
-def _groups(proc: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield mount point and folder of each control group of this process that limits memory."""
-    with contextlib.suppress(OSError, ValueError, IndexError):  # no Linux, or no control groups
-        paths = {}
-        for line in (proc / "self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if not controllers or "memory" in controllers.split(","):
-                paths[bool(controllers)] = path
-        for line in (proc / "self/mountinfo").read_text().splitlines():
-            left, _, right = line.partition(" - ")
-            root, mount = left.split(" ")[3:5]
-            kind, _, options = right.split(" ", 2)
-            first = kind == "cgroup" and "memory" in options.split(",")
-            if (first or kind == "cgroup2") and first in paths:
-                top = Path(mount.replace("\\040", " "))
-                yield top, _below(top, root, paths[first])
-
-
-def _below(top: Path, root: str, path: str) -> Path:
-    """Return the folder of a control group below the mount point `top` of its ancestor `root`."""
-    inside = PurePosixPath(path)
-    # In a container the path may be that of the host, whose root is not mounted here.
-    if ".." in inside.parts or not inside.is_relative_to(root):
-        return top
-    folder = top / inside.relative_to(root)
-    return folder if folder.is_dir() else top
+    for group in control_groups("memory", proc):
+        yield from _limits_of(group)
 
 
 def _limits_of(group: Path) -> Iterator[MemoryLimit]:
@@ -128,18 +96,13 @@ def _limits_of(group: Path) -> Iterator[MemoryLimit]:
 
 def _number(path: Path) -> int | None:
     """Return the number in a file; None if there is none, "max" for example."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
+    text = read_control(path)
+    return int(text) if text is not None and text.isdecimal() else None
 
 
 def _reclaimable(group: Path) -> int:
     """Return the bytes of cached files, which count as used but are freed when needed."""
-    try:
-        lines = (group / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
+    lines = (read_control(group / "memory.stat") or "").splitlines()
     values = dict(line.split(" ", 1) for line in lines if " " in line)
     prefix = "total_" if "total_inactive_file" in values else ""
     names = (f"{prefix}inactive_file", f"{prefix}active_file")

@@ -48,6 +48,7 @@ from .memory import (
 )
 from .model_runner import ModelRunner
 from .profiling import Profiling
+from .threads import ComputeThreads
 
 _TRIAL_TOKENS = 2
 _NO_ADAPTERS = "workers of this version hold none"
@@ -95,6 +96,7 @@ class LocalWorker:
         self._num_blocks = 0
         self._bytes_per_block = 0
         self._estimate: MemoryEstimate | None = None
+        self._threads: ComputeThreads | None = None
         self._profiling = Profiling(spec.config.engine.profile_dir, spec.device)
         self.observed_states = ObservedStates()
 
@@ -107,6 +109,8 @@ class LocalWorker:
         """
         assert self._spec is not None
         spec = self._spec
+        if self._threads is None and spec.device.type == "cpu":
+            self._threads = ComputeThreads(spec.config.executor.threads)
         with self._naming_memory():
             return self._load_model(spec)
 
@@ -176,6 +180,8 @@ class LocalWorker:
         if not plan.total_num_scheduled_tokens and not (self._runner and self._runner.has_batch):
             self.observed_states.drop(plan.finished_request_ids)
             return ModelRunnerOutput()  # asleep: the requests of the plan have no other state here
+        if self._threads is not None:
+            self._threads.adapt()
         try:
             return self.runner.execute(plan)
         except (MemoryError, RuntimeError) as error:
@@ -255,6 +261,9 @@ class LocalWorker:
         self._profiling.close()
         self._release()
         self._spec = None
+        if self._threads is not None:
+            self._threads.close()
+            self._threads = None
 
     @contextlib.contextmanager
     def _naming_memory(self) -> Iterator[None]:

@@ -6,10 +6,10 @@ import json
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
+from support.control_groups import V2, system
 from support.internals import worker_of
 
 from hardpoint import LLM, ModelError, SamplingParams
@@ -21,20 +21,6 @@ MIB = 1 << 20
 CPU = torch.device("cpu")
 
 
-def system(folder: Path, group: str, mounts: str, files: dict[str, int | str]) -> Path:
-    """Write a `/proc` and control groups; `mounts` has {top} for the place of the groups."""
-    top = folder / "cgroup fs"
-    proc = folder / "proc/self"
-    proc.mkdir(parents=True)
-    (proc / "cgroup").write_text(group)
-    (proc / "mountinfo").write_text(mounts.format(top=str(top).replace(" ", "\\040")))
-    for name, content in files.items():
-        (top / name).parent.mkdir(parents=True, exist_ok=True)
-        (top / name).write_text(f"{content}\n")
-    return folder / "proc"
-
-
-V2 = "31 23 0:28 / {top} rw shared:9 - cgroup2 cgroup2 rw\n"
 V1 = (
     "30 23 0:27 / {top}/cpu rw - cgroup cgroup rw,cpu\n"
     "35 31 0:32 / {top}/memory rw,relatime - cgroup cgroup rw,memory\n"

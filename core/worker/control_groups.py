@@ -1,0 +1,59 @@
+"""The control groups of this process, which limit the resources of containers and services."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+PROC = Path("/proc")
+
+
+def control_groups(controller: str, proc: Path = PROC) -> Iterator[Path]:
+    """Yield the folders of the groups of this process, and of those around them.
+
+    Args:
+        controller: the resource, "memory" or "cpu"; its groups of version 1, and all of version 2.
+        proc: the system's folder of processes.
+    """
+    for top, group in _groups(controller, proc):
+        yield group
+        while group != top:
+            group = group.parent
+            yield group
+
+
+def read_control(path: Path) -> str | None:
+    """Return the content of a group's file; None if there is none."""
+    try:
+        return path.read_text().strip()
+    except (OSError, ValueError):
+        return None
+
+
+def _groups(controller: str, proc: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield mount point and folder of each control group of this process."""
+    with contextlib.suppress(OSError, ValueError, IndexError):  # no Linux, or no control groups
+        paths = {}
+        for line in (proc / "self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers or controller in controllers.split(","):
+                paths[bool(controllers)] = path
+        for line in (proc / "self/mountinfo").read_text().splitlines():
+            left, _, right = line.partition(" - ")
+            root, mount = left.split(" ")[3:5]
+            kind, _, options = right.split(" ", 2)
+            first = kind == "cgroup" and controller in options.split(",")
+            if (first or kind == "cgroup2") and first in paths:
+                top = Path(mount.replace("\\040", " "))
+                yield top, _below(top, root, paths[first])
+
+
+def _below(top: Path, root: str, path: str) -> Path:
+    """Return the folder of a control group below the mount point `top` of its ancestor `root`."""
+    inside = PurePosixPath(path)
+    # In a container the path may be that of the host, whose root is not mounted here.
+    if ".." in inside.parts or not inside.is_relative_to(root):
+        return top
+    folder = top / inside.relative_to(root)
+    return folder if folder.is_dir() else top

@@ -83,11 +83,7 @@ def admit_waiting(
         return
     if step.admission_stopped is not None or not len(tracker.waiting) or _is_full(tracker, step):
         return
-    cursor = tracker.waiting.cursor(step.now)
-    try:
-        _admit_in_order(tracker, step, options, cursor)
-    finally:
-        cursor.close()
+    _admit_in_order(tracker, step, options, tracker.waiting.cursor(step.now))
     if not tracker.running:
         _overrule_policy(tracker, step)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from hardpoint.plugins import (
     EngineCoreEvent,
@@ -24,6 +25,7 @@ class LiveRequest(Request):
         num_external_tokens: those of `num_cached_tokens` that a connector loaded.
         prefill_reported: whether an output has reported the prefill statistics.
         max_total_tokens: number of prompt and output tokens at which it ends.
+        queue_key: while it is in the waiting queue, the policy's key.
     """
 
     __slots__ = (
@@ -38,6 +40,7 @@ class LiveRequest(Request):
         "num_external_tokens",
         "num_loading_tokens",
         "prefill_reported",
+        "queue_key",
         "skip_connector",
     )
 
@@ -52,6 +55,7 @@ class LiveRequest(Request):
         self.skip_connector = False
         self.num_external_tokens = 0
         self.prefill_reported = False
+        self.queue_key: Any = None
         room = params.max_tokens if params.max_tokens is not None else max_model_len
         self.max_total_tokens = min(self.num_prompt_tokens + room, max_model_len)
         self._min_total_tokens = self.num_prompt_tokens + params.min_tokens

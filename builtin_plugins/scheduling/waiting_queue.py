@@ -1,169 +1,174 @@
-"""The waiting queue: one heap per group, ordered by the policy's key."""
+"""The waiting queue: per group, the requests in the order of the policy's key."""
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from hardpoint.plugins import SchedulingPolicy
 
 from .live_request import LiveRequest
 
-# Key, whether it was never preempted, order of arrival, serial number of the entry, request.
-_Entry = tuple[Any, bool, int, int, LiveRequest]
+_CHUNK_SIZE = 256
+"""Requests; a longer chunk is split. A change moves the requests of one chunk, and `num_ahead` adds
+up the sizes of all, so both are short with a hundred thousand requests."""
+
+
+@dataclass(slots=True, eq=False)
+class _Chunk:
+    """Consecutive requests of a group, in order; at least one."""
+
+    group: Hashable
+    requests: list[LiveRequest]
+
+
+def _place(request: LiveRequest) -> tuple[Any, bool, int]:
+    """Return what requests are sorted by; ties: preempted requests first, then by arrival."""
+    return request.queue_key, request.num_preemptions == 0, request.order
+
+
+def _last_place(chunk: _Chunk) -> tuple[Any, bool, int]:
+    return _place(chunk.requests[-1])
 
 
 class WaitingQueue:
-    """Waiting requests in the policy's order; ties: preempted requests first, then by arrival.
-
-    Removal is lazy: an entry whose serial number is not the recorded one is stale, and is dropped
-    when it reaches the top of its heap.
-    """
+    """Waiting requests in the policy's order; ties: preempted requests first, then by arrival."""
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         """Create an empty queue."""
         self.policy = policy
         self._has_groups = "group" in policy.overridden
-        self._heaps: dict[Hashable, list[_Entry]] = {}
-        self._serials: dict[str, int] = {}
-        self._groups: dict[str, Hashable] = {}
-        self._num_pushed = 0
-        self._num_stale = 0
+        self._groups: dict[Hashable, list[_Chunk]] = {}
+        self._chunk_of: dict[str, _Chunk] = {}
 
     def __len__(self) -> int:
         """Return the number of requests."""
-        return len(self._serials)
+        return len(self._chunk_of)
 
     def __contains__(self, request: LiveRequest) -> bool:
         """Return whether a request is in the queue."""
-        return request.request_id in self._serials
+        return request.request_id in self._chunk_of
 
     def __iter__(self) -> Iterator[LiveRequest]:
-        """Yield the requests, in no particular order."""
-        for heap in self._heaps.values():
-            for entry in heap:
-                if self._is_current(entry):
-                    yield entry[4]
+        """Yield the requests, group by group."""
+        for chunks in self._groups.values():
+            for chunk in chunks:
+                yield from chunk.requests
 
     def push(self, request: LiveRequest) -> None:
         """Add a request, under the key and group that the policy gives it now."""
-        key = self.policy.key(request)
+        request.queue_key = self.policy.key(request)
         group = self.policy.group(request) if self._has_groups else None
-        self._num_pushed += 1
-        self._serials[request.request_id] = self._num_pushed
-        self._groups[request.request_id] = group
-        heap = self._heaps.setdefault(group, [])
-        fresh = request.num_preemptions == 0
-        heapq.heappush(heap, (key, fresh, request.order, self._num_pushed, request))
+        chunks = self._groups.setdefault(group, [])
+        if not chunks:
+            chunks.append(_Chunk(group, [request]))
+            self._chunk_of[request.request_id] = chunks[0]
+            return
+        place = _place(request)
+        if _last_place(chunks[-1]) < place:  # as most do
+            index = len(chunks) - 1
+            chunks[index].requests.append(request)
+        else:
+            index = bisect_left(chunks, place, hi=len(chunks) - 1, key=_last_place)
+            insort(chunks[index].requests, request, key=_place)
+        self._chunk_of[request.request_id] = chunks[index]
+        if len(chunks[index].requests) > _CHUNK_SIZE:
+            self._split(chunks, index)
 
     def remove(self, request: LiveRequest) -> None:
         """Remove a request."""
-        del self._serials[request.request_id]
-        del self._groups[request.request_id]
-        self._num_stale += 1
-        if self._num_stale > 64 + 2 * len(self._serials):
-            self._drop_stale()
+        chunk = self._chunk_of.pop(request.request_id)
+        chunk.requests.remove(request)
+        request.queue_key = None
+        if not chunk.requests:
+            chunks = self._groups[chunk.group]
+            chunks.remove(chunk)
+            if not chunks:
+                del self._groups[chunk.group]
 
     def num_ahead(self, request: LiveRequest) -> int:
-        """Return how many requests of its group come before a request, in linear time."""
-        heap = self._heaps[self._groups[request.request_id]]
-        serial = self._serials[request.request_id]
-        own = next(entry for entry in heap if entry[3] == serial)
-        return sum(1 for entry in heap if entry < own and self._is_current(entry))
+        """Return how many requests of its group come before a request."""
+        own = self._chunk_of[request.request_id]
+        chunks = self._groups[own.group]
+        before = chunks[: chunks.index(own)]
+        return sum(len(chunk.requests) for chunk in before) + own.requests.index(request)
 
     def cursor(self, now: float) -> QueueCursor:
-        """Return a cursor at the first request; the caller closes it."""
+        """Return a cursor at the first request."""
         return QueueCursor(self, now)
 
-    def _is_current(self, entry: _Entry) -> bool:
-        return self._serials.get(entry[4].request_id) == entry[3]
-
-    def _drop_stale(self) -> None:
-        """Rebuild the heaps without stale entries."""
-        self._num_stale = 0
-        for group in list(self._heaps):
-            heap = [entry for entry in self._heaps[group] if self._is_current(entry)]
-            heapq.heapify(heap)
-            if heap:
-                self._heaps[group] = heap
-            else:
-                del self._heaps[group]
+    def _split(self, chunks: list[_Chunk], index: int) -> None:
+        """Move the second half of a chunk into one of its own."""
+        requests = chunks[index].requests
+        half = len(requests) // 2
+        later = _Chunk(chunks[index].group, requests[half:])
+        del requests[half:]
+        chunks.insert(index + 1, later)
+        for request in later.requests:
+            self._chunk_of[request.request_id] = later
 
     # Used by QueueCursor.
 
-    def heap_of(self, group: Hashable) -> list[_Entry]:
-        """Return a group's heap with a current entry on top; an empty list if it has none."""
-        heap = self._heaps.get(group)
-        if heap is None:
-            return []
-        while heap and not self._is_current(heap[0]):
-            heapq.heappop(heap)
-            self._num_stale -= 1
-        if not heap:
-            del self._heaps[group]
-        return heap
-
     def groups(self) -> list[Hashable]:
-        """Return the groups that may have waiting requests."""
-        return list(self._heaps)
+        """Return the groups that have waiting requests."""
+        return list(self._groups)
 
-    def restore(self, group: Hashable, entry: _Entry) -> None:
-        """Push an entry back that the cursor popped off its heap."""
-        heapq.heappush(self._heaps.setdefault(group, []), entry)
+    def in_order(self, group: Hashable) -> Iterator[LiveRequest]:
+        """Yield the requests of a group in order, except those removed in the meantime."""
+        for chunk in tuple(self._groups[group]):
+            for request in tuple(chunk.requests):
+                if request in self:
+                    yield request
 
 
 class QueueCursor:
     """One pass over the queue, best request first; skipped requests keep their place in it.
 
     The best request of the group with the smallest group key comes first; of equal group keys, the
-    group whose best request arrived first.
+    group whose best request arrived first. Nothing is added to the queue during the pass.
     """
 
     def __init__(self, queue: WaitingQueue, now: float) -> None:
         """Rank the groups by their keys at `now`."""
         self._queue = queue
         self._now = now
-        groups = queue.groups()
-        self._single = len(groups) == 1
-        self._ranking: list[tuple[Any, int, int, Hashable]] = []
-        self._skipped: list[tuple[Hashable, _Entry]] = []
+        self._rest = {group: queue.in_order(group) for group in queue.groups()}
+        self._single = len(self._rest) == 1
+        self._ranking: list[tuple[Any, int, int, Hashable, LiveRequest]] = []
         self._num_ranked = 0
-        for group in groups:
+        for group in self._rest:
             self._rank(group)
 
     def head(self) -> LiveRequest | None:
         """Return the next request; None at the end."""
         while self._ranking:
-            if heap := self._queue.heap_of(self._ranking[0][3]):
-                return heap[0][4]
-            heapq.heappop(self._ranking)
+            key, order, number, group, request = self._ranking[0]
+            if request in self._queue:
+                return request
+            # It has ended; the next one of its group takes its place.
+            following = next(self._rest[group], None)
+            if following is None:
+                heapq.heappop(self._ranking)
+            else:
+                self._ranking[0] = key, order, number, group, following
         return None
 
     def pop(self) -> None:
         """Remove the head from the queue."""
-        group = self._ranking[0][3]
-        request = self._queue.heap_of(group)[0][4]
-        self._queue.remove(request)
-        self._rerank(group)
+        self._queue.remove(self._ranking[0][4])
+        self.skip()
 
     def skip(self) -> None:
-        """Skip the head; it is back in its place when the cursor is closed."""
-        group = self._ranking[0][3]
-        self._skipped.append((group, heapq.heappop(self._queue.heap_of(group))))
-        self._rerank(group)
-
-    def close(self) -> None:
-        """Restore the skipped requests."""
-        for group, entry in self._skipped:
-            self._queue.restore(group, entry)
-
-    def _rerank(self, group: Hashable) -> None:
-        heapq.heappop(self._ranking)
+        """Skip the head."""
+        group = heapq.heappop(self._ranking)[3]
         self._rank(group)
 
     def _rank(self, group: Hashable) -> None:
-        if heap := self._queue.heap_of(group):
+        best = next(self._rest[group], None)
+        if best is not None:
             self._num_ranked += 1
             key = 0 if self._single else self._queue.policy.group_key(group, self._now)
-            heapq.heappush(self._ranking, (key, heap[0][2], self._num_ranked, group))
+            heapq.heappush(self._ranking, (key, best.order, self._num_ranked, group, best))

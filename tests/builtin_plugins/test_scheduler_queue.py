@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from support.builtins.scheduler_harness import HoldsBack, Simulator, adapter, admitted
+from random import Random
 
+from support.builtins.scheduler_harness import HoldsBack, Simulator, adapter, admitted, make_policy
+
+from hardpoint.builtin_plugins.scheduling.live_request import LiveRequest
 from hardpoint.builtin_plugins.scheduling.waiting_queue import WaitingQueue
-from hardpoint.plugins import EngineCoreRequest, SamplingParams, WaitingFor
+from hardpoint.plugins import EngineCoreRequest, SamplingParams, SchedulingPolicy, WaitingFor
 
 # Overtaking is bounded
 
@@ -83,7 +86,7 @@ def work_of_steps(waiting, monkeypatch):
         sim.tokens[str(i)] = []
         sim.scheduler.add_request(request)
     touched = []
-    for name in ("heap_of", "_is_current", "push", "remove", "restore"):
+    for name in ("__contains__", "in_order", "push", "remove"):
         method = getattr(WaitingQueue, name)
         monkeypatch.setattr(
             WaitingQueue, name, lambda *args, f=method: touched.append(1) or f(*args)
@@ -99,3 +102,68 @@ def test_a_hundred_thousand_waiting_requests_add_no_work_to_a_step(monkeypatch):
     few = work_of_steps(10, monkeypatch)
     assert few[0] == few[2] == 4  # two requests were admitted twice
     assert work_of_steps(100_000, monkeypatch) == few
+
+
+class Shuffled(SchedulingPolicy):
+    """Orders by a number in the id, in two groups."""
+
+    contract = 1
+
+    def key(self, request):
+        return int(request.request_id) // 3
+
+    def group(self, request):
+        return int(request.request_id) % 2
+
+
+def test_the_queue_is_in_order_after_thousands_of_arrivals_and_ends():
+    random = Random(5)
+    queue = WaitingQueue(make_policy(Shuffled))
+    naive = {0: [], 1: []}
+    for order, name in enumerate(random.sample(range(3000), 3000)):
+        source = EngineCoreRequest(
+            request_id=str(name), prompt_token_ids=[1], params=SamplingParams()
+        )
+        request = LiveRequest(source, order, 100)
+        request.num_preemptions = random.randrange(2)
+        queue.push(request)
+        naive[name % 2].append((name // 3, request.num_preemptions == 0, order, request))
+        if order % 3 == 2:
+            group = naive[random.randrange(2)]
+            queue.remove(group.pop(random.randrange(len(group)))[3])
+    for group, entries in naive.items():
+        expected = [entry[3] for entry in sorted(entries)]
+        assert list(queue.in_order(group)) == expected
+        assert [queue.num_ahead(request) for request in expected] == [*range(len(expected))]
+    assert len(queue) == len(list(queue)) == 2000
+
+
+class Compared(SchedulingPolicy):
+    """Its keys count how often they are compared."""
+
+    contract = 1
+    count = 0
+
+    def key(self, request):
+        return CountingKey(request.order)
+
+
+class CountingKey(int):
+    def __lt__(self, other):
+        Compared.count += 1
+        return int(self) < int(other)
+
+    __hash__ = int.__hash__
+
+
+def test_why_the_last_of_thousands_waits_is_answered_without_comparing_it_with_each():
+    sim = Simulator(policy=Compared, max_num_seqs=1)
+    for i in range(10_000):
+        sim.tokens[str(i)] = []
+        sim.scheduler.add_request(
+            EngineCoreRequest(request_id=str(i), prompt_token_ids=[1], params=SamplingParams())
+        )
+    sim.step()
+    before = Compared.count
+    assert sim.why("9999").ahead == 9_998
+    assert Compared.count == before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -219,7 +219,7 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=Fals
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str | None = None
     faulty_plugin: str | None = None
-    events: list[EngineCoreEvent] = []
+    events: Sequence[EngineCoreEvent] = ()
     num_cached_tokens: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
     error_kind: str | None = None

@@ -25,13 +25,13 @@ from hardpoint.core.wire import (
     EngineAddresses,
     EngineCoreReadyResponse,
     RequestType,
-    SendTracker,
     TensorConsumer,
     TensorProvider,
     UtilityCall,
     UtilityOutput,
     WireError,
     decode_handshake,
+    to_frames,
 )
 from hardpoint.plugins import EngineCoreOutputs, RequestError, typed
 from hardpoint.plugins.errors import EngineDeadError, EngineTimeoutError, PluginLoadError
@@ -90,7 +90,7 @@ class EngineSockets:
         folder: of the sockets; `close` removes it.
     """
 
-    # Locks: `_send_lock` guards the encoder, the tracker, the ROUTER and the backlog; `_lock`
+    # Locks: `_send_lock` guards the encoder, the ROUTER and the backlog; `_lock`
     # guards `_calls`, `_error` and the socket that wakes up the reader. The encoder may work for
     # long under `_send_lock`, and the reader needs `_lock` for each answer, so they are two.
     # Neither is taken while the other is held.
@@ -136,7 +136,7 @@ class EngineSockets:
             self._wake_receiver.connect(_WAKE_ADDRESS)
             undo.pop_all()
         self._send_lock = threading.Lock()
-        self._encoder, self._tracker = Encoder(consumer=consumer), SendTracker()
+        self._encoder = Encoder(consumer=consumer)
         self._backlog: deque[_Unsent] = deque()
         self._provider = provider
         self._lock = threading.Lock()
@@ -304,12 +304,11 @@ class EngineSockets:
             raise engine_dead(self._error)
 
     def _encoded(self, kind: RequestType, message: Any) -> _Frames:
-        self._tracker.collect()
         try:
             frames = self._encoder.encode(message)
         except WireError as cause:
             raise RequestError(str(cause)) from None
-        return [zmq.Frame(kind), *self._tracker.frames(frames)]
+        return to_frames([kind, *frames])
 
     def _backlog_sent(self) -> bool:
         """Send the backlog as far as the engine accepts it; return whether it is empty now."""

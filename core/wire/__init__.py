@@ -27,7 +27,7 @@ from .messages import (
     UtilityOutput,
     UtilityResult,
 )
-from .send_buffers import SendTracker
+from .send_buffers import SendTracker, to_frames
 from .tensors import Buffer, TensorConsumer, TensorProvider
 
 __all__ = [
@@ -60,4 +60,5 @@ __all__ = [
     "UtilityResult",
     "WireError",
     "decode_handshake",
+    "to_frames",
 ]

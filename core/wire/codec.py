@@ -83,7 +83,8 @@ class Encoder:
         frames: list[Buffer] = [b""]
         self._frames = frames
         try:
-            self._begin()
+            if self._consumer is not None:
+                self._begin(self._consumer)
             frames[0] = self._encoder.encode(message)
             self._check_size(frames)
         except _UNSENDABLE as cause:
@@ -101,7 +102,8 @@ class Encoder:
         frames: list[Buffer] = [buffer]
         self._frames = frames
         try:
-            self._begin()
+            if self._consumer is not None:
+                self._begin(self._consumer)
             self._encoder.encode_into(message, buffer)
             self._check_size(frames)
         except _UNSENDABLE as cause:
@@ -125,21 +127,17 @@ class Encoder:
         raise WireError(f"a {kind.__module__}.{kind.__qualname__} cannot travel between processes")
 
     def _tensor(self, tensor: torch.Tensor) -> bytes:
-        dtype, shape = tensor_dtype(tensor), tuple(tensor.shape)
+        dtype, is_cpu = tensor_dtype(tensor), tensor.is_cpu
         data: Any = None
-        if self._consumer is not None and not (
-            tensor.is_cpu and tensor.nbytes < self._inline_below
-        ):
+        if self._consumer is not None and not (is_cpu and tensor.nbytes < self._inline_below):
             data = self._offered(self._consumer, tensor)
         if data is None:
-            data = self._placed(tensor_bytes(tensor), inline=tensor.is_cpu)
-        return _payload((dtype, shape, data))
+            data = self._placed(tensor_bytes(tensor), inline=is_cpu)
+        return _payload((dtype, tensor.shape, data))
 
-    def _begin(self) -> None:
-        if self._consumer is None:
-            return
+    def _begin(self, consumer: TensorConsumer) -> None:
         try:
-            self._consumer.new_message()
+            consumer.new_message()
         except Exception as cause:
             raise _consumer_failed(cause) from cause
 
@@ -150,11 +148,11 @@ class Encoder:
             raise _consumer_failed(cause) from cause
 
     def _check_size(self, frames: Sequence[Buffer]) -> None:
-        largest = max(map(len, frames))
-        if largest > self._most_bytes:
-            raise ValueError(
-                f"expected frames of at most {self._most_bytes} bytes, got one of {largest}"
-            )
+        for frame in frames:
+            if len(frame) > self._most_bytes:
+                raise ValueError(
+                    f"expected frames of at most {self._most_bytes} bytes, got one of {len(frame)}"
+                )
 
     def _placed(self, data: Buffer, *, inline: bool = True) -> Buffer | int:
         """Return small data as it is, for large data the number of its new frame."""
@@ -200,7 +198,7 @@ class Decoder(Generic[T]):
             WireError: it is malformed or not of the type.
         """
         main: Any = frames
-        if isinstance(frames, list | tuple):
+        if isinstance(frames, (list, tuple)):  # a union would be made by each call
             if not frames:
                 raise WireError(f"{type_name(self._type)}: expected at least one frame, got none")
             self._frames = frames

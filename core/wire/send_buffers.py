@@ -1,9 +1,8 @@
-"""Reuse of send buffers that ZMQ does not copy, once it has sent them."""
+"""Frames that ZMQ does not copy, and the reuse of their buffers once they are sent."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -12,21 +11,16 @@ COPY_BELOW = 1 << 18
 """Bytes; up to about twice as many, a copy costs less than a completion notice."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """A message that ZMQ has not finished sending.
+def to_frames(buffers: Sequence[Any], copy_below: int = COPY_BELOW) -> list[zmq.Frame]:
+    """Return frames to send with `copy=False`; ZMQ keeps alive what it does not copy.
 
-    Attributes:
-        trackers: of those of its frames that were not copied.
-        buffer: to be reused afterwards.
+    Keep no frame after sending it: it holds its buffer.
+
+    Args:
+        buffers: bytes-like; not to be changed until sent.
+        copy_below: bytes; smaller frames are copied.
     """
-
-    trackers: Sequence[zmq.MessageTracker]
-    buffer: bytearray | None
-
-    @property
-    def done(self) -> bool:
-        return all(tracker.done for tracker in self.trackers)
+    return [zmq.Frame(data, copy_threshold=copy_below) for data in buffers]
 
 
 class SendTracker:
@@ -59,7 +53,7 @@ class SendTracker:
         self._max_buffer = max_buffer
         self._copy_below = copy_below
         self._free: list[bytearray] = []
-        self._sent: list[_Sent] = []
+        self._sent: list[tuple[zmq.MessageTracker, bytearray]] = []
 
     @property
     def num_free(self) -> int:
@@ -68,7 +62,7 @@ class SendTracker:
 
     @property
     def num_pending(self) -> int:
-        """The number of messages that were not sent at the last `collect`."""
+        """The number of buffers that were not sent at the last `collect`."""
         return len(self._sent)
 
     def buffer(self) -> bytearray:
@@ -77,39 +71,33 @@ class SendTracker:
             self.collect()
         return self._free.pop() if self._free else bytearray()
 
-    def frames(self, buffers: Sequence[Any], reuse: bytearray | None = None) -> list[zmq.Frame]:
-        """Return frames to send with `copy=False`, in place of the buffers that they hold.
-
-        Keep no frame after sending it: it holds its buffer. The memory that the buffers view is
-        kept alive until ZMQ has sent them.
+    def frames(self, buffers: Sequence[Any], reuse: bytearray) -> list[zmq.Frame]:
+        """Return frames to send, as `to_frames` does, of a message whose main frame is `reuse`.
 
         Args:
-            buffers: bytes-like; not to be changed until sent.
-            reuse: one of them that came from `buffer`.
+            buffers: `reuse`, which came from `buffer`, and the further frames.
+            reuse: is free again once it was sent or copied.
         """
-        frames = [zmq.Frame(data, track=True, copy_threshold=self._copy_below) for data in buffers]
-        # All frames are checked: the last one may be small, then it is copied and done at once.
-        trackers = [frame.tracker for frame in frames if not frame.tracker.done]
-        if trackers:
-            self._sent.append(_Sent(trackers, reuse))
-        else:
+        # Only the buffer that is to be reused is tracked: a notice of completion costs more than
+        # all the rest of sending.
+        if len(reuse) < self._copy_below:
+            frames = to_frames(buffers, self._copy_below)
             self._keep(reuse)
-        return frames
+            return frames
+        main = zmq.Frame(reuse, track=True, copy_threshold=self._copy_below)
+        self._sent.append((main.tracker, reuse))
+        return [main, *to_frames(buffers[1:], self._copy_below)]
 
     def collect(self) -> None:
-        """Collect the buffers of all messages that have been sent, in any order."""
+        """Collect the buffers that have been sent, in any order."""
         waiting = []
-        for sent in self._sent:
-            if sent.done:
-                self._keep(sent.buffer)
+        for tracker, buffer in self._sent:
+            if tracker.done:
+                self._keep(buffer)
             else:
-                waiting.append(sent)
+                waiting.append((tracker, buffer))
         self._sent = waiting
 
-    def _keep(self, buffer: bytearray | None) -> None:
-        if (
-            buffer is not None
-            and len(self._free) < self._max_free
-            and len(buffer) <= self._max_buffer
-        ):
+    def _keep(self, buffer: bytearray) -> None:
+        if len(self._free) < self._max_free and len(buffer) <= self._max_buffer:
             self._free.append(buffer)

@@ -131,10 +131,18 @@ def tensor_dtype(tensor: torch.Tensor) -> str:
 
 def tensor_bytes(tensor: torch.Tensor) -> Buffer:
     """Return the bytes of a tensor: its own memory if that is contiguous and on the CPU."""
-    if not tensor.numel():
-        return b""
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data
+    if (
+        tensor.requires_grad
+        or not tensor.is_cpu
+        or not tensor.is_contiguous()
+        or tensor.is_conj()
+        or tensor.is_neg()
+    ):
+        tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # A dimension of size 1 may have any stride, with which there is no view of other elements.
+    if tensor.ndim == 0 or tensor.shape[-1] < 2:
+        tensor = tensor.as_strided((tensor.numel(),), (1,))
+    return tensor.view(torch.uint8).numpy().reshape(-1).data
 
 
 def array_bytes(array: np.ndarray[Any, Any]) -> tuple[str, Buffer]:
@@ -164,16 +172,17 @@ def tensor_from(header: Header, data: Buffer, *, copy: bool) -> torch.Tensor:
     dtype = _TENSOR_DTYPES.get(header.dtype)
     if dtype is None:
         raise WireError(f"dtype: expected the name of a torch dtype, got {header.dtype[:40]!r}")
-    _check_size(header, dtype.itemsize, memoryview(data).nbytes)
-    if 0 in header.shape:
+    view = memoryview(data)
+    _check_size(header, dtype.itemsize, view.nbytes)
+    if not view.nbytes:
         return torch.empty(header.shape, dtype=dtype)
-    memory = bytearray(data) if copy else _writable(data)
+    memory = bytearray(data) if copy else _writable(view)
     tensor = torch.frombuffer(memory, dtype=dtype)
     if tensor.data_ptr() % dtype.itemsize:
         tensor = torch.frombuffer(bytearray(data), dtype=dtype)
     if dtype is torch.bool:
         _check_bools(int(tensor.view(torch.uint8).max()))
-    return tensor.reshape(header.shape)
+    return tensor.view(header.shape)
 
 
 def array_from(header: Header, data: Buffer, *, copy: bool) -> np.ndarray[Any, Any]:
@@ -200,9 +209,11 @@ def array_from(header: Header, data: Buffer, *, copy: bool) -> np.ndarray[Any, A
 
 def _check_size(header: Header, itemsize: int, got: int) -> None:
     """Reject a shape that does not fit the bytes, or is larger than any memory."""
+    expected = math.prod(header.shape) * itemsize
+    if got == expected and got:  # so many bytes are in memory
+        return
     if math.prod(filter(None, header.shape)) * itemsize > _MAX_BYTES:
         raise WireError(f"shape: expected one that memory can hold, got {header.shape}")
-    expected = math.prod(header.shape) * itemsize
     if got != expected:
         raise WireError(
             f"data: expected {expected} bytes for shape {header.shape} of {header.dtype}, got {got}"
@@ -232,8 +243,8 @@ class _Memory:
         }
 
 
-def _writable(data: Buffer) -> Any:
+def _writable(data: memoryview) -> Any:
     """Return a frame's memory so that torch accepts it without a warning."""
-    if not memoryview(data).readonly:
+    if not data.readonly:
         return data
     return np.asarray(_Memory(np.frombuffer(data, dtype=np.uint8)))

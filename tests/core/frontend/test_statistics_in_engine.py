@@ -272,7 +272,7 @@ def test_an_engine_that_nobody_asks_says_nothing():
     rig.add("a", max_tokens=1)
     outputs, _ = rig.core.step()
     assert outputs[0].scheduler_stats is None
-    assert outputs[0].outputs[0].events == []
+    assert outputs[0].outputs[0].events == ()
 
 
 # In an event loop

@@ -101,8 +101,12 @@ def test_tensor_round_trip(dtype, shape):
         torch.arange(600.0).bfloat16().reshape(2, 3, 100)[:, 1],
         torch.view_as_complex(torch.ones(100, 2)).conj(),
         torch.nn.Parameter(torch.arange(5.0)),
+        torch.arange(600.0).as_strided((300, 1), (1, 5)),
     ],
-    ids=["transposed", "strided", "expanded", "sliced", "conjugate", "parameter"],
+    ids=[
+        *("transposed", "strided", "expanded", "sliced", "conjugate", "parameter"),
+        "column of any stride",
+    ],
 )
 def test_unusual_tensors(tensor):
     same_tensor(tensor, cross(tensor))

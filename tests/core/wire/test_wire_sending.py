@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 from support.waiting import PATIENCE_S, wait_until
 
-from hardpoint.core.wire import Decoder, Encoder, SendTracker
+from hardpoint.core.wire import Decoder, Encoder, SendTracker, to_frames
 
 
 @pytest.fixture
@@ -142,15 +142,13 @@ def test_the_pool_is_bounded_however_many_come_back_at_once(sockets):
 def test_memory_lives_until_it_is_sent(sockets):
     sender, receiver, address = sockets
     sender.connect(f"{address}-nobody")
-    tracker = SendTracker(copy_below=0)
     tensor = torch.arange(5000)
-    sender.send_multipart(tracker.frames(Encoder().encode(tensor)), copy=False)
+    sender.send_multipart(to_frames(Encoder().encode(tensor), copy_below=0), copy=False)
     del tensor
     gc.collect()
     [torch.zeros(5000, dtype=torch.int64) for _ in range(5)]
     receiver.bind(f"{address}-nobody")
     assert Decoder().decode(receiver.recv_multipart()).tolist() == list(range(5000))
-    wait_until(lambda: done(tracker))
 
 
 def test_asynchronous_sockets(sockets):

@@ -1,0 +1,184 @@
+"""How fast the machine could run the demo model at most: its limits, and the bound of a load.
+
+    python benchmarks/bounds.py
+
+Measured are reads of memory by all cores, and matrix products of the model's sizes by the best
+library at hand (oneDNN with packed weights, as torch has it). A step of a load takes at least
+
+    max(FLOP of its matrix products / FLOP per second, bytes of weights / bytes per second)
+    + bytes of keys and values that it reads / bytes per second
+
+and a load is bounded by the steps of an ideal schedule: all prompts, then one token per unfinished
+request and step. What requests share is computed, and read, once.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_ROWS = (512, 2048)
+_READ_BYTES = 1 << 29
+_SECONDS = 0.4  # for which a call is repeated
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The sizes of a model of the Llama architecture.
+
+    Attributes:
+        linears: (rows, columns) of the matrices of a layer.
+        head: of the matrix that gives logits.
+        kv_bytes: of a token's keys and values, all layers.
+    """
+
+    layers: int
+    linears: tuple[tuple[int, int], ...]
+    head: tuple[int, int]
+    kv_bytes: int
+
+    @classmethod
+    def read(cls, folder: Path) -> ModelSize:
+        """Read the sizes from a checkpoint's config."""
+        config = json.loads((folder / "config.json").read_text())
+        hidden, inner = config["hidden_size"], config["intermediate_size"]
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        size = config.get("head_dim") or hidden // heads
+        return cls(
+            config["num_hidden_layers"],
+            (
+                ((heads + 2 * kv_heads) * size, hidden),
+                (hidden, heads * size),
+                (2 * inner, hidden),
+                (hidden, inner),
+            ),
+            (config["vocab_size"], hidden),
+            config["num_hidden_layers"] * 2 * kv_heads * size * 2,
+        )
+
+    @property
+    def layer_weights(self) -> int:
+        """The number of weights of all layers."""
+        return self.layers * sum(rows * columns for rows, columns in self.linears)
+
+    @property
+    def head_weights(self) -> int:
+        """The number of weights of the head."""
+        return self.head[0] * self.head[1]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a machine reaches.
+
+    Attributes:
+        read: bytes per second, all cores.
+        gemm: FLOP per second by dtype.
+    """
+
+    read: float
+    gemm: dict[str, float]
+
+    @property
+    def best_gemm(self) -> float:
+        """FLOP per second of the dtype that is fastest: bf16 weights can be widened."""
+        return max(self.gemm.values())
+
+    def better(self, other: Machine) -> Machine:
+        """Return the better of two measurements."""
+        gemm = {dtype: max(rate, other.gemm[dtype]) for dtype, rate in self.gemm.items()}
+        return Machine(max(self.read, other.read), gemm)
+
+    def __str__(self) -> str:
+        """Return a line for a table's title."""
+        rates = ", ".join(f"{name} {rate / 1e9:.0f} GFLOP/s" for name, rate in self.gemm.items())
+        return f"memory reads {self.read / 1e9:.1f} GB/s; matrix products {rates}"
+
+
+def measure(size: ModelSize) -> Machine:
+    """Measure this machine; takes some seconds."""
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    with torch.inference_mode():
+        return Machine(_read_rate(), {name: _gemm_rate(size, d) for name, d in dtypes.items()})
+
+
+def _read_rate() -> float:
+    data = torch.ones(_READ_BYTES // 4)
+    table, vector = data.view(-1, 8192), torch.ones(8192)
+    ways: list[Callable[[], object]] = [data.sum, data.max, lambda: table @ vector]
+    return max(_READ_BYTES / _best_seconds(way) for way in ways)
+
+
+def _gemm_rate(size: ModelSize, dtype: torch.dtype) -> float:
+    weights = [torch.rand(shape).to(dtype) - 0.5 for shape in size.linears]
+    flop = 2 * sum(weight.numel() for weight in weights)
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+    rates = []
+    for rows in _ROWS:
+        layer = [
+            (
+                torch.rand(rows, weight.shape[1]).to(dtype) - 0.5,
+                torch.ops.mkldnn._reorder_linear_weight(weight, rows),
+            )
+            for weight in weights
+        ]
+        seconds = _best_seconds(
+            lambda layer=layer: [multiply(x, packed, None, "none", [], "") for x, packed in layer]
+        )
+        rates.append(rows * flop / seconds)
+    return max(rates)
+
+
+def _best_seconds(call: Callable[[], object]) -> float:
+    call()
+    seconds: list[float] = []
+    while len(seconds) < 2 or sum(seconds) < _SECONDS:
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def bound_seconds(
+    machine: Machine, size: ModelSize, lengths: list[tuple[int, int]], shared: int = 0
+) -> float:
+    """Return the least seconds of a load.
+
+    Args:
+        machine: measured.
+        size: of the model.
+        lengths: prompt and output tokens per request.
+        shared: number of prompt tokens that all requests share.
+    """
+    num_prompt = shared + sum(prompt - shared for prompt, _ in lengths)
+    seconds = _products(machine, size, num_prompt, len(lengths))
+    for step in range(1, max(output for _, output in lengths)):
+        # The token that a step computes attends to itself, which need not be read.
+        own = [prompt - shared + step - 1 for prompt, output in lengths if output > step]
+        seconds += _products(machine, size, len(own), len(own))
+        seconds += (shared + sum(own)) * size.kv_bytes / machine.read
+    return seconds
+
+
+def _products(machine: Machine, size: ModelSize, tokens: int, rows: int) -> float:
+    """Return the least seconds of the matrix products of a step with `rows` rows of logits."""
+    flop = 2 * (tokens * size.layer_weights + rows * size.head_weights)
+    num_bytes = 2 * (size.layer_weights + size.head_weights)
+    return max(flop / machine.best_gemm, num_bytes / machine.read)
+
+
+def main() -> None:
+    """Measure and print."""
+    from engines import exported
+
+    with exported(None) as folder:
+        print(measure(ModelSize.read(folder / "checkpoint")))
+
+
+if __name__ == "__main__":
+    main()

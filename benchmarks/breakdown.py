@@ -1,0 +1,177 @@
+"""Where a step goes: milliseconds of scheduler, products, attention and others.
+
+    python benchmarks/breakdown.py [--running 1 32 256] [--prompt 128] [--steps 16] [--json FILE]
+
+The engine runs in this process. Its methods are timed from outside: each is replaced, in its class,
+by one that takes the time, less that of the timed methods which it calls. So the parts add up to
+the step. Printed are means over steps in which each request gets one token, and what the same steps
+take without the timers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hardpoint import LLM, SamplingParams
+from hardpoint.core.engine.core import EngineCore
+from hardpoint.core.frontend.frontend import Frontend
+from hardpoint.core.frontend.llm_engine import LLMEngine
+from hardpoint.core.worker.checked_model import CheckedAttention, CheckedModel
+from hardpoint.core.worker.model_runner import ModelRunner
+from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
+from hardpoint.plugins import EngineConfig
+from hardpoint.plugins.models import Linear
+from hardpoint.registry.plugin_set import resolve_plugins
+
+PARTS = {
+    "scheduler": "schedule and update",
+    "prepare": "rows, token ids, block tables, the attention's plan",
+    "gemm": "matrix products, the head's among them",
+    "attention": "KV write and attention",
+    "small ops": "the rest of the model: embedding, norms, rotation, gates, residuals",
+    "sampling": "float32 logits, logits processors, sampler",
+    "output": "requests' outputs for the caller",
+    "rest": "the engine between these parts",
+}
+
+
+class Timers:
+    """Times methods, each without what it calls of the others.
+
+    Attributes:
+        seconds: by part.
+        active: whether time is taken.
+    """
+
+    def __init__(self) -> None:
+        """Start without methods, inactive."""
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.active = False
+        self._inner = 0.0  # seconds of the timed methods that the running one has called
+
+    def watch(self, owner: type, method: str, part: str) -> None:
+        """Time a method of a class."""
+        setattr(owner, method, self._timed(getattr(owner, method), part))
+
+    def _timed(self, call: Callable[..., Any], part: str) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if not self.active:
+                return call(*args, **kwargs)
+            outer, self._inner = self._inner, 0.0
+            start = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                taken = time.perf_counter() - start
+                self.seconds[part] += taken - self._inner
+                self._inner = outer + taken
+
+        return timed
+
+
+def watch_engine(timers: Timers) -> None:
+    """Time the methods of an engine that is made afterwards."""
+    plugins = resolve_plugins(EngineConfig())
+    scheduler = plugins.target(plugins.one("schedulers"))
+    for owner, method, part in (
+        (scheduler, "schedule", "scheduler"),
+        (scheduler, "update", "scheduler"),
+        (ModelRunner, "execute", "prepare"),
+        (Linear, "__call__", "gemm"),
+        (CheckedAttention, "attend", "attention"),
+        (CheckedModel, "forward", "small ops"),
+        (CheckedModel, "compute_logits", "small ops"),
+        (ModelRunner, "sample", "sampling"),
+        (SamplingStage, "run", "sampling"),
+        (Frontend, "process_outputs", "output"),
+        (EngineCore, "abort_requests", "rest"),
+        (LLMEngine, "step", "rest"),
+    ):
+        timers.watch(owner, method, part)
+
+
+def measure(llm: LLM, timers: Timers, running: int, prompt: int, steps: int) -> dict[str, float]:
+    """Return the mean milliseconds of a step by part, and "untimed" of steps without timers."""
+    engine = llm.llm_engine
+    rng = random.Random(running)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=2 * steps + 8, ignore_eos=True, detokenize=False
+    )
+    for index in range(running):
+        ids = [rng.randrange(100, 40_000) for _ in range(prompt)]
+        engine.add_request(f"{running}, {index}", ids, params)
+    while len(engine.step()) < running:  # until all prompts are computed
+        pass
+    start = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    untimed = time.perf_counter() - start
+    timers.seconds.clear()
+    timers.active = True
+    for _ in range(steps):
+        assert len(engine.step()) == running
+    timers.active = False
+    while engine.has_unfinished_requests():
+        engine.step()
+    found = {part: timers.seconds[part] / steps * 1e3 for part in PARTS}
+    return {**found, "step": sum(found.values()), "untimed": untimed / steps * 1e3}
+
+
+def show(result: dict[str, dict[str, float]]) -> None:
+    """Print the table."""
+    table = Table(title="milliseconds of a step (share), by number of running requests")
+    table.add_column("part")
+    for running in result:
+        table.add_column(running, justify="right")
+    table.add_column("what it is")
+    for part, what in PARTS.items():
+        cells = [
+            f"{found[part]:.2f} ({found[part] / found['step']:.0%})" for found in result.values()
+        ]
+        table.add_row(part, *cells, what)
+    table.add_section()
+    table.add_row("step", *(f"{found['step']:.2f}" for found in result.values()), "their sum")
+    table.add_row(
+        "", *(f"{found['untimed']:.2f}" for found in result.values()), "steps without timers"
+    )
+    Console(width=120).print(table)
+
+
+def main() -> None:
+    """Parse arguments and run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--running", type=int, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
+    parser.add_argument("--steps", type=int, default=16, help="steps that are timed")
+    parser.add_argument("--json", type=Path, help="also write the result here")
+    options = parser.parse_args()
+    timers = Timers()
+    watch_engine(timers)
+    config = {"scheduler": {"max_num_seqs": max(options.running)}}
+    length = options.prompt + 2 * options.steps + 8
+    with LLM(options.model, config=config, dtype=options.dtype, max_model_len=length) as llm:
+        result = {
+            str(running): measure(llm, timers, running, options.prompt, options.steps)
+            for running in options.running
+        }
+    show(result)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

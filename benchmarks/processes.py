@@ -1,12 +1,10 @@
-"""The cost or gain of a separate engine process, and the time to start.
+"""The cost or gain of a separate engine process (its start: benchmarks/start.py).
 
-    python benchmarks/processes.py                 # both, on the demo model
-    python benchmarks/processes.py --rounds 5 --json result.json
+    python benchmarks/processes.py [--rounds 5] [--json result.json]
 
-* separate: output tokens per second of 1 and of 32 requests, in the caller's process and in a
-  separate one, in turns; and microseconds per step of the scripted model, whose forward pass costs
-  next to nothing.
-* start: seconds from an empty interpreter to the first token, by stage.
+Measured are output tokens per second of 1 and of 32 requests of the demo model, in the caller's
+process and in a separate one, in turns; and microseconds per step of the scripted model, whose
+forward pass costs next to nothing.
 """
 
 from __future__ import annotations
@@ -15,12 +13,9 @@ import argparse
 import json
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -35,7 +30,7 @@ _CONSOLE = Console(width=110)
 def main() -> None:
     """Measure and print."""
     arguments = _arguments()
-    report: dict[str, Any] = {"separate": _separate(arguments), "start": _start(arguments.model)}
+    report = _separate(arguments)
     _show(report)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(report, indent=1))
@@ -91,55 +86,13 @@ def _in_turn(engines: dict[str, LLM], count: int, tokens: int, rounds: int) -> d
     return {mode: statistics.median(seconds[1:]) for mode, seconds in times.items()}
 
 
-_PROGRAM = """
-import json, time
-start = time.time()
-from hardpoint import LLM, SamplingParams
-import hardpoint.llm
-imported = time.time()
-llm = LLM({model!r}, config={{"engine": {{"in_process": {inside}}}, "max_model_len": 512}})
-ready = time.time()
-llm.generate("The capital of France is", SamplingParams(temperature=0.0, max_tokens=1))
-first = time.time()
-llm.close()
-print(json.dumps([start, imported, ready, first, time.time()]))
-"""
-
-
-def _start(model: str) -> dict[str, dict[str, float]]:
-    """Return the seconds of each stage by mode."""
-    result = {}
-    for mode, inside in MODES.items():
-        program = _PROGRAM.format(model=model, inside=inside)
-        launched = time.time()
-        done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, check=True
-        )
-        start, imported, ready, first, closed = json.loads(done.stdout.splitlines()[-1])
-        result[mode] = {
-            "interpreter": start - launched,
-            "imports": imported - start,
-            "engine ready": ready - imported,
-            "first token": first - ready,
-            "all together": first - launched,
-            "close": closed - first,
-        }
-    return result
-
-
-def _show(report: dict[str, Any]) -> None:
+def _show(report: dict[str, dict[str, float]]) -> None:
     table = Table(title="An engine in this process, and in a separate one")
     for column in ("load", *MODES, "separate / in-process"):
         table.add_column(column, justify="left" if column == "load" else "right")
-    for title, found in report["separate"].items():
+    for title, found in report.items():
         ratio = found["separate"] / found["in-process"]
         table.add_row(title, *(f"{found[mode]:.0f}" for mode in MODES), f"{ratio:.2f}")
-    _CONSOLE.print(table)
-    table = Table(title="From the interpreter's start to the first token, seconds")
-    for column in ("stage", *MODES):
-        table.add_column(column, justify="left" if column == "stage" else "right")
-    for stage in report["start"]["in-process"]:
-        table.add_row(stage, *(f"{report['start'][mode][stage]:.2f}" for mode in MODES))
     _CONSOLE.print(table)
 
 

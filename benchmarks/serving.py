@@ -1,0 +1,101 @@
+"""Serving: AsyncLLM of Hardpoint and of vLLM, closed loop, side by side in one run.
+
+    python benchmarks/serving.py [--python vllm=/opt/vllm/bin/python]
+    python benchmarks/serving.py --streams 1 16 --requests 4 --rounds 3 --json result.json
+
+Each stream sends a request of 128 tokens, reads the 64 tokens of its answer one by one, with text,
+and sends the next request. Both engines stay up and take turns, round by round. Printed are output
+tokens per second, and p50 and p99 of the time to the first token and of the time between two
+outputs, in milliseconds: medians of the rounds, and Hardpoint's over vLLM's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from engines import Engine, add_arguments, choose, exported
+from rich.console import Console
+from rich.table import Table
+from streams import ClosedLoop
+
+PROGRAM = str(Path(__file__).with_name("streams.py"))
+FIGURES = ("tok/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99")
+Figures = dict[str, float]
+
+
+def figures(times: dict[str, Any]) -> Figures:
+    """Return the figures of a closed loop."""
+    first, gaps = sorted(times["first"]), sorted(times["gaps"])
+    values = [times["tokens"] / times["seconds"]]
+    values += [1e3 * percentile(x, p) for x in (first, gaps) for p in (0.5, 0.99)]
+    return dict(zip(FIGURES, values, strict=True))
+
+
+def percentile(ascending: list[float], share: float) -> float:
+    """Return the smallest value that is not below a share of the values."""
+    return ascending[max(0, -int(-share * len(ascending) // 1) - 1)]
+
+
+def compare(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Figures]]:
+    """Return the figures by number of streams and engine."""
+    pythons = choose(options, ("hardpoint", "vllm"))
+    engines = [Engine(n, python, folder, PROGRAM, "async") for n, python in pythons.items()]
+    for engine in engines:
+        print(f"{engine.name} {engine.about['version']} {engine.about['settings']}", flush=True)
+    result = {}
+    for streams in options.streams:
+        found: dict[str, list[Figures]] = {engine.name: [] for engine in engines}
+        for number in range(options.rounds):
+            load = ClosedLoop(streams, options.requests, 128, 64, f"{streams}, {number}")
+            for engine in engines:
+                found[engine.name].append(figures(engine.ask(dataclasses.asdict(load))))
+        result[str(streams)] = {
+            name: {key: statistics.median(f[key] for f in rounds) for key in FIGURES}
+            for name, rounds in found.items()
+        }
+    for engine in engines:
+        engine.stop()
+    return result
+
+
+def show(result: dict[str, dict[str, Figures]]) -> None:
+    """Print the table."""
+    table = Table(title="128 in / 64 out, closed loop; times in milliseconds")
+    table.add_column("streams", justify="right")
+    table.add_column("engine")
+    for name in FIGURES:
+        table.add_column(name, justify="right")
+    for streams, found in result.items():
+        for engine, values in found.items():
+            table.add_row(streams, engine, *(f"{values[name]:.1f}" for name in FIGURES))
+        if len(found) == 2:
+            own, other = found.values()
+            ratios = (f"{own[name] / other[name]:.2f}" for name in FIGURES)
+            table.add_row(streams, "hardpoint / vllm", *ratios)
+        table.add_section()
+    Console(width=100).print(table)
+
+
+def main() -> None:
+    """Parse arguments and run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--requests", type=int, default=3, help="of each stream, per round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="also write the result here")
+    add_arguments(parser)
+    options = parser.parse_args()
+    with exported(options.folder) as folder:
+        result = compare(options, folder)
+    show(result)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

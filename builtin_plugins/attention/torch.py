@@ -1,68 +1,149 @@
-"""Paged attention in plain torch: gather the blocks, then scaled_dot_product_attention."""
+"""Paged attention in plain torch, on any device.
+
+Sequences of similar size are attended together: their blocks are gathered, then
+scaled_dot_product_attention runs; matrix products and a softmax in float32, where these are faster.
+A prefix that several sequences share is attended once for all of them, and merged with the
+attention over what each has of its own (as in Juravsky et al., arXiv:2402.05099).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from hardpoint.plugins import AttentionBackend, AttentionStep, KVSpec
+from hardpoint.plugins import AttentionBackend, AttentionContext, AttentionStep, KVSpec
 
 # A further group costs some calls per layer; it saves time from about this many padded tokens on.
 _SPLIT_TOKENS = 2048
+# What a group gathers on a CPU, in tokens, and its scores per head: they stay near the cache, and
+# the kept buffers small.
+_GROUP_TOKENS = 1 << 14
+_GROUP_SCORES = 1 << 17
+# Attending a prefix apart costs some calls per layer; it saves time from about this many tokens on
+# that need not be read.
+_SHARED_TOKENS = 4096
+_QUERIES = 128  # queries that are attended at once in float32
+_KEPT_BLOCKS = 64  # gathering fewer into new memory costs less than looking kept memory up
+_ALIGNMENT = 64  # bytes of a cache line
+
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
+Rows = slice | torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class DecodeGroup:
-    """Sequences with one query each that are attended together.
+class Piece:
+    """Consecutive queries of a sequence, and the keys that any of them sees.
 
     Attributes:
-        rows: their rows among the step's tokens; None is the first `count` rows, in order.
-        blocks: ids of the blocks to read, [count * width], sequence after sequence.
+        queries: of the group's.
+        keys: of the group's.
+        mask: additive, float32 [queries, columns], for the last so many keys; None if each query
+            sees all keys.
+    """
+
+    queries: slice
+    keys: slice
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Sequences that are attended together, padded to the same numbers of queries and keys.
+
+    Attributes:
+        rows: of the queries among the step's tokens, [count * queries].
+        valid: which of them are not padding; None is all.
+        targets: where the results of those that are not padding belong.
+        blocks: ids of the blocks to read, [count * width], sequence after sequence; None if the
+            keys and values of `rows` are all that is read.
         count: number of sequences.
-        length: number of cached tokens per sequence to use, padding included.
-        mask: additive, [count, 1, 1, length]; None if all positions are visible.
+        queries: number of queries per sequence.
+        skip: leading tokens of each sequence's first block that no query sees.
+        length: number of tokens per sequence to use after those, padding included.
+        mask: additive, [count or 1, 1, queries, length]; None if all is visible or, with several
+            queries, causal.
+        pieces: of the computation in float32; empty to use scaled_dot_product_attention.
+        folded_masks: what `folded_mask` returned, by number of heads.
     """
 
-    rows: torch.Tensor | None
-    blocks: torch.Tensor
+    rows: Rows
+    valid: torch.Tensor | None
+    targets: Rows
+    blocks: torch.Tensor | None
     count: int
+    queries: int
+    skip: int
     length: int
     mask: torch.Tensor | None
+    pieces: tuple[Piece, ...]
+    folded_masks: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def folded_mask(self, heads: int) -> torch.Tensor | None:
+        """Return the mask of so many heads with all queries each, [..., heads * queries, length].
+
+        It is made by the first layer that needs it.
+        """
+        if self.mask is None or self.queries == 1:
+            return self.mask
+        if heads not in self.folded_masks:
+            self.folded_masks[heads] = self.mask.repeat(1, 1, heads, 1)
+        return self.folded_masks[heads]
 
 
 @dataclass(frozen=True, eq=False)
-class Chunk:
-    """Consecutive queries of one sequence.
+class Prefix:
+    """Blocks that begin the tables of several sequences, or continue a prefix that these share.
 
     Attributes:
-        start: row of the first query.
-        end: row after the last query.
-        blocks: ids of the blocks to read; None if all visible tokens are in this step.
-        length: number of cached tokens to use.
-        skip: leading tokens of the first block that no query sees.
-        mask: additive, [queries, length]; None is the causal mask.
+        rows: of the sequences' queries among those of `WindowPlan.merged`.
+        blocks: ids of the blocks to read; every query sees all of their tokens.
     """
 
-    start: int
-    end: int
-    blocks: torch.Tensor | None
-    length: int
-    skip: int
-    mask: torch.Tensor | None
+    rows: Rows
+    blocks: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class WindowPlan:
-    """The attention plan of the layers with one sliding window."""
+    """The attention plan of the layers with one sliding window.
 
-    decodes: tuple[DecodeGroup, ...]
-    chunks: tuple[Chunk, ...]
+    Attributes:
+        decodes: groups of sequences with one query.
+        chunks: groups of sequences with several queries.
+        merged: rows of the sequences that share prefixes; None if there are none.
+        only: the group of all rows, in order, if there is just one, of one query each.
+        own: what these read besides the prefixes; `targets` are positions in `merged`.
+        prefixes: each is merged with what was attended before.
+    """
+
+    decodes: tuple[Group, ...]
+    chunks: tuple[Group, ...]
+    merged: Rows | None
+    only: Group | None
+    own: tuple[Group, ...]
+    prefixes: tuple[Prefix, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """Where the queries of a step belong: rows of the step, or positions in `WindowPlan.merged`.
+
+    Attributes:
+        begins: the first row of each sequence, [seqs].
+        targets: the first target of each sequence, [seqs].
+        own_starts: the first token of each sequence that is not of a shared prefix, [seqs].
+    """
+
+    begins: IntArray
+    targets: IntArray
+    own_starts: IntArray
 
 
 class AttentionPlan:
@@ -74,6 +155,8 @@ class AttentionPlan:
         self._step = step
         self._dtype = dtype
         self._device = step.block_table.device
+        self._on_cpu = self._device.type == "cpu"
+        self._counts = np.diff(step.query_starts)
         self._max_seq_len = int(step.seq_lens.max(initial=0))
         self._windows: dict[int | None, WindowPlan] = {}
 
@@ -81,95 +164,347 @@ class AttentionPlan:
         """Return the plan of layers with this window; computed once per window and step."""
         effective = None if window is None or window >= self._max_seq_len else window
         if effective not in self._windows:
-            step = self._step
-            lengths = step.seq_lens[: step.num_single]
-            groups = _groups(lengths if effective is None else np.minimum(lengths, effective))
-            multi = range(step.num_single, len(step.seq_lens))
-            self._windows[effective] = WindowPlan(
-                tuple(self._decode_group(group, effective) for group in groups),
-                tuple(self._chunk(index, effective) for index in multi),
-            )
+            self._windows[effective] = self._plan(effective)
         return self._windows[effective]
 
-    def _decode_group(self, group: np.ndarray | None, window: int | None) -> DecodeGroup:
-        step, size = self._step, self._step.block_size
-        rows = np.arange(step.num_single) if group is None else group
-        lengths = step.seq_lens[rows]
-        first_visible = (
-            np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
+    def _plan(self, window: int | None) -> WindowPlan:
+        step, counts = self._step, self._counts
+        prefixes = self._find_prefixes(window)
+        own_starts = np.zeros_like(step.seq_lens)
+        for sequences, _, end in prefixes:
+            own_starts[sequences] = end * step.block_size
+        shares = own_starts > 0
+        begins = step.query_starts[:-1]
+        layout = _Layout(begins, begins, own_starts)
+        single = np.arange(len(counts)) < step.num_single
+        decodes = self._groups(np.flatnonzero(single & ~shares), window, layout)
+        chunks = self._groups(np.flatnonzero(~single & ~shares), window, layout)
+        if not prefixes:
+            in_order = len(decodes) == 1 and not chunks and isinstance(decodes[0].rows, slice)
+            return WindowPlan(decodes, chunks, None, decodes[0] if in_order else None, (), ())
+        merged = np.flatnonzero(np.repeat(shares, counts))
+        targets = np.cumsum(np.where(shares, counts, 0)) - counts
+        layout = _Layout(begins, targets, own_starts)
+        own = self._groups(np.flatnonzero(single & shares), window, layout)
+        own += self._groups(np.flatnonzero(~single & shares), window, layout)
+        return WindowPlan(
+            decodes,
+            chunks,
+            self._index(merged),
+            None,
+            own,
+            tuple(self._prefix(*found, targets) for found in prefixes),
         )
-        first, last = first_visible // size, (lengths - 1) // size
+
+    def _find_prefixes(self, window: int | None) -> list[tuple[IntArray, int, int]]:
+        """Return (sequences, first block, end) of each prefix to attend apart, outer ones first."""
+        step = self._step
+        # Elsewhere the table would have to come back from the device, and the host would wait.
+        if not self._on_cpu or len(self._counts) < 2:
+            return []
+        visible = (step.seq_lens - self._counts) // step.block_size
+        if window is not None:
+            visible = np.where(step.seq_lens <= window, visible, 0)
+        return _shared_prefixes(step.block_table.numpy(), visible, step.block_size)
+
+    def _prefix(self, sequences: IntArray, first: int, end: int, targets: IntArray) -> Prefix:
+        rows = _ranges(targets[sequences], self._counts[sequences])
+        return Prefix(self._index(rows), self._step.block_table[int(sequences[0]), first:end])
+
+    def _groups(
+        self, sequences: IntArray, window: int | None, layout: _Layout
+    ) -> tuple[Group, ...]:
+        """Return the groups of some sequences, which have either one query or several each."""
+        if not len(sequences):
+            return ()
+        queries = self._counts[sequences]
+        lengths = self._step.seq_lens[sequences]
+        oldest = layout.own_starts[sequences]
+        if window is not None:
+            oldest = np.maximum(oldest, lengths - queries + 1 - window)
+        groups = _groups(lengths - oldest, queries, bounded=self._on_cpu)
+        return tuple(
+            self._group(sequences if group is None else sequences[group], window, layout)
+            for group in groups
+        )
+
+    def _group(self, sequences: IntArray, window: int | None, layout: _Layout) -> Group:
+        step, size = self._step, self._step.block_size
+        counts, totals = self._counts[sequences], step.seq_lens[sequences]
+        queries = int(counts.max())
+        # Padding repeats a sequence's own last query and last block, so that no block of another
+        # sequence is read.
+        offsets = np.minimum(np.arange(queries), counts[:, None] - 1)
+        high = (totals - counts)[:, None] + offsets
+        window = self._max_seq_len if window is None else window
+        low = np.maximum(layout.own_starts[sequences][:, None], high + (1 - window))
+        first, last = low[:, 0] // size, (totals - 1) // size
+        origin = first * size
+        skip = int((low[:, 0] - origin).min())
+        low, high = low - (origin + skip)[:, None], high - (origin + skip)[:, None]
+        length = int(high.max()) + 1
+        padded = int(counts.min()) < queries
+        valid = np.arange(queries) < counts[:, None]
+        targets = layout.targets[sequences][:, None] + offsets
+        apart = layout.targets is not layout.begins
+        in_pieces = not apart and self._in_pieces(counts)
+        fresh = len(sequences) == 1 and queries > 1 and queries == totals[0]
+        return Group(
+            rows=self._index((layout.begins[sequences][:, None] + offsets).ravel()),
+            valid=self._tensor(np.flatnonzero(valid)) if padded else None,
+            targets=self._index(targets[valid].ravel()),
+            blocks=None if fresh else self._blocks(sequences, first, last),
+            count=len(sequences),
+            queries=queries,
+            skip=skip,
+            length=length,
+            mask=None if in_pieces else self._mask(low, high, length, apart=apart),
+            pieces=self._pieces(low[0], high[0]) if in_pieces else (),
+        )
+
+    def _blocks(self, sequences: IntArray, first: IntArray, last: IntArray) -> torch.Tensor:
+        """Return blocks `first` to `last` of some sequences, [count * width], padded."""
         width = int((last - first).max()) + 1
-        # Padding repeats a sequence's own last block, so no block of another sequence is read.
         columns = np.minimum(first[:, None] + np.arange(width), last[:, None])
-        table = step.block_table
-        blocks = table[self._tensor(rows)[:, None], self._tensor(columns)].flatten()
-        low, high = first_visible - first * size, lengths - first * size
-        length = int(high.max())
-        mask = None
-        if low.any() or (high != length).any():
-            position = np.arange(length)
-            visible = (position >= low[:, None]) & (position < high[:, None])
-            mask = self._additive(self._tensor(visible))[:, None, None, :]
-        return DecodeGroup(
-            None if group is None else self._tensor(group), blocks, len(rows), length, mask
+        table, rows = self._step.block_table, sequences[:, None]
+        if self._on_cpu:  # numpy is three times as fast
+            return torch.from_numpy(table.numpy()[rows, columns].ravel())
+        return table[self._tensor(rows), self._tensor(columns)].flatten()
+
+    def _in_pieces(self, counts: IntArray) -> bool:
+        """Return whether a group is computed in float32, in pieces."""
+        # On a CPU that has no instructions for them, 16 bits cost scaled_dot_product_attention
+        # more than converting them does; on one that has, it still makes little use of these.
+        long = len(counts) == 1 and int(counts[0]) >= _QUERIES
+        return long and self._on_cpu and self._dtype.itemsize == 2
+
+    def _mask(
+        self, low: IntArray, high: IntArray, length: int, *, apart: bool
+    ) -> torch.Tensor | None:
+        """Return the mask of a group.
+
+        Args:
+            low: the first key that each query sees, [count, queries].
+            high: the last one.
+            length: number of keys.
+            apart: whether the group's sequences share prefixes; a causal mask is made then.
+        """
+        count, queries = low.shape
+        if not low.any():
+            if (high == length - 1).all():
+                return None
+            if count == 1 and queries == length and not apart:
+                return None  # causal
+        if (low == low[0]).all() and (high == high[0]).all():
+            low, high = low[:1], high[:1]
+        return self._additive(low, high, slice(0, length), self._dtype)[:, None]
+
+    def _pieces(self, low: IntArray, high: IntArray) -> tuple[Piece, ...]:
+        """Return the pieces of a sequence whose queries see the keys from `low` to `high`."""
+        pieces = []
+        for start in range(0, len(low), _QUERIES):
+            part = slice(start, min(start + _QUERIES, len(low)))
+            first, last = low[part], high[part]
+            # All queries of the piece see the keys from first[-1] to last[0].
+            begin, end, seen = int(first[0]), int(last[-1]) + 1, int(last[0]) + 1
+            masked = slice(seen if first[-1] == begin else begin, end)
+            mask = (
+                self._additive(first, last, masked, torch.float32) if masked.start < end else None
+            )
+            pieces.append(Piece(part, slice(begin, end), mask))
+        return tuple(pieces)
+
+    def _additive(
+        self, low: IntArray, high: IntArray, keys: slice, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return the additive mask of some keys, [..., queries, keys]."""
+        key = torch.arange(keys.start, keys.stop, device=self._device)
+        hidden = key < self._tensor(low)[..., None]
+        hidden |= key > self._tensor(high)[..., None]
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=self._device)
+        return mask.masked_fill_(hidden, -torch.inf)
+
+    def _index(self, rows: IntArray) -> Rows:
+        """Return an index of rows; a slice if they are consecutive, which copies nothing."""
+        if len(rows) == rows[-1] - rows[0] + 1 and (rows[1:] > rows[:-1]).all():
+            return slice(int(rows[0]), int(rows[-1]) + 1)
+        return self._tensor(rows)
+
+    def _tensor(self, array: IntArray) -> torch.Tensor:
+        return torch.from_numpy(np.require(array, requirements=("C", "W"))).to(self._device)
+
+
+def _ranges(starts: IntArray, counts: IntArray) -> IntArray:
+    """Return start, start + 1, ... of each range, one after the other."""
+    ends = np.cumsum(counts)
+    ranges: IntArray = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
+    return ranges
+
+
+class _Box(NamedTuple):
+    """The size of a group: its members are padded to `max_queries` and `max_length` tokens."""
+
+    members: int
+    max_length: int
+    min_length: int
+    max_queries: int
+    min_queries: int
+    used: int  # tokens times queries, without padding
+
+    def add(self, length: int, queries: int) -> _Box:
+        return _Box(
+            self.members + 1,
+            max(self.max_length, length),
+            min(self.min_length, length),
+            max(self.max_queries, queries),
+            min(self.min_queries, queries),
+            self.used + length * queries,
         )
 
-    def _chunk(self, index: int, window: int | None) -> Chunk:
-        step, size = self._step, self._step.block_size
-        start, end = int(step.query_starts[index]), int(step.query_starts[index + 1])
-        total, queries = int(step.seq_lens[index]), end - start
-        context = total - queries
-        if context == 0:
-            windowed = window is not None and window < queries
-            mask = self._causal(0, 0, queries, queries, window) if windowed else None
-            return Chunk(start, end, None, queries, 0, mask)
-        oldest = 0 if window is None else max(context + 1 - window, 0)
-        first = oldest // size
-        skip = oldest - first * size
-        blocks = step.block_table[index, first : -(-total // size)]
-        length = total - oldest
-        mask = self._causal(context, oldest, queries, length, window)
-        return Chunk(start, end, blocks, length, skip, mask)
+    @property
+    def padding(self) -> int:
+        return self.members * self.max_length * self.max_queries - self.used
 
-    def _causal(
-        self, first_query: int, first_key: int, queries: int, keys: int, window: int | None
-    ) -> torch.Tensor:
-        """Return an additive mask [queries, keys]; both are consecutive positions."""
-        query = torch.arange(first_query, first_query + queries, device=self._device)[:, None]
-        key = torch.arange(first_key, first_key + keys, device=self._device)[None, :]
-        visible = key <= query
-        return self._additive(visible if window is None else visible & (key > query - window))
+    @property
+    def is_small(self) -> bool:
+        tokens = self.members * self.max_length
+        few_scores = self.max_queries == 1 or tokens * self.max_queries <= _GROUP_SCORES
+        return self.members == 1 or (tokens <= _GROUP_TOKENS and few_scores)
 
-    def _additive(self, visible: torch.Tensor) -> torch.Tensor:
-        mask = torch.zeros(visible.shape, dtype=self._dtype, device=self._device)
-        return mask.masked_fill_(~visible, -torch.inf)
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+    @property
+    def is_dense(self) -> bool:
+        similar = 2 * self.min_length >= self.max_length
+        similar &= 2 * self.min_queries >= self.max_queries
+        return similar and self.padding <= max(_SPLIT_TOKENS // 2, self.used // 8)
 
 
-def _groups(lengths: np.ndarray) -> Sequence[np.ndarray | None]:
-    """Split sequences into groups of similar length, to limit padding.
+def _groups(
+    lengths: IntArray, queries: IntArray | None = None, *, bounded: bool = True
+) -> Sequence[IntArray | None]:
+    """Split sequences into groups of similar size, to limit padding.
 
     Args:
         lengths: number of tokens that each sequence reads.
+        queries: number of queries of each sequence; None is one.
+        bounded: whether groups have a maximum size.
 
     Returns:
         Row indices of each group; [None] is one group of all rows in the given order. In a group
-        the shortest is at least half the longest, so at most half of what is read is padding.
+        the shortest is at least half the longest, and padding is limited.
     """
     if not len(lengths):
         return []
-    padded = len(lengths) * int(lengths.max())
-    if padded - int(lengths.sum()) <= max(padded // 2, _SPLIT_TOKENS):
+    queries = np.ones_like(lengths) if queries is None else queries
+    largest = int(lengths.max()), int(lengths.min()), int(queries.max()), int(queries.min())
+    whole = _Box(len(lengths), *largest, int((lengths * queries).sum()))
+    if whole.padding <= _SPLIT_TOKENS and (whole.is_small or not bounded):
         return [None]
-    order = np.argsort(-lengths, kind="stable")
-    borders = [0]
-    for position, row in enumerate(order):
-        if 2 * lengths[row] < lengths[order[borders[-1]]]:
+    order = np.lexsort((-lengths, -queries))
+    empty = _Box(0, 0, 1 << 62, 0, 1 << 62, 0)
+    box, borders = empty, [0]
+    for position, row in enumerate(order.tolist()):
+        length, number = int(lengths[row]), int(queries[row])
+        box = box.add(length, number)
+        if position and not (box.is_dense and (box.is_small or not bounded)):
             borders.append(position)
+            box = empty.add(length, number)
     return [order[a:b] for a, b in pairwise([*borders, len(order)])]
+
+
+def _shared_prefixes(
+    table: IntArray, visible: IntArray, block_size: int
+) -> list[tuple[IntArray, int, int]]:
+    """Find the blocks that begin several sequences and that are worth attending apart.
+
+    Args:
+        table: the blocks of each sequence, [seqs, width].
+        visible: the number of its blocks that all queries of the step see whole, [seqs].
+        block_size: tokens per block.
+
+    Returns:
+        (sequences, first column, last column + 1) of each; one that continues another comes later.
+    """
+    found = []
+    # Sequences that share the columns before `depth`, of which those before `done` were found.
+    waiting = [(np.flatnonzero(visible), 0, 0)]
+    while waiting:
+        sequences, done, depth = waiting.pop()
+        sequences = sequences[visible[sequences] > depth]
+        reach = int(visible[sequences].max(initial=0)) - done
+        if (len(sequences) - 1) * reach * block_size < _SHARED_TOKENS:
+            continue
+        for members in _equal(sequences, table[sequences, depth]):
+            end = int(visible[members].min())
+            equal = (table[members, depth:end] == table[members[0], depth:end]).all(0)
+            end = end if equal.all() else depth + int(equal.argmin())
+            pays = (len(members) - 1) * (end - done) * block_size >= _SHARED_TOKENS
+            if pays:
+                found.append((members, done, end))
+            waiting.append((members, end if pays else done, end))
+    return found
+
+
+def _equal(sequences: IntArray, blocks: IntArray) -> Iterator[IntArray]:
+    """Yield the sequences that have the same block, two or more at a time."""
+    order = np.argsort(blocks, kind="stable")
+    borders = np.flatnonzero(np.diff(blocks[order], prepend=-1, append=-1))
+    for index in np.flatnonzero(np.diff(borders) > 1):
+        yield sequences[order[borders[index] : borders[index + 1]]]
+
+
+class _Buffers:
+    """Memory that is kept between layers and steps, by use.
+
+    Memory that is asked of the system for each layer costs a fault per page.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._flat: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def get(
+        self, use: str, shape: Sequence[int], dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """Return memory of any content; it is valid until the next call for the same use."""
+        size = math.prod(shape)
+        flat = self._flat.get((use, dtype))
+        if flat is None or len(flat) < size:
+            flat = self._flat[use, dtype] = self._allocate(size + size // 4, dtype)
+        return flat[:size].view(shape)
+
+    def _allocate(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        # A tensor of inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            if self._device.type == "cpu":
+                return _zeroed_pages(size * dtype.itemsize).view(dtype)
+            return torch.empty(size, dtype=dtype, device=self._device)
+
+
+@dataclass(frozen=True, eq=False)
+class _Partial:
+    """Attention over some of the keys; it can be merged with that over others.
+
+    Attributes:
+        values: [rows, num_heads, head_size].
+        log_sums: logarithms of the sums of exp(score), float32 [rows, num_heads, 1].
+    """
+
+    values: torch.Tensor
+    log_sums: torch.Tensor
+
+    def store(self, rows: Rows, other: _Partial, valid: torch.Tensor | None) -> None:
+        """Set some rows to those of the other that are not padding."""
+        every = valid is None
+        self.values[rows] = (other.values if every else other.values[valid]).float()
+        self.log_sums[rows] = other.log_sums if every else other.log_sums[valid]
+
+    def merge(self, rows: Rows, other: _Partial) -> None:
+        """Merge some rows with their attention over further keys."""
+        mine = self.log_sums[rows]
+        both = torch.logaddexp(mine, other.log_sums)
+        values = self.values[rows] * (mine - both).exp_()
+        self.values[rows] = values.add_(other.values * (other.log_sums - both).exp_())
+        self.log_sums[rows] = both
 
 
 Cache = tuple[torch.Tensor, ...]
@@ -179,13 +514,22 @@ Cache = tuple[torch.Tensor, ...]
 class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
     """Paged attention with torch operations, on any device."""
 
-    # Grouped-query attention: query heads that share a key head are laid along the query dimension
-    # (one query), or keys and values are expanded without copying (several queries).
+    # Grouped-query attention: query heads that share a key head are laid along the query dimension,
+    # or keys and values are expanded without copying (causal attention).
     # `enable_gqa=True` was measured to be five times slower on CPU.
 
     contract = 1
     kv_layout = "keys and values, each [blocks, block_size, num_kv_heads, head_size]"
     devices = ("cpu", "cuda")
+
+    def __init__(self, context: AttentionContext) -> None:
+        """Create the backend without buffers."""
+        super().__init__(context)
+        self._buffers = _Buffers(context.device)
+
+    def close(self) -> None:
+        """Release the buffers."""
+        self._buffers = _Buffers(self.context.device)
 
     def bytes_per_block(self, spec: KVSpec) -> int:
         """Return the size in bytes of one block of one layer, keys and values."""
@@ -198,11 +542,8 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
         dtype, device = self.context.dtype, self.context.device
         if device.type != "cpu":
             return tuple(torch.zeros(2, *shape, dtype=dtype, device=device).unbind())
-        # numpy asks the system for zeroed pages, which cost nothing until they are touched;
-        # torch.zeros would write them all.
         size = math.prod(shape) * dtype.itemsize
-        sides = (torch.from_numpy(np.zeros(size, np.uint8)) for _ in range(2))
-        return tuple(side.view(dtype).view(shape) for side in sides)
+        return tuple(_zeroed_pages(size).view(dtype).view(shape) for _ in range(2))
 
     def plan(self, step: AttentionStep) -> AttentionPlan:
         """Return the plan that the step's layers share."""
@@ -222,54 +563,199 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
         keys.flatten(0, 1).index_copy_(0, plan.slots, k)
         values.flatten(0, 1).index_copy_(0, plan.slots, v)
         work = plan.for_window(spec.window)
-        if not work.chunks and len(work.decodes) == 1 and work.decodes[0].rows is None:
-            return _attend_decodes(spec, cache, work.decodes[0], q)
+        heads = spec.num_heads // spec.num_kv_heads
+        if work.only is not None:
+            return self._attend_decodes(spec, cache, work.only, q)
         out = torch.empty_like(q)
         for group in work.decodes:
-            if group.rows is None:
-                out[: group.count] = _attend_decodes(spec, cache, group, q[: group.count])
+            out[group.targets] = self._attend_decodes(spec, cache, group, q[group.rows])
+        for group in work.chunks:
+            queries, visible = q[group.rows], self._visible(cache, group, k, v)
+            if group.pieces:
+                rows = self._in_float32(spec, queries, visible, group.pieces)
+            elif group.mask is None:
+                rows = _causal(spec, queries, visible)
             else:
-                out[group.rows] = _attend_decodes(spec, cache, group, q[group.rows])
-        for chunk in work.chunks:
-            out[chunk.start : chunk.end] = _attend_chunk(spec, cache, chunk, q, k, v)
+                rows = _attend(spec, queries, visible, group.folded_mask(heads))
+            out[group.targets] = rows if group.valid is None else rows[group.valid]
+        if work.merged is not None:
+            out[work.merged] = self._attend_shared(spec, cache, work, q)
+        return out
+
+    def _attend_decodes(
+        self, spec: KVSpec, cache: Cache, group: Group, q: torch.Tensor
+    ) -> torch.Tensor:
+        """Return [count, num_heads, head_size] for one query per sequence."""
+        keys, values = self._gather_group(cache, group)
+        heads = spec.num_heads // spec.num_kv_heads
+        out = F.scaled_dot_product_attention(
+            q.reshape(group.count, spec.num_kv_heads, heads, spec.head_size),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=None if group.mask is None else group.mask.expand(-1, -1, heads, -1),
+            scale=spec.scale,
+        )
+        return out.view(group.count, spec.num_heads, spec.head_size)
+
+    def _attend_shared(
+        self, spec: KVSpec, cache: Cache, work: WindowPlan, q: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the attention of the sequences that share prefixes, [rows, num_heads, ...]."""
+        heads = spec.num_heads // spec.num_kv_heads
+        merged = q[work.merged]
+        total = _Partial(
+            self._buffers.get("merged values", merged.shape),
+            self._buffers.get("merged sums", (*merged.shape[:2], 1)),
+        )
+        for group in work.own:
+            visible = self._gather_group(cache, group)
+            mask = group.folded_mask(heads)
+            part = _attend_partly(spec, q[group.rows], visible, mask)
+            total.store(group.targets, part, group.valid)
+        for prefix in work.prefixes:
+            visible = self._gather(cache, prefix.blocks, 1)
+            total.merge(prefix.rows, _attend_partly(spec, merged[prefix.rows], visible, None))
+        return total.values.to(q.dtype)
+
+    def _visible(
+        self, cache: Cache, group: Group, k: torch.Tensor, v: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """Return the keys and values of a group; those of the step if it reads no others."""
+        if group.blocks is None:
+            return [side[group.rows][None] for side in (k, v)]
+        return self._gather_group(cache, group)
+
+    def _gather_group(self, cache: Cache, group: Group) -> Sequence[torch.Tensor]:
+        """Return the keys and values of a group, each [count, length, num_kv_heads, head_size]."""
+        assert group.blocks is not None
+        first, length = group.skip, group.length
+        gathered = self._gather(cache, group.blocks, group.count)
+        return [side.narrow(1, first, length) for side in gathered]
+
+    def _gather(self, cache: Cache, blocks: torch.Tensor, count: int) -> Sequence[torch.Tensor]:
+        """Return the keys and values of blocks of `count` sequences, in kept memory."""
+        gathered = []
+        for use, side in zip(("keys", "values"), cache, strict=True):
+            if blocks.numel() < _KEPT_BLOCKS:
+                rows = side.index_select(0, blocks)
+            else:
+                rows = self._buffers.get(use, (len(blocks), *side.shape[1:]), side.dtype)
+                torch.index_select(side, 0, blocks, out=rows)
+            gathered.append(rows.view(count, -1, *side.shape[2:]))
+        return gathered
+
+    def _in_float32(
+        self,
+        spec: KVSpec,
+        q: torch.Tensor,
+        visible: Sequence[torch.Tensor],
+        pieces: Sequence[Piece],
+    ) -> torch.Tensor:
+        """Return the attention of one sequence by products in float32, in kept memory.
+
+        Args:
+            spec: the layer.
+            q: [queries, num_heads, head_size].
+            visible: keys and values, each [1, length, num_kv_heads, head_size].
+            pieces: of the queries.
+        """
+        kv_heads, size, get = spec.num_kv_heads, spec.head_size, self._buffers.get
+        folded = get("queries", (kv_heads, spec.num_heads // kv_heads, len(q), size))
+        torch.mul(
+            q.view(len(q), *folded.shape[:2], size).permute(1, 2, 0, 3), spec.scale, out=folded
+        )
+        keys, values = (
+            get(use, (kv_heads, side.shape[1], size)).copy_(side[0].transpose(0, 1))
+            for use, side in zip(("float keys", "float values"), visible, strict=True)
+        )
+        out = torch.empty_like(q)
+        by_head = out.view(len(q), *folded.shape[:2], size).permute(1, 2, 0, 3)
+        for piece in pieces:
+            rows = folded[:, :, piece.queries]
+            read = keys[:, piece.keys].transpose(1, 2)
+            scores = get("scores", (*rows.shape[:-1], read.shape[2]))
+            torch.bmm(rows.flatten(1, 2), read, out=scores.flatten(1, 2))
+            if piece.mask is not None:
+                scores[..., -piece.mask.shape[1] :] += piece.mask
+            weights = torch.softmax(scores, -1, out=get("weights", scores.shape))
+            result = torch.bmm(weights.flatten(1, 2), values[:, piece.keys])
+            by_head[:, :, piece.queries] = result.view(rows.shape)
         return out
 
 
-def _attend_decodes(
-    spec: KVSpec, cache: Cache, group: DecodeGroup, q: torch.Tensor
+def _fold(
+    spec: KVSpec, q: torch.Tensor, visible: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries, keys and values by key head, each [count, num_kv_heads, ..., head_size].
+
+    Those of query heads that share a key head follow each other.
+    """
+    keys, values = visible
+    count, kv_heads, size = len(keys), spec.num_kv_heads, spec.head_size
+    if len(q) > count:
+        q = q.reshape(count, -1, kv_heads, spec.num_heads // kv_heads, size)
+        q = q.permute(0, 2, 3, 1, 4)
+    return q.reshape(count, kv_heads, -1, size), keys.transpose(1, 2), values.transpose(1, 2)
+
+
+def _unfold(spec: KVSpec, rows: torch.Tensor, queries: int) -> torch.Tensor:
+    """Return what was computed for folded queries, [count, num_kv_heads, heads * queries, size].
+
+    The result is [count * queries, num_heads, size].
+    """
+    if queries > len(rows):
+        heads = spec.num_heads // spec.num_kv_heads
+        rows = rows.reshape(len(rows), spec.num_kv_heads, heads, -1, rows.shape[-1])
+        rows = rows.permute(0, 3, 1, 2, 4)
+    return rows.reshape(queries, spec.num_heads, rows.shape[-1])
+
+
+def _attend(
+    spec: KVSpec,
+    q: torch.Tensor,
+    visible: Sequence[torch.Tensor],
+    mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return [count, num_heads, head_size] for one query per sequence."""
-    keys, values = (
-        side.index_select(0, group.blocks)
-        .view(group.count, -1, spec.num_kv_heads, spec.head_size)[:, : group.length]
-        .transpose(1, 2)
-        for side in cache
-    )
-    heads_per_kv_head = spec.num_heads // spec.num_kv_heads
-    queries = q.reshape(group.count, spec.num_kv_heads, heads_per_kv_head, spec.head_size)
-    mask = None if group.mask is None else group.mask.expand(-1, -1, heads_per_kv_head, -1)
+    """Return the attention of a group of chunks, [count * queries, num_heads, head_size].
+
+    Args:
+        spec: the layer.
+        q: like the result.
+        visible: keys and values, each [count, length, num_kv_heads, head_size].
+        mask: of the folded queries.
+    """
+    queries, keys, values = _fold(spec, q, visible)
     out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=spec.scale)
-    return out.reshape(group.count, spec.num_heads, spec.head_size)
+    return _unfold(spec, out, len(q))
 
 
-def _attend_chunk(
-    spec: KVSpec, cache: Cache, chunk: Chunk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> torch.Tensor:
-    """Return [queries, num_heads, head_size] for consecutive queries of one sequence."""
-    heads_per_kv_head = spec.num_heads // spec.num_kv_heads
-    grouped = (-1, spec.num_kv_heads, heads_per_kv_head, spec.head_size)
-    rows = slice(chunk.start, chunk.end)
-    if chunk.blocks is None:
-        keys, values = k[rows], v[rows]
-    else:
-        visible = slice(chunk.skip, chunk.skip + chunk.length)
-        keys, values = (side.index_select(0, chunk.blocks).flatten(0, 1)[visible] for side in cache)
-    out = F.scaled_dot_product_attention(
-        q[rows].reshape(grouped).permute(1, 2, 0, 3),
-        keys.unsqueeze(2).expand(grouped).permute(1, 2, 0, 3),
-        values.unsqueeze(2).expand(grouped).permute(1, 2, 0, 3),
-        attn_mask=chunk.mask,
-        is_causal=chunk.mask is None,
-        scale=spec.scale,
+def _attend_partly(
+    spec: KVSpec,
+    q: torch.Tensor,
+    visible: Sequence[torch.Tensor],
+    mask: torch.Tensor | None,
+) -> _Partial:
+    """Return the attention over some of the keys that the queries see; as `_attend`, on a CPU."""
+    # What scaled_dot_product_attention runs on a CPU; it returns the sums as well.
+    values, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *_fold(spec, q, visible), attn_mask=mask, scale=spec.scale
     )
+    return _Partial(_unfold(spec, values, len(q)), _unfold(spec, sums[..., None], len(q)))
+
+
+def _causal(spec: KVSpec, q: torch.Tensor, visible: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return [queries, num_heads, head_size] for all queries of one sequence."""
+    grouped = (-1, spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_size)
+    keys, values = (side[0].unsqueeze(2).expand(grouped).permute(1, 2, 0, 3) for side in visible)
+    queries = q.reshape(grouped).permute(1, 2, 0, 3)
+    out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=spec.scale)
     return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _zeroed_pages(size: int) -> torch.Tensor:
+    """Return zeroed memory on the CPU, uint8 [size], whose pages are allocated on use."""
+    # numpy asks the system for zeroed pages, which cost nothing until they are touched; torch.zeros
+    # would write them all. On Linux it asks for huge ones too: a gather reads from all over them.
+    pages = np.zeros(size + _ALIGNMENT, np.uint8)
+    offset = -pages.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(pages[offset : offset + size])

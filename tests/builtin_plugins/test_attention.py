@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -9,8 +10,8 @@ from hypothesis import strategies as st
 from support.builtins.model_harness import Blocks, build_backend
 from support.searching import examples
 
-from hardpoint.builtin_plugins.attention.torch import AttentionPlan, _groups
-from hardpoint.plugins import KVSpec
+from hardpoint.builtin_plugins.attention.torch import AttentionPlan, _groups, _shared_prefixes
+from hardpoint.plugins import AttentionStep, KVSpec
 
 NUM_BLOCKS = 96
 
@@ -29,11 +30,11 @@ class Naive:
             rows = slice(start, start + count)
             self.keys[name] = torch.cat((self.keys.get(name, k[:0]), k[rows]))
             self.values[name] = torch.cat((self.values.get(name, v[:0]), v[rows]))
-            outputs += [self._one(name, q[start + i], count - i - 1) for i in range(count)]
+            outputs += [self.one(name, q[start + i], count - i - 1) for i in range(count)]
             start += count
         return torch.stack(outputs)
 
-    def _one(self, name: str, query: torch.Tensor, later: int) -> torch.Tensor:
+    def one(self, name: str, query: torch.Tensor, later: int) -> torch.Tensor:
         spec = self.spec
         end = len(self.keys[name]) - later
         first = 0 if spec.window is None else max(end - spec.window, 0)
@@ -149,3 +150,165 @@ def test_cache_size_is_what_bytes_per_block_says() -> None:
     assert keys.nbytes + values.nbytes == 5 * backend.bytes_per_block(spec)
     assert not keys.any()
     assert not values.any()
+
+
+class Tables:
+    """Sequences whose blocks are chosen, so that they can share some."""
+
+    def __init__(self, spec: KVSpec, *, dtype=torch.float32, block_size: int = 4) -> None:
+        self.spec, self.dtype, self.block_size = spec, dtype, block_size
+        self.backend = build_backend(dtype, block_size)
+        self.cache = self.backend.allocate(spec, 400)
+        generator = torch.Generator().manual_seed(0)
+        for side in self.cache:
+            side.copy_(torch.randn(side.shape, generator=generator))
+
+    def check(self, sequences, tolerance: float) -> AttentionPlan:
+        """Attend (table, computed tokens, queries) of each sequence; compare with plain loops."""
+        sequences = sorted(sequences, key=lambda sequence: sequence[2] != 1)
+        counts = np.array([count for *_, count in sequences])
+        lengths = np.array([old for _, old, _ in sequences]) + counts
+        table = torch.zeros(len(sequences), max(len(t) for t, *_ in sequences), dtype=torch.int64)
+        size, slots = self.block_size, []
+        for row, (blocks, old, count) in enumerate(sequences):
+            table[row, : len(blocks)] = torch.tensor(blocks)
+            slots += [blocks[p // size] * size + p % size for p in range(old, old + count)]
+        starts = np.concatenate(([0], counts.cumsum()))
+        step = AttentionStep(
+            query_starts=starts,
+            seq_lens=lengths,
+            num_single=int((counts == 1).sum()),
+            block_table=table,
+            slots=torch.tensor(slots),
+            block_size=size,
+        )
+        plan, spec = self.backend.plan(step), self.spec
+        qkv = torch.randn(len(slots), spec.num_heads + 2 * spec.num_kv_heads, spec.head_size)
+        q, k, v = qkv.to(self.dtype).split([spec.num_heads, *[spec.num_kv_heads] * 2], 1)
+        with torch.inference_mode():
+            got = self.backend.attend(spec, self.cache, plan, q, k, v)
+        for row, (blocks, old, count) in enumerate(sequences):
+            naive = Naive(spec)
+            keys, values = (side[blocks].flatten(0, 1)[: old + count] for side in self.cache)
+            naive.keys["s"], naive.values["s"] = keys.float(), values.float()
+            rows = range(starts[row], starts[row + 1])
+            for later, query in zip(range(count)[::-1], rows, strict=True):
+                expected = naive.one("s", q[query].float(), later)
+                assert (got[query].float() - expected).abs().max() < tolerance, (row, later)
+        return plan
+
+
+@pytest.fixture
+def sharing_pays(monkeypatch) -> None:
+    monkeypatch.setattr("hardpoint.builtin_plugins.attention.torch._SHARED_TOKENS", 8)
+
+
+@pytest.mark.usefixtures("sharing_pays")
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2)])
+@pytest.mark.parametrize("window", [None, 1000, 13])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sequences_that_share_blocks_equal_naive_attention(heads, window, dtype) -> None:
+    tables = Tables(KVSpec(*heads, 8, 0.3, window), dtype=dtype)
+    outer, inner = list(range(1, 7)), list(range(10, 14))
+    sequences = [
+        ([*outer, 20], 25, 1),  # an outer prefix of 6 blocks
+        ([*outer, *inner, 21, 22], 45, 1),  # which these continue by 4 more
+        ([*outer, *inner, 23, 24], 40, 7),
+        ([*outer, *inner, 25], 41, 3),
+        ([*outer, *inner], 39, 1),  # whose own token is in the shared part
+        ([*outer[:4], 26], 17, 2),
+        ([30, 31, 32], 10, 1),  # shares nothing
+        ([40, 41, 42], 5, 4),
+        ([43], 0, 4),
+        ([0, 44], 4, 1),  # block 0 is also what pads tables
+    ]
+    plan = tables.check(sequences, 1e-5 if dtype == torch.float32 else 0.03)
+    work = plan.for_window(window)
+    if window == 13:
+        assert not [prefix for prefix in work.prefixes if len(prefix.blocks) > 3]
+    else:
+        # Those of 4 and 2 blocks are `outer`, of which one sequence has 4; of `inner` one sees 3.
+        assert [len(prefix.blocks) for prefix in work.prefixes] == [4, 2, 3, 1]
+    tables.check([(blocks, old, 1) for blocks, old, _ in sequences], 0.03)
+
+
+@pytest.mark.usefixtures("sharing_pays")
+def test_a_single_chunk_after_a_prefix_stays_causal() -> None:
+    tables = Tables(KVSpec(6, 2, 8, 0.3))
+    tables.check([([1, 2, 3, 4, 5], 12, 5), ([1, 2, 3, 6], 12, 1)], 1e-5)
+
+
+@examples(30)
+@given(data=st.data())
+def test_any_tables_that_share_blocks_equal_naive_attention(data) -> None:
+    tables = Tables(KVSpec(4, 2, 8, 0.3, data.draw(st.sampled_from([None, 9, 30]))), block_size=2)
+    sequences = []
+    for index in range(data.draw(st.integers(2, 6))):
+        shared = data.draw(st.sampled_from([0, 0, 3, 8, 12]))
+        own, count = data.draw(st.integers(1, 9)), data.draw(st.sampled_from([1, 1, 2, 5]))
+        last = -(-(2 * shared + own + count) // 2)
+        table = [*range(1, shared + 1), *range(20 * (index + 1), 20 * (index + 1) + last - shared)]
+        sequences.append((table, 2 * shared + own, count))
+    with pytest.MonkeyPatch.context() as patch:
+        module = "hardpoint.builtin_plugins.attention.torch"
+        patch.setattr(f"{module}._SHARED_TOKENS", data.draw(st.sampled_from([8, 4096])))
+        patch.setattr(f"{module}._SPLIT_TOKENS", data.draw(st.sampled_from([0, 2048])))
+        patch.setattr(f"{module}._KEPT_BLOCKS", data.draw(st.sampled_from([1, 64])))
+        tables.check(sequences, 1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 50, 150])
+@pytest.mark.parametrize("context", [0, 70])
+def test_long_chunks_of_16_bits_are_computed_in_float32(window, context) -> None:
+    tables = Tables(KVSpec(6, 2, 8, 0.3, window), dtype=torch.bfloat16, block_size=16)
+    plan = tables.check([(list(range(1, 31)), context, 300), ([40], 3, 1)], 0.02)
+    assert [len(chunk.pieces) for chunk in plan.for_window(window).chunks] == [3]
+
+
+def test_prefixes_are_found_where_they_pay() -> None:
+    table = np.array([[1, 2, 3, 9], [1, 2, 3, 8], [1, 2, 4, 7], [5, 2, 3, 6], [1, 2, 3, 0]])
+    visible = np.array([3, 4, 4, 4, 1])
+
+    def found(block_size: int):
+        return [(s.tolist(), *ends) for s, *ends in _shared_prefixes(table, visible, block_size)]
+
+    assert found(1024) == [([0, 1, 2], 0, 2)]
+    assert found(4096) == [([0, 1, 2, 4], 0, 1), ([0, 1, 2], 1, 2), ([0, 1], 2, 3)]
+    assert found(512) == []
+
+
+def test_groups_are_limited_in_size_on_a_cpu() -> None:
+    lengths, queries = np.full(100, 400), np.full(100, 1)
+    groups = _groups(lengths, queries)
+    assert sorted(row for group in groups for row in group) == list(range(100))
+    assert [len(group) for group in groups] == [40, 40, 20]
+    assert _groups(lengths, queries, bounded=False) == [None]
+
+
+def test_chunks_of_equal_shape_are_one_group() -> None:
+    queries = np.array([32] * 20 + [300, 5])
+    groups = _groups(queries + 16, queries)
+    assert sorted(len(group) for group in groups) == [1, 1, 20]
+
+
+def test_steps_use_the_memory_of_earlier_ones(monkeypatch) -> None:
+    tables = Tables(KVSpec(6, 2, 64, 0.125), block_size=16)
+    sequences = [(list(range(5 * i, 5 * i + 5)), 70, 1) for i in range(40)]
+    allocated = []
+    module = "hardpoint.builtin_plugins.attention.torch"
+    monkeypatch.setattr(f"{module}._zeroed_pages", allocating(allocated))
+    tables.check(sequences, 1e-5)
+    assert len(allocated) == 2  # keys and values
+    tables.check(sequences, 1e-5)
+    assert len(allocated) == 2
+    tables.backend.close()
+    tables.check(sequences, 1e-5)
+    assert len(allocated) == 4
+
+
+def allocating(sizes: list[int]):
+    def allocate(size: int) -> torch.Tensor:
+        sizes.append(size)
+        return torch.zeros(size, dtype=torch.uint8)
+
+    return allocate

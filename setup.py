@@ -49,6 +49,11 @@ class CleanBuild(build):
 class BuildKernels(build_ext):
     """Compiles each library, side by side; what cannot be compiled is left out with a warning."""
 
+    def finalize_options(self) -> None:
+        """Remember whether the libraries go into the source's folder."""
+        super().finalize_options()
+        self.is_in_place = bool(self.inplace)  # setuptools builds elsewhere first, and copies
+
     def get_ext_filename(self, fullname: str) -> str:
         """Return a name without a version of Python."""
         return fullname.replace(".", "/") + ".so"
@@ -61,8 +66,9 @@ class BuildKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
         """Compile one library, unless it is newer than its source."""
         file = Path(self.get_ext_fullpath(ext.name))
+        present = SOURCE.parent.parent / file.name if self.is_in_place else file
         sources = [Path(source) for source in (*ext.sources, *ext.depends, __file__)]
-        if file.exists() and file.stat().st_mtime > max(s.stat().st_mtime for s in sources):
+        if present.exists() and present.stat().st_mtime > max(s.stat().st_mtime for s in sources):
             return
         try:
             objects = self.compiler.compile(

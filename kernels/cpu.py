@@ -36,8 +36,11 @@ _ARGUMENTS = {
     "rotate": "pllppllli",
     "silu_and_mul": "plpllli",
     "gelu_and_mul": "plpllli",
+    "attention_block": "lll",
+    "attention_plan": "pplplpllllipl",
+    "attend": "plplplppplfi",
 }
-_RETURNS = {"packed_size": ctypes.c_long}
+_RETURNS = dict.fromkeys(("packed_size", "attention_block", "attention_plan"), ctypes.c_long)
 
 
 class KernelsUnavailableError(RuntimeError):
@@ -76,18 +79,18 @@ class Library:
         return bool(self._short.hp_supports(path.encode()))
 
     def function(
-        self, name: str, dtype: torch.dtype, *, releases: bool = False
+        self, name: str, dtype: torch.dtype | None, *, releases: bool = False
     ) -> Callable[..., Any]:
         """Return a function of the library.
 
         Args:
             name: without prefix and dtype.
-            dtype: of the rows that it works on.
+            dtype: of the rows that it works on; None if it works on none.
             releases: whether other Python threads may run meanwhile. For calls that take long:
                 to get the lock back from a busy thread can take 5 ms.
         """
         library = self._long if releases else self._short
-        function = getattr(library, f"hp_{name}_{DTYPES[dtype]}")
+        function = getattr(library, f"hp_{name}_{DTYPES[dtype]}" if dtype else f"hp_{name}")
         function.argtypes = [_TYPES[letter] for letter in _ARGUMENTS[name]]
         function.restype = _RETURNS.get(name)
         return function  # type: ignore[no-any-return]

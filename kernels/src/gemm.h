@@ -53,18 +53,18 @@ INLINE void multiply(const float* x, long stride, const bf16* const (&weights)[V
                      Floats (&sums)[R][V]) {
   for (int k = 0; k < depth; k += 2) {
     Words pairs[V];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int v = 0; v < V; v++) {
       pairs[v] = load_words(weights[v] + (size_t)k * PANEL);
       if (R <= STREAM_ROWS) __builtin_prefetch(weights[v] + (size_t)(k + 2 * AHEAD) * PANEL);
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int v = 0; v < V; v++)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int r = 0; r < R; r++) sums[r][v] += x[r * stride + k] * (Floats)(pairs[v] << 16);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int v = 0; v < V; v++)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int r = 0; r < R; r++)
         sums[r][v] += x[r * stride + k + 1] * (Floats)(pairs[v] & 0xffff0000u);
   }
@@ -75,15 +75,15 @@ INLINE void multiply(const bf16* x, long stride, const bf16* const (&weights)[V]
                      Floats (&sums)[R][V]) {
   for (int k = 0; k < depth; k += 2) {
     Pairs pairs[V];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int v = 0; v < V; v++) {
       pairs[v] = load_pairs(weights[v] + (size_t)k * PANEL);
       if (R <= STREAM_ROWS) __builtin_prefetch(weights[v] + (size_t)(k + 2 * AHEAD) * PANEL);
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
       Pairs value = splat_pair(x + r * stride + k);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int v = 0; v < V; v++) sums[r][v] = add_products(sums[r][v], value, pairs[v]);
     }
   }
@@ -94,11 +94,11 @@ template <int R, int V>
 INLINE void multiply(const float* x, long stride, const float* const (&weights)[V], int depth,
                      Floats (&sums)[R][V]) {
   for (int k = 0; k < depth; k++) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int v = 0; v < V; v++) {
       Floats values = load(weights[v] + (size_t)k * PANEL);
       if (R <= STREAM_ROWS) __builtin_prefetch(weights[v] + (size_t)(k + AHEAD) * PANEL);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int r = 0; r < R; r++) sums[r][v] += x[r * stride + k] * values;
     }
   }

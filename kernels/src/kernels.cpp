@@ -1,6 +1,7 @@
 // The C interface. Pointers are of contiguous rows; strides count elements.
 #include <cstdint>
 
+#include "attention.h"
 #include "gemm.h"
 #include "rows.h"
 
@@ -50,10 +51,30 @@ int hp_supports(const char* path) {
   void hp_gelu_and_mul_##NAME(const T* x, long x_stride, T* y, long y_stride, long count,         \
                               long width, int threads) {                                          \
     rows::activate_and_mul<rows::GELU_TANH>(x, x_stride, y, y_stride, count, width, threads);     \
+  }                                                                                               \
+  long hp_attention_block_##NAME(long head_size, long kv_heads, long block_size) {                \
+    return attention::Layout<T>(head_size, kv_heads, block_size).block;                           \
+  }                                                                                               \
+  void hp_attend_##NAME(const T* q, long q_stride, const T* k, long k_stride, const T* v,         \
+                        long v_stride, T* out, T* cache, const void* plan, long head_size,        \
+                        float scale, int threads) {                                               \
+    attention::attend(q, q_stride, k, k_stride, v, v_stride, out, cache,                          \
+                      (const attention::Plan*)plan, head_size, scale, threads);                   \
   }
 
 OF_TYPE(bfloat16, bf16)
 OF_TYPE(float32, float)
+
+// Write the plan of an attention step to `to`, if it has `capacity` bytes; return how many it needs.
+long hp_attention_plan(const int64_t* query_starts, const int64_t* seq_lens, long seqs,
+                       const int64_t* table, long table_stride, const int64_t* slots,
+                       long block_size, long window, long heads, long kv_heads, int threads,
+                       void* to, long capacity) {
+  attention::Plan plan{table, slots, table_stride, block_size, window, heads, kv_heads};
+  attention::Planner planner(query_starts, seq_lens, seqs, plan, threads);
+  if ((long)planner.size() <= capacity) planner.write(to);
+  return (long)planner.size();
+}
 
 // Logits in float32.
 void hp_logits_bfloat16(const bf16* x, long x_stride, const bf16* w, const bf16* bias, float* y,

@@ -12,6 +12,7 @@ from support.builtins.checkpoint_harness import write_gguf
 from support.kit_suites import assert_tests_builtins
 from support.searching import kit_examples
 
+from hardpoint.builtin_plugins.attention.native_cpu import NativeAttention
 from hardpoint.builtin_plugins.attention.torch import TorchAttention
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
@@ -41,6 +42,12 @@ class TestDefaultSampler(SamplerSuite):
 class TestTorchAttention(AttentionBackendSuite):
     examples = kit_examples()
     backend = TorchAttention
+
+
+class TestNativeAttention(AttentionBackendSuite):
+    examples = kit_examples()
+    backend = NativeAttention
+    head_sizes = (8, 17)
 
 
 def hash_of_history(spec, query, keys, values):

@@ -1,0 +1,125 @@
+"""Paged attention in this package's C++ kernels for CPUs."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import torch
+
+from hardpoint.kernels import cpu
+from hardpoint.plugins import AttentionBackend, AttentionContext, AttentionStep, KVSpec, ModelError
+
+_LONG_WORK = 10_000  # of a plan that is worth releasing Python's lock, about a millisecond
+_WORK = 12  # of a plan's first numbers, the work
+
+
+class NativePlan:
+    """The plans of a step, by window and heads.
+
+    Attributes:
+        threads: that compute.
+    """
+
+    def __init__(self, step: AttentionStep, library: cpu.Library) -> None:
+        """Keep the step's arrays, which the kernels read."""
+        self._step = step
+        self._library = library
+        self.threads = torch.get_num_threads()
+        self._plans: dict[tuple[int | None, int, int], tuple[np.ndarray, int, bool]] = {}
+
+    def for_layer(self, spec: KVSpec) -> tuple[int, bool]:
+        """Return the address of a layer's plan, and whether its work takes long."""
+        key = (spec.window, spec.num_heads, spec.num_kv_heads)
+        found = self._plans.get(key)
+        if found is None:
+            plan = self._make(spec)
+            is_long = int(plan[_WORK]) * spec.head_size > 64 * _LONG_WORK
+            found = self._plans[key] = (plan, plan.ctypes.data, is_long)
+        return found[1:]
+
+    def _make(self, spec: KVSpec) -> np.ndarray:
+        step = self._step
+        make = self._library.function("attention_plan", None)
+        capacity = 64 + 4 * len(step.slots) + 16 * len(step.seq_lens)
+        while True:
+            plan = np.empty(capacity, np.int64)
+            size = make(
+                step.query_starts.ctypes.data, step.seq_lens.ctypes.data, len(step.seq_lens),
+                step.block_table.data_ptr(), step.block_table.stride(0), step.slots.data_ptr(),
+                step.block_size, spec.window or 0, spec.num_heads, spec.num_kv_heads,
+                self.threads, plan.ctypes.data, plan.nbytes,
+            )  # fmt: skip
+            if size <= plan.nbytes:
+                return plan
+            capacity = -(-size // 8)
+
+
+class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
+    """Attention in C++; a query's result is the same, bit for bit, in any step."""
+
+    contract = 1
+    kv_layout = (
+        "[blocks, keys and values], each [kv heads, groups of 16 tokens], keys [head size, 16], "
+        "values [head size / 16, 16 tokens, 16]; pairs of bfloat16 side by side"
+    )
+    devices = ("cpu",)
+
+    def __init__(self, context: AttentionContext) -> None:
+        """Load the kernels.
+
+        Raises:
+            ModelError: they cannot run here, or there are none for the dtype.
+        """
+        super().__init__(context)
+        dtype = context.dtype
+        if dtype not in cpu.DTYPES:
+            raise ModelError(
+                f"attention.use: {self.name!r} computes in {', '.join(cpu.DTYPES.values())}, the "
+                f"model's dtype is {str(dtype).removeprefix('torch.')}"
+            )
+        try:
+            library = self._library = cpu.load()
+        except cpu.KernelsUnavailableError as cause:
+            raise ModelError(f"attention.use: {self.name!r} cannot be used: {cause}") from cause
+        self._short = library.function("attend", dtype)
+        self._long = library.function("attend", dtype, releases=True)
+
+    def bytes_per_block(self, spec: KVSpec) -> int:
+        """Return the bytes of one block of one layer, padding included."""
+        return self._elements(spec) * self.context.dtype.itemsize
+
+    def _elements(self, spec: KVSpec) -> int:
+        elements = self._library.function("attention_block", self.context.dtype)
+        return int(elements(spec.head_size, spec.num_kv_heads, self.context.block_size))
+
+    def allocate(self, spec: KVSpec, num_blocks: int) -> torch.Tensor:
+        """Return [blocks, elements], zero; the system allocates pages when they are used."""
+        elements, dtype = self._elements(spec), self.context.dtype
+        memory = mmap.mmap(-1, num_blocks * elements * dtype.itemsize)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=dtype).view(num_blocks, elements)
+
+    def plan(self, step: AttentionStep) -> NativePlan:
+        """Return the plan that the step's layers share."""
+        return NativePlan(step, self._library)
+
+    def attend(
+        self,
+        spec: KVSpec,
+        cache: torch.Tensor,
+        plan: NativePlan,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:
+        """Write k and v to the cache, then attend causally; shapes as in `AttentionBackend`."""
+        out = torch.empty(q.shape, dtype=q.dtype)
+        at, is_long = plan.for_layer(spec)
+        run = self._long if is_long else self._short
+        run(
+            q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
+            out.data_ptr(), cache.data_ptr(), at, spec.head_size, spec.scale, plan.threads,
+        )  # fmt: skip
+        return out

@@ -1,0 +1,694 @@
+// Attention over keys and values in blocks of a cache.
+//
+// A block's tokens are in groups of 16. Keys are [block][kv head][group] of a panel of gemm.h whose
+// columns are the group's tokens and whose depth is the head; values, behind all keys of the block,
+// [block][kv head][group][16 elements of the head] of a panel whose columns are the elements and
+// whose depth is the tokens. So both products are those of gemm.h. What pads a group or a head is
+// never read as a result.
+//
+// A sequence is cut into parts of GROUPS groups at fixed borders. The maximum, the sum and the
+// weighted sum of values of each part are computed in a fixed order, by what a query sees of it
+// alone, and merged in order of the parts. So a query's result is the same, bit for bit, whatever
+// else is in the step, whichever of its keys were cached, and however the work is cut into items.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "gemm.h"
+
+namespace attention {
+
+constexpr int GROUPS = 8;  // of a part
+constexpr int PART = GROUPS * PANEL;
+constexpr int TILE_ROWS = 96;  // queries times heads of an item, about
+
+#if defined(__AVX512F__)
+constexpr int MAX_ROWS = 12, SUMS = 24;
+#elif defined(__AVX2__)
+constexpr int MAX_ROWS = 6, SUMS = 12;
+#else
+constexpr int MAX_ROWS = 2, SUMS = 8;
+#endif
+
+// Queries that are attended together over parts of one block table.
+struct Item {
+  int32_t first, count;  // of `rows`: their tokens
+  int32_t seq;           // whose table is read
+  int32_t from, to;      // parts
+  int32_t piece;         // where the results wait to be merged; -1: they are complete
+};
+
+// A token whose result is merged from pieces.
+struct Merge {
+  int32_t row, first, count;  // of `order`
+};
+
+// What all layers of the same heads and window share in a step. The arrays follow it in memory.
+struct Plan {
+  const int64_t *table, *slots;
+  int64_t table_stride, block_size, window, heads, kv_heads;
+  int64_t tokens = 0, items = 0, merges = 0, rows = 0, order = 0, pieces = 0;
+  int64_t work = 0;  // about 100 ns each, for heads of 64
+
+  const Item* item_list() const { return (const Item*)(this + 1); }
+  const Merge* merge_list() const { return (const Merge*)(item_list() + items); }
+  const int32_t* row_list() const { return (const int32_t*)(merge_list() + merges); }
+  const int32_t* order_list() const { return row_list() + rows; }
+  const int32_t* positions() const { return order_list() + order; }
+  size_t size() const { return (const char*)(positions() + tokens) - (const char*)this; }
+};
+
+// Where groups lie among positions.
+struct Blocks {
+  long size, groups;  // tokens and groups of a block
+
+  explicit Blocks(long block_size) : size(block_size), groups((block_size + PANEL - 1) / PANEL) {}
+  long group_of(long token) const { return token / size * groups + token % size / PANEL; }
+  long part_of(long token) const { return group_of(token) / GROUPS; }
+  long first_token(long group) const {
+    return group / groups * size + std::min(group % groups * PANEL, size);
+  }
+  int tokens(long group) const {
+    return (int)std::min<long>(PANEL, size - group % groups * PANEL);
+  }
+};
+
+// ---- The plan ----
+
+struct Sequence {
+  int32_t row, count, length;  // first token, tokens in the step, tokens altogether
+};
+
+class Planner {
+ public:
+  Planner(const int64_t* query_starts, const int64_t* seq_lens, long seqs, Plan plan, int threads)
+      : plan_(plan), blocks_(plan.block_size), group_(plan.heads / plan.kv_heads) {
+    for (long i = 0; i < seqs; i++)
+      sequences_.push_back({(int32_t)query_starts[i],
+                            (int32_t)(query_starts[i + 1] - query_starts[i]),
+                            (int32_t)seq_lens[i]});
+    plan_.tokens = query_starts[seqs];
+    find_runs();
+    long total = 0;
+    for (const Item& run : runs_) total += cost(run.count, run.to - run.from);
+    plan_.work = total * plan_.kv_heads;
+    // Items of about a sixteenth of a thread's share; the results do not depend on it.
+    grain_ = threads > 1 ? std::max<long>(total / (16 * threads), 1) : std::numeric_limits<long>::max();
+    split_runs();
+    std::stable_sort(items_.begin(), items_.end(), [this](const Item& a, const Item& b) {
+      return cost(a.count, a.to - a.from) > cost(b.count, b.to - b.from);
+    });
+    plan_.items = items_.size();
+    plan_.merges = merges_.size();
+    plan_.rows = rows_.size();
+    plan_.order = order_.size();
+  }
+
+  size_t size() const { return plan_.size(); }
+
+  void write(void* to) const {
+    Plan* plan = (Plan*)to;
+    *plan = plan_;
+    std::copy(items_.begin(), items_.end(), (Item*)plan->item_list());
+    std::copy(merges_.begin(), merges_.end(), (Merge*)plan->merge_list());
+    std::copy(rows_.begin(), rows_.end(), (int32_t*)plan->row_list());
+    std::copy(order_.begin(), order_.end(), (int32_t*)plan->order_list());
+    int32_t* positions = (int32_t*)plan->positions();
+    for (const Sequence& sequence : sequences_)
+      for (int i = 0; i < sequence.count; i++)
+        positions[sequence.row + i] = sequence.length - sequence.count + i;
+  }
+
+ private:
+  // Reading keys and values costs about what six rows cost.
+  long cost(long count, long parts) const { return (count * group_ + 6) * parts; }
+
+  long first_part(long position) const {
+    long first = plan_.window ? std::max<long>(position + 1 - plan_.window, 0) : 0;
+    return blocks_.part_of(first);
+  }
+  // Parts all of whose tokens are in a sequence.
+  long whole_parts(const Sequence& sequence) const {
+    return blocks_.group_of(sequence.length) / GROUPS;
+  }
+
+  // The blocks of a part.
+  const int64_t* blocks_of(int seq, long part) const {
+    return plan_.table + seq * plan_.table_stride + part * GROUPS / blocks_.groups;
+  }
+  size_t blocks_size(long part) const {
+    long first = part * GROUPS / blocks_.groups, last = ((part + 1) * GROUPS - 1) / blocks_.groups;
+    return (last - first + 1) * sizeof(int64_t);
+  }
+
+  void add_run(const int* seqs, int count, long from, long to) {
+    runs_.push_back({(int32_t)rows_.size(), count, seqs[0], (int32_t)from, (int32_t)to, -1});
+    for (int i = 0; i < count; i++) rows_.push_back(sequences_[seqs[i]].row);
+  }
+
+  void find_runs() {
+    std::vector<int> singles;
+    for (int i = 0; i < (int)sequences_.size(); i++) {
+      if (sequences_[i].count == 1) singles.push_back(i);
+    }
+    auto first = [this](int seq) { return first_part(sequences_[seq].length - 1); };
+    std::stable_sort(singles.begin(), singles.end(),
+                     [&](int a, int b) { return first(a) < first(b); });
+    for (size_t i = 0, end; i < singles.size(); i = end) {
+      for (end = i; end < singles.size() && first(singles[end]) == first(singles[i]);) end++;
+      divide(singles.data() + i, (int)(end - i), first(singles[i]));
+    }
+    for (int i = 0; i < (int)sequences_.size(); i++) {
+      if (sequences_[i].count > 1) add_chunk(i);
+    }
+  }
+
+  // Add the runs of sequences that have the same blocks before `part`.
+  void divide(int* seqs, int count, long part) {
+    std::sort(seqs, seqs + count, [&](int a, int b) { return before(a, b, part); });
+    for (int i = 0, end; i < count; i = end) {
+      for (end = i + 1; end < count && same(seqs[i], seqs[end], part);) end++;
+      if (end == i + 1) {
+        add_run(seqs + i, 1, part, blocks_.part_of(sequences_[seqs[i]].length - 1) + 1);
+        continue;
+      }
+      long to = part + 1;
+      while (std::all_of(seqs + i + 1, seqs + end,
+                         [&](int seq) { return same(seqs[i], seq, to); }))
+        to++;
+      add_run(seqs + i, end - i, part, to);
+      // Those that end here have no tokens beyond the shared ones.
+      int* rest = std::partition(seqs + i, seqs + end, [&](int seq) {
+        return sequences_[seq].length <= blocks_.first_token(to * GROUPS);
+      });
+      divide(rest, (int)(seqs + end - rest), to);
+    }
+  }
+  bool before(int a, int b, long part) const {
+    bool whole_a = part < whole_parts(sequences_[a]), whole_b = part < whole_parts(sequences_[b]);
+    if (!whole_a || !whole_b) return whole_a != whole_b ? whole_a : a < b;
+    const int64_t *x = blocks_of(a, part), *y = blocks_of(b, part);
+    long count = blocks_size(part) / sizeof(int64_t);
+    for (long i = 0; i < count; i++)
+      if (x[i] != y[i]) return x[i] < y[i];
+    return a < b;
+  }
+  bool same(int a, int b, long part) const {
+    return part < whole_parts(sequences_[a]) && part < whole_parts(sequences_[b]) &&
+           !memcmp(blocks_of(a, part), blocks_of(b, part), blocks_size(part));
+  }
+
+  // Tiles of consecutive queries.
+  void add_chunk(int seq) {
+    const Sequence& sequence = sequences_[seq];
+    int tile = std::max<int>(TILE_ROWS / (int)group_, 4);
+    for (int done = 0; done < sequence.count; done += tile) {
+      int count = std::min(tile, sequence.count - done);
+      long position = sequence.length - sequence.count + done;
+      runs_.push_back({(int32_t)rows_.size(), count, seq, (int32_t)first_part(position),
+                       (int32_t)blocks_.part_of(position + count - 1) + 1, -1});
+      for (int i = 0; i < count; i++) rows_.push_back(sequence.row + done + i);
+    }
+  }
+
+  // Cut runs into items, and collect where the pieces of each row are.
+  void split_runs() {
+    std::vector<std::vector<int32_t>> pieces(plan_.tokens);
+    std::vector<int> runs_of_row(plan_.tokens);
+    for (const Item& run : runs_)
+      for (int i = 0; i < run.count; i++) runs_of_row[rows_[run.first + i]]++;
+    long next = 0;
+    // Runs of a row are in order of their parts.
+    for (const Item& run : runs_) {
+      long parts = std::clamp<long>(grain_ / cost(run.count, 1), 1, run.to - run.from);
+      bool complete = parts == run.to - run.from && runs_of_row[rows_[run.first]] == 1;
+      for (long from = run.from; from < run.to; from += parts) {
+        Item item = run;
+        item.from = (int32_t)from;
+        item.to = (int32_t)std::min<long>(from + parts, run.to);
+        if (!complete) {
+          // Each part is a piece of its own: merging them in order is not associative.
+          item.piece = (int32_t)next;
+          for (int i = 0; i < run.count; i++)
+            for (int part = item.from; part < item.to; part++)
+              pieces[rows_[run.first + i]].push_back((int32_t)next++);
+        }
+        items_.push_back(item);
+      }
+    }
+    plan_.pieces = next;
+    for (int row = 0; row < plan_.tokens; row++) {
+      if (pieces[row].empty()) continue;
+      merges_.push_back({row, (int32_t)order_.size(), (int32_t)pieces[row].size()});
+      order_.insert(order_.end(), pieces[row].begin(), pieces[row].end());
+    }
+  }
+
+  Plan plan_;
+  Blocks blocks_;
+  long group_, grain_ = 0;
+  std::vector<Sequence> sequences_;
+  std::vector<Item> runs_, items_;
+  std::vector<Merge> merges_;
+  std::vector<int32_t> rows_, order_;
+};
+
+// ---- A layer ----
+
+template <class T>
+struct Layout {
+  long head_size, depth;        // elements of a head, and of a query as an operand
+  long panels;                  // of a head
+  size_t key_size, value_size;  // elements of a group of a head
+  Blocks blocks;
+  size_t key_head, value_head, values, block;  // elements from one to the next; where values begin
+
+  Layout(long head_size, long kv_heads, long block_size)
+      : head_size(head_size),
+        depth(sizeof(T) == 2 ? (head_size + 1) / 2 * 2 : head_size),
+        panels((head_size + PANEL - 1) / PANEL),
+        key_size(gemm::panel_size<T>(head_size)),
+        value_size(panels * gemm::panel_size<T>(PANEL)),
+        blocks(block_size),
+        key_head(blocks.groups * key_size),
+        value_head(blocks.groups * value_size),
+        values(kv_heads * key_head),
+        block(kv_heads * (key_head + value_head)) {}
+};
+
+template <class T>
+struct Layer {
+  const T *q, *k, *v;
+  long q_stride, k_stride, v_stride;  // of tokens
+  T *out, *cache;
+  const Plan& plan;
+  Layout<T> layout;
+  float scale;
+
+  long group() const { return plan.heads / plan.kv_heads; }
+  // A result: the weighted sum of values, the maximum, the sum of exponentials.
+  size_t result_size() const { return layout.panels * PANEL + PANEL; }
+};
+
+template <class T>
+void write_token(const Layer<T>& layer, long token) {
+  const Layout<T>& layout = layer.layout;
+  constexpr int PER = sizeof(T) == 2 ? 2 : 1;
+  long slot = layer.plan.slots[token], in_block = slot % layout.blocks.size;
+  long group = in_block / PANEL, lane = in_block % PANEL;
+  T* block = layer.cache + slot / layout.blocks.size * layout.block;
+  for (long head = 0; head < layer.plan.kv_heads; head++) {
+    const T* k = layer.k + token * layer.k_stride + head * layout.head_size;
+    const T* v = layer.v + token * layer.v_stride + head * layout.head_size;
+    T* key = block + head * layout.key_head + group * layout.key_size + lane * PER;
+    T* value = block + layout.values + head * layout.value_head + group * layout.value_size +
+               lane / PER * PER * PANEL + lane % PER;
+    for (long d = 0; d < layout.depth; d++)
+      key[d / PER * PER * PANEL + d % PER] = d < layout.head_size ? k[d] : T{};
+    for (long d = 0; d < layout.panels * PANEL; d++)
+      value[d / PANEL * PANEL * PANEL + d % PANEL * PER] = d < layout.head_size ? v[d] : T{};
+  }
+}
+
+// What a row sees of a part, in lanes of its groups.
+struct Lanes {
+  int from, to;
+};
+
+// Turn scores [groups of `lanes`] into weights, in place, and give their maximum and sum. A NaN
+// stays one.
+__attribute__((noinline)) inline void weigh(float* scores, const Lanes* lanes, int groups,
+                                            float scale, float* maximum_out, float* sum_out) {
+  Floats infinity = splat(std::numeric_limits<float>::infinity());
+  Ints index[PANEL_VECTORS];
+  for (int v = 0; v < PANEL_VECTORS; v++)
+    for (int i = 0; i < LANES; i++) index[v][i] = v * LANES + i;
+  Floats highest = -infinity;
+  for (int g = 0; g < groups; g++)
+    for (int v = 0; v < PANEL_VECTORS; v++) {
+      float* at = scores + g * PANEL + v * LANES;
+      Floats score = load(at) * scale;
+      Ints visible = (index[v] >= lanes[g].from) & (index[v] < lanes[g].to);
+      score = choose(visible, score, -infinity);
+      store(at, score);
+      highest = maximum(score, highest);
+    }
+  float limit = max_lanes(highest);
+  Floats sum[PANEL_VECTORS] = {};
+  for (int g = 0; g < groups; g++)
+    for (int v = 0; v < PANEL_VECTORS; v++) {
+      float* at = scores + g * PANEL + v * LANES;
+      Floats difference = load(at) - limit;
+      Floats weight = choose(difference == difference, exp_negative(difference), difference);
+      Ints visible = (index[v] >= lanes[g].from) & (index[v] < lanes[g].to);
+      weight = choose(visible, weight, Floats{});
+      store(at, weight);
+      sum[v] += weight;
+    }
+  for (int width = PANEL_VECTORS / 2; width; width /= 2)
+    for (int v = 0; v < width; v++) sum[v] += sum[v + width];
+  *maximum_out = limit;
+  *sum_out = sum_lanes(sum[0]);
+}
+
+// A result without a key.
+inline void clear(float* result, size_t size) {
+  std::fill(result, result + size, 0.0f);
+  result[size - PANEL] = -std::numeric_limits<float>::infinity();
+}
+
+// Add the result of a part to that of the parts before it.
+__attribute__((noinline)) inline void merge(float* result, const float* part, size_t size) {
+  size_t width = size - PANEL;
+  float* limits = result + width;
+  const float* added = part + width;
+  if (added[1] == 0.0f) return;  // no key of it is visible
+  // One of the two is multiplied by 1.
+  if (added[0] > limits[0]) {
+    float factor = exp_negative(limits[0] - added[0]);
+    for (size_t i = 0; i < width; i += LANES)
+      store(result + i, load(result + i) * factor + load(part + i));
+    limits[1] = limits[1] * factor + added[1];
+    limits[0] = added[0];
+  } else {
+    float factor = exp_negative(added[0] - limits[0]);
+    for (size_t i = 0; i < width; i += LANES)
+      store(result + i, load(part + i) * factor + load(result + i));
+    limits[1] = added[1] * factor + limits[1];
+  }
+}
+
+template <class T>
+void finish(const Layer<T>& layer, const float* result, long row, long head) {
+  size_t width = layer.result_size() - PANEL;
+  long size = layer.layout.head_size;
+  float factor = 1.0f / result[width + 1];
+  T* out = layer.out + (row * layer.plan.heads + head) * size;
+  for (long i = 0; i < size; i += LANES) {
+    Floats value = load(result + i) * factor;
+    long count = std::min<long>(LANES, size - i);
+    count == LANES ? store(out + i, value) : store_part(out + i, value, (int)count);
+  }
+}
+
+template <class T>
+struct Workspace {
+  Scratch<gemm::Operand<T>> queries;
+  Scratch<float> results;
+  alignas(64) float scores[MAX_ROWS * PART];
+  alignas(64) gemm::Operand<T> weights[MAX_ROWS * PART];
+  Scratch<T> edges;
+  Scratch<float> partials;
+};
+
+// A part of a sequence's keys and values of one head.
+template <class T>
+struct Part {
+  const T *keys[GROUPS], *values[GROUPS];
+  long token[GROUPS];  // first of each group
+  int tokens[GROUPS];
+};
+
+template <class T>
+INLINE const gemm::Operand<T>* as_operands(const float* weights, gemm::Operand<T>* to, int count) {
+  if constexpr (std::is_same_v<gemm::Operand<T>, float>) {
+    return weights;
+  } else {
+    for (int i = 0; i < count; i += LANES) store(to + i, load(weights + i));
+    return to;
+  }
+}
+
+template <int R, int N, class T>
+INLINE void score_groups(const gemm::Operand<T>* q, const Layout<T>& layout, const T* const* keys,
+                         float* scores) {
+  constexpr int V = N * PANEL_VECTORS;
+  const T* weights[V];
+  for (int v = 0; v < V; v++)
+    weights[v] = keys[v / PANEL_VECTORS] + (v % PANEL_VECTORS) * LANES * (4 / sizeof(T));
+  Floats sums[R][V] = {};
+  gemm::multiply<R, V>(q, layout.depth, weights, (int)layout.depth, sums);
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) store(scores + r * PART + v * LANES, sums[r][v]);
+}
+
+template <int R, int N, class T>
+INLINE void sum_values(const gemm::Operand<T>* weights, const T* const* values, int groups,
+                       long panel, float* const* results) {
+  constexpr int V = N * PANEL_VECTORS;
+  Floats sums[R][V] = {};
+  for (int g = 0; g < groups; g++) {
+    const T* at[V];
+    for (int v = 0; v < V; v++)
+      at[v] = values[g] + (panel + v / PANEL_VECTORS) * gemm::panel_size<T>(PANEL) +
+              (v % PANEL_VECTORS) * LANES * (4 / sizeof(T));
+    gemm::multiply<R, V>(weights + g * PANEL, (long)PART, at, PANEL, sums);
+  }
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) store(results[r] + panel * PANEL + v * LANES, sums[r][v]);
+}
+
+constexpr int at_once(int rows) {
+  int groups = SUMS / (rows * PANEL_VECTORS);
+  return groups >= 4 ? 4 : groups >= 2 ? 2 : 1;
+}
+
+// Compute the results of R rows (of `rows` that count) over groups of a part.
+template <int R, class T>
+__attribute__((noinline)) void attend_rows(const Layout<T>& layout, const gemm::Operand<T>* q,
+                                           const T* const* keys, const T* const* values,
+                                           const Lanes (*lanes)[GROUPS], int groups, int rows,
+                                           float scale, Workspace<T>& work,
+                                           float* const* results) {
+  constexpr int N = at_once(R);
+  float* scores = work.scores;
+  int g = 0;
+  for (; g + N <= groups; g += N)
+    score_groups<R, N, T>(q, layout, keys + g, scores + g * PANEL);
+  if constexpr (N > 1)
+    for (; g < groups; g++) score_groups<R, 1, T>(q, layout, keys + g, scores + g * PANEL);
+  for (int r = 0; r < rows; r++) {
+    float* limits = results[r] + layout.panels * PANEL;
+    weigh(scores + r * PART, lanes[r], groups, scale, limits, limits + 1);
+  }
+  const gemm::Operand<T>* weights = as_operands<T>(scores, work.weights, R * PART);
+  long panel = 0;
+  for (; panel + N <= layout.panels; panel += N)
+    sum_values<R, N, T>(weights, values, groups, panel, results);
+  if constexpr (N > 1)
+    for (; panel < layout.panels; panel++)
+      sum_values<R, 1, T>(weights, values, groups, panel, results);
+}
+
+template <class T>
+void attend_tile(const Layout<T>& layout, const gemm::Operand<T>* q, const T* const* keys,
+                 const T* const* values, const Lanes (*lanes)[GROUPS], int groups, int rows,
+                 float scale, Workspace<T>& work, float* const* results) {
+  auto run = [&](auto attend) {
+    attend(layout, q, keys, values, lanes, groups, rows, scale, work, results);
+  };
+  // Rows that are missing to the next size are computed and dropped.
+  if (rows == 1) return run(attend_rows<1, T>);
+  if (rows == 2) return run(attend_rows<2, T>);
+  if constexpr (MAX_ROWS > 2) {
+    if (rows == 3) return run(attend_rows<3, T>);
+    if (rows == 4) return run(attend_rows<4, T>);
+    if (rows <= 6) return run(attend_rows<6, T>);
+  }
+  if constexpr (MAX_ROWS > 6) {
+    if (rows <= 8) return run(attend_rows<8, T>);
+    run(attend_rows<12, T>);
+  }
+}
+
+// Copy a group of values of a head; tokens outside of `lanes` become 0.
+template <class T>
+void copy_visible(const Layout<T>& layout, const T* from, Lanes lanes, T* to) {
+  constexpr int PER = sizeof(T) == 2 ? 2 : 1;
+  for (size_t i = 0; i < layout.value_size; i++) {
+    int token = (int)(i % (PANEL * PANEL) / (PER * PANEL)) * PER + (int)(i % PER);
+    to[i] = token >= lanes.from && token < lanes.to ? from[i] : T{};
+  }
+}
+
+// Attends the queries of an item with one head of keys.
+template <class T>
+class Attended {
+ public:
+  Attended(const Layer<T>& layer, const Item& item, long kv_head, float* pieces,
+           Workspace<T>& work)
+      : layer_(layer),
+        layout_(layer.layout),
+        item_(item),
+        kv_head_(kv_head),
+        group_((int)layer.group()),
+        count_(item.count * group_),
+        pieces_(pieces),
+        work_(work) {}
+
+  void run() {
+    long padded = (count_ + MAX_ROWS) / MAX_ROWS * MAX_ROWS + MAX_ROWS;
+    queries_ = work_.queries.get(padded * layout_.depth);
+    for (int i = 0; i < padded; i++) take_query(i);
+    size_t size = layer_.result_size();
+    results_ = work_.results.get(count_ * size);
+    for (int i = 0; i < count_; i++) clear(results_ + i * size, size);
+    partials_ = work_.partials.get(MAX_ROWS * size);
+    edges_ = work_.edges.get(GROUPS * layout_.value_size);
+    for (long part = item_.from; part < item_.to; part++) attend_part(part);
+    if (item_.piece >= 0) return;
+    for (int i = 0; i < count_; i++)
+      finish(layer_, results_ + i * size, row(i), kv_head_ * group_ + i % group_);
+  }
+
+ private:
+  long row(int i) const { return layer_.plan.row_list()[item_.first + i / group_]; }
+
+  void take_query(int i) {
+    gemm::Operand<T>* to = queries_ + i * layout_.depth;
+    if (i >= count_) {
+      std::fill(to, to + layout_.depth, gemm::Operand<T>{});
+      return;
+    }
+    const T* from = layer_.q + row(i) * layer_.q_stride +
+                    (kv_head_ * group_ + i % group_) * layout_.head_size;
+    long d = 0;
+    for (; d + LANES <= layout_.head_size; d += LANES) store(to + d, load(from + d));
+    for (; d < layout_.head_size; d++) store_one(to + d, to_float(from[d]));
+    for (; d < layout_.depth; d++) store_one(to + d, 0.0f);
+  }
+
+  // The lanes of a group that positions from `from` to `to` are in.
+  Lanes lanes(int g, long from, long to) const {
+    long first = part_.token[g];
+    int end = (int)std::clamp<long>(to + 1 - first, 0, part_.tokens[g]);
+    return {(int)std::clamp<long>(from - first, 0, end), end};
+  }
+
+  void find_part(long part) {
+    const Blocks& blocks = layout_.blocks;
+    const int64_t* table = layer_.plan.table + item_.seq * layer_.plan.table_stride;
+    for (int g = 0; g < GROUPS; g++) {
+      long group = part * GROUPS + g, in_block = group % blocks.groups;
+      part_.token[g] = blocks.first_token(group);
+      part_.tokens[g] = blocks.tokens(group);
+      if (part_.token[g] > last_) continue;  // the table may end here
+      const T* block = layer_.cache + table[group / blocks.groups] * layout_.block;
+      part_.keys[g] = block + kv_head_ * layout_.key_head + in_block * layout_.key_size;
+      part_.values[g] =
+          block + layout_.values + kv_head_ * layout_.value_head + in_block * layout_.value_size;
+    }
+  }
+
+  long oldest(long position) const {
+    return layer_.plan.window ? std::max<long>(position + 1 - layer_.plan.window, 0) : 0;
+  }
+
+  void attend_part(long part) {
+    const int32_t* positions = layer_.plan.positions();
+    last_ = 0;
+    first_ = std::numeric_limits<long>::max();
+    for (int i = 0; i < item_.count; i++) {
+      long position = positions[layer_.plan.row_list()[item_.first + i]];
+      last_ = std::max(last_, position);
+      first_ = std::min(first_, oldest(position));
+    }
+    find_part(part);
+    // Values that no query of the item sees may be anything, also NaN, which 0 times it is too.
+    for (int g = 0; g < GROUPS && part_.token[g] <= last_; g++) {
+      Lanes seen = lanes(g, first_, last_);
+      if (seen.to - seen.from == PANEL || seen.from == seen.to) continue;
+      T* copy = edges_ + g * layout_.value_size;
+      copy_visible(layout_, part_.values[g], seen, copy);
+      part_.values[g] = copy;
+    }
+    for (int i = 0; i < count_; i += MAX_ROWS)
+      attend_rows_of(part, i, std::min(MAX_ROWS, count_ - i));
+  }
+
+  void attend_rows_of(long part, int first, int rows) {
+    size_t size = layer_.result_size();
+    Lanes lanes_of[MAX_ROWS][GROUPS];
+    long from = std::numeric_limits<long>::max(), to = 0;
+    for (int r = 0; r < rows; r++) {
+      long position = layer_.plan.positions()[row(first + r)];
+      to = std::max(to, position);
+      from = std::min(from, oldest(position));
+    }
+    int begin = 0, end = GROUPS;
+    while (end > 0 && part_.token[end - 1] > to) end--;
+    while (begin < end && part_.token[begin] + part_.tokens[begin] <= from) begin++;
+    float* results[MAX_ROWS];
+    for (int r = 0; r < MAX_ROWS; r++) {
+      results[r] = partials_ + r * size;
+      if (r >= rows) continue;
+      long position = layer_.plan.positions()[row(first + r)];
+      for (int g = begin; g < end; g++)
+        lanes_of[r][g - begin] = lanes(g, oldest(position), position);
+      if (item_.piece >= 0) results[r] = piece(part, first + r);
+    }
+    if (begin == end) {
+      if (item_.piece >= 0)
+        for (int r = 0; r < rows; r++) clear(results[r], size);
+      return;
+    }
+    attend_tile<T>(layout_, queries_ + first * layout_.depth, part_.keys + begin,
+                   part_.values + begin, lanes_of, end - begin, rows, layer_.scale, work_, results);
+    if (item_.piece < 0)
+      for (int r = 0; r < rows; r++) merge(results_ + (first + r) * size, results[r], size);
+  }
+
+  float* piece(long part, int i) const {
+    long index = item_.piece + (long)(i / group_) * (item_.to - item_.from) + part - item_.from;
+    long head = kv_head_ * group_ + i % group_;
+    return pieces_ + (index * layer_.plan.heads + head) * layer_.result_size();
+  }
+
+  const Layer<T>& layer_;
+  const Layout<T>& layout_;
+  const Item& item_;
+  long kv_head_;
+  int group_, count_;  // query heads of the key head; rows: queries times these heads
+  float* pieces_;
+  Workspace<T>& work_;
+  gemm::Operand<T>* queries_ = nullptr;
+  float *results_ = nullptr, *partials_ = nullptr;
+  T* edges_ = nullptr;
+  Part<T> part_;
+  long first_ = 0, last_ = 0;  // the oldest and the newest position that a query of the item sees
+};
+
+template <class T>
+void attend(const T* q, long q_stride, const T* k, long k_stride, const T* v, long v_stride, T* out,
+            T* cache, const Plan* plan, long head_size, float scale, int threads) {
+  static thread_local Workspace<T> work;
+  static thread_local Scratch<float> scratch;
+  Layer<T> layer{q,   k,     v,     q_stride,
+                 k_stride, v_stride, out, cache,
+                 *plan, Layout<T>(head_size, plan->kv_heads, plan->block_size), scale};
+  for_each_item(threads, plan->tokens, [&](long token) { write_token(layer, token); });
+  float* pieces = scratch.get(plan->pieces * plan->heads * layer.result_size() + 1);
+  for_each_item(threads, plan->items * plan->kv_heads, [&](long index) {
+    Attended<T>(layer, plan->item_list()[index / plan->kv_heads], index % plan->kv_heads, pieces,
+                work)
+        .run();
+  });
+  for_each_item(threads, plan->merges, [&](long index) {
+    const Merge& merged = plan->merge_list()[index];
+    size_t size = layer.result_size();
+    float* result = work.results.get(size);
+    for (long head = 0; head < plan->heads; head++) {
+      clear(result, size);
+      for (int i = 0; i < merged.count; i++) {
+        long piece = plan->order_list()[merged.first + i];
+        merge(result, pieces + (piece * plan->heads + head) * size, size);
+      }
+      finish(layer, result, merged.row, head);
+    }
+  });
+}
+
+}  // namespace attention

@@ -1,0 +1,262 @@
+"""Paged attention in C++ equals its twin, and a query's result is the same in any step."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
+from support.searching import examples
+
+from hardpoint.builtin_plugins.attention.native_cpu import NativeAttention
+from hardpoint.kernels import cpu
+from hardpoint.kernels.twins import PagedSequences, paged_attention
+from hardpoint.plugins import AttentionContext, AttentionStep, KVSpec, ModelError
+
+NUM_TOKENS = 6000
+"""Of a cache, about."""
+
+
+def available() -> list[str]:
+    """Return the instruction sets that this machine can run."""
+    plain = cpu.load("plain")
+    return [path for path in cpu.PATHS if plain.supports(path)]
+
+
+@pytest.fixture(params=available())
+def library(request, monkeypatch) -> cpu.Library:
+    """The kernels of each instruction set, for whatever loads them."""
+    library = cpu.load(request.param)
+    monkeypatch.setattr(cpu, "load", lambda: library)
+    return library
+
+
+def build(dtype: torch.dtype, block_size: int) -> NativeAttention:
+    return NativeAttention(
+        AttentionContext(
+            name="native_cpu",
+            options=NativeAttention.Options(),
+            device=torch.device("cpu"),
+            dtype=dtype,
+            block_size=block_size,
+        )
+    )
+
+
+@dataclass
+class Sequence:
+    """A sequence's queries, keys and values, and how far it is."""
+
+    qkv: list[torch.Tensor]
+    blocks: list[int] = field(default_factory=list)
+    done: int = 0
+
+    def __len__(self) -> int:
+        return len(self.qkv[0])
+
+
+class Runner:
+    """Attends sequences in steps, with shuffled blocks that held NaN before."""
+
+    def __init__(self, spec: KVSpec, dtype: torch.dtype, block_size: int, seed: int) -> None:
+        self.spec, self.block_size = spec, block_size
+        self.backend = build(dtype, block_size)
+        self.num_blocks = NUM_TOKENS // block_size + 20
+        self.cache = self.backend.allocate(spec, self.num_blocks).fill_(torch.nan)
+        self.free = random.Random(seed).sample(range(self.num_blocks), self.num_blocks)
+
+    def step(self, counts: list[tuple[Sequence, int]]) -> tuple[torch.Tensor, PagedSequences]:
+        """Compute so many tokens more of each; return the outputs and the step."""
+        counts.sort(key=lambda item: item[1] != 1)
+        slots, size = [], self.block_size
+        for sequence, count in counts:
+            end = sequence.done + count
+            while len(sequence.blocks) * size < end:
+                sequence.blocks.append(self.free.pop())
+            slots += [
+                sequence.blocks[p // size] * size + p % size for p in range(sequence.done, end)
+            ]
+        width = max(len(sequence.blocks) for sequence, _ in counts)
+        table = [[*s.blocks, *[0] * (width - len(s.blocks))] for s, _ in counts]
+        step = AttentionStep(
+            query_starts=np.cumsum([0, *(count for _, count in counts)]),
+            seq_lens=np.array([s.done + count for s, count in counts]),
+            num_single=sum(count == 1 for _, count in counts),
+            block_table=torch.tensor(table),
+            slots=torch.tensor(slots),
+            block_size=size,
+        )
+        qkv = [
+            torch.cat([s.qkv[i][s.done : s.done + count] for s, count in counts]) for i in range(3)
+        ]
+        out = self.backend.attend(self.spec, self.cache, self.backend.plan(step), *qkv)
+        for sequence, count in counts:
+            sequence.done += count
+        paged = PagedSequences(
+            [count for _, count in counts],
+            [s.done for s, _ in counts],
+            [s.blocks for s, _ in counts],
+        )
+        return out, paged
+
+
+def random_sequence(spec: KVSpec, length: int, dtype: torch.dtype, seed: int) -> Sequence:
+    generator = torch.Generator().manual_seed(seed)
+    heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    return Sequence(
+        [torch.randn(length, n, spec.head_size, generator=generator).to(dtype) for n in heads]
+    )
+
+
+@examples(20, suppress_health_check=list(HealthCheck))
+@given(
+    heads=st.sampled_from([(1, 1), (2, 1), (3, 1), (8, 2), (10, 2), (7, 1), (39, 3)]),
+    head_size=st.sampled_from([1, 2, 15, 16, 17, 40, 64, 80]),
+    block_size=st.sampled_from([2, 3, 8, 16, 20, 32, 150]),
+    window=st.sampled_from([None, None, 1, 7, 16, 129, 140]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    chunks=st.lists(
+        st.lists(st.sampled_from([0, 1, 1, 2, 5, 33, 150]), min_size=3, max_size=3),
+        min_size=1,
+        max_size=4,
+    ),
+    shares=st.booleans(),
+)
+def test_any_step_equals_the_twin(
+    library, heads, head_size, block_size, window, dtype, chunks, shares
+) -> None:
+    spec = KVSpec(*heads, head_size, head_size**-0.5, window)
+    runner = Runner(spec, dtype, block_size, seed=0)
+    shape = (runner.num_blocks, block_size, spec.num_kv_heads, head_size)
+    cache = tuple(torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
+    sequences = [random_sequence(spec, 600, dtype, seed) for seed in range(3)]
+    for index, counts in enumerate(chunks):
+        given_counts = [(s, n) for s, n in zip(sequences, counts, strict=True) if n]
+        if not given_counts:
+            continue
+        starts = {id(s): s.done for s, _ in given_counts}
+        out, paged = runner.step(given_counts)
+        qkv = [
+            torch.cat([s.qkv[i][starts[id(s)] : s.done] for s, _ in given_counts]) for i in range(3)
+        ]
+        expected = paged_attention(tuple(qkv), cache, paged, spec.scale, window)
+        limit = 0.02 if dtype == torch.bfloat16 else 1e-5
+        assert (out.float() - expected).abs().nan_to_num(torch.inf).max() < limit
+        if shares and not index:
+            # The other sequences go on behind the blocks of the first one.
+            for other in sequences[1:]:
+                whole = sequences[0].done // block_size
+                other.blocks, other.done = sequences[0].blocks[:whole], whole * block_size
+
+
+SHARED = (0, 300, 300, 150, 270, 300)
+"""How many first tokens of a common beginning each sequence of a schedule has."""
+OWN = (400, 40, 20, 30, 6, 1)
+
+
+def schedule_sequences(spec: KVSpec, dtype: torch.dtype) -> list[Sequence]:
+    beginning = random_sequence(spec, max(SHARED), dtype, seed=1)
+    return [
+        Sequence(
+            [
+                torch.cat((first[:shared], rest))
+                for first, rest in zip(
+                    beginning.qkv, random_sequence(spec, own, dtype, seed).qkv, strict=True
+                )
+            ]
+        )
+        for seed, (shared, own) in enumerate(zip(SHARED, OWN, strict=True), 10)
+    ]
+
+
+def run_schedule(
+    runner: Runner, sequences: list[Sequence], rng: random.Random
+) -> list[torch.Tensor]:
+    """Compute sequences in random steps; return their outputs, NaN where none was computed."""
+    outputs = [torch.full_like(s.qkv[0], torch.nan) for s in sequences]
+    torch.set_num_threads(rng.choice([1, 2, 3]))
+    while unfinished := [i for i, s in enumerate(sequences) if s.done < len(s)]:
+        counts = []
+        for index in rng.sample(unfinished, rng.randint(1, len(unfinished))):
+            sequence = sequences[index]
+            if rng.random() < 0.05:  # preempted
+                sequence.done, sequence.blocks = 0, []
+            if not sequence.done and rng.random() < 0.8:
+                reuse_blocks(runner, sequences, index, rng)
+            longest = min(rng.choice([1, 1, 17, 128, 500]), len(sequence) - sequence.done)
+            counts.append((sequence, rng.randint(1, longest)))
+        out, _ = runner.step(counts)
+        for (sequence, count), part in zip(counts, out.split([n for _, n in counts]), strict=True):
+            index = next(i for i, other in enumerate(sequences) if other is sequence)
+            outputs[index][sequence.done - count : sequence.done] = part
+    return outputs
+
+
+def reuse_blocks(runner: Runner, sequences: list[Sequence], index: int, rng: random.Random) -> None:
+    """Let a sequence go on behind the blocks of another one with the same beginning."""
+    other = rng.choice([i for i in range(len(sequences)) if i != index])
+    common = min(SHARED[index], SHARED[other], sequences[other].done)
+    blocks = common // runner.block_size
+    sequences[index].blocks = sequences[other].blocks[:blocks]
+    sequences[index].done = blocks * runner.block_size
+
+
+@pytest.fixture
+def threads():
+    """Restore the number of threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def assert_invariant(
+    dtype: torch.dtype, window: int | None, block_size: int, heads: tuple[int, int], seed: int
+) -> None:
+    spec = KVSpec(*heads, 24, 0.3, window)
+    alone = schedule_sequences(spec, dtype)
+    expected = [Runner(spec, dtype, block_size, seed).step([(s, len(s))])[0] for s in alone]
+    runner, rng = Runner(spec, dtype, block_size, seed), random.Random(seed)
+    got = run_schedule(runner, schedule_sequences(spec, dtype), rng)
+    for out, reference in zip(got, expected, strict=True):
+        computed = ~out.isnan()
+        assert torch.equal(out[computed], reference[computed])
+
+
+CASES = [
+    (torch.bfloat16, None, 16, (6, 2)),
+    (torch.bfloat16, 150, 16, (3, 1)),
+    (torch.float32, None, 32, (4, 4)),
+    (torch.float32, 70, 8, (5, 1)),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_query_has_the_same_result_in_any_step(library, threads, case) -> None:
+    assert_invariant(*case, seed=0)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", CASES)
+def test_a_query_has_the_same_result_in_many_schedules(library, threads, case) -> None:
+    for seed in range(100):
+        assert_invariant(*case, seed)
+
+
+def test_a_dtype_without_kernels_is_an_error() -> None:
+    with pytest.raises(
+        ModelError, match="attention.use: 'native_cpu' computes in bfloat16, float32"
+    ):
+        build(torch.float16, 16)
+
+
+def test_missing_kernels_are_an_error(monkeypatch) -> None:
+    def unavailable() -> None:
+        raise cpu.KernelsUnavailableError("the processor has no avx2")
+
+    monkeypatch.setattr(cpu, "load", unavailable)
+    with pytest.raises(ModelError, match="'native_cpu' cannot be used: the processor has no avx2"):
+        build(torch.bfloat16, 16)

@@ -112,7 +112,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
-    eos_token_ids: list[int] = []
+    eos_token_ids: Sequence[int] = ()
     plugin_args: dict[str, dict[str, Any]] = {}
     arrival_time: float = 0.0
     priority: int = 0
@@ -122,7 +122,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
     timeout: float | None = None
     cache_salt: str | None = None
     lora: LoRARequest | None = None
-    features: list[MultiModalFeature] = []
+    features: Sequence[MultiModalFeature] = ()
     kv_transfer_params: dict[str, Any] | None = None
     external_req_id: str | None = None
     data_parallel_rank: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,8 +60,8 @@ class LiveRequest(Request):
         room = params.max_tokens if params.max_tokens is not None else max_model_len
         self.max_total_tokens = min(self.num_prompt_tokens + room, max_model_len)
         self._min_total_tokens = self.num_prompt_tokens + params.min_tokens
-        self._eos_token_ids = frozenset(source.eos_token_ids)
-        self._stop_token_ids = frozenset(source.stop_token_ids)
+        self._eos_token_ids = _token_set(tuple(source.eos_token_ids))
+        self._stop_token_ids = _token_set(tuple(source.stop_token_ids))
         self._repetition = params.repetition_detection
 
     def record_event(self, event: EngineCoreEventType, now: float) -> None:
@@ -92,6 +93,12 @@ class LiveRequest(Request):
     def stop_reason(self, token: int) -> int | None:
         """Return the token that stopped the request; None if it was an end-of-sequence token."""
         return None if token in self._eos_token_ids else token
+
+
+@functools.lru_cache(maxsize=64)
+def _token_set(token_ids: tuple[int, ...]) -> frozenset[int]:
+    """Return the same set for equal ids: most requests have the model's own, and may be many."""
+    return frozenset(token_ids)
 
 
 def has_repetition(tokens: Sequence[int], detection: RepetitionDetection) -> bool:

@@ -8,7 +8,6 @@ from typing import Annotated
 from hardpoint import plugins
 from hardpoint.plugins import (
     ConfigError,
-    EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
@@ -152,11 +151,11 @@ class DefaultScheduler(Scheduler):
         """Finish requests, or all of them (None); return their last outputs by client index."""
         tracker = self._tracker
         ids = list(tracker.requests) if request_ids is None else request_ids
-        outputs: list[tuple[int, EngineCoreOutput]] = []
-        for request_id in ids:
-            request = tracker.requests.get(request_id)
-            if request is not None:
-                outputs.append((request.client_index, tracker.finish_now(request, reason)))
+        outputs = (
+            (request.client_index, tracker.finish_now(request, reason))
+            for request_id in ids
+            if (request := tracker.requests.get(request_id)) is not None
+        )
         return tracker.group_by_client(outputs, self.context.clock())
 
     def num_unfinished_requests(self) -> int:

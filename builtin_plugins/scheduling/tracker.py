@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from hardpoint.plugins import (
     EngineCoreEventType,
@@ -233,7 +233,7 @@ class RequestTracker:
         return True
 
     def group_by_client(
-        self, outputs: list[tuple[int, EngineCoreOutput]], now: float
+        self, outputs: Iterable[tuple[int, EngineCoreOutput]], now: float
     ) -> dict[int, EngineCoreOutputs]:
         """Return outputs and finished ids by client index."""
         result: dict[int, EngineCoreOutputs] = {}
@@ -286,12 +286,13 @@ class RequestTracker:
         self, request: LiveRequest, output: EngineCoreOutput, *, loading: bool
     ) -> None:
         """Free the blocks, or keep them in `pending_free` while a connector transfers them."""
-        saving = False
         connector = self.context.connector
-        if connector is not None:
-            saving, params = connector.request_finished(request, self.cache.block_ids(request))
-            if params is not None:
-                output.kv_transfer_params = dict(params)
+        if connector is None:
+            self.cache.free(request)
+            return
+        saving, params = connector.request_finished(request, self.cache.block_ids(request))
+        if params is not None:
+            output.kv_transfer_params = dict(params)
         transfers = {name for name, active in ((LOAD, loading), (SAVE, saving)) if active}
         if transfers:
             self.pending_free[request.request_id] = (request, transfers)

@@ -66,29 +66,38 @@ class ByteStream:
     never form a character.
     """
 
+    # Most requests never need the decoder, and a hundred thousand of them may wait.
+
     def __init__(self, texts: TokenTexts, prompt: Sequence[int]) -> None:
         """Start after the prompt; a character that is incomplete there belongs to the output."""
         self._texts = texts
-        self._decoder = _Utf8Decoder("replace")
+        self._decoder: codecs.IncrementalDecoder | None = None  # while a character is incomplete
+        self._pending: list[str] | None = None  # with a decoder: text since the last final one
+        if prompt and texts[prompt[-1]]:  # nothing is incomplete after a token of whole characters
+            return
+        decoder = _Utf8Decoder("replace")
         for token_id in prompt[-_PRIMING_TOKENS:]:
-            self._decoder.decode(texts.bytes_of(token_id))
-        self._incomplete = self._is_incomplete()
-        self._pending: list[str] = []  # text of tokens since the last final one
+            decoder.decode(texts.bytes_of(token_id))
+        if _is_incomplete(decoder):
+            self._decoder, self._pending = decoder, []
 
     def step(self, token_id: int) -> str | None:
         """Decode one token; return the text that became final, None if none did."""
-        if not self._incomplete and (text := self._texts[token_id]) is not None:
-            return text
-        self._pending.append(self._decoder.decode(self._texts.bytes_of(token_id)))
-        self._incomplete = self._is_incomplete()
-        if self._incomplete:
+        decoder, pending = self._decoder, self._pending
+        if decoder is None or pending is None:
+            if (text := self._texts[token_id]) is not None:
+                return text
+            decoder, pending = _Utf8Decoder("replace"), []
+            self._decoder, self._pending = decoder, pending
+        pending.append(decoder.decode(self._texts.bytes_of(token_id)))
+        if _is_incomplete(decoder):
             return None
-        text = "".join(self._pending)
-        self._pending.clear()
-        return text
+        self._decoder = self._pending = None
+        return "".join(pending)
 
-    def _is_incomplete(self) -> bool:
-        return bool(self._decoder.getstate()[0])
+
+def _is_incomplete(decoder: codecs.IncrementalDecoder) -> bool:
+    return bool(decoder.getstate()[0])
 
 
 class TokenStream:

@@ -280,7 +280,9 @@ class StepRunner:
         outputs = self._scheduler.finish_requests(request_ids, FinishReason.ABORT)
         for message in outputs.values():
             ended = {output.request_id for output in message.outputs}
-            message.finished_requests = ended | (message.finished_requests or set())
+            if message.finished_requests:
+                ended |= message.finished_requests
+            message.finished_requests = ended
         return self._with_stats(outputs)
 
     def flush(self) -> list[Outputs]:

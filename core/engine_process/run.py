@@ -37,6 +37,9 @@ from .transport import EngineIO
 
 _log = logging.getLogger("hardpoint")
 
+_FULL_COLLECTION_AFTER = 1000
+"""Collections of the middle generation; Python's own number is 10."""
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -172,6 +175,9 @@ def _serve(
     io = EngineIO(identity, addresses, queues, check, hash_prompt=built.core.hash_prompt)
     gc.collect()
     gc.freeze()  # these objects live as long as the engine
+    # A full collection visits every request that waits, which stops all others; cycles of garbage
+    # are found by the collections of young objects, but for those that live long.
+    gc.set_threshold(*gc.get_threshold()[:2], _FULL_COLLECTION_AFTER)
     io.start(_ready(spec, built))
     try:
         loop.run()

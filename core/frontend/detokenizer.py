@@ -26,17 +26,17 @@ class Detokenizer:
         """The prompt's end decides how the first token reads."""
         self._tokenizer = tokenizer
         self._skip = params.skip_special_tokens
-        stream = tokenizer.decode_stream(prompt_token_ids, skip_special_tokens=self._skip)
-        self._step = stream.step
+        self._stream = tokenizer.decode_stream(prompt_token_ids, skip_special_tokens=self._skip)
         self._stops = params.stop_strings
         self._keep_stop = params.include_stop_str_in_output
         self._delta = params.output_kind is RequestOutputKind.DELTA
         self._num_tokens, self._min_tokens = 0, params.min_tokens
         longest = max(map(len, self._stops), default=0)
         self._lookback = max(longest - 1, 0)  # characters that a stop string may begin in
-        self._pieces: list[str] = []  # not yet output; all of the text, unless outputs are deltas
+        # Lists are made on use: a hundred thousand requests may wait.
+        self._pieces: list[str] | None = None  # not yet output; of deltas, else all of the text
         self._tail = ""
-        self._pending: list[int] = []  # tokens without text so far
+        self._pending: list[int] | None = None  # tokens without text so far
         self.stop_string: str | None = None
 
     def update(self, token_ids: Sequence[int], *, ended_by_token: bool) -> int | None:
@@ -58,7 +58,7 @@ class Detokenizer:
         self._num_tokens += len(token_ids)
         if ended_by_token and not self._keep_stop:
             token_ids = token_ids[:-1]
-        step, pending = self._step, self._pending
+        step = self._stream.step
         for count, token in enumerate(token_ids, start=1):
             try:
                 piece = step(token)
@@ -70,29 +70,34 @@ class Detokenizer:
                     "step", f"returned {shown(piece)}, expected text or None"
                 )
             if piece:
-                if pending:
-                    pending.clear()
-                self._pieces.append(piece)
+                self._pending = None
+                if self._pieces is None:
+                    self._pieces = [piece]
+                else:
+                    self._pieces.append(piece)
                 if self._stops and self._find_stop(piece, before + count):
                     return count
+            elif self._pending is None:
+                self._pending = [token]
             else:
-                pending.append(token)
+                self._pending.append(token)
         return None
 
     def finish(self) -> None:
         """Add the text of tokens that never became whole characters."""
         if self._pending and self.stop_string is None:
             piece = self._tokenizer.decode(self._pending, skip_special_tokens=self._skip)
-            self._pending.clear()
-            self._pieces.append(piece)
+            self._pending = None
+            self._pieces = [*(self._pieces or ()), piece]
             if self._stops:
                 self._find_stop(piece, self._num_tokens)
 
     def resume(self, prompt_token_ids: Sequence[int]) -> None:
         """Continue after a further part of the prompt; its end decides how a token reads."""
-        stream = self._tokenizer.decode_stream(prompt_token_ids, skip_special_tokens=self._skip)
-        self._step = stream.step
-        self._pending.clear()
+        self._stream = self._tokenizer.decode_stream(
+            prompt_token_ids, skip_special_tokens=self._skip
+        )
+        self._pending = None
         self._tail = ""
         self.stop_string = None
 
@@ -102,12 +107,14 @@ class Detokenizer:
         All of it, or, where outputs are deltas, the part that was not returned before.
         """
         pieces = self._pieces
+        if pieces is None:
+            return ""
         text = pieces[0] if len(pieces) == 1 else "".join(pieces)
         held = ""
         if self._lookback and not (finished or self._keep_stop):
             held = text[-self._lookback :]
         if self._delta:
-            self._pieces = [held] if held else []
+            self._pieces = [held] if held else None
         elif len(pieces) > 1:
             self._pieces = [text]
         return text[: len(text) - len(held)] if held else text
@@ -130,6 +137,6 @@ class Detokenizer:
         end, self.stop_string = found
         if not self._keep_stop:
             end -= len(self.stop_string)
-        text = "".join(self._pieces)
+        text = "".join(self._pieces or ())
         self._pieces = [text[: len(text) - (len(window) - end)]]
         return True

@@ -77,7 +77,8 @@ class InputProcessor:
         self._max_model_len = max_model_len
         self._in_process = in_process
         self._arguments = arguments
-        self._eos_token_ids = sorted({*model_config.eos_token_ids, *tokenizer.eos_token_ids})
+        eos = {*model_config.eos_token_ids, *tokenizer.eos_token_ids}
+        self._eos_token_ids = tuple(sorted(eos))
         self._random = random.Random(seed) if seed is not None else random.SystemRandom()
         self._default_params: SamplingParams | None = None
 
@@ -115,12 +116,11 @@ class InputProcessor:
         times = (extras.arrival_time, given.arrival_time, arrival_time)
         token_ids = self._tokens(given, token_ids)
         params = self._completed(params, len(token_ids))
-        eos = [] if params.ignore_eos else self._eos_token_ids
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
             params=params,
-            eos_token_ids=list(eos),
+            eos_token_ids=() if params.ignore_eos else self._eos_token_ids,
             arrival_time=next(time for time in times if time is not None),
             priority=extras.priority,
             timeout=extras.timeout,

@@ -60,8 +60,9 @@ class OutputProcessor:
         self._statistics = statistics
         self._stream_interval = stream_interval
         self._states: dict[str, _State] = {}
-        self._by_parent: dict[str, list[str]] = {}
-        self._by_external: dict[str, list[str]] = {}
+        # Sets in order. A prompt's only completion has the id of the prompt, so it is in no table.
+        self._by_parent: dict[str, dict[str, None]] = {}
+        self._by_external: dict[str, dict[str, None]] = {}
 
     def add_request(
         self,
@@ -88,8 +89,9 @@ class OutputProcessor:
         if self._statistics is not None:
             state.figures = RequestFigures(request, arrived)
         self._states[request_id] = state
-        self._by_parent.setdefault(parent.internal_id, []).append(request_id)
-        self._by_external.setdefault(parent.request_id, []).append(request_id)
+        if request_id != parent.internal_id:
+            self._by_parent.setdefault(parent.internal_id, {})[request_id] = None
+        self._by_external.setdefault(parent.request_id, {})[request_id] = None
 
     def _new_state(
         self, request: EngineCoreRequest, prompt: str | None, parent: ParentRequest
@@ -122,9 +124,12 @@ class OutputProcessor:
         found: dict[str, None] = {}
         for request_id in ids:
             if state := self._states.get(request_id):
+                if request_id == state.parent.internal_id:  # the only completion
+                    found[request_id] = None
+                    continue
                 request_id = state.parent.internal_id
             table = self._by_parent if request_id in self._by_parent else self._by_external
-            found.update(dict.fromkeys(table.get(request_id, [])))
+            found.update(table.get(request_id, {}))
         return list(found)
 
     def index_of(self, request_id: str) -> int:
@@ -160,7 +165,8 @@ class OutputProcessor:
         for request_id in request_ids:
             state = self._states.pop(request_id, None)
             if state is not None:
-                _remove(self._by_parent, state.parent.internal_id, request_id)
+                if request_id != state.parent.internal_id:
+                    _remove(self._by_parent, state.parent.internal_id, request_id)
                 _remove(self._by_external, state.parent.request_id, request_id)
                 if self._statistics is not None and state.figures is not None:
                     self._statistics.ended(state.figures, reason)
@@ -255,7 +261,7 @@ class OutputProcessor:
         processed.request_outputs.append((state.parent, state.rejected(output)))
 
 
-def _remove(table: dict[str, list[str]], key: str, value: str) -> None:
-    table[key].remove(value)
+def _remove(table: dict[str, dict[str, None]], key: str, value: str) -> None:
+    del table[key][value]
     if not table[key]:
         del table[key]

@@ -131,12 +131,13 @@ class RequestState:
         # Read once per token: looked up once per request.
         self._final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
         self._delta = params.output_kind is RequestOutputKind.DELTA
-        self._wants_logprobs = params.logprobs is not None
-        self._wants_prompt_logprobs = params.prompt_logprobs is not None
         self._token_ids: list[int] = []
-        self._logprobs: list[Mapping[int, Logprob]] = []
+        # None where the request does not ask for them.
+        self._logprobs: list[Mapping[int, Logprob]] | None = None if params.logprobs is None else []
         self._cumulative_logprob = 0.0
-        self._prompt_logprobs: list[Mapping[int, Logprob] | None] = []
+        self._prompt_logprobs: list[Mapping[int, Logprob] | None] | None = (
+            None if params.prompt_logprobs is None else []
+        )
         self._stop_reason: int | str | None = None
         self._error: str | None = None
         self._sent_prompt = 0
@@ -165,7 +166,7 @@ class RequestState:
             self._num_cached_tokens = output.num_cached_tokens
         if output.kv_transfer_params is not None:
             self._kv_transfer_params = output.kv_transfer_params
-        if output.prompt_logprobs is not None:
+        if output.prompt_logprobs is not None and self._prompt_logprobs is not None:
             self._prompt_logprobs += [
                 self._decoded(entry) if entry else None for entry in output.prompt_logprobs
             ]
@@ -179,7 +180,7 @@ class RequestState:
                 self._detokenizer.finish()
             if self._detokenizer.stop_string is not None:
                 self._stopped_by(self._detokenizer.stop_string)
-        if output.logprobs:
+        if output.logprobs and self._logprobs is not None:
             entries = output.logprobs[: len(new)]
             self._logprobs += [self._decoded(entry) for entry in entries]
             for entry in entries:
@@ -237,7 +238,7 @@ class RequestState:
             return None
         text = "" if self._detokenizer is None else self._detokenizer.pop_text(finished=finished)
         completion = CompletionOutput(index=self._request.child_index, text=text, token_ids=tokens)
-        if self._wants_logprobs:
+        if self._logprobs is not None:
             completion.cumulative_logprob = self._cumulative_logprob
             completion.logprobs = self._logprobs[first_token:]
         if finished:
@@ -253,8 +254,10 @@ class RequestState:
         if not outputs:
             return None
         shown = self._to_user(outputs, finished=all_ended)
-        if self._wants_prompt_logprobs:
-            shown.prompt_logprobs = self._prompt_part(delta=self._delta)
+        if self._prompt_logprobs is not None:
+            first = self._sent_prompt if self._delta else 0
+            shown.prompt_logprobs = self._prompt_logprobs[first:]
+            self._sent_prompt = len(self._prompt_logprobs)
         return shown
 
     def _holds_back(self) -> bool:
@@ -273,12 +276,6 @@ class RequestState:
             num_cached_tokens=self._num_cached_tokens,
             kv_transfer_params=self._kv_transfer_params,
         )
-
-    def _prompt_part(self, *, delta: bool) -> list[Mapping[int, Logprob] | None]:
-        """Return the prompt's log-probabilities; with `delta`, those not yet sent."""
-        part = self._prompt_logprobs[self._sent_prompt if delta else 0 :]
-        self._sent_prompt = len(self._prompt_logprobs)
-        return part
 
     def _decoded(self, entry: TokenLogprobs) -> Mapping[int, Logprob]:
         """Return an entry by token id, each with its own text; the chosen token first."""

@@ -172,8 +172,8 @@ class ModelRunner:
 
     def _apply(self, plan: SchedulerOutput, batch: InputBatch) -> None:
         """Apply the plan's additions and removals to the batch."""
-        for request_id in plan.finished_request_ids | plan.preempted_request_ids:
-            batch.remove(request_id)
+        batch.remove(plan.finished_request_ids)
+        batch.remove(plan.preempted_request_ids)
         self._sampling.pipeline.observed_states.drop(plan.finished_request_ids)
         for request_id, (block_ids,) in plan.cached_requests.new_block_ids.items():
             batch.extend_blocks(request_id, block_ids)

@@ -122,7 +122,7 @@ class SimulatedBatch:
         for name, number in step.events:
             if name in ("finish", "preempt") and self.running:
                 entry = self.running.pop(number % len(self.running))
-                self._batch.remove(str(entry.number))
+                self._batch.remove(frozenset({str(entry.number)}))
                 entry.request = None
                 if name == "preempt":
                     self.waiting.append(entry)

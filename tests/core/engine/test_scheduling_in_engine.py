@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import signal
+from contextlib import closing
 
 import pytest
 from support.driving import run
@@ -538,3 +540,18 @@ def test_an_interrupted_step_loses_nothing_that_follows(scripted):
     assert run(engine, [("again", [3] * 40, ENDLESS)]) == expected
     assert engine.call_utility("scheduler_stats").kv_cache_usage == 0
     engine.close()
+
+
+def test_a_request_that_waits_has_few_objects_for_the_garbage_collector_to_visit(scripted):
+    def tracked() -> int:
+        gc.collect()
+        return len(gc.get_objects())
+
+    params = SamplingParams(temperature=0.0)
+    with closing(scripted_engine(scripted)) as engine:
+        for number in range(50):
+            engine.add_request(str(number), "hello", params)
+        before = tracked()
+        for number in range(50, 250):
+            engine.add_request(str(number), "hello", params)
+        assert tracked() - before <= 200 * 20

@@ -52,7 +52,7 @@ def test_further_parts_register_nothing_anew(desk):
         desk.add("r", "x", fields=MORE)
     kept = desk.processor
     assert kept.num_unfinished_requests() == 1
-    assert (kept._by_parent, kept._by_external) == ({"r": ["r"]}, {"user's r": ["r"]})
+    assert (kept._by_parent, kept._by_external) == ({}, {"user's r": {"r": None}})
     kept.drop(["r"])
     assert desk.is_empty
 

@@ -33,7 +33,7 @@ def test_rows_follow_their_requests(data):
     books = RowMap(lambda added: id(added.output_token_ids))
     for _ in range(data.draw(st.integers(1, 25))):
         for name in data.draw(st.lists(st.sampled_from(sorted(oracle) or ["none"]), max_size=2)):
-            batch.remove(name)
+            batch.remove(frozenset({name}))
             oracle.pop(name, None)
         joins = data.draw(st.integers(0, 6 - len(oracle)))
         for _ in range(joins):
@@ -104,7 +104,7 @@ def check(step, scheduled, oracle):
 def test_unused_block_entries_are_zero_after_a_row_is_reused():
     batch = InputBatch(max_num_seqs=2, max_model_len=32, block_size=BLOCK)
     add(batch, "a", [1] * 16, [], [9, 9, 9, 9], 0)
-    batch.remove("a")
+    batch.remove(frozenset({"a"}))
     add(batch, "b", [1], [], [5], 0)
     add(batch, "c", [1] * 16, [], [6, 7, 8, 4], 0)
     batch.settle()
@@ -115,5 +115,5 @@ def test_unused_block_entries_are_zero_after_a_row_is_reused():
 def test_removing_an_unknown_request_does_nothing():
     batch = InputBatch(max_num_seqs=2, max_model_len=32, block_size=BLOCK)
     add(batch, "a", [1], [], [1], 0)
-    batch.remove("nobody")
+    batch.remove(frozenset({"nobody"}))
     assert len(batch) == 1

@@ -4,10 +4,8 @@
 from `hardpoint.plugins`.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hardpoint.core.worker.threads import short_spin
 from hardpoint.plugins import (
     CompletionOutput,
     ConfigError,
@@ -59,12 +57,6 @@ __all__ = [
     "__version__",
 ]
 
-_IMPORTED_ON_USE = {
-    "LLM": "hardpoint.llm",
-    "AsyncLLM": "hardpoint.async_llm",
-    "LLMEngine": "hardpoint.core.frontend.llm_engine",
-}
-
 
 def __dir__() -> list[str]:
     # Without the names that are imported on use, a completing shell would not show them.
@@ -73,9 +65,18 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     # Importing torch takes a second; who only wants parameters or errors does not pay it.
-    if name in _IMPORTED_ON_USE:
-        with short_spin():
-            return getattr(import_module(_IMPORTED_ON_USE[name]), name)
+    if name == "LLM":
+        from .llm import LLM  # noqa: PLC0415
+
+        return LLM
+    if name == "LLMEngine":
+        from hardpoint.core.frontend.llm_engine import LLMEngine  # noqa: PLC0415
+
+        return LLMEngine
+    if name == "AsyncLLM":
+        from .async_llm import AsyncLLM  # noqa: PLC0415
+
+        return AsyncLLM
     if name == "__version__":
         return installed_version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from hardpoint.core.config import load_config
 from hardpoint.core.engine.model_files import ALIASES, find_files
-from hardpoint.core.worker.threads import short_spin
 from hardpoint.plugins import Command, CommandContext, EngineConfig, HardpointError, ModelError
 from hardpoint.plugins.commands import Generator, PluginCatalog
 from hardpoint.plugins.config import ConfigSources
@@ -248,8 +247,7 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
     def open_model(config: EngineConfig, config_sources: ConfigSources) -> Generator:
         if problem is not None:
             raise problem
-        with short_spin():
-            from .llm import LLM  # noqa: PLC0415 - torch takes a second to import
+        from .llm import LLM  # noqa: PLC0415 - torch takes a second to import
 
         if sys.stderr.isatty() or not _LOG_SINK.isdisjoint(config.stats.sinks):
             messages.show_log()

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -16,9 +16,7 @@ from hardpoint.core.client.base import EngineCoreClient, InprocClient
 from hardpoint.core.client.event_loop import EventLoopBridge
 from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
 from hardpoint.core.client.resources import check_descriptors
-from hardpoint.core.engine.build import build_core
 from hardpoint.core.engine.model_files import find_files
-from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.engine_process.launch import Interpreter
 from hardpoint.core.engine_process.process import EngineProcess
@@ -28,7 +26,7 @@ from hardpoint.core.frontend.frontend import EngineParts
 from hardpoint.core.frontend.lifecycle import Restarter
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.statistics import Statistics, open_statistics
-from hardpoint.core.worker.worker import WorkerSpec
+from hardpoint.core.worker.threads import short_spin
 from hardpoint.plugins import (
     EngineConfig,
     ModelFiles,
@@ -47,6 +45,9 @@ from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 
 from .kv_cache import CacheSize
+
+if TYPE_CHECKING:
+    from hardpoint.core.worker.worker import WorkerSpec
 
 _log = logging.getLogger("hardpoint")
 
@@ -107,6 +108,8 @@ def build_engine(
             check_descriptors()
         prepared = _prepare(config, config_sources or ConfigSources(), progress, clock)
         with prepared.closed_on_error(), naming_plugin(prepared.spec.plugins):
+            from hardpoint.core.engine.build import build_core  # noqa: PLC0415 - needs torch
+
             built = build_core(prepared.spec, prepared.hooks, prepared.config_sources, clock)
             parts = prepared.parts(InprocClient(built.core), built.size)
     else:
@@ -207,6 +210,10 @@ def _prepare(
     clock: Callable[[], float],
 ) -> _Prepared:
     log_opening(config, config_sources)
+    # Imported here, so that an engine process is started before torch takes its second, and before
+    # plugins import torch.
+    with short_spin():
+        from hardpoint.core.engine.prepare import prepare_worker  # noqa: PLC0415
     plugins = resolve_plugins(config, config_sources)
     _announce(plugins)
     hooks = plugins.hooks()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -142,16 +143,16 @@ class GGUFLoader(WeightLoader):
             name = _hf_name(tensor.name)
             if name is None or name not in shapes:
                 continue
-            array = self._dequantize(tensor)
+            weight = self._dequantize(tensor)
             heads = permuted.get(name.split(".")[-2])
             if heads is not None and hf["model_type"] == "llama":
-                if array.shape[0] % (2 * heads):
+                if weight.shape[0] % (2 * heads):
                     raise ModelError(
                         f"{self._source}: tensor {tensor.name}: expected rows of {heads} heads of "
-                        f"an even size, got {array.shape[0]} rows"
+                        f"an even size, got {weight.shape[0]} rows"
                     )
-                array = _unpermute(array, heads)
-            yield name, torch.from_numpy(array)
+                weight = _unpermute(weight, heads)
+            yield name, weight
 
     def _architecture(self) -> str:
         architecture = self._file.scalar("general.architecture", str)
@@ -225,14 +226,56 @@ class GGUFLoader(WeightLoader):
         types = {tensor.tensor_type.name for tensor in self._file.tensors if len(tensor.shape) > 1}
         return _DTYPES.get(types.pop()) if len(types) == 1 else None
 
-    def _dequantize(self, tensor: gguf.ReaderTensor) -> np.ndarray[Any, Any]:
+    def _dequantize(self, tensor: gguf.ReaderTensor) -> torch.Tensor:
         data = np.asarray(tensor.data)  # slicing the memory map itself is slow
         with refusing_damage(f"{self._source}: tensor {tensor.name}"):
-            array: np.ndarray[Any, Any] = gguf.quants.dequantize(
-                _with_long_rows(data), tensor.tensor_type
-            )
-        array = array.reshape(*data.shape[:-1], -1)
-        return array if array.flags.writeable and array.base is None else array.copy()
+            unpack = _UNPACKED.get(tensor.tensor_type)
+            if unpack is not None:
+                flat = unpack(_blocks(data, tensor.tensor_type))
+            else:
+                array = gguf.quants.dequantize(_with_long_rows(data), tensor.tensor_type)
+                own = array.flags.writeable and array.base is None
+                flat = torch.from_numpy(array if own else array.copy())
+        return flat.reshape(*data.shape[:-1], -1)
+
+
+def _blocks(data: np.ndarray[Any, Any], kind: gguf.GGMLQuantizationType) -> torch.Tensor:
+    """Return a tensor's blocks as bytes, [blocks, bytes of one]."""
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of read-only memory
+        return torch.from_numpy(data).reshape(-1, gguf.GGML_QUANT_SIZES[kind][1])
+
+
+def _unpack_q4_1(blocks: torch.Tensor) -> torch.Tensor:
+    """Return the weights of blocks of a scale, a minimum and 32 numbers of four bits."""
+    scales = blocks[:, :4].contiguous().view(torch.float16).float()
+    return _nibbles(blocks[:, 4:]).mul_(scales[:, :1]).add_(scales[:, 1:])
+
+
+def _unpack_q4_0(blocks: torch.Tensor) -> torch.Tensor:
+    """Return the weights of blocks of a scale and 32 numbers of four bits, less 8."""
+    scales = blocks[:, :2].contiguous().view(torch.float16).float()
+    return _nibbles(blocks[:, 2:]).sub_(8).mul_(scales)
+
+
+def _unpack_q8_0(blocks: torch.Tensor) -> torch.Tensor:
+    """Return the weights of blocks of a scale and 32 numbers of eight bits."""
+    scales = blocks[:, :2].contiguous().view(torch.float16).float()
+    return blocks[:, 2:].view(torch.int8).float().mul_(scales)
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Return numbers of four bits as float32, in each row the low halves of its bytes first."""
+    pairs = packed.contiguous().view(torch.int16)  # as a vector, and half as many as bytes
+    halves = torch.stack([pairs & 0x0F0F, (pairs >> 4) & 0x0F0F], 1)
+    return halves.view(torch.uint8).flatten(1).float()
+
+
+_UNPACKED = {
+    gguf.GGMLQuantizationType.Q4_0: _unpack_q4_0,
+    gguf.GGMLQuantizationType.Q4_1: _unpack_q4_1,
+    gguf.GGMLQuantizationType.Q8_0: _unpack_q8_0,
+}
+"""Unpacking by torch, in all of its threads; the library uses one, and takes longer on it."""
 
 
 def _with_long_rows(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -255,9 +298,9 @@ def _hf_name(name: str) -> str | None:
     return _NAMES.get(name)
 
 
-def _unpermute(array: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+def _unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """Undo llama.cpp's permutation of the rows of q and k, in weights and biases."""
     # The inverse of `LlamaModel.permute` in llama.cpp's convert_hf_to_gguf.py, which interleaves
     # the two halves of each head for its kind of RoPE.
-    pairs = array.reshape(heads, array.shape[0] // heads // 2, 2, *array.shape[1:])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
+    pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(weight.shape)

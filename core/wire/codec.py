@@ -5,11 +5,11 @@ Nothing is ever pickled. Types that neither msgpack nor the extensions support a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
-import torch
 from msgspec import MsgspecError, msgpack
 
 from .errors import MALFORMED, WireError, explain, field_path, short, type_name
@@ -31,6 +31,9 @@ from .tensors import (
     tensor_from,
 )
 
+if TYPE_CHECKING:
+    import torch
+
 T = TypeVar("T")
 
 INLINE_BELOW = 256
@@ -40,7 +43,6 @@ MOST_BYTES = 4 << 30
 """The largest frame that is sent or received: room for the embeddings of a million tokens of 2,048
 numbers of two bytes, while a mistaken or hostile message cannot take all memory."""
 
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _ARRAYS = (np.ndarray, np.memmap)
 _NUMBERS = (np.bool_, np.integer, np.float16, np.float32, np.float64)
 _UNSENDABLE = (MsgspecError, TypeError, ValueError, ArithmeticError, RecursionError)
@@ -114,7 +116,7 @@ class Encoder:
 
     def _extension(self, value: Any) -> Any:
         """Return a value that msgpack supports in place of one that it does not."""
-        if type(value) in _TENSORS:
+        if _is_tensor(value):
             return msgpack.Ext(TENSOR, self._tensor(value))
         if type(value) in _ARRAYS:
             dtype, data = array_bytes(value)
@@ -240,6 +242,8 @@ class Decoder(Generic[T]):
             raise WireError("data: expected bytes or the number of a frame, got a table")
         if self._provider is None:
             raise WireError("the tensor travels out of band, but this side has no provider for it")
+        import torch  # noqa: PLC0415 - takes a second, and most clients send no tensors
+
         dtype = getattr(torch, header.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise WireError(f"dtype: expected the name of a torch dtype, got {header.dtype[:40]!r}")
@@ -269,6 +273,12 @@ class Decoder(Generic[T]):
         except MALFORMED:  # a later part is malformed as well, or nested too deeply
             steps = []
         return field_path(self._type, steps)
+
+
+def _is_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor or a parameter, no other subclass; imports nothing."""
+    torch = sys.modules.get("torch")
+    return torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _as_declared(_type: Any, value: Any) -> Any:

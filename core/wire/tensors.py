@@ -7,16 +7,19 @@ Frame 0 is the message itself. The payload of a slice is `[start, stop, step]`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import msgspec
 import numpy as np
-import torch
 from msgspec import Meta, msgpack
 
 from .errors import MALFORMED, WireError, explain
+
+if TYPE_CHECKING:
+    import torch
 
 Buffer = bytes | bytearray | memoryview
 """The bytes of a frame."""
@@ -27,14 +30,11 @@ TENSOR, ARRAY, SLICE = 1, 2, 3
 _MAX_DIMENSIONS = 64
 _MAX_BYTES = 2**63 - 1
 
-_DTYPES = (
-    *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32),
-    *(torch.uint64, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    *(torch.complex32, torch.complex64, torch.complex128, torch.float8_e4m3fn),
-    *(torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
-)
-_TENSOR_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPES}
-_TENSOR_DTYPES = {name: dtype for dtype, name in _TENSOR_NAMES.items()}
+_TENSOR_DTYPES = {
+    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+}
 _ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
     dtype.str: dtype
     for code in "?bBhHiIqQefdFD"
@@ -116,13 +116,23 @@ def slice_payload(value: slice) -> bytes:
     return _write(parts)
 
 
+@functools.cache
+def _tensor_names() -> dict[torch.dtype, str]:
+    """Return the names of the dtypes that travel; torch, which takes a second, is imported here."""
+    import torch  # noqa: PLC0415
+
+    return {getattr(torch, name): name for name in _TENSOR_DTYPES}
+
+
 def tensor_dtype(tensor: torch.Tensor) -> str:
     """Return the name of a tensor's dtype.
 
     Raises:
         WireError: its dtype or kind cannot travel.
     """
-    name = _TENSOR_NAMES.get(tensor.dtype)
+    import torch  # noqa: PLC0415
+
+    name = _tensor_names().get(tensor.dtype)
     if name is None or tensor.layout != torch.strided or tensor.is_meta:
         kind = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
         raise WireError(f"a tensor of this kind cannot travel: {kind}")
@@ -131,6 +141,8 @@ def tensor_dtype(tensor: torch.Tensor) -> str:
 
 def tensor_bytes(tensor: torch.Tensor) -> Buffer:
     """Return the bytes of a tensor: its own memory if that is contiguous and on the CPU."""
+    import torch  # noqa: PLC0415
+
     if (
         tensor.requires_grad
         or not tensor.is_cpu
@@ -169,7 +181,9 @@ def tensor_from(header: Header, data: Buffer, *, copy: bool) -> torch.Tensor:
     Raises:
         WireError: the header does not fit the bytes.
     """
-    dtype = _TENSOR_DTYPES.get(header.dtype)
+    import torch  # noqa: PLC0415
+
+    dtype = getattr(torch, header.dtype) if header.dtype in _TENSOR_DTYPES else None
     if dtype is None:
         raise WireError(f"dtype: expected the name of a torch dtype, got {header.dtype[:40]!r}")
     view = memoryview(data)

@@ -16,7 +16,7 @@ from support.builtins.checkpoint_harness import (
 )
 from support.builtins.model_harness import Runner, load_model, open_loader
 
-from hardpoint.builtin_plugins.loaders.gguf import _NAMES, GGUFLoader
+from hardpoint.builtin_plugins.loaders.gguf import _NAMES, _UNPACKED, GGUFLoader, _blocks
 from hardpoint.builtin_plugins.loaders.gguf_file import open_gguf
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.models.qwen import Qwen2, Qwen3
@@ -54,6 +54,14 @@ def test_fast_reader_gives_what_the_library_gives(demo_gguf: Path) -> None:
     assert [t[:6] for t in map(list_of, ours.tensors)] == [
         t[:6] for t in map(list_of, theirs.tensors)
     ]
+
+
+@pytest.mark.parametrize("kind", _UNPACKED)
+def test_unpacking_gives_what_the_library_gives(kind: gguf.GGMLQuantizationType) -> None:
+    weights = np.random.default_rng(0).standard_normal((6, 96), np.float32)
+    data = gguf.quants.quantize(weights, kind)
+    ours = _UNPACKED[kind](_blocks(data, kind)).reshape(weights.shape)
+    assert np.array_equal(ours.numpy(), gguf.quants.dequantize(data, kind))
 
 
 def test_q_and_k_are_unpermuted(demo_loader: GGUFLoader) -> None:

@@ -159,8 +159,10 @@ class Finder:
             raise ImportError("enough seen")
 
 sys.meta_path.insert(0, Finder())
+from hardpoint import LLM, AsyncLLM
+
 try:
-    from hardpoint import LLM
+    LLM()
 except ImportError as error:
     print(*map(os.environ.get, NAMES), error)
 """

@@ -49,7 +49,8 @@ def short_spin() -> Iterator[None]:
     if "torch" in sys.modules:
         _log.debug(
             "torch is loaded: its threads spin as was set before. If they take the CPU from "
-            "others, open the model before torch is imported, or set GOMP_SPINCOUNT=%s for the program",
+            "others, open the model before torch is imported, or set GOMP_SPINCOUNT=%s for the "
+            "program",
             _SPIN["GOMP_SPINCOUNT"],
         )
         yield

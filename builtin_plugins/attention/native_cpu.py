@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -10,8 +11,8 @@ import torch
 from hardpoint.kernels import cpu
 from hardpoint.plugins import AttentionBackend, AttentionContext, AttentionStep, KVSpec, ModelError
 
-_LONG_WORK = 10_000  # of a plan that is worth releasing Python's lock, about a millisecond
-_WORK = 12  # of a plan's first numbers, the work
+_LONG_WORK = 4_000  # of a plan that is worth releasing Python's lock, about a millisecond
+_WORK = 13  # index of the work in a plan
 
 
 class NativePlan:
@@ -21,10 +22,10 @@ class NativePlan:
         threads: that compute.
     """
 
-    def __init__(self, step: AttentionStep, library: cpu.Library) -> None:
-        """Keep the step's arrays, which the kernels read."""
+    def __init__(self, step: AttentionStep, make: Callable[..., int]) -> None:
+        """Keep the step's arrays, which the kernels read; `make` is the kernel that plans."""
         self._step = step
-        self._library = library
+        self._make_plan = make
         self.threads = torch.get_num_threads()
         self._plans: dict[tuple[int | None, int, int], tuple[np.ndarray, int, bool]] = {}
 
@@ -40,11 +41,10 @@ class NativePlan:
 
     def _make(self, spec: KVSpec) -> np.ndarray:
         step = self._step
-        make = self._library.function("attention_plan", None)
         capacity = 64 + 4 * len(step.slots) + 16 * len(step.seq_lens)
         while True:
             plan = np.empty(capacity, np.int64)
-            size = make(
+            size = self._make_plan(
                 step.query_starts.ctypes.data, step.seq_lens.ctypes.data, len(step.seq_lens),
                 step.block_table.data_ptr(), step.block_table.stride(0), step.slots.data_ptr(),
                 step.block_size, spec.window or 0, spec.num_heads, spec.num_kv_heads,
@@ -82,6 +82,7 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
             library = self._library = cpu.load()
         except cpu.KernelsUnavailableError as cause:
             raise ModelError(f"attention.use: {self.name!r} cannot be used: {cause}") from cause
+        self._make_plan = library.function("attention_plan", None)
         self._short = library.function("attend", dtype)
         self._long = library.function("attend", dtype, releases=True)
 
@@ -103,7 +104,7 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
 
     def plan(self, step: AttentionStep) -> NativePlan:
         """Return the plan that the step's layers share."""
-        return NativePlan(step, self._library)
+        return NativePlan(step, self._make_plan)
 
     def attend(
         self,

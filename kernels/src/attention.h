@@ -24,6 +24,7 @@ namespace attention {
 constexpr int GROUPS = 8;  // of a part
 constexpr int PART = GROUPS * PANEL;
 constexpr int TILE_ROWS = 96;  // queries times heads of an item, about
+constexpr int SLICE = 128;     // of a head: queries are [slices][rows][SLICE] in an item
 
 #if defined(__AVX512F__)
 constexpr int MAX_ROWS = 12, SUMS = 24;
@@ -51,7 +52,7 @@ struct Plan {
   const int64_t *table, *slots;
   int64_t table_stride, block_size, window, heads, kv_heads;
   int64_t tokens = 0, items = 0, merges = 0, rows = 0, order = 0, pieces = 0;
-  int64_t work = 0;  // about 100 ns each, for heads of 64
+  int64_t work = 0;  // some 0.3 us each, for heads of 64
 
   const Item* item_list() const { return (const Item*)(this + 1); }
   const Merge* merge_list() const { return (const Merge*)(item_list() + items); }
@@ -306,10 +307,16 @@ void write_token(const Layer<T>& layer, long token) {
     T* key = block + head * layout.key_head + group * layout.key_size + lane * PER;
     T* value = block + layout.values + head * layout.value_head + group * layout.value_size +
                lane / PER * PER * PANEL + lane % PER;
-    for (long d = 0; d < layout.depth; d++)
-      key[d / PER * PER * PANEL + d % PER] = d < layout.head_size ? k[d] : T{};
-    for (long d = 0; d < layout.panels * PANEL; d++)
-      value[d / PANEL * PANEL * PANEL + d % PANEL * PER] = d < layout.head_size ? v[d] : T{};
+    long d = 0;
+    for (; d + PER <= layout.head_size; d += PER) memcpy(key + d * PANEL, k + d, PER * sizeof(T));
+    if (d < layout.head_size) {
+      key[d * PANEL] = k[d];
+      key[d * PANEL + 1] = T{};
+    }
+    for (d = 0; d + PANEL <= layout.head_size; d += PANEL)
+      for (int i = 0; i < PANEL; i++) value[d * PANEL + i * PER] = v[d + i];
+    for (int i = 0; d + i < layout.panels * PANEL; i++)
+      value[d * PANEL + i * PER] = d + i < layout.head_size ? v[d + i] : T{};
   }
 }
 
@@ -331,8 +338,10 @@ __attribute__((noinline)) inline void weigh(float* scores, const Lanes* lanes, i
     for (int v = 0; v < PANEL_VECTORS; v++) {
       float* at = scores + g * PANEL + v * LANES;
       Floats score = load(at) * scale;
-      Ints visible = (index[v] >= lanes[g].from) & (index[v] < lanes[g].to);
-      score = choose(visible, score, -infinity);
+      if (lanes[g].to - lanes[g].from < PANEL) {
+        Ints visible = (index[v] >= lanes[g].from) & (index[v] < lanes[g].to);
+        score = choose(visible, score, -infinity);
+      }
       store(at, score);
       highest = maximum(score, highest);
     }
@@ -342,9 +351,11 @@ __attribute__((noinline)) inline void weigh(float* scores, const Lanes* lanes, i
     for (int v = 0; v < PANEL_VECTORS; v++) {
       float* at = scores + g * PANEL + v * LANES;
       Floats difference = load(at) - limit;
-      Floats weight = choose(difference == difference, exp_negative(difference), difference);
-      Ints visible = (index[v] >= lanes[g].from) & (index[v] < lanes[g].to);
-      weight = choose(visible, weight, Floats{});
+      Floats weight = exp_negative(difference);
+      if (lanes[g].to - lanes[g].from < PANEL) {
+        Ints visible = (index[v] >= lanes[g].from) & (index[v] < lanes[g].to);
+        weight = choose(visible, weight, Floats{});
+      }
       store(at, weight);
       sum[v] += weight;
     }
@@ -410,6 +421,8 @@ struct Part {
   const T *keys[GROUPS], *values[GROUPS];
   long token[GROUPS];  // first of each group
   int tokens[GROUPS];
+  long last;          // position
+  Lanes all[GROUPS];  // that hold tokens
 };
 
 template <class T>
@@ -422,32 +435,51 @@ INLINE const gemm::Operand<T>* as_operands(const float* weights, gemm::Operand<T
   }
 }
 
+// Queries of an item from some row on.
+template <class T>
+struct Queries {
+  const gemm::Operand<T>* at;
+  long slice;  // elements from one slice to the next
+};
+
 template <int R, int N, class T>
-INLINE void score_groups(const gemm::Operand<T>* q, const Layout<T>& layout, const T* const* keys,
-                         float* scores) {
+INLINE void score_groups(const Queries<T>& q, const Layout<T>& layout, const T* const* keys,
+                         const T* const* ahead, float* scores) {
   constexpr int V = N * PANEL_VECTORS;
-  const T* weights[V];
-  for (int v = 0; v < V; v++)
-    weights[v] = keys[v / PANEL_VECTORS] + (v % PANEL_VECTORS) * LANES * (4 / sizeof(T));
   Floats sums[R][V] = {};
-  gemm::multiply<R, V>(q, layout.depth, weights, (int)layout.depth, sums);
+  const gemm::Operand<T>* x = q.at;
+  for (long from = 0; from < layout.depth; from += SLICE, x += q.slice) {
+    const T *weights[V], *next[N];
+    for (int v = 0; v < V; v++)
+      weights[v] = keys[v / PANEL_VECTORS] + from * PANEL +
+                   (v % PANEL_VECTORS) * LANES * (4 / sizeof(T));
+    for (int n = 0; n < N; n++) next[n] = ahead[n] + from * PANEL;
+    int depth = (int)std::min<long>(SLICE, layout.depth - from);
+    gemm::multiply<R, V>(x, (long)SLICE, weights, depth, sums, next);
+  }
+#pragma GCC unroll 16
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
     for (int v = 0; v < V; v++) store(scores + r * PART + v * LANES, sums[r][v]);
 }
 
 template <int R, int N, class T>
-INLINE void sum_values(const gemm::Operand<T>* weights, const T* const* values, int groups,
-                       long panel, float* const* results) {
+INLINE void sum_values(const gemm::Operand<T>* weights, const T* const* values,
+                       const T* const* ahead, int groups, long panel, float* const* results) {
   constexpr int V = N * PANEL_VECTORS;
+  constexpr size_t SIZE = gemm::panel_size<T>(PANEL);
   Floats sums[R][V] = {};
   for (int g = 0; g < groups; g++) {
-    const T* at[V];
+    const T *at[V], *next[N];
     for (int v = 0; v < V; v++)
-      at[v] = values[g] + (panel + v / PANEL_VECTORS) * gemm::panel_size<T>(PANEL) +
+      at[v] = values[g] + (panel + v / PANEL_VECTORS) * SIZE +
               (v % PANEL_VECTORS) * LANES * (4 / sizeof(T));
-    gemm::multiply<R, V>(weights + g * PANEL, (long)PART, at, PANEL, sums);
+    for (int n = 0; n < N; n++) next[n] = ahead[g] + (panel + n) * SIZE;
+    gemm::multiply<R, V>(weights + g * PANEL, (long)PART, at, PANEL, sums, next);
   }
+#pragma GCC unroll 16
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
     for (int v = 0; v < V; v++) store(results[r] + panel * PANEL + v * LANES, sums[r][v]);
 }
 
@@ -456,40 +488,49 @@ constexpr int at_once(int rows) {
   return groups >= 4 ? 4 : groups >= 2 ? 2 : 1;
 }
 
+constexpr int AHEAD = 4;  // groups
+
+// The groups of a part that rows see: keys, then values, then the groups that come next.
+template <class T>
+struct Groups {
+  const T* at[2 * GROUPS + AHEAD];
+  int count;
+};
+
 // Compute the results of R rows (of `rows` that count) over groups of a part.
 template <int R, class T>
-__attribute__((noinline)) void attend_rows(const Layout<T>& layout, const gemm::Operand<T>* q,
-                                           const T* const* keys, const T* const* values,
-                                           const Lanes (*lanes)[GROUPS], int groups, int rows,
-                                           float scale, Workspace<T>& work,
+__attribute__((noinline)) void attend_rows(const Layout<T>& layout, const Queries<T>& q,
+                                           const Groups<T>& groups, const Lanes* const* lanes,
+                                           int rows, float scale, Workspace<T>& work,
                                            float* const* results) {
   constexpr int N = at_once(R);
   float* scores = work.scores;
-  int g = 0;
-  for (; g + N <= groups; g += N)
-    score_groups<R, N, T>(q, layout, keys + g, scores + g * PANEL);
+  int count = groups.count, g = 0;
+  const T* const* at = groups.at;
+  for (; g + N <= count; g += N)
+    score_groups<R, N, T>(q, layout, at + g, at + g + AHEAD, scores + g * PANEL);
   if constexpr (N > 1)
-    for (; g < groups; g++) score_groups<R, 1, T>(q, layout, keys + g, scores + g * PANEL);
+    for (; g < count; g++)
+      score_groups<R, 1, T>(q, layout, at + g, at + g + AHEAD, scores + g * PANEL);
   for (int r = 0; r < rows; r++) {
     float* limits = results[r] + layout.panels * PANEL;
-    weigh(scores + r * PART, lanes[r], groups, scale, limits, limits + 1);
+    weigh(scores + r * PART, lanes[r], count, scale, limits, limits + 1);
   }
   const gemm::Operand<T>* weights = as_operands<T>(scores, work.weights, R * PART);
+  at += count;
   long panel = 0;
   for (; panel + N <= layout.panels; panel += N)
-    sum_values<R, N, T>(weights, values, groups, panel, results);
+    sum_values<R, N, T>(weights, at, at + AHEAD, count, panel, results);
   if constexpr (N > 1)
     for (; panel < layout.panels; panel++)
-      sum_values<R, 1, T>(weights, values, groups, panel, results);
+      sum_values<R, 1, T>(weights, at, at + AHEAD, count, panel, results);
 }
 
 template <class T>
-void attend_tile(const Layout<T>& layout, const gemm::Operand<T>* q, const T* const* keys,
-                 const T* const* values, const Lanes (*lanes)[GROUPS], int groups, int rows,
-                 float scale, Workspace<T>& work, float* const* results) {
-  auto run = [&](auto attend) {
-    attend(layout, q, keys, values, lanes, groups, rows, scale, work, results);
-  };
+void attend_tile(const Layout<T>& layout, const Queries<T>& q, const Groups<T>& groups,
+                 const Lanes* const* lanes, int rows, float scale, Workspace<T>& work,
+                 float* const* results) {
+  auto run = [&](auto attend) { attend(layout, q, groups, lanes, rows, scale, work, results); };
   // Rows that are missing to the next size are computed and dropped.
   if (rows == 1) return run(attend_rows<1, T>);
   if (rows == 2) return run(attend_rows<2, T>);
@@ -508,9 +549,15 @@ void attend_tile(const Layout<T>& layout, const gemm::Operand<T>* q, const T* co
 template <class T>
 void copy_visible(const Layout<T>& layout, const T* from, Lanes lanes, T* to) {
   constexpr int PER = sizeof(T) == 2 ? 2 : 1;
-  for (size_t i = 0; i < layout.value_size; i++) {
-    int token = (int)(i % (PANEL * PANEL) / (PER * PANEL)) * PER + (int)(i % PER);
-    to[i] = token >= lanes.from && token < lanes.to ? from[i] : T{};
+  constexpr size_t LINE = PER * PANEL, SIZE = gemm::panel_size<T>(PANEL);
+  size_t first = lanes.from / PER, end = (lanes.to + PER - 1) / PER;
+  for (long panel = 0; panel < layout.panels; panel++, from += SIZE, to += SIZE) {
+    std::fill(to, to + SIZE, T{});
+    std::copy(from + first * LINE, from + end * LINE, to + first * LINE);
+    if (lanes.from % PER)
+      for (size_t i = 0; i < LINE; i += PER) to[first * LINE + i] = T{};
+    if (lanes.to % PER)
+      for (size_t i = 1; i < LINE; i += PER) to[(end - 1) * LINE + i] = T{};
   }
 }
 
@@ -530,9 +577,10 @@ class Attended {
         work_(work) {}
 
   void run() {
-    long padded = (count_ + MAX_ROWS) / MAX_ROWS * MAX_ROWS + MAX_ROWS;
-    queries_ = work_.queries.get(padded * layout_.depth);
-    for (int i = 0; i < padded; i++) take_query(i);
+    padded_ = (count_ + MAX_ROWS - 1) / MAX_ROWS * MAX_ROWS;
+    slices_ = (layout_.depth + SLICE - 1) / SLICE;
+    queries_ = work_.queries.get(slices_ * padded_ * SLICE);
+    for (int i = 0; i < padded_; i++) take_query(i);
     size_t size = layer_.result_size();
     results_ = work_.results.get(count_ * size);
     for (int i = 0; i < count_; i++) clear(results_ + i * size, size);
@@ -548,17 +596,16 @@ class Attended {
   long row(int i) const { return layer_.plan.row_list()[item_.first + i / group_]; }
 
   void take_query(int i) {
-    gemm::Operand<T>* to = queries_ + i * layout_.depth;
-    if (i >= count_) {
-      std::fill(to, to + layout_.depth, gemm::Operand<T>{});
-      return;
+    const T* from = i < count_ ? layer_.q + row(i) * layer_.q_stride +
+                                     (kv_head_ * group_ + i % group_) * layout_.head_size
+                               : nullptr;
+    for (long slice = 0; slice < slices_; slice++) {
+      gemm::Operand<T>* to = queries_ + (slice * padded_ + i) * SLICE;
+      long size = from ? std::min<long>(SLICE, layout_.head_size - slice * SLICE) : 0, d = 0;
+      for (; d + LANES <= size; d += LANES) store(to + d, load(from + slice * SLICE + d));
+      for (; d < size; d++) store_one(to + d, to_float(from[slice * SLICE + d]));
+      std::fill(to + d, to + SLICE, gemm::Operand<T>{});
     }
-    const T* from = layer_.q + row(i) * layer_.q_stride +
-                    (kv_head_ * group_ + i % group_) * layout_.head_size;
-    long d = 0;
-    for (; d + LANES <= layout_.head_size; d += LANES) store(to + d, load(from + d));
-    for (; d < layout_.head_size; d++) store_one(to + d, to_float(from[d]));
-    for (; d < layout_.depth; d++) store_one(to + d, 0.0f);
   }
 
   // The lanes of a group that positions from `from` to `to` are in.
@@ -568,18 +615,31 @@ class Attended {
     return {(int)std::clamp<long>(from - first, 0, end), end};
   }
 
-  void find_part(long part) {
+  const T* keys(long group) const {
     const Blocks& blocks = layout_.blocks;
     const int64_t* table = layer_.plan.table + item_.seq * layer_.plan.table_stride;
+    return layer_.cache + table[group / blocks.groups] * layout_.block +
+           kv_head_ * layout_.key_head + group % blocks.groups * layout_.key_size;
+  }
+
+  void find_part(long part) {
+    const Blocks& blocks = layout_.blocks;
     for (int g = 0; g < GROUPS; g++) {
       long group = part * GROUPS + g, in_block = group % blocks.groups;
       part_.token[g] = blocks.first_token(group);
       part_.tokens[g] = blocks.tokens(group);
+      part_.all[g] = {0, part_.tokens[g]};
+      part_.last = part_.token[g] + part_.tokens[g] - 1;
       if (part_.token[g] > last_) continue;  // the table may end here
-      const T* block = layer_.cache + table[group / blocks.groups] * layout_.block;
-      part_.keys[g] = block + kv_head_ * layout_.key_head + in_block * layout_.key_size;
-      part_.values[g] =
-          block + layout_.values + kv_head_ * layout_.value_head + in_block * layout_.value_size;
+      part_.keys[g] = keys(group);
+      part_.values[g] = part_.keys[g] - in_block * layout_.key_size -
+                        kv_head_ * layout_.key_head + layout_.values +
+                        kv_head_ * layout_.value_head + in_block * layout_.value_size;
+    }
+    for (int i = 0; i < AHEAD; i++) {
+      long group = (part + 1) * GROUPS + i;
+      next_[i] = part + 1 < item_.to && blocks.first_token(group) <= last_ ? keys(group)
+                                                                           : part_.keys[0];
     }
   }
 
@@ -611,7 +671,8 @@ class Attended {
 
   void attend_rows_of(long part, int first, int rows) {
     size_t size = layer_.result_size();
-    Lanes lanes_of[MAX_ROWS][GROUPS];
+    Lanes own[MAX_ROWS][GROUPS];
+    const Lanes* lanes_of[MAX_ROWS];
     long from = std::numeric_limits<long>::max(), to = 0;
     for (int r = 0; r < rows; r++) {
       long position = layer_.plan.positions()[row(first + r)];
@@ -626,8 +687,12 @@ class Attended {
       results[r] = partials_ + r * size;
       if (r >= rows) continue;
       long position = layer_.plan.positions()[row(first + r)];
-      for (int g = begin; g < end; g++)
-        lanes_of[r][g - begin] = lanes(g, oldest(position), position);
+      if (oldest(position) <= part_.token[0] && position >= part_.last) {
+        lanes_of[r] = part_.all + begin;
+      } else {
+        for (int g = begin; g < end; g++) own[r][g] = lanes(g, oldest(position), position);
+        lanes_of[r] = own[r] + begin;
+      }
       if (item_.piece >= 0) results[r] = piece(part, first + r);
     }
     if (begin == end) {
@@ -635,10 +700,21 @@ class Attended {
         for (int r = 0; r < rows; r++) clear(results[r], size);
       return;
     }
-    attend_tile<T>(layout_, queries_ + first * layout_.depth, part_.keys + begin,
-                   part_.values + begin, lanes_of, end - begin, rows, layer_.scale, work_, results);
+    Queries<T> queries{queries_ + first * SLICE, padded_ * SLICE};
+    attend_tile<T>(layout_, queries, groups(begin, end), lanes_of, rows,
+                   layer_.scale, work_, results);
     if (item_.piece < 0)
       for (int r = 0; r < rows; r++) merge(results_ + (first + r) * size, results[r], size);
+  }
+
+  Groups<T> groups(int begin, int end) const {
+    Groups<T> groups;
+    const T** to = groups.at;
+    groups.count = end - begin;
+    to = std::copy(part_.keys + begin, part_.keys + end, to);
+    to = std::copy(part_.values + begin, part_.values + end, to);
+    std::copy(next_, next_ + AHEAD, to);
+    return groups;
   }
 
   float* piece(long part, int i) const {
@@ -650,7 +726,7 @@ class Attended {
   const Layer<T>& layer_;
   const Layout<T>& layout_;
   const Item& item_;
-  long kv_head_;
+  long kv_head_, padded_ = 0, slices_ = 0;
   int group_, count_;  // query heads of the key head; rows: queries times these heads
   float* pieces_;
   Workspace<T>& work_;
@@ -658,6 +734,7 @@ class Attended {
   float *results_ = nullptr, *partials_ = nullptr;
   T* edges_ = nullptr;
   Part<T> part_;
+  const T* next_[AHEAD];  // the first keys of the next part
   long first_ = 0, last_ = 0;  // the oldest and the newest position that a query of the item sees
 };
 
@@ -669,6 +746,8 @@ void attend(const T* q, long q_stride, const T* k, long k_stride, const T* v, lo
   Layer<T> layer{q,   k,     v,     q_stride,
                  k_stride, v_stride, out, cache,
                  *plan, Layout<T>(head_size, plan->kv_heads, plan->block_size), scale};
+  // Waking a thread takes about as long as this much work.
+  threads = (int)std::clamp<long>(plan->work * head_size / (64 * 20), 1, threads);
   for_each_item(threads, plan->tokens, [&](long token) { write_token(layer, token); });
   float* pieces = scratch.get(plan->pieces * plan->heads * layer.result_size() + 1);
   for_each_item(threads, plan->items * plan->kv_heads, [&](long index) {

@@ -47,39 +47,54 @@ template <class W>
 using Operand = float;
 #endif
 
+// Ask memory for what will be multiplied soon: at the same depth of the panels `ahead` if there are
+// such, else further on in the same ones where reading them is what takes time.
+template <int R, int V, class W>
+INLINE void prefetch(const W* const (&weights)[V], const W* const* ahead, int k, int depth_of_line) {
+  if (ahead) {
+#pragma GCC unroll 16
+    for (int v = 0; v < V; v += PANEL_VECTORS)
+      __builtin_prefetch(ahead[v / PANEL_VECTORS] + (size_t)k * PANEL);
+  } else if (R <= STREAM_ROWS) {
+#pragma GCC unroll 16
+    for (int v = 0; v < V; v++)
+      __builtin_prefetch(weights[v] + (size_t)(k + AHEAD * depth_of_line) * PANEL);
+  }
+}
+
 #if !defined(__AVX512BF16__)
 template <int R, int V>
 INLINE void multiply(const float* x, long stride, const bf16* const (&weights)[V], int depth,
-                     Floats (&sums)[R][V]) {
+                     Floats (&sums)[R][V], const bf16* const* ahead = nullptr) {
   for (int k = 0; k < depth; k += 2) {
-    Words pairs[V];
-#pragma GCC unroll 16
-    for (int v = 0; v < V; v++) {
-      pairs[v] = load_words(weights[v] + (size_t)k * PANEL);
-      if (R <= STREAM_ROWS) __builtin_prefetch(weights[v] + (size_t)(k + 2 * AHEAD) * PANEL);
-    }
+    prefetch<R, V>(weights, ahead, k, 2);
+    // Row by row: a value of x is in a register only while a row is multiplied with it.
+    Floats values[V];
 #pragma GCC unroll 16
     for (int v = 0; v < V; v++)
+      values[v] = (Floats)(load_words(weights[v] + (size_t)k * PANEL) << 16);
 #pragma GCC unroll 16
-      for (int r = 0; r < R; r++) sums[r][v] += x[r * stride + k] * (Floats)(pairs[v] << 16);
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+      for (int v = 0; v < V; v++) sums[r][v] += x[r * stride + k] * values[v];
 #pragma GCC unroll 16
     for (int v = 0; v < V; v++)
+      values[v] = (Floats)(load_words(weights[v] + (size_t)k * PANEL) & 0xffff0000u);
 #pragma GCC unroll 16
-      for (int r = 0; r < R; r++)
-        sums[r][v] += x[r * stride + k + 1] * (Floats)(pairs[v] & 0xffff0000u);
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+      for (int v = 0; v < V; v++) sums[r][v] += x[r * stride + k + 1] * values[v];
   }
 }
 #else
 template <int R, int V>
 INLINE void multiply(const bf16* x, long stride, const bf16* const (&weights)[V], int depth,
-                     Floats (&sums)[R][V]) {
+                     Floats (&sums)[R][V], const bf16* const* ahead = nullptr) {
   for (int k = 0; k < depth; k += 2) {
+    prefetch<R, V>(weights, ahead, k, 2);
     Pairs pairs[V];
 #pragma GCC unroll 16
-    for (int v = 0; v < V; v++) {
-      pairs[v] = load_pairs(weights[v] + (size_t)k * PANEL);
-      if (R <= STREAM_ROWS) __builtin_prefetch(weights[v] + (size_t)(k + 2 * AHEAD) * PANEL);
-    }
+    for (int v = 0; v < V; v++) pairs[v] = load_pairs(weights[v] + (size_t)k * PANEL);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
       Pairs value = splat_pair(x + r * stride + k);
@@ -92,15 +107,16 @@ INLINE void multiply(const bf16* x, long stride, const bf16* const (&weights)[V]
 
 template <int R, int V>
 INLINE void multiply(const float* x, long stride, const float* const (&weights)[V], int depth,
-                     Floats (&sums)[R][V]) {
+                     Floats (&sums)[R][V], const float* const* ahead = nullptr) {
   for (int k = 0; k < depth; k++) {
+    prefetch<R, V>(weights, ahead, k, 1);
+    Floats values[V];
 #pragma GCC unroll 16
-    for (int v = 0; v < V; v++) {
-      Floats values = load(weights[v] + (size_t)k * PANEL);
-      if (R <= STREAM_ROWS) __builtin_prefetch(weights[v] + (size_t)(k + AHEAD) * PANEL);
+    for (int v = 0; v < V; v++) values[v] = load(weights[v] + (size_t)k * PANEL);
 #pragma GCC unroll 16
-      for (int r = 0; r < R; r++) sums[r][v] += x[r * stride + k] * values;
-    }
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+      for (int v = 0; v < V; v++) sums[r][v] += x[r * stride + k] * values[v];
   }
 }
 

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <limits>
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -64,10 +64,8 @@ INLINE float to_float(float value) { return value; }
 
 INLINE Words bits_of(Floats value) { return (Words)value; }
 
-// Choose by a comparison's result (all ones or all zeros in each lane).
-INLINE Floats choose(Ints mask, Floats yes, Floats no) {
-  return (Floats)(((Words)mask & bits_of(yes)) | (~(Words)mask & bits_of(no)));
-}
+// Choose by a comparison's result.
+INLINE Floats choose(Ints mask, Floats yes, Floats no) { return mask ? yes : no; }
 
 // Round to the nearest bf16, ties to even; NaN stays NaN.
 INLINE Halves to_bf16(Floats value) {
@@ -113,6 +111,11 @@ INLINE void store_part(T* to, Floats value, int count) {
 }
 
 // Sums and maxima over the lanes, in a fixed order.
+INLINE Floats maximum(Floats a, Floats b) { return choose(a > b, a, b); }
+#if defined(__AVX512F__)
+INLINE float sum_lanes(Floats value) { return _mm512_reduce_add_ps((__m512)value); }
+INLINE float max_lanes(Floats value) { return _mm512_reduce_max_ps((__m512)value); }
+#else
 INLINE float sum_lanes(Floats value) {
   float lanes[LANES];
   store(lanes, value);
@@ -120,7 +123,6 @@ INLINE float sum_lanes(Floats value) {
     for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
   return lanes[0];
 }
-INLINE Floats maximum(Floats a, Floats b) { return choose(a > b, a, b); }
 INLINE float max_lanes(Floats value) {
   float lanes[LANES];
   store(lanes, value);
@@ -128,11 +130,12 @@ INLINE float max_lanes(Floats value) {
     for (int i = 0; i < width; i++) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
   return lanes[0];
 }
+#endif
 
 // e^x for x <= 0, to about 2 units in the last place; exp_negative(0) is exactly 1, and what is
-// below -87 is as -87 (1.6e-38).
+// below -87 is as -87 (1.6e-38); NaN stays NaN.
 INLINE Floats exp_negative(Floats x) {
-  x = maximum(x, splat(-87.0f));
+  x = choose(x < -87.0f, splat(-87.0f), x);
   const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
   Floats whole = (x * 1.44269504f + magic) - magic;
   // x - whole * ln 2, in two parts.

@@ -105,7 +105,7 @@ class Transformers(Runner):
         import torch
         from transformers import DynamicCache
 
-        longest, most = max(map(len, batch.prompts)), max(batch.outputs)
+        longest, limit = max(map(len, batch.prompts)), max(batch.outputs)
         padding = [longest - len(ids) for ids in batch.prompts]
         pairs = zip(padding, batch.prompts, strict=True)
         ids = torch.tensor([[0] * empty + prompt for empty, prompt in pairs])
@@ -121,11 +121,11 @@ class Transformers(Runner):
                 attention_mask=mask,
                 past_key_values=cache,
                 do_sample=False,
-                min_new_tokens=most,
-                max_new_tokens=most,
+                min_new_tokens=limit,
+                max_new_tokens=limit,
                 pad_token_id=0,
             )
-        assert result.shape[1] == longest + most
+        assert result.shape[1] == longest + limit
 
 
 class Vllm(Runner):
@@ -169,14 +169,18 @@ class LlamaCpp(Runner):
 
         self._api: Any = llama_cpp
         (path,) = folder.glob("*.gguf")
-        self.settings = f"{path.stem}, all prompts first, each sequence with a cache of its own"
+        self.settings = (
+            f"{path.stem}, llama_batch of all sequences, all prompts first; caches apart, "
+            "in the load with a shared prefix unified"
+        )
         self._threads = len(os.sched_getaffinity(0))
+        llama_cpp.llama_backend_init()
         parameters = llama_cpp.llama_model_default_params()
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
         vocabulary = llama_cpp.llama_model_get_vocab(self._model)
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(vocabulary)
         self._context: Any = None
-        self._size = (0, 0)
+        self._size = (0, 0, 0)
         # The sequence of each token is set by number, so the pointers are set once.
         self._tokens = llama_cpp.llama_batch_init(self._STEP_TOKENS, 0, 1)
         self._sequences = (ctypes.c_int32 * self._STEP_TOKENS)()
@@ -187,19 +191,24 @@ class LlamaCpp(Runner):
 
     def prepare(self, batch: Batch) -> None:
         """Make a context, unless the last batch had the same size."""
-        pairs = zip(batch.prompts, batch.outputs, strict=True)
-        size = len(batch.prompts), max(len(ids) + n for ids, n in pairs)
+        longest = max(len(p) + n for p, n in zip(batch.prompts, batch.outputs, strict=True))
+        size = len(batch.prompts), longest, batch.shared
         if size == self._size:
             return
         if self._context is not None:
             self._api.llama_free(self._context)
+        own = -(-(longest - batch.shared) // 256) * 256
         parameters = self._api.llama_context_default_params()
         parameters.n_seq_max = size[0]
-        parameters.n_ctx = size[0] * -(-size[1] // 256) * 256
+        parameters.n_ctx = batch.shared + size[0] * own
         parameters.n_batch = self._STEP_TOKENS
         parameters.n_threads = parameters.n_threads_batch = self._threads
-        parameters.kv_unified = False
-        self._context, self._size = self._api.llama_init_from_model(self._model, parameters), size
+        # As its header recommends for sequences with and without a large common prefix.
+        parameters.kv_unified = batch.shared > 0
+        self._context = self._api.llama_init_from_model(self._model, parameters)
+        if not self._context:
+            raise RuntimeError(f"no context of {parameters.n_ctx} tokens")
+        self._size = size
 
     def run(self, batch: Batch) -> None:
         """Compute all prompts, then a token per unfinished sequence and step."""

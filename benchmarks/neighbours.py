@@ -1,4 +1,4 @@
-"""One stream beside busy processes: tokens per second, and the share of the undisturbed speed.
+"""One stream next to busy processes: tokens per second, and the share of the undisturbed speed.
 
     python benchmarks/neighbours.py [--python vllm=/opt/vllm/bin/python]
     python benchmarks/neighbours.py --busy 0 1 --rounds 5 --json result.json
@@ -70,7 +70,7 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, fl
 
 def show(result: dict[str, dict[str, float]], rounds: int) -> None:
     """Print the table."""
-    table = Table(title=f"one stream beside busy processes, tokens per second; medians of {rounds}")
+    table = Table(title=f"one stream next to busy processes, tokens per second; medians of {rounds}")
     table.add_column("engine")
     counts = list(next(iter(result.values())))
     for busy in counts:

@@ -71,7 +71,7 @@ class Load:
         return sum(pair[counted] for pair in self.lengths())
 
     def __str__(self) -> str:
-        """Return the load in words."""
+        """Return the load as a table names it."""
         prompt, output = (_range(limits) for limits in (self.prompt, self.output))
         if self.shared:
             prompt = f"({self.shared} shared + {_range(_less(self.prompt, self.shared))})"

@@ -70,7 +70,9 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, fl
 
 def show(result: dict[str, dict[str, float]], rounds: int) -> None:
     """Print the table."""
-    table = Table(title=f"one stream next to busy processes, tokens per second; medians of {rounds}")
+    table = Table(
+        title=f"one stream next to busy processes, tokens per second; medians of {rounds}"
+    )
     table.add_column("engine")
     counts = list(next(iter(result.values())))
     for busy in counts:

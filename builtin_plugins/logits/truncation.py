@@ -16,6 +16,14 @@ from .row_cache import RowCache
 _ROUNDING = 1e-6
 """How far a float32 probability may be from the limit and still count as equal to it."""
 
+_WIDE = 1 << 14  # logits per row from which searching the nucleus's end beats sorting the row
+_STRIDE = 16  # one of so many logits is sorted to estimate where the nucleus ends
+_MARGIN = 96  # sorted logits on each side of the estimate between which the end is searched
+
+_CERTAIN = 1e-9
+"""How far a sum must be from the limit for its order not to matter: float64 sums of a vocabulary's
+probabilities differ by less."""
+
 _BLOCK = 16  # logits per block in the coarse search of `largest`
 
 
@@ -99,6 +107,16 @@ class TopP(LogitsProcessor):
         best_prob = _best_probability(logits).double()
         pending = torch.arange(len(rows), device=logits.device)
         for width in self._widths():
+            if width == self.context.vocab_size >= _WIDE and logits.device.type == "cpu":
+                limits = top_p.double() - _ROUNDING
+                left = [
+                    row
+                    for row in pending.tolist()
+                    if not _search(logits[row], best_prob[row], limits[row], threshold[row])
+                ]
+                pending = pending.new_tensor(left)
+                if not left:
+                    break
             part = slice(None) if len(pending) == len(rows) else pending
             found, value = _nucleus(
                 _best(logits[part], width), best[part], best_prob[part], top_p[part]
@@ -114,11 +132,13 @@ class TopP(LogitsProcessor):
     def _widths(self) -> tuple[int, ...]:
         """Return the numbers of largest logits to try, ascending; the last is the vocabulary."""
         # Sorting a whole vocabulary costs much more than finding its largest few; on a GPU,
-        # checking whether those were enough would make the host wait.
+        # checking whether those were enough would make the host wait. Searching a wide row, though,
+        # costs less than finding its largest 1024.
         size = self.context.vocab_size
         if self.context.device.type != "cpu":
             return (size,)
-        return (*(width for width in (64, 1024) if width < size), size)
+        few = (64,) if size >= _WIDE else (64, 1024)
+        return (*(width for width in few if width < size), size)
 
 
 def _best_probability(logits: torch.Tensor) -> torch.Tensor:
@@ -156,13 +176,51 @@ def _nucleus(
     """
     width = values.shape[1]
     reached = (values - best).double().exp_().mul_(best_prob).cumsum(-1)
-    needed = (reached < top_p.double() - _ROUNDING).sum(
-        -1, keepdim=True
-    )  # tokens before the one that reaches p
+    # The number of tokens before the one that reaches p.
+    needed = torch.searchsorted(reached, top_p.double() - _ROUNDING)
     value = values.gather(1, needed.clamp(max=width - 1))
     value.masked_fill_(top_p >= 1, -math.inf)
     found = (needed < width) | (values[:, -1:] == -math.inf) | (top_p >= 1)
     return found.squeeze(1), value
+
+
+def _search(
+    logits: torch.Tensor, best_prob: torch.Tensor, limit: torch.Tensor, threshold: torch.Tensor
+) -> bool:
+    """Find the smallest logit of a row's nucleus without sorting the row.
+
+    A sample of the row says about where the nucleus ends. The probabilities above are summed in any
+    order, those nearby in descending order.
+
+    Args:
+        logits: on a CPU, float32 [vocab].
+        best_prob: probability of the largest, float64 [1].
+        limit: the probability to reach, float64 [1].
+        threshold: float32 [1]; is set to what `_nucleus` finds.
+
+    Returns:
+        Whether it was found: not if the sample misled, or if the order of summing might matter.
+    """
+    row, goal = logits.numpy(), float(limit)
+    best, scale = row.max(), float(best_prob)
+    if not math.isfinite(best) or goal >= 1 - 2 * _ROUNDING:
+        return False
+    probs = np.exp((row - best).astype(np.float64))
+    # From the least likely on: these are many, so that a sample says their sum.
+    sample = np.sort(row[::_STRIDE])
+    tail = np.exp((sample - best).astype(np.float64)).cumsum() * _STRIDE
+    end = int(np.searchsorted(tail, probs.sum() - goal / scale))
+    low = sample[end - _MARGIN] if end > _MARGIN else -np.inf
+    high = sample[end + _MARGIN] if end + _MARGIN < len(sample) else best
+    above = float((row > high).astype(np.float64) @ probs) * scale
+    near = np.sort(row[(row <= high) & (row >= low)])[::-1]
+    reached = np.exp((near - best).astype(np.float64)).cumsum() * scale + above
+    index = int(np.searchsorted(reached, goal))
+    if index == len(near):
+        return False
+    threshold.fill_(float(near[index]))
+    before = reached[index - 1] if index else above
+    return bool(before < goal - _CERTAIN and reached[index] > goal + _CERTAIN)
 
 
 class MinP(LogitsProcessor):

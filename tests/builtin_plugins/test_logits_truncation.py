@@ -187,3 +187,30 @@ class TestAll:
 def test_they_run_in_the_documented_order():
     assert TopP.after == ("top_k",)
     assert MinP.after == ("top_k", "top_p")
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 3.0, 6.0])
+def test_searching_the_end_of_a_nucleus_gives_exactly_what_a_full_sort_gives(scale, monkeypatch):
+    vocab = truncation._WIDE + 5
+    logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(7)) * scale
+    logits[1, 40:] = -math.inf
+    logits[2] = logits[2].round()  # many ties
+    logits[3, 5] = -math.inf
+    values = [0.9, 0.9999, 0.99, 0.9999, 1.0, 0.999999, 0.5, 0.999]
+    found = run(TopP, "top_p", "top_p", values, logits)
+    for row, value in enumerate(values):
+        alone = run(TopP, "top_p", "top_p", [value], logits[row : row + 1])
+        assert torch.equal(alone[0], found[row])
+    monkeypatch.setattr(truncation, "_WIDE", vocab + 1)
+    assert torch.equal(run(TopP, "top_p", "top_p", values, logits), found)
+
+
+def test_a_wide_row_is_seldom_sorted_whole(monkeypatch):
+    widths = []
+    best = truncation._best
+    monkeypatch.setattr(
+        truncation, "_best", lambda x, width: widths.append((len(x), width)) or best(x, width)
+    )
+    logits = torch.randn(8, 20_000, generator=torch.Generator().manual_seed(7)) * 2
+    run(TopP, "top_p", "top_p", [0.999] * 8, logits)
+    assert widths == [(8, 64)]

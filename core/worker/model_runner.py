@@ -76,6 +76,7 @@ class ModelRunner:
         self._no_arguments = prepared_type(sampler)()  # for the sampler
         self._device = device
         self._caches: list[Any] = []
+        self._kept_logits = torch.empty(0)
         self._pending: tuple[StepInput, torch.Tensor] | None = None
         self._broken: dict[str, RequestFault] = {}  # could not start; not reported yet
 
@@ -86,7 +87,7 @@ class ModelRunner:
 
     def release_cache(self) -> None:
         """Release the KV cache. No step can run until `restore_cache`."""
-        self._caches = []
+        self._caches, self._kept_logits = [], torch.empty(0)
 
     def restore_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache of every layer, without content."""
@@ -147,7 +148,9 @@ class ModelRunner:
     ) -> None:
         """Sample a token per request, and append it to the batch and the processors' states."""
         sampled = self._sampling.run(
-            self._logits(hidden), requests, lambda: self._logits(hidden).clone()
+            self._logits(hidden),
+            requests,
+            lambda: self._compute_logits(hidden).to(torch.float32, copy=True),
         )
         output.faults |= sampled.faults
         batch = self._batch
@@ -236,7 +239,19 @@ class ModelRunner:
         return self._sampling.pipeline.fault(name, "Arguments", cause)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._calls.run("compute_logits", self._model.compute_logits, hidden).float()
+        """Return float32 logits; they may be overwritten by the next call."""
+        logits = self._compute_logits(hidden)
+        if logits.dtype == torch.float32 or self._device.type != "cpu":
+            return logits.float()
+        # New memory of this size costs a page fault per 4 KB, many times the conversion.
+        rows = len(logits)
+        if len(self._kept_logits) < rows:
+            shape = 1 << (rows - 1).bit_length(), logits.shape[1]
+            self._kept_logits = torch.empty(shape, dtype=torch.float32)
+        return self._kept_logits[:rows].copy_(logits)
+
+    def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._calls.run("compute_logits", self._model.compute_logits, hidden)
 
     def _prompt_logprobs(
         self, step: StepInput, hidden: torch.Tensor

@@ -17,9 +17,11 @@ from hardpoint import (
     RequestOutputKind,
     SamplingParams,
 )
+from hardpoint.builtin_plugins.sampler import DefaultSampler
 from hardpoint.plugins import Edits, Op
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.testing import scripted_engine
+from hardpoint.testing.scripted import ScriptedModel
 
 HERE = "support.plugins.faulty"
 NAN, INF = math.nan, math.inf
@@ -330,3 +332,32 @@ def test_a_sampler_that_returns_something_else_is_named(scripted):
     engine.add_request("r", "x", SamplingParams())
     with pytest.raises(PluginFaultError, match=r"sampler 'none_sampler': expected token ids int64"):
         engine.step()
+
+
+def test_16_bit_logits_are_kept_in_float32_and_computed_again_after_a_fault(scripted, monkeypatch):
+    """The memory that steps share is not that in which the others' logits are computed again."""
+    compute_logits = ScriptedModel.compute_logits
+    pointers = set()
+
+    def sample(sampler, logits, rows):
+        pointers.add(logits.data_ptr())
+        return original(sampler, logits, rows)
+
+    original = DefaultSampler.sample
+    monkeypatch.setattr(DefaultSampler, "sample", sample)
+    results = []
+    for convert in (lambda x: x.bfloat16(), lambda x: x.bfloat16().float()):
+        monkeypatch.setattr(
+            ScriptedModel, "compute_logits", lambda *args, c=convert: c(compute_logits(*args))
+        )
+        for how in ("", "raise", "nan"):
+            pointers.clear()
+            engine = engine_with(scripted, "Dense")
+            finals = run_all(engine, jobs(using=range(8), guilty={6}, how=how))
+            engine.close()
+            results.append({name: summary(final) for name, final in finals.items()})
+            if len(results) == 1:
+                assert len(pointers) < 4  # 12 steps
+    assert results[:3] == results[3:]
+    whole, *with_fault = [{k: v for k, v in r.items() if k != "r6"} for r in results[:3]]
+    assert with_fault == [whole, whole]

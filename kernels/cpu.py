@@ -2,7 +2,8 @@
 
 They are compiled once per instruction set (`PATHS`). `load` takes the best one that the processor
 has and that computes a known product rightly; the environment variable HARDPOINT_KERNELS names
-another one, or `off`. They run in the OpenMP runtime that torch has loaded.
+another one, or `off`. They run in the OpenMP runtime that torch has loaded, in as many threads as
+`torch.set_num_threads` has set in the calling thread.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 """The dtypes that there are kernels for, with their names in the libraries."""
 
 _FOLDER = Path(__file__).parent
-_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int, "f": ctypes.c_float}
+_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
 # The arguments of each function, by the letters above.
 _ARGUMENTS = {
     "packed_size": "ll",
-    "pack": "pplli",
-    "linear": "plppplllli",
-    "logits": "plppplllli",
-    "rms_norm": "plplpplllfi",
-    "rotate": "pllppllli",
-    "silu_and_mul": "plpllli",
-    "gelu_and_mul": "plpllli",
+    "pack": "ppll",
+    "linear": "plpppllll",
+    "logits": "plpppllll",
+    "rms_norm": "plplpplllf",
+    "rotate": "pllplll",
+    "silu_and_mul": "plplll",
+    "gelu_and_mul": "plplll",
     "attention_block": "lll",
-    "attention_plan": "pplplpllllipl",
-    "attend": "plplplppplfi",
+    "attention_plan": "pplplpllllpl",
+    "attend": "plplplppplf",
 }
 _RETURNS = dict.fromkeys(("packed_size", "attention_block", "attention_plan"), ctypes.c_long)
 
@@ -151,9 +152,9 @@ def _multiplies_rightly(library: Library) -> bool:
     x = (torch.arange(3 * depth) % 7 - 3).to(dtype).view(3, depth)
     weight = (torch.arange(columns * depth) % 5 - 2).to(dtype).view(columns, depth)
     packed = torch.empty(library.function("packed_size", dtype)(columns, depth), dtype=dtype)
-    library.function("pack", dtype)(weight.data_ptr(), packed.data_ptr(), columns, depth, 1)
+    library.function("pack", dtype)(weight.data_ptr(), packed.data_ptr(), columns, depth)
     y = torch.empty(3, columns, dtype=dtype)
     library.function("linear", dtype)(
-        x.data_ptr(), depth, packed.data_ptr(), None, y.data_ptr(), columns, 3, columns, depth, 1
+        x.data_ptr(), depth, packed.data_ptr(), None, y.data_ptr(), columns, 3, columns, depth
     )
     return torch.equal(y, (x.float() @ weight.float().T).to(dtype))

@@ -63,6 +63,7 @@ from .model import (
     ModelFiles,
     WeightLoader,
 )
+from .ops import Ops, OpsContext
 from .params import RepetitionDetection, RequestOutputKind, SamplingParams
 from .plan import (
     CachedRequests,
@@ -195,6 +196,8 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "ModelConfig",
     "ModelContext",
     "ModelFiles",
+    "Ops",
+    "OpsContext",
     "WeightLoader",
     # Tokenizers: provisional
     "DecodeStream",

@@ -222,6 +222,12 @@ class AttentionConfig(Strict):
     use: Reference = "torch"
 
 
+class OpsConfig(Strict):
+    """The operations of models; "auto" is the fastest built-in that runs on the device."""
+
+    use: Reference = "auto"
+
+
 class ReasoningConfig(Strict):
     """Reasoning in the model's output.
 
@@ -281,6 +287,7 @@ class EngineConfig(Strict):
     executor: ExecutorConfig = ExecutorConfig()
     sampler: SamplerConfig = SamplerConfig()
     attention: AttentionConfig = AttentionConfig()
+    ops: OpsConfig = OpsConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     reasoning: ReasoningConfig = ReasoningConfig()
     load: LoadConfig = LoadConfig()

@@ -16,6 +16,7 @@ from .logits import (
     SparseLogitsProcessor,
 )
 from .model import AttentionBackend, Model, WeightLoader
+from .ops import Ops
 from .reasoning import ReasoningParser
 from .sampler import Sampler
 from .scheduler import Scheduler
@@ -217,6 +218,16 @@ KINDS: dict[str, Kind] = {
             chosen_by="attention.use",
             summary="Store keys and values in blocks and compute attention over them.",
             suite="AttentionBackendSuite",
+        ),
+        Kind(
+            name="ops",
+            interface=Ops,
+            number=Number.ONE,
+            processes=(Process.WORKER,),
+            fault_scope=FaultScope.ENGINE,
+            chosen_by="ops.use",
+            summary="Compute the products, norms and other operations of models.",
+            suite="OpsSuite",
         ),
         Kind(
             name="tokenizers",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 from .component import Component, Context
+from .ops import Ops
 from .type_variables import CacheT, PlanT
 
 if TYPE_CHECKING:
@@ -169,7 +170,8 @@ class AttentionContext(Context["AttentionBackend"]):
 class AttentionBackend(Component, Generic[CacheT, PlanT]):
     """Stores keys and values in blocks and computes attention over them. One per device.
 
-    `AttentionBackend[Cache, Plan]` as a base says what `allocate` and `plan` return.
+    `AttentionBackend[Cache, Plan]` as a base says what `allocate` and `plan` return. A constructor
+    raises ModelError if the backend cannot run here, so that `attention.use = "auto"` tries others.
     """
 
     kv_layout: ClassVar[str] = ""
@@ -178,6 +180,10 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     """Device types that it runs on."""
 
     context: AttentionContext
+
+    def describe(self) -> str:
+        """Return what runs, for the line that the engine logs: "native_cpu (avx2)" for example."""
+        return self.name
 
     @abstractmethod
     def bytes_per_block(self, spec: KVSpec) -> int:
@@ -209,7 +215,8 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
             plan: what `plan` returned for this step.
             q: [tokens, num_heads, head_size].
             k: [tokens, num_kv_heads, head_size].
-            v: like k.
+            v: like k. All three may be parts of one wider tensor: heads are contiguous, tokens
+                need not be.
 
         Returns:
             [tokens, num_heads, head_size].
@@ -243,12 +250,14 @@ class ModelContext(Context["Model"]):
         dtype: of weights and hidden states.
         device: of both.
         max_model_len: maximum length of a sequence.
+        ops: the operations of its layers, on that device.
     """
 
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
+    ops: Ops
 
 
 class Model(Component):

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from .hf_config import ConfigFields, short
+from .model import ModelContext
 
 __all__ = [
     "ConfigFields",
@@ -28,8 +28,6 @@ __all__ = [
     "weight_shapes",
 ]
 
-_PACKED_DTYPES = (torch.bfloat16, torch.float32)
-_PACK_ROWS = 512
 _ROPE_ROWS = 1 << 16  # positions whose angles are computed at once
 
 
@@ -62,14 +60,13 @@ def load_weights(layers: Iterable[Layer], weights: Iterable[tuple[str, torch.Ten
 class RMSNorm:
     """Root mean square layer normalisation (Zhang and Sennrich, 2019), summed in float32."""
 
-    def __init__(
-        self, name: str, size: int, eps: float, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, name: str, size: int, eps: float, context: ModelContext) -> None:
         """`name` is the Hugging Face name without `.weight`; `size` is the last dimension."""
         self._name = f"{name}.weight"
         self._shape = (size,)
         self._eps = eps
-        self._weight = torch.empty(0, dtype=dtype, device=device)
+        self._normalise, self._add = context.ops.rms_norm, context.ops.add_rms_norm
+        self._weight = torch.empty(0, dtype=context.dtype, device=context.device)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the weight's shape."""
@@ -79,21 +76,26 @@ class RMSNorm:
         """Load the weight."""
         self._weight = self._weight.new_empty(self._shape).copy_(tensor)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise x [..., size] over its last dimension."""
-        return F.rms_norm(x, self._shape, self._weight, self._eps)
+    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+        """Return x [..., size], normalised over its last dimension.
+
+        Args:
+            x: what is normalised.
+            delta: is added to x first, in place: the residual connection; both [rows, size].
+        """
+        if delta is None:
+            return self._normalise(x, self._weight, self._eps)
+        return self._add(x, delta, self._weight, self._eps)
 
 
 class Embedding:
     """An embedding table."""
 
-    def __init__(
-        self, name: str, rows: int, columns: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, name: str, rows: int, columns: int, context: ModelContext) -> None:
         """`name` is the Hugging Face name without `.weight`."""
         self._name = f"{name}.weight"
         self._shape = (rows, columns)
-        self.weight = torch.empty(0, dtype=dtype, device=device)
+        self.weight = torch.empty(0, dtype=context.dtype, device=context.device)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the table's shape."""
@@ -109,25 +111,29 @@ class Embedding:
 
 
 class Linear:
-    """y = x W^T + b, where W is one or more checkpoint matrices stacked by rows.
-
-    On a CPU the complete matrix is packed once into oneDNN's blocked layout, if this build of torch
-    supports that for the dtype.
-    """
+    """y = x W^T + b, where W is one or more checkpoint matrices stacked by rows."""
 
     def __init__(
         self,
         parts: Sequence[tuple[str, int]],
         columns: int,
+        context: ModelContext,
         *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        bias: bool = False,
+        out_dtype: torch.dtype | None = None,
     ) -> None:
-        """`parts` are (Hugging Face name without `.weight`, rows), stacked in this order."""
+        """Describe the matrix; `load` loads it.
+
+        Args:
+            parts: (Hugging Face name without `.weight`, rows), stacked in this order.
+            columns: of W.
+            context: of the model.
+            bias: whether there is a b.
+            out_dtype: of y; None is the context's.
+        """
         self._columns = columns
-        self._dtype = dtype
-        self._device = device
+        self._context = context
+        self._out_dtype = out_dtype
         self._bias: torch.Tensor | None = None
         self._weight: torch.Tensor | None = None
         self._apply: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -161,13 +167,13 @@ class Linear:
             self._bias[start : start + count].copy_(tensor)
         self._missing.discard(name)
         if not self._missing and self._weight is not None:
-            self._apply = _linear(self._weight, self._bias)
-            self._weight = None
+            self._prepare(self._weight)
+            self._weight = self._bias = None
 
     def tie(self, table: Embedding) -> None:
         """Use an embedding's table, which is loaded, as the matrix."""
         self._missing.clear()
-        self._apply = _linear(table.weight, None)
+        self._prepare(table.weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [rows of x, rows of W] for x [rows, columns].
@@ -179,28 +185,11 @@ class Linear:
             raise RuntimeError(f"weights were not loaded: {', '.join(sorted(self._missing))}")
         return self._apply(x)
 
+    def _prepare(self, weight: torch.Tensor) -> None:
+        self._apply = self._context.ops.linear(weight, self._bias, out_dtype=self._out_dtype)
+
     def _empty(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
-
-
-def _linear(
-    weight: torch.Tensor, bias: torch.Tensor | None
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function x -> x W^T + b."""
-    # Packing was measured to be 1.2 to 2 times faster than F.linear in bfloat16 and float32, with
-    # equal results; float16 has no packed form on most processors.
-    if weight.device.type == "cpu" and weight.dtype in _PACKED_DTYPES and _can_pack():
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
-        multiply = torch.ops.mkldnn._linear_pointwise.default
-        return lambda x: multiply(x, packed, bias, "none", [], "")
-    return lambda x: F.linear(x, weight, bias)
-
-
-def _can_pack() -> bool:
-    names = ("_reorder_linear_weight", "_linear_pointwise")
-    return bool(torch.backends.mkldnn.enabled) and all(
-        hasattr(torch.ops.mkldnn, name) for name in names
-    )
+        return torch.empty(shape, dtype=self._context.dtype, device=self._context.device)
 
 
 DEFAULT_THETA = 10000.0
@@ -208,59 +197,38 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 
 
 class RotaryEmbedding:
-    """Tables of cosines and signed sines for all positions."""
+    """The angles of all positions (RoPE, arXiv:2104.09864), in float32."""
 
-    def __init__(
-        self,
-        hf: Mapping[str, Any],
-        head_size: int,
-        max_len: int,
-        *,
-        source: str,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """Compute the frequencies; `allocate` computes the tables.
+    def __init__(self, head_size: int, context: ModelContext, *, source: str) -> None:
+        """Compute the frequencies; `allocate` computes the table.
 
         Args:
-            hf: fields of the model's config.
             head_size: elements of a head.
-            max_len: number of positions.
+            context: of the model; its config has the parameters.
             source: names the config in messages.
-            dtype: of the tables.
-            device: of the tables.
 
         Raises:
             ModelError: the config's RoPE is not supported.
         """
-        self._frequencies, self._scale = _frequencies(hf, head_size, source)
-        self._half = head_size // 2
-        self._max_len = max_len
-        self._placement = (device, dtype)
-        self._cos = self._sin = torch.empty(0)
+        self._frequencies, self._scale = _frequencies(context.config.hf, head_size, source)
+        self._context = context
+        self._table = torch.empty(0)
+        self.rotate = context.ops.rotate
 
     def allocate(self) -> None:
-        """Compute the tables for positions 0 to max_len - 1."""
-        device, dtype = self._placement
-        shape = (self._max_len, 1, 2 * self._half)
-        self._cos = torch.empty(shape, dtype=dtype, device=device)
-        self._sin = torch.empty(shape, dtype=dtype, device=device)
-        for start in range(0, self._max_len, _ROPE_ROWS):
-            end = min(start + _ROPE_ROWS, self._max_len)
+        """Compute the table for positions 0 to max_model_len - 1."""
+        rows, half = self._context.max_model_len, len(self._frequencies)
+        self._table = torch.empty((rows, 2 * half), device=self._context.device)
+        for start in range(0, rows, _ROPE_ROWS):
+            end = min(start + _ROPE_ROWS, rows)
             positions = torch.arange(start, end, dtype=torch.float32)
-            angles = torch.outer(positions, self._frequencies).unsqueeze(1)
-            cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
-            self._cos[start:end] = torch.cat((cos, cos), -1)
-            # The sign of rotate_half is in the table, so that rotation needs a roll only.
-            self._sin[start:end] = torch.cat((-sin, sin), -1)
+            angles = torch.outer(positions, self._frequencies)
+            self._table[start:end, :half] = angles.cos() * self._scale
+            self._table[start:end, half:] = angles.sin() * self._scale
 
-    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines [tokens, 1, head_size] for positions [tokens]."""
-        return self._cos[positions], self._sin[positions]
-
-    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotate x [tokens, heads, head_size] by the cosines and sines from `at`."""
-        return torch.addcmul(x * cos, torch.roll(x, self._half, -1), sin)
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the angles for `Ops.rotate`, float32 [tokens, head_size]: cosines, then sines."""
+        return self._table[positions]
 
 
 def _frequencies(hf: Mapping[str, Any], head_size: int, source: str) -> tuple[torch.Tensor, float]:

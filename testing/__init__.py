@@ -23,10 +23,12 @@ from .scripted import (
 )
 
 if TYPE_CHECKING:
+    from hardpoint.testing.engine_access import load_ops
     from hardpoint.testing.logits.suite import LogitsProcessorSuite
     from hardpoint.testing.model.attention_suite import AttentionBackendSuite
     from hardpoint.testing.model.loader_suite import WeightLoaderSuite
     from hardpoint.testing.model.model_suite import ModelSuite
+    from hardpoint.testing.model.ops_suite import OpsSuite
     from hardpoint.testing.reporting.publisher_suite import KVEventPublisherSuite
     from hardpoint.testing.reporting.sink_suite import StatSinkSuite
     from hardpoint.testing.running.command_suite import CommandSuite
@@ -52,6 +54,7 @@ __all__ = [
     "KVEventPublisherSuite",
     "LogitsProcessorSuite",
     "ModelSuite",
+    "OpsSuite",
     "ReasoningParserSuite",
     "SamplerSuite",
     "SchedulerSimulator",
@@ -63,6 +66,7 @@ __all__ = [
     "TokenizerSuite",
     "WeightLoaderSuite",
     "history_hash",
+    "load_ops",
     "measure_hit_rate",
     "pytest_report_header",
     "pytest_terminal_summary",
@@ -81,6 +85,7 @@ _LAZY = {
     "KVEventPublisherSuite": "reporting.publisher_suite",
     "LogitsProcessorSuite": "logits.suite",
     "ModelSuite": "model.model_suite",
+    "OpsSuite": "model.ops_suite",
     "ReasoningParserSuite": "text.parser_suite",
     "SamplerSuite": "sampling_suite",
     "SchedulerSimulator": "scheduling.simulator",
@@ -88,6 +93,7 @@ _LAZY = {
     "SchedulingPolicySuite": "scheduling.policy_suite",
     "StatSinkSuite": "reporting.sink_suite",
     "TokenizerSuite": "text.tokenizer_suite",
+    "load_ops": "engine_access",
     "measure_hit_rate": "scheduling.cache_replay",
     "WeightLoaderSuite": "model.loader_suite",
 }

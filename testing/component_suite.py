@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import msgspec
+import pytest
+import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
@@ -16,6 +18,18 @@ from hardpoint.plugins.errors import PluginContractError
 
 from .engine_access import check_plugin_class, plugin_name, prepare_request_arguments, with_creator
 from .suite import ConformanceSuite, Violation, exceptions_as_violations, short_repr
+
+
+def first_device(cls: Any, name: str | None) -> torch.device:
+    """Return the named device, or the first of a component's `devices` that this machine has.
+
+    The test is skipped if there is none.
+    """
+    names = [name] if name else list(getattr(cls, "devices", ()))
+    for name in names:
+        if name == "cpu" or (name.startswith("cuda") and torch.cuda.is_available()):
+            return torch.device(name)
+    pytest.skip(f"this machine has no device of {', '.join(names) or '`devices`'}")
 
 
 class ComponentSuite(ConformanceSuite):

@@ -37,6 +37,8 @@ from hardpoint.plugins import (
     LogitsProcessor,
     LogitsRequest,
     ModelFiles,
+    Ops,
+    OpsContext,
     PolicyContext,
     PrepareContext,
     RequestFault,
@@ -156,6 +158,17 @@ def policy_arguments(policy: SchedulingPolicy) -> PolicyArguments:
         version=source.version,
     )
     return PolicyArguments(entry, type(policy), policy.options, vocab_size=257)
+
+
+def load_ops(dtype: torch.dtype, device: torch.device | None = None, use: str = "torch") -> Ops:
+    """Return the installed operations of a name, for a model that is built by hand.
+
+    Raises:
+        HardpointError: there are none of that name, or they cannot run here.
+    """
+    plugins = resolve_plugins(typed.convert({"ops": {"use": use}}, EngineConfig, path=""))
+    device = device or torch.device("cpu")
+    return plugins.create(plugins.one("ops"), OpsContext, dtype=dtype, device=device)
 
 
 @functools.cache

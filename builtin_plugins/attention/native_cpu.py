@@ -16,17 +16,12 @@ _WORK = 13  # index of the work in a plan
 
 
 class NativePlan:
-    """The plans of a step, by window and heads.
-
-    Attributes:
-        threads: that compute.
-    """
+    """The plans of a step, by window and heads."""
 
     def __init__(self, step: AttentionStep, make: Callable[..., int]) -> None:
         """Keep the step's arrays, which the kernels read; `make` is the kernel that plans."""
         self._step = step
         self._make_plan = make
-        self.threads = torch.get_num_threads()
         self._plans: dict[tuple[int | None, int, int], tuple[np.ndarray, int, bool]] = {}
 
     def for_layer(self, spec: KVSpec) -> tuple[int, bool]:
@@ -48,7 +43,7 @@ class NativePlan:
                 step.query_starts.ctypes.data, step.seq_lens.ctypes.data, len(step.seq_lens),
                 step.block_table.data_ptr(), step.block_table.stride(0), step.slots.data_ptr(),
                 step.block_size, spec.window or 0, spec.num_heads, spec.num_kv_heads,
-                self.threads, plan.ctypes.data, plan.nbytes,
+                plan.ctypes.data, plan.nbytes,
             )  # fmt: skip
             if size <= plan.nbytes:
                 return plan
@@ -121,6 +116,6 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
         run = self._long if is_long else self._short
         run(
             q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
-            out.data_ptr(), cache.data_ptr(), at, spec.head_size, spec.scale, plan.threads,
+            out.data_ptr(), cache.data_ptr(), at, spec.head_size, spec.scale,
         )  # fmt: skip
         return out

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from hardpoint.plugins import ForwardBatch, KVSpec, Model, ModelContext
 from hardpoint.plugins.hf_config import short
@@ -87,17 +85,14 @@ class Llama(Model):
         self._check_config()
         self._tied = fields.flag("tie_word_embeddings", False)
         self._windows = self.windows()
-        self._placement: dict[str, Any] = {"dtype": context.dtype, "device": context.device}
-        self._rope = RotaryEmbedding(
-            hf, self._head_size, context.max_model_len, source=self._source, **self._placement
-        )
+        self._rope = RotaryEmbedding(self._head_size, context, source=self._source)
         vocab = context.config.vocab_size
-        self._embedding = Embedding("model.embed_tokens", vocab, self._hidden, **self._placement)
+        self._embedding = Embedding("model.embed_tokens", vocab, self._hidden, context)
         self._decoder_layers = [
             self._decoder_layer(f"model.layers.{i}") for i in range(self._num_layers)
         ]
         self._norm = self._rms_norm("model.norm", self._hidden)
-        self._head = self._linear([("lm_head", vocab)], self._hidden, bias=False)
+        self._head = Linear([("lm_head", vocab)], self._hidden, context, out_dtype=torch.float32)
 
     def windows(self) -> list[int | None]:
         """Return each layer's sliding window in tokens; None is full attention."""
@@ -129,32 +124,33 @@ class Llama(Model):
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return hidden states [tokens, hidden], after the final norm."""
-        x = self._embedding(batch.token_ids)
-        cos, sin = self._rope.at(batch.positions)
+        x, delta = self._embedding(batch.token_ids), None
+        angles = self._rope.at(batch.positions)
         for index, layer in enumerate(self._decoder_layers):
-            q, k, v = self._project(layer, layer.input_norm(x), cos, sin)
-            attended = batch.attend(index, q, k, v)
-            x = x + layer.output(attended.reshape(x.shape[0], -1))
-            gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, -1)
-            x = x + layer.down(F.silu(gate) * up)
-        return self._norm(x)
+            q, k, v = self._project(layer, layer.input_norm(x, delta), angles)
+            delta = layer.output(batch.attend(index, q, k, v).flatten(1))
+            gate_up = layer.gate_up(layer.mlp_norm(x, delta))
+            delta = layer.down(self.context.ops.silu_and_mul(gate_up))
+        return self._norm(x, delta)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits [rows, vocab] of hidden states [rows, hidden], in the model's dtype."""
+        """Return logits [rows, vocab] of hidden states [rows, hidden], in float32."""
         return self._head(hidden)
 
     def _project(
-        self, layer: DecoderLayer, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self, layer: DecoderLayer, h: torch.Tensor, angles: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return rotated q [tokens, heads, head_size], rotated k and v [tokens, kv_heads, ...]."""
         heads, kv_heads = self._heads, self._kv_heads
         qkv = layer.qkv(h).view(-1, heads + 2 * kv_heads, self._head_size)
+        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
             q, k = layer.q_norm(q), layer.k_norm(k)
-            return self._rope.rotate(q, cos, sin), self._rope.rotate(k, cos, sin), v
-        rotated = self._rope.rotate(qkv[:, : heads + kv_heads], cos, sin)
-        return rotated[:, :heads], rotated[:, heads:], qkv[:, heads + kv_heads :]
+            self._rope.rotate(q, angles)
+            self._rope.rotate(k, angles)
+        else:
+            self._rope.rotate(qkv[:, : heads + kv_heads], angles)
+        return q, k, v
 
     def _layers(self) -> list[Layer]:
         parts: list[Layer] = [self._embedding]
@@ -187,10 +183,10 @@ class Llama(Model):
         )
 
     def _linear(self, parts: list[tuple[str, int]], columns: int, *, bias: bool) -> Linear:
-        return Linear(parts, columns, bias=bias, **self._placement)
+        return Linear(parts, columns, self.context, bias=bias)
 
     def _rms_norm(self, name: str, size: int) -> RMSNorm:
-        return RMSNorm(name, size, self._eps, **self._placement)
+        return RMSNorm(name, size, self._eps, self.context)
 
     def _read_head_size(self) -> int:
         stated = self._fields.optional_whole("head_dim")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,12 +26,16 @@ from hardpoint.plugins import (
     ModelContext,
     ModelError,
     ModelRunnerOutput,
+    Ops,
+    OpsContext,
     SamplerContext,
     SchedulerOutput,
     WeightLoader,
     WorkerInfo,
 )
 from hardpoint.plugins.component import Component, Progress
+from hardpoint.plugins.kinds import KINDS
+from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.requests import LoRARequest
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.discovery import is_third_party
@@ -49,6 +54,8 @@ from .memory import (
 from .model_runner import ModelRunner
 from .profiling import Profiling
 from .threads import ComputeThreads
+
+_log = logging.getLogger("hardpoint")
 
 _TRIAL_TOKENS = 2
 _NO_ADAPTERS = "workers of this version hold none"
@@ -115,7 +122,8 @@ class LocalWorker:
             return self._load_model(spec)
 
     def _load_model(self, spec: WorkerSpec) -> WorkerInfo:
-        backend = self._attention(spec)
+        backend, ops = self._attention(spec), self._ops(spec)
+        _log.info("operations: %s; attention: %s", ops.describe(), backend.describe())
         entry = spec.plugins.get("models", spec.model_config.architecture)
         model = spec.plugins.create(
             entry,
@@ -124,6 +132,7 @@ class LocalWorker:
             dtype=spec.dtype,
             device=spec.device,
             max_model_len=spec.max_model_len,
+            ops=ops,
         )
         checked = CheckedModel(model, entry.source)
         shapes = checked.shapes
@@ -141,7 +150,7 @@ class LocalWorker:
             model.load_weights(_checked(weights, shapes, spec))
             checked.run_trial(min(_TRIAL_TOKENS, spec.max_model_len), _TRIAL_TOKENS)
         processors = [runner.processor for runner in stage.pipeline.runners]
-        self._components = [*processors, stage.sampler, backend, model]
+        self._components = [*processors, stage.sampler, backend, model, ops]
         self._runner = ModelRunner(
             checked,
             PluginCalls(self._activity, "models", entry.source),
@@ -292,19 +301,20 @@ class LocalWorker:
         return self._runner
 
     def _attention(self, spec: WorkerSpec) -> AttentionBackend:
-        entry = spec.plugins.one("attention_backends")
-        devices = spec.plugins.target(entry).devices
-        if spec.device.type not in devices:
-            raise ModelError(
-                f"attention.use: {entry.name!r} runs on {', '.join(devices)}, "
-                f"the device is {spec.device.type}"
-            )
         return spec.plugins.create(
-            entry,
+            _entry_for_device(spec, "attention_backends"),
             AttentionContext,
             device=spec.device,
             dtype=spec.dtype,
             block_size=spec.config.kv_cache.block_size,
+        )
+
+    def _ops(self, spec: WorkerSpec) -> Ops:
+        return spec.plugins.create(
+            _entry_for_device(spec, "ops"),
+            OpsContext,
+            device=spec.device,
+            dtype=spec.dtype,
         )
 
     def _sampling(self, spec: WorkerSpec) -> SamplingStage:
@@ -343,6 +353,22 @@ class LocalWorker:
             processed_logprobs=spec.config.sampler.logprobs == "processed",
             calls=PluginCalls(self._activity, "samplers", entry.source),
         )
+
+
+def _entry_for_device(spec: WorkerSpec, kind: str) -> PluginEntry:
+    """Return the entry of a kind of which there is one per device.
+
+    Raises:
+        ModelError: it does not run on this device.
+    """
+    entry = spec.plugins.one(kind)
+    devices = spec.plugins.target(entry).devices
+    if spec.device.type not in devices:
+        raise ModelError(
+            f"{KINDS[kind].chosen_by}: {entry.name!r} runs on {', '.join(devices)}, "
+            f"the device is {spec.device.type}"
+        )
+    return entry
 
 
 def _unsupported(plan: SchedulerOutput) -> NotImplementedError:

@@ -740,22 +740,22 @@ class Attended {
 
 template <class T>
 void attend(const T* q, long q_stride, const T* k, long k_stride, const T* v, long v_stride, T* out,
-            T* cache, const Plan* plan, long head_size, float scale, int threads) {
+            T* cache, const Plan* plan, long head_size, float scale) {
   static thread_local Workspace<T> work;
   static thread_local Scratch<float> scratch;
   Layer<T> layer{q,   k,     v,     q_stride,
                  k_stride, v_stride, out, cache,
                  *plan, Layout<T>(head_size, plan->kv_heads, plan->block_size), scale};
   // Waking a thread takes about as long as this much work.
-  threads = (int)std::clamp<long>(plan->work * head_size / (64 * 20), 1, threads);
-  for_each_item(threads, plan->tokens, [&](long token) { write_token(layer, token); });
+  int threads = (int)std::clamp<long>(plan->work * head_size / (64 * 20), 1, omp_get_max_threads());
+  for_each_item(plan->tokens, [&](long token) { write_token(layer, token); }, threads);
   float* pieces = scratch.get(plan->pieces * plan->heads * layer.result_size() + 1);
-  for_each_item(threads, plan->items * plan->kv_heads, [&](long index) {
+  for_each_item(plan->items * plan->kv_heads, [&](long index) {
     Attended<T>(layer, plan->item_list()[index / plan->kv_heads], index % plan->kv_heads, pieces,
                 work)
         .run();
-  });
-  for_each_item(threads, plan->merges, [&](long index) {
+  }, threads);
+  for_each_item(plan->merges, [&](long index) {
     const Merge& merged = plan->merge_list()[index];
     size_t size = layer.result_size();
     float* result = work.results.get(size);
@@ -767,7 +767,7 @@ void attend(const T* q, long q_stride, const T* k, long k_stride, const T* v, lo
       }
       finish(layer, result, merged.row, head);
     }
-  });
+  }, threads);
 }
 
 }  // namespace attention

@@ -225,7 +225,7 @@ const Operand<W>* operands(const X* x, long x_stride, int rows, long depth, long
 // y [rows, columns] = x [rows, depth] W^T + bias.
 template <class X, class W, class Y>
 void linear(const X* x, long x_stride, const W* weights, const W* bias, Y* y, long y_stride,
-            long rows, long columns, long depth, int threads) {
+            long rows, long columns, long depth) {
   static thread_local Scratch<Operand<W>> scratch;
   Product<W, Y> product{weights, bias, y, y_stride, columns, depth};
   long panels = (columns + PANEL - 1) / PANEL;
@@ -234,9 +234,9 @@ void linear(const X* x, long x_stride, const W* weights, const W* bias, Y* y, lo
   long groups = (panels + group - 1) / group, row_blocks = (rows + at_once - 1) / at_once;
   // An item is a few groups of panels for one block of rows, so that converting the rows costs
   // little beside multiplying them.
-  long per_item = std::max<long>(1, std::min<long>(groups / (4 * threads), 8));
+  long per_item = std::max<long>(1, std::min<long>(groups / (4 * omp_get_max_threads()), 8));
   long items = (groups + per_item - 1) / per_item;
-  for_each_item(threads, row_blocks * items, [&](long index) {
+  for_each_item(row_blocks * items, [&](long index) {
     long row = index / items * at_once, first = index % items * per_item;
     int count = (int)std::min<long>(at_once, rows - row);
     long stride;
@@ -254,11 +254,11 @@ void linear(const X* x, long x_stride, const W* weights, const W* bias, Y* y, lo
 
 // Pack W [columns, depth], rows contiguous; what is padded is 0.
 template <class W>
-void pack(const W* from, W* to, long columns, long depth, int threads) {
+void pack(const W* from, W* to, long columns, long depth) {
   long panels = (columns + PANEL - 1) / PANEL;
   size_t size = panel_size<W>(depth);
   constexpr int PER = sizeof(W) == 2 ? 2 : 1;
-  for_each_item(threads, panels, [&](long panel) {
+  for_each_item(panels, [&](long panel) {
     W* out = to + panel * size;
     for (long k = 0; k < (long)(size / PANEL); k += PER)
       for (int c = 0; c < PANEL; c++)

@@ -1,4 +1,5 @@
-// The C interface. Pointers are of contiguous rows; strides count elements.
+// The C interface. Pointers are of contiguous rows; strides count elements. They compute
+// in as many threads as OpenMP has been told in the calling thread (torch.set_num_threads).
 #include <cstdint>
 
 #include "attention.h"
@@ -26,40 +27,39 @@ int hp_supports(const char* path) {
   long hp_packed_size_##NAME(long columns, long depth) {                                          \
     return (columns + PANEL - 1) / PANEL * (long)gemm::panel_size<T>(depth);                      \
   }                                                                                               \
-  void hp_pack_##NAME(const T* from, T* to, long columns, long depth, int threads) {              \
-    gemm::pack(from, to, columns, depth, threads);                                                \
+  void hp_pack_##NAME(const T* from, T* to, long columns, long depth) {                           \
+    gemm::pack(from, to, columns, depth);                                                         \
   }                                                                                               \
   void hp_linear_##NAME(const T* x, long x_stride, const T* w, const T* bias, T* y,               \
-                        long y_stride, long rows, long columns, long depth, int threads) {        \
-    gemm::linear(x, x_stride, w, bias, y, y_stride, rows, columns, depth, threads);               \
+                        long y_stride, long rows, long columns, long depth) {                     \
+    gemm::linear(x, x_stride, w, bias, y, y_stride, rows, columns, depth);                        \
   }                                                                                               \
   void hp_rms_norm_##NAME(const T* x, long x_stride, T* residual, long residual_stride,           \
                           const T* weight, T* y, long y_stride, long count, long width,           \
-                          float eps, int threads) {                                               \
+                          float eps) {                                                            \
     rows::rms_norm(x, x_stride, residual, residual_stride, weight, y, y_stride, count, width,     \
-                   eps, threads);                                                                 \
+                   eps);                                                                          \
   }                                                                                               \
-  void hp_rotate_##NAME(T* x, long row_stride, long head_stride, const float* table,              \
-                        const int64_t* positions, long count, long heads, long head_size,         \
-                        int threads) {                                                            \
-    rows::rotate(x, row_stride, head_stride, table, positions, count, heads, head_size, threads); \
+  void hp_rotate_##NAME(T* x, long row_stride, long head_stride, const float* angles,             \
+                        long count, long heads, long head_size) {                                 \
+    rows::rotate(x, row_stride, head_stride, angles, count, heads, head_size);                    \
   }                                                                                               \
   void hp_silu_and_mul_##NAME(const T* x, long x_stride, T* y, long y_stride, long count,         \
-                              long width, int threads) {                                          \
-    rows::activate_and_mul<rows::SILU>(x, x_stride, y, y_stride, count, width, threads);          \
+                              long width) {                                                       \
+    rows::activate_and_mul<rows::SILU>(x, x_stride, y, y_stride, count, width);                   \
   }                                                                                               \
   void hp_gelu_and_mul_##NAME(const T* x, long x_stride, T* y, long y_stride, long count,         \
-                              long width, int threads) {                                          \
-    rows::activate_and_mul<rows::GELU_TANH>(x, x_stride, y, y_stride, count, width, threads);     \
+                              long width) {                                                       \
+    rows::activate_and_mul<rows::GELU_TANH>(x, x_stride, y, y_stride, count, width);              \
   }                                                                                               \
   long hp_attention_block_##NAME(long head_size, long kv_heads, long block_size) {                \
     return attention::Layout<T>(head_size, kv_heads, block_size).block;                           \
   }                                                                                               \
   void hp_attend_##NAME(const T* q, long q_stride, const T* k, long k_stride, const T* v,         \
                         long v_stride, T* out, T* cache, const void* plan, long head_size,        \
-                        float scale, int threads) {                                               \
+                        float scale) {                                                            \
     attention::attend(q, q_stride, k, k_stride, v, v_stride, out, cache,                          \
-                      (const attention::Plan*)plan, head_size, scale, threads);                   \
+                      (const attention::Plan*)plan, head_size, scale);                            \
   }
 
 OF_TYPE(bfloat16, bf16)
@@ -68,17 +68,17 @@ OF_TYPE(float32, float)
 // Write the plan of an attention step to `to`, if it has `capacity` bytes; return how many it needs.
 long hp_attention_plan(const int64_t* query_starts, const int64_t* seq_lens, long seqs,
                        const int64_t* table, long table_stride, const int64_t* slots,
-                       long block_size, long window, long heads, long kv_heads, int threads,
-                       void* to, long capacity) {
+                       long block_size, long window, long heads, long kv_heads, void* to,
+                       long capacity) {
   attention::Plan plan{table, slots, table_stride, block_size, window, heads, kv_heads};
-  attention::Planner planner(query_starts, seq_lens, seqs, plan, threads);
+  attention::Planner planner(query_starts, seq_lens, seqs, plan, omp_get_max_threads());
   if ((long)planner.size() <= capacity) planner.write(to);
   return (long)planner.size();
 }
 
 // Logits in float32.
 void hp_logits_bfloat16(const bf16* x, long x_stride, const bf16* w, const bf16* bias, float* y,
-                        long y_stride, long rows, long columns, long depth, int threads) {
-  gemm::linear(x, x_stride, w, bias, y, y_stride, rows, columns, depth, threads);
+                        long y_stride, long rows, long columns, long depth) {
+  gemm::linear(x, x_stride, w, bias, y, y_stride, rows, columns, depth);
 }
 }

@@ -1,11 +1,14 @@
 // Loops over threads of the OpenMP runtime that torch has loaded.
 #pragma once
 
+#include <omp.h>
+
 #include <cstdlib>
 
-// Call work(item) for items 0..count-1, each once, on up to `threads` threads.
+// Call work(item) for items 0..count-1, each once, on as many threads as OpenMP has been told to use,
+// or fewer.
 template <class Work>
-void for_each_item(int threads, long count, Work work) {
+void for_each_item(long count, Work work, int threads = omp_get_max_threads()) {
   if (threads <= 1 || count <= 1) {
     for (long item = 0; item < count; item++) work(item);
     return;

@@ -12,10 +12,10 @@ constexpr long GRAIN = 16 << 10;  // elements that a thread should have at least
 
 // Call work(from, to) for parts of the rows.
 template <class Work>
-void for_rows(int threads, long rows, long width, Work work) {
+void for_rows(long rows, long width, Work work) {
   long grain = std::max<long>(1, GRAIN / std::max<long>(width, 1));
   long items = (rows + grain - 1) / grain;
-  for_each_item(threads, items, [&](long item) {
+  for_each_item(items, [&](long item) {
     work(item * grain, std::min((item + 1) * grain, rows));
   });
 }
@@ -24,8 +24,8 @@ void for_rows(int threads, long rows, long width, Work work) {
 // from it.
 template <class T>
 void rms_norm(const T* x, long x_stride, T* residual, long residual_stride, const T* weight, T* y,
-              long y_stride, long count, long width, float eps, int threads) {
-  for_rows(threads, count, width, [=](long from, long to) {
+              long y_stride, long count, long width, float eps) {
+  for_rows(count, width, [=](long from, long to) {
     for (long row = from; row < to; row++) {
       const T* in = x + row * x_stride;
       T* kept = residual ? residual + row * residual_stride : nullptr;
@@ -58,14 +58,14 @@ void rms_norm(const T* x, long x_stride, T* residual, long residual_stride, cons
 }
 
 // Rotate heads in place: of each, the first half a and the second half b become a cos - b sin and
-// b cos + a sin. `table` [positions][cosines, then sines] of half a head each.
+// b cos + a sin. `angles` [count][cosines, then sines], of half a head each.
 template <class T>
-void rotate(T* x, long row_stride, long head_stride, const float* table, const int64_t* positions,
-            long count, long heads, long head_size, int threads) {
+void rotate(T* x, long row_stride, long head_stride, const float* angles, long count,
+            long heads, long head_size) {
   long half = head_size / 2;
-  for_rows(threads, count, heads * head_size, [=](long from, long to) {
+  for_rows(count, heads * head_size, [=](long from, long to) {
     for (long row = from; row < to; row++) {
-      const float* cosines = table + positions[row] * head_size;
+      const float* cosines = angles + row * head_size;
       const float* sines = cosines + half;
       for (long head = 0; head < heads; head++) {
         T* a = x + row * row_stride + head * head_stride;
@@ -100,9 +100,8 @@ INLINE Floats activate(Floats x) {
 
 // y [count, width] = activation(x[:, :width]) * x[:, width:].
 template <int KIND, class T>
-void activate_and_mul(const T* x, long x_stride, T* y, long y_stride, long count, long width,
-                      int threads) {
-  for_rows(threads, count, 2 * width, [=](long from, long to) {
+void activate_and_mul(const T* x, long x_stride, T* y, long y_stride, long count, long width) {
+  for_rows(count, 2 * width, [=](long from, long to) {
     for (long row = from; row < to; row++) {
       const T *gate = x + row * x_stride, *up = gate + width;
       T* out = y + row * y_stride;

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hardpoint.plugins import AttentionBackend, AttentionContext, AttentionStep, KVSpec
 from hardpoint.plugins.component import Component
-from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.component_suite import ComponentSuite, first_device
 from hardpoint.testing.snapshots import count_elements, snapshot
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
 
@@ -228,12 +228,7 @@ class AttentionBackendSuite(ComponentSuite):
         return [pair for pair in self.heads if pair[0] == pair[1]] or self.heads
 
     def _device(self) -> torch.device:
-        """Return the device; skip the test if this machine has none that fits."""
-        names = [self.device] if self.device else list(getattr(self.backend, "devices", ()))
-        for name in names:
-            if name == "cpu" or (name.startswith("cuda") and torch.cuda.is_available()):
-                return torch.device(name)
-        pytest.skip(f"this machine has no device of {', '.join(names) or '`devices`'}")
+        return first_device(self.backend, self.device)
 
     def _make(self, block_size: int, dtype: torch.dtype | None = None) -> AttentionBackend:
         backend: AttentionBackend = self._build(

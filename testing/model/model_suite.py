@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hardpoint.plugins import ForwardBatch, KVSpec, Model, ModelConfig, ModelContext
 from hardpoint.plugins.component import Component
 from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.engine_access import load_ops
 from hardpoint.testing.snapshots import count_elements, snapshot
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
 
@@ -197,6 +198,7 @@ class ModelSuite(ComponentSuite):
             dtype=dtype or self.dtypes[0],
             device=torch.device(self.device),
             max_model_len=self.max_model_len,
+            ops=load_ops(dtype or self.dtypes[0], torch.device(self.device)),
         )
         return model
 

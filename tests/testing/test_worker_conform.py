@@ -14,17 +14,21 @@ from support.searching import kit_examples
 
 from hardpoint.builtin_plugins.attention.native_cpu import NativeAttention
 from hardpoint.builtin_plugins.attention.torch import TorchAttention
+from hardpoint.builtin_plugins.auto import AutoOps
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.models.qwen import Qwen2, Qwen3
+from hardpoint.builtin_plugins.ops.native_cpu import NativeOps
+from hardpoint.builtin_plugins.ops.torch import TorchOps
 from hardpoint.builtin_plugins.sampler import DefaultSampler
 from hardpoint.plugins import ModelConfig
 from hardpoint.testing import (
     AttentionBackendSuite,
     HistoryAttention,
     ModelSuite,
+    OpsSuite,
     SamplerSuite,
     ScriptedModel,
     WeightLoaderSuite,
@@ -37,6 +41,20 @@ pytest_plugins = ["hardpoint.testing"]
 class TestDefaultSampler(SamplerSuite):
     examples = kit_examples()
     sampler = DefaultSampler
+
+
+class TestTorchOps(OpsSuite):
+    ops = TorchOps
+
+
+class TestNativeOps(OpsSuite):
+    ops = NativeOps
+    batch_invariant = True
+
+
+class TestAutoOps(OpsSuite):
+    ops = AutoOps
+    name = "auto"
 
 
 class TestTorchAttention(AttentionBackendSuite):
@@ -202,6 +220,7 @@ class TestDummy(WeightLoaderSuite):
     [
         ("samplers", "sampler"),
         ("attention_backends", "backend"),
+        ("ops", "ops"),
         ("models", "model"),
         ("loaders", "loader"),
     ],

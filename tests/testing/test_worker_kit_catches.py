@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.broken import attention, loaders, models, samplers
+from support.broken import attention, loaders, models, ops, samplers
 from support.kit_suites import (
     assert_fails,
     label,
@@ -13,7 +13,13 @@ from support.kit_suites import (
     suite_tests,
 )
 
-from hardpoint.testing import AttentionBackendSuite, ModelSuite, SamplerSuite, WeightLoaderSuite
+from hardpoint.testing import (
+    AttentionBackendSuite,
+    ModelSuite,
+    OpsSuite,
+    SamplerSuite,
+    WeightLoaderSuite,
+)
 
 # component, test that it fails, rule, pattern of the message
 SAMPLERS = [
@@ -46,6 +52,31 @@ SAMPLERS = [
     (samplers.Hoards, "memory", "memory", r"grew from \d+ to \d+ elements in 100 steps"),
     (samplers.Slow, "speed", "speed", r"a row of 32000 logits cost \d+ microseconds, the budget"),
 ]  # fmt: skip
+
+OPS = [
+    (ops.NoContract, "contract", "contract", "add `contract = 1` to its class body"),
+    (ops.NoDevices, "contract", "contract", "it states no devices; add `devices = "),
+    (ops.ForgetsTheBias, "linear", "values", r"linear differs by .* it gave .*, the formula"),
+    (
+        ops.IgnoresOutDtype,
+        "linear",
+        "result",
+        r"returned torch.bfloat16 .*, expected torch.float32",
+    ),
+    (ops.TransposesTheMatrix, "linear", "result", r"returned torch.float32 \[3, 1\] .* \[1, 3\]"),
+    (ops.ReadsContiguousRows, "linear", "values", r"linear differs by .* at row 1"),
+    (ops.MultipliesInBfloat16, "linear", "values", r"linear differs by .* at row 0"),
+    (ops.NormalisesTheBatch, "rms_norm", "values", r"rms_norm differs by"),
+    (ops.NormOfTheMean, "rms_norm", "values", r"rms_norm differs by .* at row 0"),
+    (ops.AddsToACopy, "add_rms_norm", "values", "x after add_rms_norm differs by"),
+    (ops.AddsToDelta, "add_rms_norm", "in place", "add_rms_norm changed delta"),
+    (ops.RotatesPairs, "rotate", "values", "rotate differs by"),
+    (ops.RotatesACopy, "rotate", "values", "rotate differs by"),
+    (ops.RotatesAll, "rotate", "in place", "rotate changed other heads"),
+    (ops.GateLast, "gates", "values", "silu_and_mul differs by"),
+    (ops.ExactGelu, "gates", "values", "gelu_and_mul differs by"),
+    (ops.WritesToX, "gates", "in place", "silu_and_mul changed x"),
+]
 
 DIFFERS = r"the output of query \d+ of '.' differs from plain attention by"
 ATTENTION = [
@@ -142,6 +173,7 @@ RIGHT = [
     (WeightLoaderSuite, {"loader": loaders.Json, "write": staticmethod(loaders.write)}),
     (ModelSuite, {"model": models.Tiny, "config": models.CONFIG}),
     (AttentionBackendSuite, {"backend": attention.Plain}),
+    (OpsSuite, {"ops": ops.Plain}),
     (SamplerSuite, {"sampler": samplers.Gumbel}),
 ]
 
@@ -159,6 +191,11 @@ def test_a_broken_sampler_fails_its_rule(cls, test, rule, pattern):
 @pytest.mark.parametrize(("cls", "test", "rule", "pattern"), ATTENTION, ids=label)
 def test_a_broken_attention_backend_fails_its_rule(cls, test, rule, pattern):
     assert_fails(AttentionBackendSuite, {"backend": cls}, test, rule, pattern)
+
+
+@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), OPS, ids=label)
+def test_broken_operations_fail_their_rule(cls, test, rule, pattern):
+    assert_fails(OpsSuite, {"ops": cls}, test, rule, pattern)
 
 
 @pytest.mark.parametrize(("cls", "test", "rule", "pattern"), MODELS, ids=label)
@@ -188,6 +225,7 @@ def test_correct_components_pass(suite, attributes):
     [
         (SamplerSuite, SAMPLERS),
         (AttentionBackendSuite, ATTENTION),
+        (OpsSuite, OPS),
         (ModelSuite, MODELS),
         (WeightLoaderSuite, LOADERS),
     ],

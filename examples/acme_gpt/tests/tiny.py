@@ -5,6 +5,7 @@ from acme_gpt.file_format import write
 from acme_gpt.model import TinyGPT
 
 from hardpoint.plugins import ModelConfig, ModelContext
+from hardpoint.testing import load_ops
 
 CONFIG = {
     "architectures": ["TinyGPT"],
@@ -22,6 +23,7 @@ def build():
         architecture="TinyGPT", hf=CONFIG, vocab_size=257, max_position_embeddings=64
     )
     place = {"dtype": torch.float32, "device": torch.device("cpu"), "max_model_len": 64}
+    place["ops"] = load_ops(torch.float32)
     return TinyGPT(ModelContext(name="TinyGPT", options=None, config=config, **place))
 
 

@@ -22,6 +22,7 @@ from hardpoint.plugins import (
     ModelFiles,
     WeightLoader,
 )
+from hardpoint.testing import load_ops
 
 
 def open_loader(kind: type[WeightLoader], path: Path, **options: object) -> WeightLoader:
@@ -41,6 +42,7 @@ def build_model(
         dtype=dtype,
         device=torch.device("cpu"),
         max_model_len=max_model_len,
+        ops=load_ops(dtype),
     )
     return kind(context)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -53,13 +53,14 @@ class Block:
 
     def __init__(self, name: str, hidden: int, context: ModelContext) -> None:
         """`name` begins the names of its tensors."""
-        place: dict[str, Any] = {"bias": True, "dtype": context.dtype, "device": context.device}
         self.norm_1 = LayerNorm(f"{name}.norm_1", hidden)
         self.norm_2 = LayerNorm(f"{name}.norm_2", hidden)
-        self.qkv = Linear([(f"{name}.{part}", hidden) for part in "qkv"], hidden, **place)
-        self.out = Linear([(f"{name}.out", hidden)], hidden, **place)
-        self.up = Linear([(f"{name}.up", 4 * hidden)], hidden, **place)
-        self.down = Linear([(f"{name}.down", hidden)], 4 * hidden, **place)
+        self.qkv = Linear(
+            [(f"{name}.{part}", hidden) for part in "qkv"], hidden, context, bias=True
+        )
+        self.out = Linear([(f"{name}.out", hidden)], hidden, context, bias=True)
+        self.up = Linear([(f"{name}.up", 4 * hidden)], hidden, context, bias=True)
+        self.down = Linear([(f"{name}.down", hidden)], 4 * hidden, context, bias=True)
 
     def layers(self) -> list[Layer]:
         """Return the parts that have tensors."""
@@ -80,14 +81,13 @@ class TinyGPT(Model):
         if hidden % self._heads:
             raise fields.error("num_heads", f"expected a divisor of {hidden}, got {self._heads}")
         self._head_size = hidden // self._heads
-        place: dict[str, Any] = {"dtype": context.dtype, "device": context.device}
         vocab, positions = context.config.vocab_size, context.config.max_position_embeddings
-        self._tokens = Embedding("tokens", vocab, hidden, **place)
-        self._positions = Embedding("positions", positions, hidden, **place)
+        self._tokens = Embedding("tokens", vocab, hidden, context)
+        self._positions = Embedding("positions", positions, hidden, context)
         count = fields.whole("num_layers", at_most=1 << 10)
         self._blocks = [Block(f"blocks.{i}", hidden, context) for i in range(count)]
         self._norm = LayerNorm("norm", hidden)
-        self._head = Linear([("tokens", vocab)], hidden, bias=False, **place)
+        self._head = Linear([("tokens", vocab)], hidden, context)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors of the file."""

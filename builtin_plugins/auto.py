@@ -1,0 +1,62 @@
+"""The choice of `ops.use` by default: the fastest that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hardpoint.plugins import ModelError, Ops, OpsContext, Wrapper
+
+
+class _Options(Wrapper.Options):
+    """What is tried.
+
+    Attributes:
+        wraps: is used if it runs on the device, with the model's dtype.
+        fallback: is used if that does not.
+    """
+
+    wraps: str = "native_cpu"
+    fallback: str = "torch"
+
+
+class AutoOps(Wrapper[Ops], Ops):
+    """The operations of `native_cpu` if they run here, else those of `torch`."""
+
+    contract = 1
+    devices = ("cpu", "cuda")
+    Options = _Options
+    context: OpsContext
+
+    def __init__(self, context: OpsContext) -> None:
+        """Build the operations that are chosen."""
+        Ops.__init__(self, context)
+        self.wrapped, self._description = _first_that_runs(context)
+
+    @classmethod
+    def wraps(cls, options: _Options) -> Sequence[str]:
+        """Return both."""
+        return (options.wraps, options.fallback)
+
+    def describe(self) -> str:
+        """Return what was chosen, and why."""
+        return self._description
+
+
+def _first_that_runs(context: Any) -> tuple[Any, str]:
+    """Return the component that runs, and its description.
+
+    Raises:
+        ModelError: the fallback does not run either.
+    """
+    options, device = context.options, context.device.type
+    try:
+        component = context.create(options.wraps)
+        if device in component.devices:
+            return component, component.describe()
+        component.close()
+        reason = f"{options.wraps!r} does not run on {device}"
+    except ModelError as cause:
+        reason = str(cause)
+    component = context.create(options.fallback)
+    return component, f"{component.describe()} ({reason})"

@@ -1,0 +1,1 @@
+"""Operations of models: in torch, and in this package's kernels for CPUs."""

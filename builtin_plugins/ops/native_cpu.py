@@ -1,0 +1,137 @@
+"""Operations in this package's C++ kernels for CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from hardpoint.kernels import cpu
+from hardpoint.plugins import ModelError, Ops, OpsContext
+
+_LONG_WORK = 1 << 26  # multiplications of a product that is worth releasing Python's lock
+
+
+class NativeOps(Ops):
+    """Operations in C++; a row's result is the same, bit for bit, in any batch."""
+
+    contract = 1
+    devices = ("cpu",)
+
+    def __init__(self, context: OpsContext) -> None:
+        """Load the kernels.
+
+        Raises:
+            ModelError: they cannot run here, or there are none for the dtype.
+        """
+        super().__init__(context)
+        if context.dtype not in cpu.DTYPES:
+            names = ", ".join(cpu.DTYPES.values())
+            raise ModelError(
+                f"ops.use: {self.name!r} computes in {names}, the model's dtype is {context.dtype}"
+            )
+        try:
+            library = self._library = cpu.load()
+        except cpu.KernelsUnavailableError as cause:
+            raise ModelError(f"ops.use: {self.name!r} cannot be used: {cause}") from cause
+        dtype = context.dtype
+        self._rms_norm = library.function("rms_norm", dtype)
+        self._rotate = library.function("rotate", dtype)
+        self._silu_and_mul = library.function("silu_and_mul", dtype)
+        self._gelu_and_mul = library.function("gelu_and_mul", dtype)
+
+    def describe(self) -> str:
+        """Return the name and the instruction set."""
+        return f"{self.name} ({self._library.path})"
+
+    def linear(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        out_dtype: torch.dtype | None = None,
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return x -> x W^T + b, for a packed copy of W."""
+        return _Product(self._library, weight.to(self.context.dtype), bias, out_dtype)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Return the normalised rows."""
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        y = torch.empty(rows.shape, dtype=rows.dtype)
+        count, width = rows.shape
+        self._rms_norm(
+            rows.data_ptr(), rows.stride(0), None, 0, weight.data_ptr(), y.data_ptr(), width,
+            count, width, eps
+        )  # fmt: skip
+        return y if x.dim() == 2 else y.view(x.shape)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Add delta to x in place; return the normalised rows."""
+        count, width = x.shape
+        y = torch.empty((count, width), dtype=x.dtype)
+        self._rms_norm(
+            delta.data_ptr(), delta.stride(0), x.data_ptr(), x.stride(0), weight.data_ptr(),
+            y.data_ptr(), width, count, width, eps
+        )  # fmt: skip
+        return y
+
+    def rotate(self, x: torch.Tensor, angles: torch.Tensor) -> None:
+        """Rotate heads in place."""
+        rows, heads, size = x.shape
+        self._rotate(
+            x.data_ptr(), x.stride(0), x.stride(1), angles.data_ptr(), rows, heads, size,
+        )  # fmt: skip
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """Return silu(gate) * up."""
+        return self._gated(self._silu_and_mul, x)
+
+    def gelu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """Return gelu(gate) * up."""
+        return self._gated(self._gelu_and_mul, x)
+
+    def _gated(self, function: Callable[..., None], x: torch.Tensor) -> torch.Tensor:
+        count, width = x.shape[0], x.shape[1] // 2
+        y = torch.empty((count, width), dtype=x.dtype)
+        function(x.data_ptr(), x.stride(0), y.data_ptr(), width, count, width)
+        return y
+
+
+class _Product:
+    """x -> x W^T + b, for a packed copy of W."""
+
+    def __init__(
+        self,
+        library: cpu.Library,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None,
+    ) -> None:
+        dtype, (columns, depth) = weight.dtype, weight.shape
+        self._out_dtype = out_dtype or dtype
+        self._columns, self._depth = columns, depth
+        kernel = "linear" if self._out_dtype == dtype else "logits"
+        self._short = library.function(kernel, dtype)
+        self._long = library.function(kernel, dtype, releases=True)
+        self._many_rows = _LONG_WORK // (columns * depth)
+        self._packed = torch.empty(
+            library.function("packed_size", dtype)(columns, depth), dtype=dtype
+        )
+        self._at = self._packed.data_ptr()
+        weight = weight.contiguous()
+        pack = library.function("pack", dtype, releases=True)
+        pack(weight.data_ptr(), self._at, columns, depth)
+        self._bias = None if bias is None else bias.clone()
+        self._bias_at = None if self._bias is None else self._bias.data_ptr()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows, columns = x.shape[0], self._columns
+        y = torch.empty((rows, columns), dtype=self._out_dtype)
+        run = self._long if rows > self._many_rows else self._short
+        run(
+            x.data_ptr(), x.stride(0), self._at, self._bias_at, y.data_ptr(), columns,
+            rows, columns, self._depth
+        )  # fmt: skip
+        return y

@@ -1,0 +1,98 @@
+"""Operations of models and samplers between the large ones, on one device."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from .component import Component, Context
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Ops", "OpsContext"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpsContext(Context["Ops"]):
+    """Context of operations.
+
+    Attributes:
+        device: of the tensors.
+        dtype: of weights and hidden states.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+class Ops(Component):
+    """The operations of which models are built, besides attention. One per device.
+
+    Tensors have the context's dtype and device unless said otherwise. The last dimension is
+    contiguous; rows may be parts of wider ones. A row's result must not depend on the other rows.
+    Sums are of float32 at least, and results are rounded once. On a CPU they compute in as many
+    threads as `torch.get_num_threads()` says, which may change between steps.
+
+    A constructor raises ModelError if the operations cannot run here, so that `ops.use = "auto"`
+    tries the next ones.
+    """
+
+    devices: ClassVar[tuple[str, ...]]
+    """Device types that they run on."""
+
+    context: OpsContext
+
+    def describe(self) -> str:
+        """Return what runs, for the line that the engine logs: "native_cpu (avx2)" for example."""
+        return self.name
+
+    @abstractmethod
+    def linear(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        out_dtype: torch.dtype | None = None,
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the function x [rows, columns of W] -> x W^T + b [rows, rows of W].
+
+        Called once per matrix while weights are loaded. The function may keep W in a layout of its
+        own; it must not need `weight` any more once that is freed by the caller.
+
+        Args:
+            weight: W.
+            bias: b, [rows of W].
+            out_dtype: of the results; None is the context's.
+        """
+
+    @abstractmethod
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467)."""
+
+    @abstractmethod
+    def add_rms_norm(
+        self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Add delta to x in place, both [rows, size], and return `rms_norm` of the sum."""
+
+    @abstractmethod
+    def rotate(self, x: torch.Tensor, angles: torch.Tensor) -> None:
+        """Rotate heads in place (RoPE, arXiv:2104.09864).
+
+        The halves a and b of a head become a cos - b sin and b cos + a sin.
+
+        Args:
+            x: [rows, heads, head_size].
+            angles: float32 [rows, head_size]; of each row, cosines, then sines.
+        """
+
+    @abstractmethod
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """Return silu(gate) * up [rows, size] for x [rows, 2 * size], gate before up."""
+
+    @abstractmethod
+    def gelu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """As `silu_and_mul`, with GELU in its tanh form (arXiv:1606.08415)."""

@@ -1,0 +1,247 @@
+"""The conformance suite for operations; the built-in ones pass it too."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import torch
+
+from hardpoint.plugins import Ops, OpsContext
+from hardpoint.plugins.component import Component
+from hardpoint.testing.component_suite import ComponentSuite, first_device
+from hardpoint.testing.suite import Rule, reject_replaced_tests
+
+_TOLERANCES = {torch.bfloat16: 0.01, torch.float16: 0.002}
+_EPS = 1e-5
+
+RESULT = Rule(
+    "result: an operation returns a tensor of the stated shape, dtype and device",
+    "return one row per row of x, in the context's dtype on its device",
+)
+VALUES = Rule(
+    "values: an operation computes what its docstring says",
+    "sum in float32 at least, and round the result once",
+)
+ROWS = Rule(
+    "rows: a row's result does not depend on the other rows",
+    "compute each row with the same sums in the same order, however many there are",
+)
+IN_PLACE = Rule(
+    "in place: add_rms_norm and rotate change their first argument, and nothing else is changed",
+    "add delta to x itself, rotate the heads of x itself, and write results to new memory",
+)
+
+
+class OpsSuite(ComponentSuite):
+    """Base class of a test class, which sets `ops`, and `options` if it has some.
+
+    Results are compared with the formulas in float64.
+
+    Attributes:
+        ops: the class under test.
+        device: where it runs; None is the first of its `devices` that this machine has.
+        dtypes: of weights and hidden states.
+        sizes: widths of rows; odd ones show what happens after the last whole vector.
+        rows: numbers of rows.
+        batch_invariant: whether rows are compared bit for bit alone and among others; otherwise
+            within the tolerance.
+        tolerance: maximum difference, relative to the largest value; None depends on the dtype.
+    """
+
+    kind = "ops"
+    ops: ClassVar[type[Ops]]
+    device: ClassVar[str | None] = None
+    dtypes: ClassVar[Sequence[torch.dtype]] = (torch.float32, torch.bfloat16)
+    sizes: ClassVar[Sequence[int]] = (2, 16, 50, 130)
+    rows: ClassVar[Sequence[int]] = (1, 3, 18)
+    batch_invariant: ClassVar[bool] = False
+    tolerance: ClassVar[float | None] = None
+
+    def _component(self) -> type[Component]:
+        return self.ops
+
+    def test_contract(self) -> None:
+        """The class states its contract and its devices; its options survive pickling."""
+        self._run_checks(
+            "contract: the loader can check and build the class",
+            lambda: reject_replaced_tests(type(self), OpsSuite),
+            self._check_contract,
+            lambda: self._make(self.dtypes[0]).close(),
+        )
+
+    def test_linear(self) -> None:
+        """Products, with and without a bias, in other dtypes, of a matrix that is then freed."""
+        self._check_all("linear", self._check_linear)
+
+    def test_rms_norm(self) -> None:
+        """Norms of rows, and of heads."""
+        self._check_all("rms_norm", self._check_norm)
+
+    def test_add_rms_norm(self) -> None:
+        """A sum in place, and its norm."""
+        self._check_all("add_rms_norm", self._check_add_norm)
+
+    def test_rotate(self) -> None:
+        """Heads of a wider tensor are rotated in place."""
+        self._check_all("rotate", self._check_rotate)
+
+    def test_gates(self) -> None:
+        """Gated activations."""
+        self._check_all("silu_and_mul", functools.partial(self._check_gate, "silu_and_mul", _silu))
+        self._check_all("gelu_and_mul", functools.partial(self._check_gate, "gelu_and_mul", _gelu))
+
+    def _check_all(self, what: str, check: Callable[[Ops, torch.dtype, int, int], None]) -> None:
+        """Run a check for each dtype, width and number of rows."""
+        checks = [
+            functools.partial(self._on_new, check, dtype, size, rows)
+            for dtype in self.dtypes
+            for size in self.sizes
+            for rows in self.rows
+        ]
+        self._run_checks(f"{what}: {VALUES.text}", *checks)
+
+    def _on_new(
+        self,
+        check: Callable[[Ops, torch.dtype, int, int], None],
+        dtype: torch.dtype,
+        size: int,
+        rows: int,
+    ) -> None:
+        torch.manual_seed(size * 100 + rows)
+        ops = self._make(dtype)
+        try:
+            check(ops, dtype, size, rows)
+        finally:
+            ops.close()
+
+    def _make(self, dtype: torch.dtype) -> Ops:
+        ops: Ops = self._build(OpsContext, device=first_device(self.ops, self.device), dtype=dtype)
+        return ops
+
+    def _draw(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(shape).to(first_device(self.ops, self.device), dtype)
+
+    def _check_linear(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+        for columns in (1, size + 1):
+            weight, bias = self._draw(columns, size, dtype=dtype), self._draw(columns, dtype=dtype)
+            x = self._draw(rows, size + 3, dtype=dtype)[:, :size]  # rows of a wider tensor
+            expected = x.double() @ weight.double().T
+            for given, out_dtype in ((None, None), (bias, None), (None, torch.float32)):
+                multiply = ops.linear(weight.clone(), given, out_dtype=out_dtype)
+                wanted = expected if given is None else expected + given.double()
+                self._compare(multiply, x, wanted, out_dtype or dtype, "linear")
+
+    def _check_norm(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+        weight = self._draw(size, dtype=dtype)
+        wide = self._draw(rows, size + 3, dtype=dtype)
+        for x in (wide[:, :size], wide[:, None, :size].expand(-1, 2, -1).contiguous()):
+            self._compare(
+                lambda x: ops.rms_norm(x, weight, _EPS), x, _norm(x, weight), dtype, "rms_norm"
+            )
+
+    def _check_add_norm(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+        weight, x = self._draw(size, dtype=dtype), self._draw(rows, size, dtype=dtype)
+        delta = self._draw(rows, size, dtype=dtype)
+        kept, total = delta.clone(), (x + delta).double()
+        result = ops.add_rms_norm(x, delta, weight, _EPS)
+        self._check_close(x, total, "x after add_rms_norm")
+        self._check_close(result, _norm(x, weight), "add_rms_norm")
+        self._check_kept(delta, kept, "add_rms_norm", "delta")
+
+    def _check_rotate(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+        wide = self._draw(rows, 5, size, dtype=dtype)
+        before = wide.clone()
+        angle = torch.rand(rows, size // 2, device=wide.device) * 6
+        angles = torch.cat((angle.cos(), angle.sin()), -1)
+        ops.rotate(wide[:, 1:3], angles)
+        a, b = before[:, 1:3].double().chunk(2, -1)
+        cos, sin = (part.double().unsqueeze(1) for part in angles.chunk(2, -1))
+        expected = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        self._check_close(wide[:, 1:3], expected, "rotate")
+        self._check_kept(wide[:, [0, 3, 4]], before[:, [0, 3, 4]], "rotate", "other heads")
+
+    def _check_gate(
+        self,
+        name: str,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+        ops: Ops,
+        dtype: torch.dtype,
+        size: int,
+        rows: int,
+    ) -> None:
+        x = self._draw(rows, 2 * size, dtype=dtype) * 4
+        gate, up = x.double().chunk(2, -1)
+        self._compare(getattr(ops, name), x, activation(gate) * up, dtype, name)
+
+    def _compare(
+        self,
+        function: Callable[[torch.Tensor], torch.Tensor],
+        x: torch.Tensor,
+        expected: torch.Tensor,
+        dtype: torch.dtype,
+        what: str,
+    ) -> None:
+        """Check a function's result, that x is left alone, and each row alone."""
+        kept = x.clone()
+        result = function(x)
+        if (
+            not isinstance(result, torch.Tensor)
+            or result.shape != expected.shape
+            or result.dtype != dtype
+            or result.device != x.device
+        ):
+            raise RESULT.violation(
+                f"{what} returned {_described(result)} for x {list(x.shape)}, expected {dtype} "
+                f"{list(expected.shape)} on {x.device}"
+            )
+        self._check_close(result, expected, what)
+        self._check_kept(x, kept, what, "x")
+        for row in range(len(x)):
+            alone = function(x[row : row + 1])[0]
+            if self.batch_invariant and not torch.equal(alone, result[row]):
+                raise ROWS.violation(
+                    f"{what}: row {row} of {len(x)} differs by "
+                    f"{(alone.double() - result[row].double()).abs().max():.3g} from the same row "
+                    f"alone"
+                )
+            self._check_close(alone, expected[row], f"{what} of row {row} alone")
+
+    def _check_close(self, got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+        limit = self.tolerance or _TOLERANCES.get(got.dtype, 1e-5)
+        scale = max(float(expected.abs().max()), 1e-3)
+        difference = (got.double() - expected.double()).abs()
+        if not float(difference.max()) <= limit * scale:
+            place = divmod(int(difference.nan_to_num(math.inf).argmax()), got.shape[-1])
+            raise VALUES.violation(
+                f"{what} differs by {float(difference.max()):.3g} at row {place[0]}, column "
+                f"{place[1]}: it gave {float(got.reshape(-1, got.shape[-1])[place]):.6g}, the "
+                f"formula {float(expected.reshape(-1, got.shape[-1])[place]):.6g}"
+            )
+
+    def _check_kept(
+        self, got: torch.Tensor, expected: torch.Tensor, what: str, argument: str
+    ) -> None:
+        if not torch.equal(got, expected):
+            raise IN_PLACE.violation(f"{what} changed {argument}")
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    wide = x.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + _EPS).sqrt() * weight.double()
+
+
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    return x * x.sigmoid()
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)).tanh())
+
+
+def _described(result: object) -> str:
+    if isinstance(result, torch.Tensor):
+        return f"{result.dtype} {list(result.shape)} on {result.device}"
+    return type(result).__name__

@@ -1,0 +1,167 @@
+"""Operations with one mistake each, and right ones."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from hardpoint.plugins import Ops
+
+
+class Plain(Ops):
+    """Right: formulas in float64."""
+
+    contract = 1
+    devices = ("cpu",)
+
+    def linear(self, weight, bias=None, *, out_dtype=None):
+        weight, bias = weight.double(), 0 if bias is None else bias.double()
+        out_dtype = out_dtype or self.context.dtype
+        return lambda x: (x.double() @ weight.T + bias).to(out_dtype)
+
+    def rms_norm(self, x, weight, eps):
+        wide = x.double()
+        scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+        return (wide * scale * weight.double()).to(x.dtype)
+
+    def add_rms_norm(self, x, delta, weight, eps):
+        x += delta
+        return self.rms_norm(x, weight, eps)
+
+    def rotate(self, x, angles):
+        cos, sin = angles.unsqueeze(1).chunk(2, -1)
+        a, b = x.float().chunk(2, -1)
+        x.copy_(torch.cat((a * cos - b * sin, b * cos + a * sin), -1))
+
+    def silu_and_mul(self, x):
+        gate, up = x.double().chunk(2, -1)
+        return (F.silu(gate) * up).to(x.dtype)
+
+    def gelu_and_mul(self, x):
+        gate, up = x.double().chunk(2, -1)
+        return (F.gelu(gate, approximate="tanh") * up).to(x.dtype)
+
+
+class NoContract(Plain):
+    pass
+
+
+class NoDevices(Plain):
+    contract = 1
+    devices = "cpu"
+
+
+class ForgetsTheBias(Plain):
+    contract = 1
+
+    def linear(self, weight, bias=None, *, out_dtype=None):
+        return super().linear(weight, None, out_dtype=out_dtype)
+
+
+class IgnoresOutDtype(Plain):
+    contract = 1
+
+    def linear(self, weight, bias=None, *, out_dtype=None):
+        return super().linear(weight, bias)
+
+
+class TransposesTheMatrix(Plain):
+    contract = 1
+
+    def linear(self, weight, bias=None, *, out_dtype=None):
+        multiply = super().linear(weight, bias, out_dtype=out_dtype)
+        return lambda x: multiply(x).T
+
+
+class ReadsContiguousRows(Plain):
+    contract = 1
+
+    def linear(self, weight, bias=None, *, out_dtype=None):
+        multiply = super().linear(weight, bias, out_dtype=out_dtype)
+        return lambda x: multiply(torch.as_strided(x, x.shape, (x.shape[1], 1)))
+
+
+class MultipliesInBfloat16(Plain):
+    contract = 1
+
+    def linear(self, weight, bias=None, *, out_dtype=None):
+        return super().linear(weight.bfloat16(), bias, out_dtype=out_dtype)
+
+
+class NormalisesTheBatch(Plain):
+    contract = 1
+
+    def rms_norm(self, x, weight, eps):
+        wide = x.double()
+        return (wide * (wide.square().mean() + eps).rsqrt() * weight.double()).to(x.dtype)
+
+
+class NormOfTheMean(Plain):
+    contract = 1
+
+    def rms_norm(self, x, weight, eps):
+        return F.layer_norm(x, weight.shape, weight, None, eps)
+
+
+class AddsToACopy(Plain):
+    contract = 1
+
+    def add_rms_norm(self, x, delta, weight, eps):
+        return self.rms_norm(x + delta, weight, eps)
+
+
+class AddsToDelta(Plain):
+    contract = 1
+
+    def add_rms_norm(self, x, delta, weight, eps):
+        x += delta
+        delta.zero_()
+        return self.rms_norm(x, weight, eps)
+
+
+class RotatesPairs(Plain):
+    contract = 1
+
+    def rotate(self, x, angles):
+        cos, sin = angles.unsqueeze(1).chunk(2, -1)
+        a, b = x[..., ::2].float(), x[..., 1::2].float()
+        x[..., ::2], x[..., 1::2] = a * cos - b * sin, b * cos + a * sin
+
+
+class RotatesACopy(Plain):
+    contract = 1
+
+    def rotate(self, x, angles):
+        super().rotate(x.clone(), angles)
+
+
+class RotatesAll(Plain):
+    contract = 1
+
+    def rotate(self, x, angles):
+        super().rotate(torch.as_strided(x, (len(x), 5, x.shape[2]), x.stride(), 0), angles)
+
+
+class GateLast(Plain):
+    contract = 1
+
+    def silu_and_mul(self, x):
+        up, gate = x.double().chunk(2, -1)
+        return (F.silu(gate) * up).to(x.dtype)
+
+
+class ExactGelu(Plain):
+    contract = 1
+
+    def gelu_and_mul(self, x):
+        gate, up = x.double().chunk(2, -1)
+        return (F.gelu(gate) * up).to(x.dtype)
+
+
+class WritesToX(Plain):
+    contract = 1
+
+    def silu_and_mul(self, x):
+        result = super().silu_and_mul(x)
+        x[:, : result.shape[1]] = result
+        return result

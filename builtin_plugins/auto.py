@@ -1,11 +1,18 @@
-"""The choice of `ops.use` by default: the fastest that runs."""
+"""The choice of `ops.use` and `attention.use` by default: the fastest that runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from hardpoint.plugins import ModelError, Ops, OpsContext, Wrapper
+from hardpoint.plugins import (
+    AttentionBackend,
+    AttentionContext,
+    ModelError,
+    Ops,
+    OpsContext,
+    Wrapper,
+)
 
 
 class _Options(Wrapper.Options):
@@ -31,6 +38,29 @@ class AutoOps(Wrapper[Ops], Ops):
     def __init__(self, context: OpsContext) -> None:
         """Build the operations that are chosen."""
         Ops.__init__(self, context)
+        self.wrapped, self._description = _first_that_runs(context)
+
+    @classmethod
+    def wraps(cls, options: _Options) -> Sequence[str]:
+        """Return both."""
+        return (options.wraps, options.fallback)
+
+    def describe(self) -> str:
+        """Return what was chosen, and why."""
+        return self._description
+
+
+class AutoAttention(Wrapper[AttentionBackend], AttentionBackend):
+    """The backend `native_cpu` if it runs here, else `torch`."""
+
+    contract = 1
+    devices = ("cpu", "cuda")
+    Options = _Options
+    context: AttentionContext
+
+    def __init__(self, context: AttentionContext) -> None:
+        """Build the backend that is chosen."""
+        AttentionBackend.__init__(self, context)
         self.wrapped, self._description = _first_that_runs(context)
 
     @classmethod

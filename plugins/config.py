@@ -217,13 +217,13 @@ class SamplerConfig(Strict):
 
 
 class AttentionConfig(Strict):
-    """The attention backend."""
+    """The attention backend; "auto" is the fastest built-in that runs on the device."""
 
-    use: Reference = "torch"
+    use: Reference = "auto"
 
 
 class OpsConfig(Strict):
-    """The operations of models; "auto" is the fastest built-in that runs on the device."""
+    """The operations of models; "auto" as for attention."""
 
     use: Reference = "auto"
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
-from hardpoint.plugins import ForwardBatch, KVSpec, Model, ModelContext
+from hardpoint.plugins import ForwardBatch, KVSpec, Model, ModelContext, Ops
 from hardpoint.plugins.hf_config import short
 from hardpoint.plugins.models import (
     ConfigFields,
@@ -25,6 +25,12 @@ from hardpoint.plugins.models import (
 # have no such layers are read.
 _MAX_LAYERS = 1 << 10
 _MAX_HEAD_SIZE = 1 << 16
+
+_GATES: dict[str, Callable[[Ops], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "silu": lambda ops: ops.silu_and_mul,
+    "gelu_pytorch_tanh": lambda ops: ops.gelu_and_mul,
+}
+"""The operation of each `hidden_act`."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,7 @@ class Llama(Model):
             q, k, v = self._project(layer, layer.input_norm(x, delta), angles)
             delta = layer.output(batch.attend(index, q, k, v).flatten(1))
             gate_up = layer.gate_up(layer.mlp_norm(x, delta))
-            delta = layer.down(self.context.ops.silu_and_mul(gate_up))
+            delta = layer.down(self._gate(gate_up))
         return self._norm(x, delta)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -212,5 +218,7 @@ class Llama(Model):
                 f"got {self._head_size}",
             )
         activation = self.context.config.hf.get("hidden_act") or "silu"
-        if activation != "silu":
-            raise fields.error("hidden_act", f"expected 'silu', got {short(activation)}")
+        if activation not in _GATES:
+            expected = " or ".join(map(repr, _GATES))
+            raise fields.error("hidden_act", f"expected {expected}, got {short(activation)}")
+        self._gate = _GATES[activation](self.context.ops)

@@ -18,7 +18,7 @@ PUBLIC = tuple(
 )
 MOST_NAMES = 110
 AUTHORS = [*(ROOT / "builtin_plugins").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
-CALLERS = ("core", "registry", "api", "builtin_plugins")
+CALLERS = ("core", "registry", "api", "builtin_plugins", "plugins")
 
 
 def taken(path: Path) -> Iterator[tuple[str, str]]:

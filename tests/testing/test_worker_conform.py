@@ -14,7 +14,7 @@ from support.searching import kit_examples
 
 from hardpoint.builtin_plugins.attention.native_cpu import NativeAttention
 from hardpoint.builtin_plugins.attention.torch import TorchAttention
-from hardpoint.builtin_plugins.auto import AutoOps
+from hardpoint.builtin_plugins.auto import AutoAttention, AutoOps
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
@@ -41,6 +41,12 @@ pytest_plugins = ["hardpoint.testing"]
 class TestDefaultSampler(SamplerSuite):
     examples = kit_examples()
     sampler = DefaultSampler
+
+
+class TestAutoAttention(AttentionBackendSuite):
+    examples = kit_examples(0.1)
+    backend = AutoAttention
+    name = "auto"
 
 
 class TestTorchOps(OpsSuite):

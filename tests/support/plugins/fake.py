@@ -15,6 +15,7 @@ from hardpoint.plugins import (
     Executor,
     LogitsProcessor,
     Model,
+    Ops,
     Phase,
     Sampler,
     Scheduler,
@@ -40,7 +41,7 @@ def component(interface: type, class_name: str = "Fake", **attributes: Any) -> A
     body |= {"contract": 1}
     if issubclass(interface, LogitsProcessor):
         body["phase"] = Phase.TRUNCATE
-    if issubclass(interface, AttentionBackend):
+    if issubclass(interface, AttentionBackend | Ops):
         body["devices"] = ("cpu",)
     body |= attributes
     return type(class_name, (interface,), {k: v for k, v in body.items() if v is not None})
@@ -55,7 +56,8 @@ BUILTINS = {
     "executors/uniproc": component(Executor),
     "models/LlamaForCausalLM": component(Model),
     "loaders/gguf": component(WeightLoader),
-    "attention_backends/torch": component(AttentionBackend),
+    "attention_backends/auto": component(AttentionBackend),
+    "ops/auto": component(Ops),
     "tokenizers/transformers": component(Tokenizer),
     "logits_processors/min_p": component(LogitsProcessor, after=("top_k",)),
     "logits_processors/top_k": component(LogitsProcessor),

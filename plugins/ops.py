@@ -65,7 +65,8 @@ class Ops(Component):
         Args:
             weight: W.
             bias: b, [rows of W].
-            out_dtype: of the results; None is the context's.
+            out_dtype: of the results, which may have been rounded to the context's before; None
+                is the context's.
         """
 
     @abstractmethod

@@ -27,7 +27,8 @@ DEFAULTS = {
     "scheduling_policies/fcfs",
     "eviction_policies/lru",
     "executors/uniproc",
-    "attention_backends/torch",
+    "attention_backends/auto",
+    "ops/auto",
     "tokenizers/transformers",
 }
 

@@ -28,7 +28,8 @@ class NativeOps(Ops):
         if context.dtype not in cpu.DTYPES:
             names = ", ".join(cpu.DTYPES.values())
             raise ModelError(
-                f"ops.use: {self.name!r} computes in {names}, the model's dtype is {context.dtype}"
+                f"ops.use: {self.name!r} computes in {names}, the model's dtype is "
+                f"{str(context.dtype).removeprefix('torch.')}"
             )
         try:
             library = self._library = cpu.load()
@@ -70,7 +71,7 @@ class NativeOps(Ops):
     ) -> torch.Tensor:
         """Add delta to x in place; return the normalised rows."""
         count, width = x.shape
-        y = torch.empty((count, width), dtype=x.dtype)
+        y = torch.empty(count, width, dtype=x.dtype)
         self._rms_norm(
             delta.data_ptr(), delta.stride(0), x.data_ptr(), x.stride(0), weight.data_ptr(),
             y.data_ptr(), width, count, width, eps
@@ -94,7 +95,7 @@ class NativeOps(Ops):
 
     def _gated(self, function: Callable[..., None], x: torch.Tensor) -> torch.Tensor:
         count, width = x.shape[0], x.shape[1] // 2
-        y = torch.empty((count, width), dtype=x.dtype)
+        y = torch.empty(count, width, dtype=x.dtype)
         function(x.data_ptr(), x.stride(0), y.data_ptr(), width, count, width)
         return y
 
@@ -128,7 +129,7 @@ class _Product:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows, columns = x.shape[0], self._columns
-        y = torch.empty((rows, columns), dtype=self._out_dtype)
+        y = torch.empty(rows, columns, dtype=self._out_dtype)
         run = self._long if rows > self._many_rows else self._short
         run(
             x.data_ptr(), x.stride(0), self._at, self._bias_at, y.data_ptr(), columns,

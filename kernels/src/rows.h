@@ -8,15 +8,15 @@
 
 namespace rows {
 
-constexpr long GRAIN = 16 << 10;  // elements that a thread should have at least
+constexpr long GRAIN = 32 << 10;  // elements that are worth a thread
 
-// Call work(from, to) for parts of the rows.
+// Call work(from, to) for parts of the rows, of about the same size.
 template <class Work>
 void for_rows(long rows, long width, Work work) {
-  long grain = std::max<long>(1, GRAIN / std::max<long>(width, 1));
-  long items = (rows + grain - 1) / grain;
+  long worth = std::min(rows * width / GRAIN, rows);
+  long items = std::clamp<long>(worth, 1, 4 * omp_get_max_threads());
   for_each_item(items, [&](long item) {
-    work(item * grain, std::min((item + 1) * grain, rows));
+    work(rows * item / items, rows * (item + 1) / items);
   });
 }
 
@@ -70,8 +70,15 @@ void rotate(T* x, long row_stride, long head_stride, const float* angles, long c
       for (long head = 0; head < heads; head++) {
         T* a = x + row * row_stride + head * head_stride;
         T* b = a + half;
-        for (long i = 0; i < half; i += LANES) {
-          int lanes = (int)std::min<long>(LANES, half - i);
+        long i = 0;
+        for (; i + LANES <= half; i += LANES) {
+          Floats c = load(cosines + i), s = load(sines + i);
+          Floats first = load(a + i), second = load(b + i);
+          store(a + i, first * c - second * s);
+          store(b + i, second * c + first * s);
+        }
+        if (i < half) {
+          int lanes = (int)(half - i);
           Floats c = load_part(cosines + i, lanes), s = load_part(sines + i, lanes);
           Floats first = load_part(a + i, lanes), second = load_part(b + i, lanes);
           store_part(a + i, first * c - second * s, lanes);

@@ -64,7 +64,7 @@ OPS = [
         r"returned torch.bfloat16 .*, expected torch.float32",
     ),
     (ops.TransposesTheMatrix, "linear", "result", r"returned torch.float32 \[3, 1\] .* \[1, 3\]"),
-    (ops.ReadsContiguousRows, "linear", "values", r"linear differs by .* at row 1"),
+    (ops.ReadsContiguousRows, "linear", "values", r"linear differs by .* at row [12]"),
     (ops.MultipliesInBfloat16, "linear", "values", r"linear differs by .* at row 0"),
     (ops.NormalisesTheBatch, "rms_norm", "values", r"rms_norm differs by"),
     (ops.NormOfTheMean, "rms_norm", "values", r"rms_norm differs by .* at row 0"),

@@ -1,0 +1,82 @@
+"""The kernels of each instruction set pass the suite, and `auto` says why they do not run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.kit_suites import messages_of
+
+from hardpoint.builtin_plugins.ops.native_cpu import NativeOps
+from hardpoint.kernels import cpu
+from hardpoint.plugins import ModelError, OpsContext
+from hardpoint.testing import OpsSuite, load_ops
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """Return a function that sets HARDPOINT_KERNELS for the next load."""
+
+    def choose(path):
+        monkeypatch.setenv(cpu.VARIABLE, path)
+        cpu.load.cache_clear()
+
+    yield choose
+    cpu.load.cache_clear()
+
+
+@pytest.mark.parametrize("path", cpu.PATHS)
+def test_each_path_passes_the_suite(choose, path):
+    choose(path)
+    try:
+        assert cpu.load().path == path
+    except cpu.KernelsUnavailableError as cause:
+        pytest.skip(str(cause))
+    assert messages_of(OpsSuite, {"ops": NativeOps, "batch_invariant": True}) == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("off", "HARDPOINT_KERNELS is off"),
+        (
+            "sse",
+            "HARDPOINT_KERNELS is 'sse', expected one of avx512_bf16, avx512, avx2, plain, off",
+        ),
+    ],
+)
+def test_auto_uses_torch_where_kernels_cannot_run(choose, path, reason):
+    choose(path)
+    ops = load_ops(torch.bfloat16, use="auto")
+    assert ops.describe() == f"torch (ops.use: 'native_cpu' cannot be used: {reason})"
+    with pytest.raises(ModelError, match="'native_cpu' cannot be used: HARDPOINT_KERNELS is"):
+        load_ops(torch.bfloat16, use="native_cpu")
+
+
+def test_what_was_not_compiled_says_so(choose, monkeypatch, tmp_path):
+    choose("")
+    monkeypatch.setattr("hardpoint.kernels.cpu._FOLDER", tmp_path)
+    with pytest.raises(cpu.KernelsUnavailableError, match="not compiled when hardpoint was insta"):
+        cpu.load()
+
+
+def test_other_dtypes_are_left_to_torch():
+    ops = load_ops(torch.float16, use="auto")
+    expected = "computes in bfloat16, float32, the model's dtype is float16"
+    assert ops.describe() == f"torch (ops.use: 'native_cpu' {expected})"
+
+
+def test_a_wrong_product_is_noticed(monkeypatch):
+    """A path that the processor has, but that computes wrongly, is passed over."""
+    check = "hardpoint.kernels.cpu._multiplies_rightly"
+    monkeypatch.setattr(check, lambda library: library.path == "plain")
+    cpu.load.cache_clear()
+    try:
+        assert cpu.load().path == "plain"
+    finally:
+        cpu.load.cache_clear()
+
+
+def test_the_context_is_kept():
+    ops = load_ops(torch.float32, use="native_cpu")
+    assert isinstance(ops.context, OpsContext)
+    assert ops.describe() == f"native_cpu ({cpu.load().path})"

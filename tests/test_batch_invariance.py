@@ -1,0 +1,78 @@
+"""On the native path a request's logits are the same bits whatever else runs, on the real model."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hardpoint import LLM, SamplingParams
+
+PREFIX = "The history of the sea is long, and much of it was never written down. " * 12
+PROMPTS = [
+    "The capital of France is",
+    "def fibonacci(n):\n",
+    PREFIX + "The first sailors",
+    PREFIX + "Today",
+    "A list of colours: red,",
+    "Water boils at " * 30,
+    "Once upon a time there was a small engine that",
+    "1, 2, 3, 5, 8, 13,",
+]
+MAX_TOKENS = 16
+
+# Prompts in small chunks, in one piece, and with so few blocks that requests are preempted.
+ENGINES = {
+    "chunks": {"scheduler": {"max_num_batched_tokens": 48, "max_num_seqs": 8}},
+    "whole": {"scheduler": {"max_num_batched_tokens": 2048, "max_num_seqs": 8}},
+    "preempted": {
+        "scheduler": {"max_num_batched_tokens": 96, "max_num_seqs": 8},
+        "kv_cache": {"num_blocks": 33},
+    },
+    "uncached": {
+        "scheduler": {"max_num_batched_tokens": 64, "max_num_seqs": 8},
+        "kv_cache": {"prefix_caching": False},
+    },
+}
+
+
+def params(tokens):
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=3)
+
+
+def result(output):
+    """Return tokens and log-probabilities, which are equal only if the logits are, bit for bit."""
+    completion = output.outputs[0]
+    values = [{i: entry.logprob for i, entry in step.items()} for step in completion.logprobs]
+    return list(completion.token_ids), values
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Return what each prompt gives alone, in one piece, without a cache."""
+    config = {"kv_cache": {"prefix_caching": False}}
+    with LLM("smollm2", dtype="bfloat16", max_model_len=512, config=config, progress=False) as llm:
+        return [result(llm.generate(prompt, params(MAX_TOKENS))[0]) for prompt in PROMPTS]
+
+
+def check_schedules(alone, config, schedules, seed):
+    rng = random.Random(seed)
+    with LLM("smollm2", dtype="bfloat16", max_model_len=512, config=config, progress=False) as llm:
+        for _ in range(schedules):
+            chosen = [rng.randrange(len(PROMPTS)) for _ in range(rng.randint(2, 8))]
+            counts = [rng.randint(1, MAX_TOKENS) for _ in chosen]
+            outputs = llm.generate([PROMPTS[i] for i in chosen], [params(n) for n in counts])
+            for index, count, output in zip(chosen, counts, outputs, strict=True):
+                tokens, values = alone[index]
+                assert result(output) == (tokens[:count], values[:count]), (chosen, counts)
+
+
+@pytest.mark.parametrize("engine", ["chunks", "preempted"])
+def test_a_request_has_the_same_logits_in_any_batch(alone, engine):
+    check_schedules(alone, ENGINES[engine], 2, seed=0)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_request_has_the_same_logits_in_two_hundred_schedules(alone, engine):
+    check_schedules(alone, ENGINES[engine], 50, seed=engine)

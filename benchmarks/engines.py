@@ -299,7 +299,10 @@ def environment(name: str, python: str) -> dict[str, str]:
         variables.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
         # Its documentation recommends both libraries on a CPU.
         libraries = Path(python).parent.parent / "lib"
-        found = [*libraries.glob("libiomp5.so"), *Path("/usr/lib").glob("*/libtcmalloc*.so.4")]
+        found = [
+            *libraries.glob("libiomp5.so"),
+            *Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"),
+        ]
         variables.setdefault("LD_PRELOAD", ":".join(str(path) for path in found[:2]))
     variables["HF_HUB_OFFLINE"] = "1"
     return variables

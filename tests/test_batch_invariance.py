@@ -7,6 +7,7 @@ import random
 import pytest
 
 from hardpoint import LLM, SamplingParams
+from hardpoint.kernels import cpu
 
 PREFIX = "The history of the sea is long, and much of it was never written down. " * 12
 PROMPTS = [
@@ -50,6 +51,10 @@ def result(output):
 @pytest.fixture(scope="module")
 def alone():
     """Return what each prompt gives alone, in one piece, without a cache."""
+    try:
+        cpu.load()
+    except cpu.KernelsUnavailableError as cause:
+        pytest.skip(f"torch gives other last bits in other batches, and the kernels: {cause}")
     config = {"kv_cache": {"prefix_caching": False}}
     with LLM("smollm2", dtype="bfloat16", max_model_len=512, config=config, progress=False) as llm:
         return [result(llm.generate(prompt, params(MAX_TOKENS))[0]) for prompt in PROMPTS]

@@ -27,7 +27,25 @@ class _Options(Wrapper.Options):
     fallback: str = "torch"
 
 
-class AutoOps(Wrapper[Ops], Ops):
+class _Auto:
+    """What both choices share; named before their `Wrapper`."""
+
+    def __init__(self, context: Any) -> None:
+        """Build the component that is chosen."""
+        super(Wrapper, self).__init__(context)  # type: ignore[misc] # which builds no other
+        self.wrapped, self._description = _first_that_runs(context)
+
+    @classmethod
+    def wraps(cls, options: _Options) -> Sequence[str]:
+        """Return both."""
+        return (options.wraps, options.fallback)
+
+    def describe(self) -> str:
+        """Return what was chosen, and why."""
+        return self._description
+
+
+class AutoOps(_Auto, Wrapper[Ops], Ops):
     """The operations of `native_cpu` if they run here, else those of `torch`."""
 
     contract = 1
@@ -35,42 +53,14 @@ class AutoOps(Wrapper[Ops], Ops):
     Options = _Options
     context: OpsContext
 
-    def __init__(self, context: OpsContext) -> None:
-        """Build the operations that are chosen."""
-        Ops.__init__(self, context)
-        self.wrapped, self._description = _first_that_runs(context)
 
-    @classmethod
-    def wraps(cls, options: _Options) -> Sequence[str]:
-        """Return both."""
-        return (options.wraps, options.fallback)
-
-    def describe(self) -> str:
-        """Return what was chosen, and why."""
-        return self._description
-
-
-class AutoAttention(Wrapper[AttentionBackend], AttentionBackend):
+class AutoAttention(_Auto, Wrapper[AttentionBackend], AttentionBackend):
     """The backend `native_cpu` if it runs here, else `torch`."""
 
     contract = 1
     devices = ("cpu", "cuda")
     Options = _Options
     context: AttentionContext
-
-    def __init__(self, context: AttentionContext) -> None:
-        """Build the backend that is chosen."""
-        AttentionBackend.__init__(self, context)
-        self.wrapped, self._description = _first_that_runs(context)
-
-    @classmethod
-    def wraps(cls, options: _Options) -> Sequence[str]:
-        """Return both."""
-        return (options.wraps, options.fallback)
-
-    def describe(self) -> str:
-        """Return what was chosen, and why."""
-        return self._description
 
 
 def _first_that_runs(context: Any) -> tuple[Any, str]:

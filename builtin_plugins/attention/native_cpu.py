@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from hardpoint.kernels import cpu
-from hardpoint.plugins import AttentionBackend, AttentionContext, AttentionStep, KVSpec, ModelError
+from hardpoint.builtin_plugins.native import load_kernels
+from hardpoint.plugins import AttentionBackend, AttentionContext, AttentionStep, KVSpec
 
 _LONG_WORK = 4_000  # of a plan that is worth releasing Python's lock, about a millisecond
 _WORK = 13  # index of the work in a plan
@@ -67,16 +67,8 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
             ModelError: they cannot run here, or there are none for the dtype.
         """
         super().__init__(context)
+        library = self._library = load_kernels(context, "attention.use")
         dtype = context.dtype
-        if dtype not in cpu.DTYPES:
-            raise ModelError(
-                f"attention.use: {self.name!r} computes in {', '.join(cpu.DTYPES.values())}, the "
-                f"model's dtype is {str(dtype).removeprefix('torch.')}"
-            )
-        try:
-            library = self._library = cpu.load()
-        except cpu.KernelsUnavailableError as cause:
-            raise ModelError(f"attention.use: {self.name!r} cannot be used: {cause}") from cause
         self._make_plan = library.function("attention_plan", None)
         self._short = library.function("attend", dtype)
         self._long = library.function("attend", dtype, releases=True)

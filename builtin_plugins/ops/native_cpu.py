@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from hardpoint.builtin_plugins.native import load_kernels
 from hardpoint.kernels import cpu
-from hardpoint.plugins import ModelError, Ops, OpsContext
+from hardpoint.plugins import Ops, OpsContext
 
 _LONG_WORK = 1 << 26  # multiplications of a product that is worth releasing Python's lock
 
@@ -25,16 +26,7 @@ class NativeOps(Ops):
             ModelError: they cannot run here, or there are none for the dtype.
         """
         super().__init__(context)
-        if context.dtype not in cpu.DTYPES:
-            names = ", ".join(cpu.DTYPES.values())
-            raise ModelError(
-                f"ops.use: {self.name!r} computes in {names}, the model's dtype is "
-                f"{str(context.dtype).removeprefix('torch.')}"
-            )
-        try:
-            library = self._library = cpu.load()
-        except cpu.KernelsUnavailableError as cause:
-            raise ModelError(f"ops.use: {self.name!r} cannot be used: {cause}") from cause
+        library = self._library = load_kernels(context, "ops.use")
         dtype = context.dtype
         self._rms_norm = library.function("rms_norm", dtype)
         self._rotate = library.function("rotate", dtype)

@@ -10,12 +10,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from support.builtins.model_harness import build_backend
 from support.searching import examples
 
 from hardpoint.builtin_plugins.attention.native_cpu import NativeAttention
 from hardpoint.kernels import cpu
 from hardpoint.kernels.twins import PagedSequences, paged_attention
-from hardpoint.plugins import AttentionContext, AttentionStep, KVSpec, ModelError
+from hardpoint.plugins import AttentionStep, KVSpec, ModelError
 
 NUM_TOKENS = 6000
 """Of a cache, about."""
@@ -36,15 +37,7 @@ def library(request, monkeypatch) -> cpu.Library:
 
 
 def build(dtype: torch.dtype, block_size: int) -> NativeAttention:
-    return NativeAttention(
-        AttentionContext(
-            name="native_cpu",
-            options=NativeAttention.Options(),
-            device=torch.device("cpu"),
-            dtype=dtype,
-            block_size=block_size,
-        )
-    )
+    return build_backend(dtype, block_size, NativeAttention)
 
 
 @dataclass

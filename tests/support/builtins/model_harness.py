@@ -12,6 +12,7 @@ import torch
 
 from hardpoint.builtin_plugins.attention.torch import TorchAttention
 from hardpoint.plugins import (
+    AttentionBackend,
     AttentionContext,
     AttentionStep,
     ForwardBatch,
@@ -56,12 +57,14 @@ def load_model(
     return model
 
 
-def build_backend(dtype: torch.dtype, block_size: int) -> TorchAttention:
-    """Build the torch attention backend."""
-    return TorchAttention(
+def build_backend(
+    dtype: torch.dtype, block_size: int, kind: type[AttentionBackend] = TorchAttention
+) -> AttentionBackend:
+    """Build an attention backend."""
+    return kind(
         AttentionContext(
-            name="torch",
-            options=TorchAttention.Options(),
+            name=kind.__module__.rpartition(".")[2],
+            options=kind.Options(),
             device=torch.device("cpu"),
             dtype=dtype,
             block_size=block_size,

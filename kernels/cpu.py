@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -61,7 +62,7 @@ class Library:
         Raises:
             KernelsUnavailableError: it is not there, or the processor cannot run it.
         """
-        file = _FOLDER / f"cpu_{path}.so"
+        file = self._file = _FOLDER / f"cpu_{path}.so"
         if not file.exists():
             raise KernelsUnavailableError(
                 "they were not compiled when hardpoint was installed, for want of a C++ compiler "
@@ -74,6 +75,11 @@ class Library:
             self._short, self._long = ctypes.PyDLL(str(file)), ctypes.CDLL(str(file))
         except OSError as cause:
             raise KernelsUnavailableError(f"{file} cannot be loaded: {cause}") from cause
+
+    @functools.cached_property
+    def build(self) -> str:
+        """Name of the library's build; another one may lay matrices out in another way."""
+        return f"{self.path}-{hashlib.sha256(self._file.read_bytes()).hexdigest()[:16]}"
 
     def supports(self, path: str) -> bool:
         """Return whether this processor has an instruction set."""

@@ -186,7 +186,8 @@ class Linear:
         return self._apply(x)
 
     def _prepare(self, weight: torch.Tensor) -> None:
-        self._apply = self._context.ops.linear(weight, self._bias, out_dtype=self._out_dtype)
+        ops, shape = self._context.ops, (self._rows, self._columns)
+        self._apply = ops.linear(ops.pack(weight), shape, self._bias, out_dtype=self._out_dtype)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self._context.dtype, device=self._context.device)

@@ -49,21 +49,40 @@ class Ops(Component):
         """Return what runs, for the line that the engine logs: "native_cpu (avx2)" for example."""
         return self.name
 
+    @property
+    def layout(self) -> str:
+        """Name of the layout of packed matrices; it differs where their bytes may differ.
+
+        With a name, what `pack` returns may be written to a file, and `linear` may get it back
+        in another process, from memory that cannot be written to. Empty, the default: it is not
+        kept.
+        """
+        return ""
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return W in the layout that `linear` takes; by default W itself.
+
+        Called once per matrix while weights are loaded. The caller may free `weight` afterwards.
+        With a `layout`, the result is a contiguous tensor.
+        """
+        return weight
+
     @abstractmethod
     def linear(
         self,
-        weight: torch.Tensor,
+        packed: torch.Tensor,
+        shape: tuple[int, int],
         bias: torch.Tensor | None = None,
         *,
         out_dtype: torch.dtype | None = None,
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the function x [rows, columns of W] -> x W^T + b [rows, rows of W].
 
-        Called once per matrix while weights are loaded. The function may keep W in a layout of its
-        own; it must not need `weight` any more once that is freed by the caller.
+        Called once per matrix. The function may keep `packed` and `bias`, which stay as they are.
 
         Args:
-            weight: W.
+            packed: what `pack` returned for W.
+            shape: rows and columns of W.
             bias: b, [rows of W].
             out_dtype: of the results, which may have been rounded to the context's before; None
                 is the context's.

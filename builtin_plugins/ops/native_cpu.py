@@ -37,15 +37,30 @@ class NativeOps(Ops):
         """Return the name and the instruction set."""
         return f"{self.name} ({self._library.path})"
 
+    @property
+    def layout(self) -> str:
+        """The kernels' build: any may have a layout of its own."""
+        return self._library.build
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a copy of W in blocks that fit the processor's registers."""
+        library, dtype, (rows, columns) = self._library, self.context.dtype, weight.shape
+        weight = weight.to(dtype).contiguous()
+        packed = torch.empty(library.function("packed_size", dtype)(rows, columns), dtype=dtype)
+        pack = library.function("pack", dtype, releases=True)
+        pack(weight.data_ptr(), packed.data_ptr(), rows, columns)
+        return packed
+
     def linear(
         self,
-        weight: torch.Tensor,
+        packed: torch.Tensor,
+        shape: tuple[int, int],
         bias: torch.Tensor | None = None,
         *,
         out_dtype: torch.dtype | None = None,
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return x -> x W^T + b, for a packed copy of W."""
-        return _Product(self._library, weight.to(self.context.dtype), bias, out_dtype)
+        """Return x -> x W^T + b."""
+        return _Product(self._library, packed, shape, bias, out_dtype)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Return the normalised rows."""
@@ -93,30 +108,25 @@ class NativeOps(Ops):
 
 
 class _Product:
-    """x -> x W^T + b, for a packed copy of W."""
+    """x -> x W^T + b."""
 
     def __init__(
         self,
         library: cpu.Library,
-        weight: torch.Tensor,
+        packed: torch.Tensor,
+        shape: tuple[int, int],
         bias: torch.Tensor | None,
         out_dtype: torch.dtype | None,
     ) -> None:
-        dtype, (columns, depth) = weight.dtype, weight.shape
+        dtype, (columns, depth) = packed.dtype, shape
         self._out_dtype = out_dtype or dtype
         self._columns, self._depth = columns, depth
         kernel = "linear" if self._out_dtype == dtype else "logits"
         self._short = library.function(kernel, dtype)
         self._long = library.function(kernel, dtype, releases=True)
         self._many_rows = _LONG_WORK // (columns * depth)
-        self._packed = torch.empty(
-            library.function("packed_size", dtype)(columns, depth), dtype=dtype
-        )
+        self._packed, self._bias = packed, bias
         self._at = self._packed.data_ptr()
-        weight = weight.contiguous()
-        pack = library.function("pack", dtype, releases=True)
-        pack(weight.data_ptr(), self._at, columns, depth)
-        self._bias = None if bias is None else bias.clone()
         self._bias_at = None if self._bias is None else self._bias.data_ptr()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,11 @@ IN_PLACE = Rule(
     "in place: add_rms_norm and rotate change their first argument, and nothing else is changed",
     "add delta to x itself, rotate the heads of x itself, and write results to new memory",
 )
+KEPT = Rule(
+    "kept: with a layout, packed matrices of one process serve another",
+    "return a contiguous tensor that `linear` needs nothing else for, from the weight alone, or "
+    "state no layout",
+)
 
 
 class OpsSuite(ComponentSuite):
@@ -73,7 +78,7 @@ class OpsSuite(ComponentSuite):
         )
 
     def test_linear(self) -> None:
-        """Products, with and without a bias, in other dtypes, of a matrix that is then freed."""
+        """Products, with and without a bias, in other dtypes, of a matrix packed elsewhere."""
         self._check_all("linear", self._check_linear)
 
     def test_rms_norm(self) -> None:
@@ -129,10 +134,29 @@ class OpsSuite(ComponentSuite):
             weight, bias = self._draw(columns, size, dtype=dtype), self._draw(columns, dtype=dtype)
             x = self._draw(rows, size + 3, dtype=dtype)[:, :size]  # rows of a wider tensor
             expected = x.double() @ weight.double().T
+            packed = self._pack(ops, weight)
             for given, out_dtype in ((None, None), (bias, None), (None, torch.float32)):
-                multiply = ops.linear(weight.clone(), given, out_dtype=out_dtype)
+                multiply = ops.linear(packed, (columns, size), given, out_dtype=out_dtype)
                 wanted = expected if given is None else expected + given.double()
                 self._compare(multiply, x, wanted, out_dtype or dtype, "linear")
+
+    def _pack(self, ops: Ops, weight: torch.Tensor) -> torch.Tensor:
+        """Return a packed matrix; one that may be kept was packed by another component."""
+        packed = ops.pack(weight.clone())
+        if not ops.layout:
+            return packed
+        other = self._make(weight.dtype)
+        try:
+            again, layout = other.pack(weight.clone()), other.layout
+        finally:
+            other.close()
+        if layout != ops.layout:
+            raise KEPT.violation(f"two components name their layouts {ops.layout!r}, {layout!r}")
+        if packed.layout != torch.strided or not packed.is_contiguous():
+            raise KEPT.violation(f"pack returned a tensor that is not contiguous ({packed.layout})")
+        if not torch.equal(_bytes(packed), _bytes(again)):
+            raise KEPT.violation("two components packed one matrix into other bytes")
+        return again.cpu().clone().to(weight.device)
 
     def _check_norm(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
         weight = self._draw(size, dtype=dtype)
@@ -233,6 +257,10 @@ class OpsSuite(ComponentSuite):
     ) -> None:
         if not torch.equal(got, expected):
             raise IN_PLACE.violation(f"{what} changed {argument}")
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flatten().view(torch.uint8)
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -66,6 +66,9 @@ OPS = [
     (ops.TransposesTheMatrix, "linear", "result", r"returned torch.float32 \[3, 1\] .* \[1, 3\]"),
     (ops.ReadsContiguousRows, "linear", "values", r"linear differs by .* at row [12]"),
     (ops.MultipliesInBfloat16, "linear", "values", r"linear differs by .* at row 0"),
+    (ops.NamesNoBuild, "linear", "kept", "two components name their layouts"),
+    (ops.PacksAView, "linear", "kept", "pack returned a tensor that is not contiguous"),
+    (ops.KeepsAMatrixAside, "linear", "kept", "two components packed one matrix into other bytes"),
     (ops.NormalisesTheBatch, "rms_norm", "values", r"rms_norm differs by"),
     (ops.NormOfTheMean, "rms_norm", "values", r"rms_norm differs by .* at row 0"),
     (ops.AddsToACopy, "add_rms_norm", "values", "x after add_rms_norm differs by"),
@@ -174,6 +177,7 @@ RIGHT = [
     (ModelSuite, {"model": models.Tiny, "config": models.CONFIG}),
     (AttentionBackendSuite, {"backend": attention.Plain}),
     (OpsSuite, {"ops": ops.Plain}),
+    (OpsSuite, {"ops": ops.Kept}),
     (SamplerSuite, {"sampler": samplers.Gumbel}),
 ]
 

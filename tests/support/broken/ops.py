@@ -14,8 +14,8 @@ class Plain(Ops):
     contract = 1
     devices = ("cpu",)
 
-    def linear(self, weight, bias=None, *, out_dtype=None):
-        weight, bias = weight.double(), 0 if bias is None else bias.double()
+    def linear(self, packed, shape, bias=None, *, out_dtype=None):
+        weight, bias = packed.view(shape).double(), 0 if bias is None else bias.double()
         out_dtype = out_dtype or self.context.dtype
         return lambda x: (x.double() @ weight.T + bias).to(out_dtype)
 
@@ -54,38 +54,77 @@ class NoDevices(Plain):
 class ForgetsTheBias(Plain):
     contract = 1
 
-    def linear(self, weight, bias=None, *, out_dtype=None):
-        return super().linear(weight, None, out_dtype=out_dtype)
+    def linear(self, packed, shape, bias=None, *, out_dtype=None):
+        return super().linear(packed, shape, None, out_dtype=out_dtype)
 
 
 class IgnoresOutDtype(Plain):
     contract = 1
 
-    def linear(self, weight, bias=None, *, out_dtype=None):
-        return super().linear(weight, bias)
+    def linear(self, packed, shape, bias=None, *, out_dtype=None):
+        return super().linear(packed, shape, bias)
 
 
 class TransposesTheMatrix(Plain):
     contract = 1
 
-    def linear(self, weight, bias=None, *, out_dtype=None):
-        multiply = super().linear(weight, bias, out_dtype=out_dtype)
+    def linear(self, packed, shape, bias=None, *, out_dtype=None):
+        multiply = super().linear(packed, shape, bias, out_dtype=out_dtype)
         return lambda x: multiply(x).T
 
 
 class ReadsContiguousRows(Plain):
     contract = 1
 
-    def linear(self, weight, bias=None, *, out_dtype=None):
-        multiply = super().linear(weight, bias, out_dtype=out_dtype)
+    def linear(self, packed, shape, bias=None, *, out_dtype=None):
+        multiply = super().linear(packed, shape, bias, out_dtype=out_dtype)
         return lambda x: multiply(torch.as_strided(x, x.shape, (x.shape[1], 1)))
 
 
 class MultipliesInBfloat16(Plain):
     contract = 1
 
-    def linear(self, weight, bias=None, *, out_dtype=None):
-        return super().linear(weight.bfloat16(), bias, out_dtype=out_dtype)
+    def linear(self, packed, shape, bias=None, *, out_dtype=None):
+        return super().linear(packed.bfloat16(), shape, bias, out_dtype=out_dtype)
+
+
+class Kept(Plain):
+    """Right: packs transposed matrices, which may be kept."""
+
+    contract = 1
+    layout = "columns"
+
+    def pack(self, weight):
+        return weight.T.contiguous()
+
+    def linear(self, packed, shape, bias=None, *, out_dtype=None):
+        return super().linear(packed.T.reshape(shape), shape, bias, out_dtype=out_dtype)
+
+
+class NamesNoBuild(Kept):
+    contract = 1
+
+    @property
+    def layout(self):
+        return str(id(self))
+
+
+class PacksAView(Kept):
+    contract = 1
+
+    def pack(self, weight):
+        return weight.T
+
+
+class KeepsAMatrixAside(Kept):
+    contract = 1
+
+    def pack(self, weight):
+        self._weight = weight
+        return torch.full(weight.shape, id(self) % 251, dtype=weight.dtype)
+
+    def linear(self, packed, shape, bias=None, *, out_dtype=None):
+        return Plain.linear(self, self._weight, shape, bias, out_dtype=out_dtype)
 
 
 class NormalisesTheBatch(Plain):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.builtins.model_harness import Blocks, build_backend
 from support.searching import examples
 
-from hardpoint.builtin_plugins.attention.torch import AttentionPlan, _groups, _shared_prefixes
+from hardpoint.builtin_plugins.attention.plan import AttentionPlan, _groups, _shared_prefixes
 from hardpoint.plugins import AttentionStep, KVSpec
 
 NUM_BLOCKS = 96
@@ -86,7 +86,7 @@ def test_any_mix_of_steps_equals_naive_attention(heads, block_size, window, step
 
 @pytest.mark.parametrize("window", [None, 40, 200])
 def test_decode_of_very_different_lengths_is_split_and_right(window, monkeypatch) -> None:
-    monkeypatch.setattr("hardpoint.builtin_plugins.attention.torch._SPLIT_TOKENS", 16)
+    monkeypatch.setattr("hardpoint.builtin_plugins.attention.plan._SPLIT_TOKENS", 16)
     rng = random.Random(1)
     lengths = {f"s{i}": rng.choice([1, 3, 5, 150, 300]) for i in range(9)}
     singles = [(name, 1) for name in lengths]
@@ -200,7 +200,7 @@ class Tables:
 
 @pytest.fixture
 def sharing_pays(monkeypatch) -> None:
-    monkeypatch.setattr("hardpoint.builtin_plugins.attention.torch._SHARED_TOKENS", 8)
+    monkeypatch.setattr("hardpoint.builtin_plugins.attention.plan._SHARED_TOKENS", 8)
 
 
 @pytest.mark.usefixtures("sharing_pays")
@@ -250,10 +250,10 @@ def test_any_tables_that_share_blocks_equal_naive_attention(data) -> None:
         table = [*range(1, shared + 1), *range(20 * (index + 1), 20 * (index + 1) + last - shared)]
         sequences.append((table, 2 * shared + own, count))
     with pytest.MonkeyPatch.context() as patch:
-        module = "hardpoint.builtin_plugins.attention.torch"
-        patch.setattr(f"{module}._SHARED_TOKENS", data.draw(st.sampled_from([8, 4096])))
-        patch.setattr(f"{module}._SPLIT_TOKENS", data.draw(st.sampled_from([0, 2048])))
-        patch.setattr(f"{module}._KEPT_BLOCKS", data.draw(st.sampled_from([1, 64])))
+        package = "hardpoint.builtin_plugins.attention"
+        patch.setattr(f"{package}.plan._SHARED_TOKENS", data.draw(st.sampled_from([8, 4096])))
+        patch.setattr(f"{package}.plan._SPLIT_TOKENS", data.draw(st.sampled_from([0, 2048])))
+        patch.setattr(f"{package}.torch._KEPT_BLOCKS", data.draw(st.sampled_from([1, 64])))
         tables.check(sequences, 1e-5)
 
 

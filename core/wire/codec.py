@@ -277,8 +277,11 @@ class Decoder(Generic[T]):
 
 def _is_tensor(value: Any) -> bool:
     """Return whether a value is a tensor or a parameter, no other subclass; imports nothing."""
+    kind = type(value)
+    if kind.__name__ not in ("Tensor", "Parameter"):
+        return False
     torch = sys.modules.get("torch")
-    return torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter)
+    return torch is not None and kind in (torch.Tensor, torch.nn.Parameter)
 
 
 def _as_declared(_type: Any, value: Any) -> Any:

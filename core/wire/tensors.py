@@ -117,11 +117,23 @@ def slice_payload(value: slice) -> bytes:
 
 
 @functools.cache
-def _tensor_names() -> dict[torch.dtype, str]:
-    """Return the names of the dtypes that travel; torch, which takes a second, is imported here."""
+def _torch() -> Any:
+    """Return torch, which takes a second to import."""
     import torch  # noqa: PLC0415
 
-    return {getattr(torch, name): name for name in _TENSOR_DTYPES}
+    return torch
+
+
+@functools.cache
+def _dtypes() -> dict[str, torch.dtype]:
+    """Return the dtypes that travel, by name."""
+    return {name: getattr(_torch(), name) for name in _TENSOR_DTYPES}
+
+
+@functools.cache
+def _tensor_names() -> dict[torch.dtype, str]:
+    """Return the names of the dtypes that travel."""
+    return {dtype: name for name, dtype in _dtypes().items()}
 
 
 def tensor_dtype(tensor: torch.Tensor) -> str:
@@ -130,10 +142,8 @@ def tensor_dtype(tensor: torch.Tensor) -> str:
     Raises:
         WireError: its dtype or kind cannot travel.
     """
-    import torch  # noqa: PLC0415
-
     name = _tensor_names().get(tensor.dtype)
-    if name is None or tensor.layout != torch.strided or tensor.is_meta:
+    if name is None or tensor.layout is not _torch().strided or tensor.is_meta:
         kind = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
         raise WireError(f"a tensor of this kind cannot travel: {kind}")
     return name
@@ -141,8 +151,6 @@ def tensor_dtype(tensor: torch.Tensor) -> str:
 
 def tensor_bytes(tensor: torch.Tensor) -> Buffer:
     """Return the bytes of a tensor: its own memory if that is contiguous and on the CPU."""
-    import torch  # noqa: PLC0415
-
     if (
         tensor.requires_grad
         or not tensor.is_cpu
@@ -152,9 +160,9 @@ def tensor_bytes(tensor: torch.Tensor) -> Buffer:
     ):
         tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # A dimension of size 1 may have any stride, with which there is no view of other elements.
-    if tensor.ndim == 0 or tensor.shape[-1] < 2:
+    if not (shape := tensor.shape) or shape[-1] < 2:
         tensor = tensor.as_strided((tensor.numel(),), (1,))
-    return tensor.view(torch.uint8).numpy().reshape(-1).data
+    return tensor.view(_torch().uint8).numpy().ravel().data
 
 
 def array_bytes(array: np.ndarray[Any, Any]) -> tuple[str, Buffer]:
@@ -181,22 +189,22 @@ def tensor_from(header: Header, data: Buffer, *, copy: bool) -> torch.Tensor:
     Raises:
         WireError: the header does not fit the bytes.
     """
-    import torch  # noqa: PLC0415
-
-    dtype = getattr(torch, header.dtype) if header.dtype in _TENSOR_DTYPES else None
+    library, dtype = _torch(), _dtypes().get(header.dtype)
     if dtype is None:
         raise WireError(f"dtype: expected the name of a torch dtype, got {header.dtype[:40]!r}")
     view = memoryview(data)
     _check_size(header, dtype.itemsize, view.nbytes)
+    tensor: torch.Tensor
     if not view.nbytes:
-        return torch.empty(header.shape, dtype=dtype)
+        tensor = library.empty(header.shape, dtype=dtype)
+        return tensor
     memory = bytearray(data) if copy else _writable(view)
-    tensor = torch.frombuffer(memory, dtype=dtype)
+    tensor = library.frombuffer(memory, dtype=dtype)
     if tensor.data_ptr() % dtype.itemsize:
-        tensor = torch.frombuffer(bytearray(data), dtype=dtype)
-    if dtype is torch.bool:
-        _check_bools(int(tensor.view(torch.uint8).max()))
-    return tensor.view(header.shape)
+        tensor = library.frombuffer(bytearray(data), dtype=dtype)
+    if dtype is library.bool:
+        _check_bools(int(tensor.view(library.uint8).max()))
+    return tensor.view(*header.shape) if header.shape else tensor.view([])
 
 
 def array_from(header: Header, data: Buffer, *, copy: bool) -> np.ndarray[Any, Any]:

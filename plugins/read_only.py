@@ -50,9 +50,11 @@ def read_only(value: T) -> T:
     elif isinstance(value, set):
         frozen = frozenset(value)
     elif isinstance(value, msgspec.Struct):
-        cls = type(value)
-        fields = {name: read_only(getattr(value, name)) for name in cls.__struct_fields__}
-        frozen = _frozen(cls)(**fields)
+        fields = {name: getattr(value, name) for name in value.__struct_fields__}
+        for name, field in fields.items():
+            if type(field) not in _SCALARS:
+                fields[name] = read_only(field)
+        frozen = _frozen(type(value))(**fields)
     return frozen  # type: ignore[no-any-return]
 
 

@@ -15,6 +15,10 @@ from hardpoint.plugins import (
     Request,
 )
 
+# Drafts and events of all requests without any, for a hundred thousand may wait, and the garbage
+# collector visits each object. They are only ever replaced.
+_NOTHING: list[Any] = []
+
 
 class LiveRequest(Request):
     """A request that has not finished, with its stop conditions precomputed.
@@ -48,6 +52,7 @@ class LiveRequest(Request):
     def __init__(self, source: EngineCoreRequest, order: int, max_model_len: int) -> None:
         """Create a request with nothing computed."""
         super().__init__(source, order)
+        self.draft_token_ids = self.events = _NOTHING
         params = source.params
         self.client_index = source.client_index
         self.features = source.features
@@ -66,7 +71,7 @@ class LiveRequest(Request):
 
     def record_event(self, event: EngineCoreEventType, now: float) -> None:
         """Record an event; the next output carries it."""
-        self.events.append(EngineCoreEvent(event, now))
+        self.events = [*self.events, EngineCoreEvent(event, now)]
 
     def limit_cached_tokens(self, num_valid: int) -> None:
         """Reduce the counts of cached and external tokens to the first `num_valid` tokens."""

@@ -6,6 +6,7 @@ import codecs
 from collections.abc import Sequence
 from functools import cache
 
+import msgspec
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.decoders import DecodeStream as FastDecodeStream
@@ -56,43 +57,49 @@ class TokenTexts(dict[int, str | None]):
 
     def stream(self, prompt: Sequence[int]) -> DecodeStream:
         """Return a decode stream for the output after a prompt."""
-        return (ByteStream if self.is_byte_level else TokenStream)(self, prompt)
+        return ByteStream.after(self, prompt) if self.is_byte_level else TokenStream(self, prompt)
 
 
-class ByteStream:
+# A hundred thousand requests may wait with their streams. Nothing refers back to a stream, so the
+# garbage collector need not visit it.
+class ByteStream(msgspec.Struct, eq=False, gc=False):
     """Decode stream for byte-level decoders.
 
     Text is final once no character is incomplete. A token takes constant time, even if its bytes
     never form a character.
+
+    Attributes:
+        texts: of tokens.
+        decoder: while a character is incomplete.
+        pending: with a decoder, text since the last final one.
     """
 
-    # Most requests never need the decoder, and a hundred thousand of them may wait.
+    texts: TokenTexts
+    decoder: codecs.IncrementalDecoder | None = None
+    pending: list[str] | None = None
 
-    def __init__(self, texts: TokenTexts, prompt: Sequence[int]) -> None:
-        """Start after the prompt; a character that is incomplete there belongs to the output."""
-        self._texts = texts
-        self._decoder: codecs.IncrementalDecoder | None = None  # while a character is incomplete
-        self._pending: list[str] | None = None  # with a decoder: text since the last final one
+    @classmethod
+    def after(cls, texts: TokenTexts, prompt: Sequence[int]) -> ByteStream:
+        """Start after a prompt; a character that is incomplete there belongs to the output."""
         if prompt and texts[prompt[-1]]:  # nothing is incomplete after a token of whole characters
-            return
+            return cls(texts)
         decoder = _Utf8Decoder("replace")
         for token_id in prompt[-_PRIMING_TOKENS:]:
             decoder.decode(texts.bytes_of(token_id))
-        if _is_incomplete(decoder):
-            self._decoder, self._pending = decoder, []
+        return cls(texts, decoder, []) if _is_incomplete(decoder) else cls(texts)
 
     def step(self, token_id: int) -> str | None:
         """Decode one token; return the text that became final, None if none did."""
-        decoder, pending = self._decoder, self._pending
+        decoder, pending = self.decoder, self.pending
         if decoder is None or pending is None:
-            if (text := self._texts[token_id]) is not None:
+            if (text := self.texts[token_id]) is not None:
                 return text
             decoder, pending = _Utf8Decoder("replace"), []
-            self._decoder, self._pending = decoder, pending
-        pending.append(decoder.decode(self._texts.bytes_of(token_id)))
+            self.decoder, self.pending = decoder, pending
+        pending.append(decoder.decode(self.texts.bytes_of(token_id)))
         if _is_incomplete(decoder):
             return None
-        self._decoder = self._pending = None
+        self.decoder = self.pending = None
         return "".join(pending)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hardpoint.plugins import RequestOutputKind, SamplingParams
+from hardpoint.plugins import DecodeStream, RequestOutputKind, SamplingParams
 from hardpoint.plugins.errors import shown
 from hardpoint.registry.blame import raise_unless_fault
 from hardpoint.registry.guards import GuardedTokenizer
@@ -21,19 +21,18 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: GuardedTokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
+        self, tokenizer: GuardedTokenizer, stream: DecodeStream, params: SamplingParams
     ) -> None:
-        """The prompt's end decides how the first token reads."""
+        """Decode by a stream of the tokenizer."""
         self._tokenizer = tokenizer
+        self._stream = stream
         self._skip = params.skip_special_tokens
-        self._stream = tokenizer.decode_stream(prompt_token_ids, skip_special_tokens=self._skip)
         self._stops = params.stop_strings
         self._keep_stop = params.include_stop_str_in_output
         self._delta = params.output_kind is RequestOutputKind.DELTA
         self._num_tokens, self._min_tokens = 0, params.min_tokens
         longest = max(map(len, self._stops), default=0)
         self._lookback = max(longest - 1, 0)  # characters that a stop string may begin in
-        # Lists are made on use: a hundred thousand requests may wait.
         self._pieces: list[str] | None = None  # not yet output; of deltas, else all of the text
         self._tail = ""
         self._pending: list[int] | None = None  # tokens without text so far
@@ -92,11 +91,9 @@ class Detokenizer:
             if self._stops:
                 self._find_stop(piece, self._num_tokens)
 
-    def resume(self, prompt_token_ids: Sequence[int]) -> None:
-        """Continue after a further part of the prompt; its end decides how a token reads."""
-        self._stream = self._tokenizer.decode_stream(
-            prompt_token_ids, skip_special_tokens=self._skip
-        )
+    def resume(self, stream: DecodeStream) -> None:
+        """Continue after a further part of the prompt, by another stream."""
+        self._stream = stream
         self._pending = None
         self._tail = ""
         self.stop_string = None

@@ -172,6 +172,8 @@ class Frontend:
             max_model_len=config.max_model_len,
             seed=config.seed,
             in_process=parts.client.in_process,
+            # A hook may change lists in place.
+            share_params=not parts.hooks.has("request_received"),
         )
         self.statistics = parts.statistics
         self.output = OutputProcessor(

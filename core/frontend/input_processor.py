@@ -18,6 +18,7 @@ from hardpoint.plugins import (
     Tokenizer,
     typed,
 )
+from hardpoint.plugins.read_only import read_only
 
 from .plugin_arguments import PluginArguments
 from .prompts import (
@@ -65,22 +66,27 @@ class InputProcessor:
         max_model_len: int,
         seed: int | None,
         in_process: bool = True,
+        share_params: bool = True,
     ) -> None:
         """Use the tokenizer and the model's limits.
 
         Args:
             seed: makes the seeds of requests without one repeatable.
             in_process: whether the engine runs in this process, so that callables reach it.
+            share_params: whether the lists of parameters, then read-only, are those of the request
+                before where both have equal parameters.
         """
         self._model_config = model_config
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._in_process = in_process
+        self._share_params = share_params
         self._arguments = arguments
         eos = {*model_config.eos_token_ids, *tokenizer.eos_token_ids}
         self._eos_token_ids = tuple(sorted(eos))
         self._random = random.Random(seed) if seed is not None else random.SystemRandom()
         self._default_params: SamplingParams | None = None
+        self._last_checked: tuple[bytes, SamplingParams] | None = None
 
     def default_params(self) -> SamplingParams:
         """Return the parameters of a request without any, as the model's files recommend."""
@@ -110,7 +116,8 @@ class InputProcessor:
             RequestError: naming the field, its value and the expected one.
         """
         params = self.checked(params)
-        extras = typed.convert(extras, RequestExtras, path="", error=RequestError)
+        if extras is not NO_EXTRAS:
+            extras = typed.convert(extras, RequestExtras, path="", error=RequestError)
         given = read_prompt(prompt)
         salt = given.cache_salt if extras.cache_salt is None else extras.cache_salt
         times = (extras.arrival_time, given.arrival_time, arrival_time)
@@ -124,7 +131,7 @@ class InputProcessor:
             arrival_time=next(time for time in times if time is not None),
             priority=extras.priority,
             timeout=extras.timeout,
-            tags=extras.tags,
+            tags=dict(extras.tags),
             cache_salt=salt,
             trace_headers=extras.trace_headers,
         )
@@ -157,6 +164,16 @@ class InputProcessor:
             raise RequestError(
                 f"sampling_params: expected SamplingParams, got {type(params).__name__}"
             )
+        # Requests by the thousand have equal parameters: they are checked once, and their lists are
+        # fewer objects for the garbage collector to visit.
+        data = _as_bytes(params) if self._share_params else None
+        if data is None:
+            return self._newly_checked(params)
+        if self._last_checked is None or self._last_checked[0] != data:
+            self._last_checked = data, read_only(self._newly_checked(params))
+        return self._last_checked[1]
+
+    def _newly_checked(self, params: SamplingParams) -> SamplingParams:
         params = params.checked()
         if params.logits_processors and not self._in_process:
             raise RequestError(
@@ -209,6 +226,16 @@ class InputProcessor:
                 f"less one to generate), got {len(token_ids)}"
             )
         return token_ids
+
+
+def _as_bytes(params: SamplingParams) -> bytes | None:
+    """Return the same bytes for parameters that are checked alike; None if they may be anything."""
+    if type(params) is not SamplingParams or params.logits_processors or params.plugin_args:
+        return None
+    try:
+        return msgspec.msgpack.encode(params)
+    except Exception:  # the check says what is wrong
+        return None
 
 
 _LONG_TEXT = 2000

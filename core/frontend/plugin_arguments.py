@@ -298,8 +298,10 @@ class PluginArguments:
 
     def _refuse_unhonoured(self, params: SamplingParams) -> None:
         for field in _SHAPING_FIELDS:
+            if field in self._honoured:
+                continue
             value = getattr(params, field)
-            if value == getattr(_DEFAULTS, field) or field in self._honoured:
+            if value == getattr(_DEFAULTS, field):
                 continue
             if field == "temperature" and params.greedy:  # the sampler's own
                 continue

@@ -10,6 +10,7 @@ import msgspec
 
 from hardpoint.plugins import (
     CompletionOutput,
+    DecodeStream,
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
@@ -31,28 +32,26 @@ OutputSink = Callable[[AnyOutput | Exception], None]
 """Gets a request's outputs, or the error that ends it."""
 
 
-class ParentRequest:
+class ParentRequest(msgspec.Struct, eq=False):
     """Gathers the completions of one prompt.
 
     Attributes:
         request_id: that the user gave.
         internal_id: unique among live requests.
+        n: number of completions.
         sink: gets its outputs; None returns them from the step.
+        finished: by index, if there are several.
     """
 
-    def __init__(
-        self, request_id: str, internal_id: str, n: int, sink: OutputSink | None = None
-    ) -> None:
-        """Expect `n` completions."""
-        self.request_id = request_id
-        self.internal_id = internal_id
-        self.sink = sink
-        self._n = n
-        self._finished: dict[int, CompletionOutput] = {}
+    request_id: str
+    internal_id: str
+    n: int
+    sink: OutputSink | None = None
+    finished: dict[int, CompletionOutput] | None = None
 
     def children(self, request: EngineCoreRequest) -> list[EngineCoreRequest]:
         """Return one request per completion; a single one has the internal id itself."""
-        if self._n == 1:
+        if self.n == 1:
             request.request_id, request.external_req_id = self.internal_id, self.request_id
             return [request]
         return [
@@ -65,7 +64,7 @@ class ParentRequest:
                 prompt_token_ids=list(request.prompt_token_ids),
                 plugin_args=copy.deepcopy(request.plugin_args),
             )
-            for index in range(self._n)
+            for index in range(self.n)
         ]
 
     def gather(
@@ -80,16 +79,18 @@ class ParentRequest:
             Those that are to be shown now, by index: with `final_only`, nothing until every
             completion has ended, then all of them. And whether every one has ended.
         """
-        if self._n == 1:
+        if self.n == 1:
             return [completion], ended
+        if self.finished is None:
+            self.finished = {}
         if ended:
-            self._finished[completion.index] = completion
-        all_ended = len(self._finished) == self._n
+            self.finished[completion.index] = completion
+        all_ended = len(self.finished) == self.n
         if not final_only:
             return [completion], all_ended
         if not all_ended:
             return [], False
-        return [self._finished[index] for index in sorted(self._finished)], True
+        return [self.finished[index] for index in sorted(self.finished)], True
 
 
 class RequestState:
@@ -125,13 +126,14 @@ class RequestState:
         self._prompt = prompt
         self._prompt_token_ids = request.prompt_token_ids
         self._tokenizer = tokenizer
-        self._detokenizer = (
-            Detokenizer(tokenizer, request.prompt_token_ids, params) if params.detokenize else None
-        )
+        self._stream = self._stream_after(request.prompt_token_ids) if params.detokenize else None
+        # This one and the list are made on use: a hundred thousand requests may wait, and the
+        # garbage collector visits each object.
+        self._detokenizer: Detokenizer | None = None
+        self._token_ids: list[int] | None = None
         # Read once per token: looked up once per request.
         self._final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
         self._delta = params.output_kind is RequestOutputKind.DELTA
-        self._token_ids: list[int] = []
         # None where the request does not ask for them.
         self._logprobs: list[Mapping[int, Logprob]] | None = None if params.logprobs is None else []
         self._cumulative_logprob = 0.0
@@ -155,7 +157,12 @@ class RequestState:
     @property
     def num_tokens(self) -> int:
         """How many output tokens it has."""
-        return len(self._token_ids)
+        return 0 if self._token_ids is None else len(self._token_ids)
+
+    def _stream_after(self, prompt_token_ids: list[int]) -> DecodeStream:
+        """Return a decode stream; the prompt's end decides how the first token reads."""
+        skip = self._request.params.skip_special_tokens
+        return self._tokenizer.decode_stream(prompt_token_ids, skip_special_tokens=skip)
 
     def update(self, output: EngineCoreOutput) -> None:
         """Update the state from one engine output."""
@@ -170,22 +177,34 @@ class RequestState:
             self._prompt_logprobs += [
                 self._decoded(entry) if entry else None for entry in output.prompt_logprobs
             ]
-        if self._detokenizer is not None:
-            taken = self._detokenizer.update(
-                new, ended_by_token=output.finish_reason is FinishReason.STOP
-            )
-            if taken is not None:
-                new = new[:taken]
-            elif output.finished:
-                self._detokenizer.finish()
-            if self._detokenizer.stop_string is not None:
-                self._stopped_by(self._detokenizer.stop_string)
+        if self._stream is not None:
+            new = self._detokenised(self._stream, new, output)
         if output.logprobs and self._logprobs is not None:
             entries = output.logprobs[: len(new)]
             self._logprobs += [self._decoded(entry) for entry in entries]
             for entry in entries:
                 self._cumulative_logprob += entry.logprobs[0]
-        self._token_ids += new
+        if self._token_ids is None:
+            self._token_ids = list(new)
+        else:
+            self._token_ids += new
+
+    def _detokenised(
+        self, stream: DecodeStream, new: list[int], output: EngineCoreOutput
+    ) -> list[int]:
+        """Decode new tokens; return them up to the one that completes a stop string."""
+        detokenizer = self._detokenizer
+        if detokenizer is None:
+            params = self._request.params
+            detokenizer = self._detokenizer = Detokenizer(self._tokenizer, stream, params)
+        taken = detokenizer.update(new, ended_by_token=output.finish_reason is FinishReason.STOP)
+        if taken is not None:
+            new = new[:taken]
+        elif output.finished:
+            detokenizer.finish()
+        if detokenizer.stop_string is not None:
+            self._stopped_by(detokenizer.stop_string)
+        return new
 
     def end(self, reason: FinishReason) -> None:
         """End the request without the engine."""
@@ -210,8 +229,10 @@ class RequestState:
         self._prompt_token_ids = [*self._prompt_token_ids, *part.token_ids]
         if part.text is not None:
             self._prompt = (self._prompt or "") + part.text
-        if self._detokenizer is not None:
-            self._detokenizer.resume(self._prompt_token_ids)
+        if self._stream is not None:
+            self._stream = self._stream_after(self._prompt_token_ids)
+            if self._detokenizer is not None:
+                self._detokenizer.resume(self._stream)
 
     def rejected(self, output: EngineCoreOutput) -> RequestOutput:
         """Return the user's output of a request that the engine rejected."""
@@ -233,7 +254,7 @@ class RequestState:
         if (self._final_only and not ended) or (not finished and self._holds_back()):
             return None
         first_token = self._sent_tokens if self._delta else 0
-        tokens = self._token_ids[first_token:]
+        tokens = [] if self._token_ids is None else self._token_ids[first_token:]
         if self._delta and not finished and not tokens:
             return None
         text = "" if self._detokenizer is None else self._detokenizer.pop_text(finished=finished)
@@ -246,7 +267,7 @@ class RequestState:
             completion.stop_reason, completion.error = self._stop_reason, self._error
             if self.figures is not None:
                 completion.metrics = self.figures.metrics
-        self._sent_tokens = len(self._token_ids)
+        self._sent_tokens = self.num_tokens
         self._sent_any = True
         outputs, all_ended = self.parent.gather(
             completion, ended=ended, final_only=self._final_only
@@ -264,7 +285,7 @@ class RequestState:
         """Return whether the next output waits for more tokens."""
         if self._interval == 1 or not self._sent_any:
             return False
-        return len(self._token_ids) - self._sent_tokens < self._interval
+        return self.num_tokens - self._sent_tokens < self._interval
 
     def _to_user(self, outputs: list[CompletionOutput], *, finished: bool) -> RequestOutput:
         return RequestOutput(

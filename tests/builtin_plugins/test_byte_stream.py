@@ -57,7 +57,8 @@ class _Words:
     ],
 )
 def test_of_several_stop_strings_in_one_token_the_first_complete_one_counts(stop, found, text):
-    detokenizer = Detokenizer(_Words("a", "xyzb"), [], SamplingParams(stop=stop))
+    words = _Words("a", "xyzb")
+    detokenizer = Detokenizer(words, words.decode_stream([]), SamplingParams(stop=stop))
     assert detokenizer.update([0, 1, 0], ended_by_token=False) == 2
     assert detokenizer.stop_string == found
     assert detokenizer.pop_text(finished=True) == text
@@ -77,7 +78,8 @@ def test_whatever_comes_joins_to_the_whole(bytewise, parts, cut, special):
         for token in (bytewise.encode(part) if isinstance(part, str) else part)
     ][:cut]
     params = SamplingParams(skip_special_tokens=not special)
-    detokenizer = Detokenizer(bytewise, [], params)
+    stream = bytewise.decode_stream([], skip_special_tokens=not special)
+    detokenizer = Detokenizer(bytewise, stream, params)
     for token in ids:
         detokenizer.update([token], ended_by_token=False)
     detokenizer.finish()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 from support.internals import input_processor_of
 
@@ -189,3 +191,22 @@ class TestReasoning:
             engine.add_request("r", "x", GREEDY)
         assert not engine.has_unfinished_requests()
         engine.close()
+
+
+def test_equal_parameters_are_checked_once(scripted, engine):
+    with closing(scripted_engine(scripted)) as plain:
+        check = input_processor_of(plain).checked
+        given = [5]
+        params = SamplingParams(stop_token_ids=given, top_k=1)
+        first = check(params)
+        assert first == params
+        assert check(SamplingParams(stop_token_ids=[5], top_k=1)) is first
+        with pytest.raises(RequestError, match=r"top_k: expected a whole number .*, got True"):
+            check(SamplingParams(stop_token_ids=[5], top_k=True))
+        with pytest.raises(TypeError, match="this list is read-only"):
+            first.stop_token_ids.append(6)
+        given.append(10**6)
+        with pytest.raises(RequestError, match=r"stop_token_ids\[1\]: .*, got 1000000"):
+            check(params)
+    check = input_processor_of(engine).checked  # a hook may change the lists
+    assert check(GREEDY).stop is not check(GREEDY).stop

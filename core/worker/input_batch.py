@@ -189,7 +189,7 @@ class InputBatch:
         # operator & of keys and a frozenset walks the set.
         known = self._row_of
         fewer = request_ids if len(request_ids) < len(known) else known
-        for request_id in [each for each in fewer if each in request_ids and each in known]:
+        for request_id in [name for name in fewer if name in request_ids and name in known]:
             row = known.pop(request_id)
             self._requests[row] = _FREE_ROW
             self._updates.remove(row)

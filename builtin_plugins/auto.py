@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from hardpoint.plugins import (
     AttentionBackend,
@@ -11,8 +11,13 @@ from hardpoint.plugins import (
     ModelError,
     Ops,
     OpsContext,
+    Recorded,
     Wrapper,
+    is_replayable,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 
 class _Options(Wrapper.Options):
@@ -53,6 +58,16 @@ class AutoOps(_Auto, Wrapper[Ops], Ops):
     Options = _Options
     context: OpsContext
 
+    @property
+    def replayable(self) -> bool:
+        """Whether what was chosen can be recorded."""
+        return is_replayable(self.wrapped)
+
+    def record(self, run: Callable[[], torch.Tensor]) -> Recorded | None:
+        """Let what was chosen record."""
+        wrapped: Ops = self.wrapped
+        return wrapped.record(run)
+
 
 class AutoAttention(_Auto, Wrapper[AttentionBackend], AttentionBackend):
     """The backend `native_cpu` if it runs here, else `torch`."""
@@ -61,6 +76,11 @@ class AutoAttention(_Auto, Wrapper[AttentionBackend], AttentionBackend):
     devices = ("cpu", "cuda")
     Options = _Options
     context: AttentionContext
+
+    @property
+    def replayable(self) -> bool:
+        """Whether what was chosen can be recorded."""
+        return is_replayable(self.wrapped)
 
 
 def _first_that_runs(context: Any) -> tuple[Any, str]:

@@ -8,17 +8,21 @@ another one, or `off`. They run in the OpenMP runtime that torch has loaded, in 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
-from collections.abc import Callable
+import struct
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-__all__ = ["PATHS", "VARIABLE", "KernelsUnavailableError", "Library", "load"]
+__all__ = ["PATHS", "VARIABLE", "KernelsUnavailableError", "Library", "Recording", "load"]
 
 PATHS = ("avx512_bf16", "avx512", "avx2", "plain")
 """Instruction sets, best first."""
@@ -28,6 +32,7 @@ DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 _FOLDER = Path(__file__).parent
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
+_CALL_WORDS = 16  # of a recorded call: the function that repeats it, and its arguments
 # The arguments of each function, by the letters above.
 _ARGUMENTS = {
     "packed_size": "ll",
@@ -41,6 +46,8 @@ _ARGUMENTS = {
     "attention_block": "lll",
     "attention_plan": "pplplpllllpl",
     "attend": "plplplppplf",
+    "gather_rows": "plplp",
+    "replay": "pl",
 }
 _RETURNS = dict.fromkeys(("packed_size", "attention_block", "attention_plan"), ctypes.c_long)
 
@@ -49,11 +56,41 @@ class KernelsUnavailableError(RuntimeError):
     """The kernels cannot run here; the message says why."""
 
 
+class Recording:
+    """Calls of a library's functions, to repeat them with the same arguments."""
+
+    def __init__(self) -> None:
+        """Record nothing yet."""
+        self._calls: list[tuple[int, ...]] = []
+        self._thread = threading.get_ident()
+
+    def add(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        """Add a call, if the thread is the one that records."""
+        if threading.get_ident() == self._thread:
+            words = (_word(argument) for argument in arguments)
+            self._calls.append((function.recorded, *words))  # type: ignore[attr-defined]
+
+    def words(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return what `replay` takes, [calls, words]."""
+        words = np.zeros((len(self._calls), _CALL_WORDS), np.int64)
+        for row, call in zip(words, self._calls, strict=True):
+            row[: len(call)] = call
+        return words
+
+
+def _word(argument: float | None) -> int:
+    """Return an argument as the word that the library's `from_word` reads."""
+    if isinstance(argument, float):
+        return int(struct.unpack("<i", struct.pack("<f", argument))[0])
+    return argument or 0
+
+
 class Library:
     """The kernels for one instruction set.
 
     Attributes:
         path: the instruction set.
+        recording: what `run` is recorded in, if any.
     """
 
     def __init__(self, path: str) -> None:
@@ -70,6 +107,8 @@ class Library:
             )
         _share_openmp()
         self.path = path
+        self.recording: Recording | None = None
+        self._recording_lock = threading.Lock()
         try:
             # Functions of the first keep Python's global lock, those of the second release it.
             self._short, self._long = ctypes.PyDLL(str(file)), ctypes.CDLL(str(file))
@@ -100,7 +139,29 @@ class Library:
         function = getattr(library, f"hp_{name}_{DTYPES[dtype]}" if dtype else f"hp_{name}")
         function.argtypes = [_TYPES[letter] for letter in _ARGUMENTS[name]]
         function.restype = _RETURNS.get(name)
+        with contextlib.suppress(AttributeError):  # most functions are recorded, not all
+            recorded = getattr(library, function.__name__.replace("hp_", "hp_call_", 1))
+            function.recorded = ctypes.cast(recorded, ctypes.c_void_p).value
         return function  # type: ignore[no-any-return]
+
+    def run(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function, and record the call while its thread records."""
+        function(*arguments)
+        if self.recording is not None:
+            self.recording.add(function, arguments)
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[Recording | None]:
+        """Record what this thread runs; None if another thread records at the time."""
+        if not self._recording_lock.acquire(blocking=False):
+            yield None
+            return
+        try:
+            self.recording = Recording()
+            yield self.recording
+        finally:
+            self.recording = None
+            self._recording_lock.release()
 
 
 @functools.cache

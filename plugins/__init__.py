@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from .arguments import PrepareContext
 from .commands import Command, CommandContext
+from .component import is_replayable
 from .config import EngineConfig
 from .errors import ConfigError, HardpointError, ModelError, OverloadedError, RequestError
 from .executor import Executor, ExecutorContext, WorkerInfo
@@ -63,7 +64,7 @@ from .model import (
     ModelFiles,
     WeightLoader,
 )
-from .ops import Ops, OpsContext
+from .ops import Ops, OpsContext, Recorded
 from .params import RepetitionDetection, RequestOutputKind, SamplingParams
 from .plan import (
     CachedRequests,
@@ -198,6 +199,8 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "ModelFiles",
     "Ops",
     "OpsContext",
+    "Recorded",
+    "is_replayable",
     "WeightLoader",
     # Tokenizers: provisional
     "DecodeStream",

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 from . import typed
 from .manifest import Source
 
-__all__ = ["Component", "Context", "Progress"]
+__all__ = ["Component", "Context", "Progress", "is_replayable"]
 
 Progress = Callable[[str, int, int], None]
 """Progress callback `(what, done, total)` of long work; `done == total` ends it."""
@@ -96,3 +96,8 @@ class Component(ABC):
 
     def close(self) -> None:  # noqa: B027 - optional on purpose
         """Release resources; called once, when the process closes."""
+
+
+def is_replayable(component: Component) -> bool:
+    """Return whether a component's own class says that its operations can be repeated."""
+    return "replayable" in vars(type(component)) and bool(getattr(component, "replayable", False))

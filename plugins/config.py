@@ -198,9 +198,12 @@ class ExecutorConfig(Strict):
             process may use by its affinity and control groups, at most what OMP_NUM_THREADS or
             `torch.set_num_threads` set. It is fewer where that is measured to be faster at start,
             and while other programs keep some of the CPUs busy.
+        enforce_eager: run the model's Python in every step, also in those of few tokens that
+            could repeat recorded operations.
     """
 
     use: Reference = "uniproc"
+    enforce_eager: bool = False
     threads: Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"] = "auto"
 
 

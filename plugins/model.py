@@ -185,6 +185,15 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
         """Return what runs, for the line that the engine logs: "native_cpu (avx2)" for example."""
         return self.name
 
+    @property
+    def replayable(self) -> bool:
+        """Whether `Ops.record` can record `attend`.
+
+        Repeated, it reads the plan that `plan` returned last, and the same cache. It holds for the
+        class that says so, not for those derived from it.
+        """
+        return False
+
     @abstractmethod
     def bytes_per_block(self, spec: KVSpec) -> int:
         """Return the bytes of one block of one layer."""
@@ -264,6 +273,17 @@ class Model(Component):
     """One architecture. Its entry-point name is the name in a checkpoint's `architectures`."""
 
     context: ModelContext
+
+    @property
+    def replayable(self) -> bool:
+        """Whether steps with as many tokens run the same operations, which may be recorded.
+
+        `forward` then computes with nothing but `context.ops`, `batch.attend` and views, and does
+        not look at elements of tensors. It holds for the class that says so, not for those
+        derived from it. With it, steps of few tokens take less time: Python runs for the first
+        ones of their size only.
+        """
+        return False
 
     @abstractmethod
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:

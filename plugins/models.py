@@ -96,6 +96,7 @@ class Embedding:
         self._name = f"{name}.weight"
         self._shape = (rows, columns)
         self.weight = torch.empty(0, dtype=context.dtype, device=context.device)
+        self._gather_rows = context.ops.gather_rows
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the table's shape."""
@@ -107,7 +108,7 @@ class Embedding:
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return [tokens, columns] for token_ids [tokens]."""
-        return self.weight[token_ids]
+        return self._gather_rows(self.weight, token_ids)
 
 
 class Linear:
@@ -214,6 +215,7 @@ class RotaryEmbedding:
         self._frequencies, self._scale = _frequencies(context.config.hf, head_size, source)
         self._context = context
         self._table = torch.empty(0)
+        self._gather_rows = context.ops.gather_rows
         self.rotate = context.ops.rotate
 
     def allocate(self) -> None:
@@ -229,7 +231,7 @@ class RotaryEmbedding:
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the angles for `Ops.rotate`, float32 [tokens, head_size]: cosines, then sines."""
-        return self._table[positions]
+        return self._gather_rows(self._table, positions)
 
 
 def _frequencies(hf: Mapping[str, Any], head_size: int, source: str) -> tuple[torch.Tensor, float]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from .component import Component, Context
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Ops", "OpsContext"]
+__all__ = ["Ops", "OpsContext", "Recorded"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,19 @@ class OpsContext(Context["Ops"]):
 
     device: torch.device
     dtype: torch.dtype
+
+
+class Recorded(Protocol):
+    """Operations that were recorded; called, it repeats them and returns their result.
+
+    Attributes:
+        num_bytes: of the tensors that it keeps.
+    """
+
+    num_bytes: int
+
+    def __call__(self) -> torch.Tensor:
+        """Repeat the operations; return the tensor with the result, always the same one."""
 
 
 class Ops(Component):
@@ -48,6 +61,19 @@ class Ops(Component):
     def describe(self) -> str:
         """Return what runs, for the line that the engine logs: "native_cpu (avx2)" for example."""
         return self.name
+
+    @property
+    def replayable(self) -> bool:
+        """Whether `record` works. It holds for the class that says so, not for those derived."""
+        return False
+
+    def record(self, run: Callable[[], torch.Tensor]) -> Recorded | None:  # noqa: ARG002
+        """Call `run` and return what repeats its operations; None if that is not possible.
+
+        The operations of `run` are those of this object, of an attention backend and views. They
+        are repeated on the same tensors, whose elements may have changed: those that `run` read.
+        """
+        return None
 
     @property
     def layout(self) -> str:
@@ -87,6 +113,10 @@ class Ops(Component):
             out_dtype: of the results, which may have been rounded to the context's before; None
                 is the context's.
         """
+
+    @abstractmethod
+    def gather_rows(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return table[ids], [ids, columns]. The table may be of another dtype; ids are int64."""
 
     @abstractmethod
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -12,7 +12,7 @@ __all__ = ["Wrapper"]
 
 ComponentT = TypeVar("ComponentT", bound=Component)
 
-_OWN = {"Arguments", "close", "overridden", "prepare", "wraps"}
+_OWN = {"Arguments", "close", "overridden", "prepare", "record", "replayable", "wraps"}
 """Members of interfaces that a wrapper has of its own: those that say what itself is."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Callable
 
@@ -15,6 +16,9 @@ _LONG_WORK = 4_000  # of a plan that is worth releasing Python's lock, about a m
 _WORK = 13  # index of the work in a plan
 
 
+_Key = tuple[int | None, int, int]  # of layers that share a plan: window, heads, heads of keys
+
+
 class NativePlan:
     """The plans of a step, by window and heads."""
 
@@ -22,7 +26,7 @@ class NativePlan:
         """Keep the step's arrays, which the kernels read; `make` is the kernel that plans."""
         self._step = step
         self._make_plan = make
-        self._plans: dict[tuple[int | None, int, int], tuple[np.ndarray, int, bool]] = {}
+        self._plans: dict[_Key, tuple[np.ndarray, int, bool]] = {}
 
     def for_layer(self, spec: KVSpec) -> tuple[int, bool]:
         """Return the address of a layer's plan, and whether its work takes long."""
@@ -59,6 +63,7 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
         "values [head size / 16, 16 tokens, 16]; pairs of bfloat16 side by side"
     )
     devices = ("cpu",)
+    replayable = True
 
     def __init__(self, context: AttentionContext) -> None:
         """Load the kernels.
@@ -72,6 +77,8 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
         self._make_plan = library.function("attention_plan", None)
         self._short = library.function("attend", dtype)
         self._long = library.function("attend", dtype, releases=True)
+        # Where the kernels find the plan of a layer: recorded calls keep its place.
+        self._plans: dict[_Key, tuple[KVSpec, ctypes.c_void_p, int]] = {}
 
     def bytes_per_block(self, spec: KVSpec) -> int:
         """Return the bytes of one block of one layer, padding included."""
@@ -83,6 +90,7 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
 
     def allocate(self, spec: KVSpec, num_blocks: int) -> torch.Tensor:
         """Return [blocks, elements], zero; the system allocates pages when they are used."""
+        self._plan_place(spec)
         elements, dtype = self._elements(spec), self.context.dtype
         memory = mmap.mmap(-1, num_blocks * elements * dtype.itemsize)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -91,7 +99,10 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
 
     def plan(self, step: AttentionStep) -> NativePlan:
         """Return the plan that the step's layers share."""
-        return NativePlan(step, self._make_plan)
+        plan = NativePlan(step, self._make_plan)
+        for spec, place, _ in self._plans.values():
+            place.value = plan.for_layer(spec)[0]
+        return plan
 
     def attend(
         self,
@@ -104,10 +115,19 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
     ) -> torch.Tensor:
         """Write k and v to the cache, then attend causally; shapes as in `AttentionBackend`."""
         out = torch.empty(q.shape, dtype=q.dtype)
-        at, is_long = plan.for_layer(spec)
-        run = self._long if is_long else self._short
-        run(
-            q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
-            out.data_ptr(), cache.data_ptr(), at, spec.head_size, spec.scale,
+        place, place_at = self._plan_place(spec)
+        place.value, is_long = plan.for_layer(spec)
+        self._library.run(
+            self._long if is_long else self._short, q.data_ptr(), q.stride(0), k.data_ptr(),
+            k.stride(0), v.data_ptr(), v.stride(0), out.data_ptr(), cache.data_ptr(),
+            place_at, spec.head_size, spec.scale,
         )  # fmt: skip
         return out
+
+    def _plan_place(self, spec: KVSpec) -> tuple[ctypes.c_void_p, int]:
+        """Return where the kernels find a layer's plan, and the address of that."""
+        key = (spec.window, spec.num_heads, spec.num_kv_heads)
+        if key not in self._plans:
+            place = ctypes.c_void_p()
+            self._plans[key] = spec, place, ctypes.addressof(place)
+        return self._plans[key][1:]

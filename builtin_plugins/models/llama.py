@@ -69,6 +69,7 @@ class Llama(Model):
     """
 
     contract = 1
+    replayable = True
     head_norms = False
 
     def __init__(self, context: ModelContext) -> None:

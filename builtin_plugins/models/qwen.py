@@ -14,6 +14,7 @@ class _Qwen(Llama):
     """Common to both: a sliding window that is optional and applies to some layers only."""
 
     contract = 1
+    replayable = True
 
     def windows(self) -> list[int | None]:
         """Return each layer's sliding window, from `use_sliding_window` and `layer_types`."""
@@ -42,6 +43,7 @@ class Qwen2(_Qwen):
     """Qwen2 and Qwen2.5 (Yang et al., 2024)."""
 
     contract = 1
+    replayable = True
 
     def attention_biases(self) -> tuple[bool, bool]:
         """Return (True, False); the config has no field for it."""
@@ -52,4 +54,5 @@ class Qwen3(_Qwen):
     """Qwen3 (Yang et al., 2025): q and k are normalised per head."""
 
     contract = 1
+    replayable = True
     head_norms = True

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hardpoint.builtin_plugins.native import load_kernels
 from hardpoint.kernels import cpu
@@ -18,6 +20,7 @@ class NativeOps(Ops):
 
     contract = 1
     devices = ("cpu",)
+    replayable = True
 
     def __init__(self, context: OpsContext) -> None:
         """Load the kernels.
@@ -32,6 +35,7 @@ class NativeOps(Ops):
         self._rotate = library.function("rotate", dtype)
         self._silu_and_mul = library.function("silu_and_mul", dtype)
         self._gelu_and_mul = library.function("gelu_and_mul", dtype)
+        self._gather_rows = library.function("gather_rows", None)
 
     def describe(self) -> str:
         """Return the name and the instruction set."""
@@ -62,14 +66,23 @@ class NativeOps(Ops):
         """Return x -> x W^T + b."""
         return _Product(self._library, packed, shape, bias, out_dtype)
 
+    def gather_rows(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows."""
+        out = torch.empty(len(ids), table.shape[1], dtype=table.dtype)
+        self._library.run(
+            self._gather_rows, table.data_ptr(), table.stride(0) * table.itemsize, ids.data_ptr(),
+            len(ids), out.data_ptr(),
+        )  # fmt: skip
+        return out
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Return the normalised rows."""
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         y = torch.empty(rows.shape, dtype=rows.dtype)
         count, width = rows.shape
-        self._rms_norm(
-            rows.data_ptr(), rows.stride(0), None, 0, weight.data_ptr(), y.data_ptr(), width,
-            count, width, eps
+        self._library.run(
+            self._rms_norm, rows.data_ptr(), rows.stride(0), None, 0, weight.data_ptr(),
+            y.data_ptr(), width, count, width, eps,
         )  # fmt: skip
         return y if x.dim() == 2 else y.view(x.shape)
 
@@ -79,17 +92,18 @@ class NativeOps(Ops):
         """Add delta to x in place; return the normalised rows."""
         count, width = x.shape
         y = torch.empty(count, width, dtype=x.dtype)
-        self._rms_norm(
-            delta.data_ptr(), delta.stride(0), x.data_ptr(), x.stride(0), weight.data_ptr(),
-            y.data_ptr(), width, count, width, eps
+        self._library.run(
+            self._rms_norm, delta.data_ptr(), delta.stride(0), x.data_ptr(), x.stride(0),
+            weight.data_ptr(), y.data_ptr(), width, count, width, eps,
         )  # fmt: skip
         return y
 
     def rotate(self, x: torch.Tensor, angles: torch.Tensor) -> None:
         """Rotate heads in place."""
         rows, heads, size = x.shape
-        self._rotate(
-            x.data_ptr(), x.stride(0), x.stride(1), angles.data_ptr(), rows, heads, size,
+        self._library.run(
+            self._rotate, x.data_ptr(), x.stride(0), x.stride(1), angles.data_ptr(), rows, heads,
+            size,
         )  # fmt: skip
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
@@ -100,10 +114,18 @@ class NativeOps(Ops):
         """Return gelu(gate) * up."""
         return self._gated(self._gelu_and_mul, x)
 
+    def record(self, run: Callable[[], torch.Tensor]) -> Recorded | None:
+        """Run, and return what repeats it, if kernels did all of the work."""
+        with self._library.record() as recording, _Tensors() as tensors:
+            result = run()
+        if recording is None or tensors.foreign:
+            return None
+        return Recorded(self._library, recording, result, tensors.kept)
+
     def _gated(self, function: Callable[..., None], x: torch.Tensor) -> torch.Tensor:
         count, width = x.shape[0], x.shape[1] // 2
         y = torch.empty(count, width, dtype=x.dtype)
-        function(x.data_ptr(), x.stride(0), y.data_ptr(), width, count, width)
+        self._library.run(function, x.data_ptr(), x.stride(0), y.data_ptr(), width, count, width)
         return y
 
 
@@ -120,7 +142,7 @@ class _Product:
     ) -> None:
         dtype, (columns, depth) = packed.dtype, shape
         self._out_dtype = out_dtype or dtype
-        self._columns, self._depth = columns, depth
+        self._library, self._columns, self._depth = library, columns, depth
         kernel = "linear" if self._out_dtype == dtype else "logits"
         self._short = library.function(kernel, dtype)
         self._long = library.function(kernel, dtype, releases=True)
@@ -133,8 +155,55 @@ class _Product:
         rows, columns = x.shape[0], self._columns
         y = torch.empty(rows, columns, dtype=self._out_dtype)
         run = self._long if rows > self._many_rows else self._short
-        run(
-            x.data_ptr(), x.stride(0), self._at, self._bias_at, y.data_ptr(), columns,
+        self._library.run(
+            run, x.data_ptr(), x.stride(0), self._at, self._bias_at, y.data_ptr(), columns,
             rows, columns, self._depth
         )  # fmt: skip
         return y
+
+
+class Recorded:
+    """A function that repeats recorded calls, and returns the tensor that they write."""
+
+    def __init__(
+        self,
+        library: cpu.Library,
+        recording: cpu.Recording,
+        result: torch.Tensor,
+        tensors: list[torch.Tensor],
+    ) -> None:
+        """Keep the tensors that the calls read and write."""
+        self._replay = library.function("replay", None, releases=True)
+        self._calls = recording.words()
+        self._result = result
+        self._tensors = tensors
+        self.num_bytes = sum(tensor.nbytes for tensor in tensors)
+
+    def __call__(self) -> torch.Tensor:
+        """Repeat the calls."""
+        self._replay(self._calls.ctypes.data, len(self._calls))
+        return self._result
+
+
+class _Tensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the tensors that are created; notices operations that are no kernels.
+
+    Attributes:
+        kept: the tensors, in the order of creation.
+        foreign: whether torch computed something.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kept: list[torch.Tensor] = []
+        self.foreign = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.empty:
+            self.kept.append(result)
+        elif not func.is_view:
+            self.foreign = True
+        return result

@@ -51,6 +51,10 @@ class TorchOps(Ops):
             return multiply
         return lambda x: multiply(x).to(out_dtype)
 
+    def gather_rows(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows."""
+        return table[ids]
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Return the normalised rows."""
         return F.rms_norm(x, weight.shape, weight, eps)

@@ -18,6 +18,7 @@ from hardpoint.plugins import (
     KVSpec,
     Model,
     WeightLoader,
+    is_replayable,
 )
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.manifest import Source
@@ -35,6 +36,7 @@ class CheckedModel:
     Attributes:
         shapes: of the weights, by Hugging Face name.
         specs: one per attention layer.
+        is_replayable: whether the model's class says so.
     """
 
     def __init__(self, model: Model, source: Source) -> None:
@@ -57,6 +59,7 @@ class CheckedModel:
             raise self._wrong("kv_specs", specs, expected)
         self.shapes: dict[str, tuple[int, ...]] = dict(shapes)
         self.specs: list[KVSpec] = specs
+        self.is_replayable = is_replayable(model)
         self._width: int | None = None  # of hidden states, once known
 
     def run_trial(self, num_tokens: int, num_rows: int) -> None:
@@ -198,6 +201,7 @@ class CheckedAttention:
 
     Attributes:
         bytes_per_block: of all layers.
+        is_replayable: whether the backend's class says so.
     """
 
     def __init__(self, backend: AttentionBackend, source: Source, specs: Sequence[KVSpec]) -> None:
@@ -214,6 +218,7 @@ class CheckedAttention:
             if type(size) is not int or size < 1:
                 raise _fault(source, "bytes_per_block", size, "an int >= 1")
         self.bytes_per_block = sum(self._sizes)
+        self.is_replayable = is_replayable(backend)
         self.plan = backend.plan
 
     def allocate(self, num_blocks: int) -> list[Any]:

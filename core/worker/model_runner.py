@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from typing import Any
 
 import torch
@@ -16,8 +18,11 @@ from hardpoint.plugins import (
     LogitsRequest,
     ModelRunnerOutput,
     NewRequest,
+    Ops,
+    Recorded,
     RequestFault,
     SchedulerOutput,
+    is_replayable,
     typed,
 )
 from hardpoint.plugins.arguments import prepared_type
@@ -32,6 +37,8 @@ from hardpoint.registry.request_arguments import argument_key
 from .checked_model import CheckedAttention, CheckedModel
 from .input_batch import InputBatch, StepInput
 
+_log = logging.getLogger("hardpoint")
+
 _ELSEWHERE = {
     kind.name
     for kind in KINDS.values()
@@ -39,7 +46,89 @@ _ELSEWHERE = {
 }
 """Kinds whose components take arguments in other processes."""
 
+_RECORDED_TOKENS = 64  # of a step; with more, running Python takes a small part of it
+_RECORDED_BYTES = 64 << 20  # of tensors that recorded steps keep
+_UNRECORDED_STEPS = 3  # of each number of tokens, for most numbers occur a few times only
+
 _PROMPT_ROWS = 256  # rows of logits held at once for prompt log-probabilities
+
+
+class _Replays:
+    """Runs the model; steps of few tokens are recorded, and repeated without running Python."""
+
+    def __init__(self, model: CheckedModel, ops: Ops, *, can_record: bool) -> None:
+        self._model = model
+        self._ops = ops
+        self._can_record = can_record
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was recorded, for the caches are others."""
+        self._seen: Counter[int] = Counter()  # steps by number of tokens
+        self._recorded: dict[int, _Replay] = {}
+        self._num_bytes = 0
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return hidden states; those of a repeated step are overwritten by the next one."""
+        count = len(batch.token_ids)
+        if not self._can_record or count > _RECORDED_TOKENS:
+            return self._model.forward(batch)
+        replay = self._recorded.get(count)
+        if replay is None:
+            self._seen[count] += 1
+            if self._seen[count] <= _UNRECORDED_STEPS:
+                return self._model.forward(batch)
+            return self._record(batch)
+        hidden = replay.run(batch)
+        if replay.is_checked:
+            return hidden
+        # Should a plugin have promised what does not hold, no request gets wrong tokens.
+        expected = self._model.forward(batch)
+        replay.is_checked = torch.equal(hidden, expected)
+        if not replay.is_checked:
+            self._can_record = False
+            self.clear()
+            _log.warning(
+                "steps are not repeated without running Python: a repeated step gave other hidden "
+                "states than forward(), though the model says that it is replayable"
+            )
+        return expected
+
+    def _record(self, batch: ForwardBatch) -> torch.Tensor:
+        """Run a step and record it."""
+        inputs = ForwardBatch(batch.token_ids.clone(), batch.positions.clone(), batch.attend)
+        hidden: list[torch.Tensor] = []
+
+        def run() -> torch.Tensor:
+            hidden.append(self._model.forward(inputs))
+            return hidden[0]
+
+        recorded = self._ops.record(run)
+        if recorded is None:
+            self._can_record = False
+        elif self._num_bytes + recorded.num_bytes <= _RECORDED_BYTES:
+            self._num_bytes += recorded.num_bytes
+            self._recorded[len(inputs.token_ids)] = _Replay(recorded, inputs)
+        return hidden[0].clone()
+
+
+class _Replay:
+    """A step that was recorded.
+
+    Attributes:
+        is_checked: whether it was seen to compute what the model does.
+    """
+
+    def __init__(self, recorded: Recorded, inputs: ForwardBatch) -> None:
+        self._recorded = recorded
+        self._inputs = inputs
+        self.is_checked = False
+
+    def run(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return the hidden states of another step with as many tokens."""
+        self._inputs.token_ids.copy_(batch.token_ids)
+        self._inputs.positions.copy_(batch.positions)
+        return self._recorded()
 
 
 class ModelRunner:
@@ -50,9 +139,12 @@ class ModelRunner:
         model: CheckedModel,
         calls: PluginCalls,
         attention: CheckedAttention,
+        ops: Ops,
         sampling: SamplingStage,
         processors: dict[str, type[LogitsPlugin]],
         device: torch.device,
+        *,
+        enforce_eager: bool,
     ) -> None:
         """Create a runner that has no cache yet.
 
@@ -60,14 +152,18 @@ class ModelRunner:
             model: whose weights are loaded.
             calls: call the model's methods.
             attention: backend of the model's layers.
+            ops: operations of the model's layers.
             sampling: chooses the tokens.
             processors: the logits processors' classes by name, for their arguments.
             device: of the model.
+            enforce_eager: run the model's Python in every step.
         """
         self._model = model
         self._calls = calls
         self._attention = attention
         self._sampling = sampling
+        can_record = is_replayable(ops) and model.is_replayable and attention.is_replayable
+        self._replays = _Replays(model, ops, can_record=can_record and not enforce_eager)
         self._allocated: InputBatch | None = None
         self._argument_types = {name: prepared_type(cls) for name, cls in processors.items()}
         sampler = type(sampling.sampler)
@@ -88,9 +184,11 @@ class ModelRunner:
     def release_cache(self) -> None:
         """Release the KV cache. No step can run until `restore_cache`."""
         self._caches, self._kept_logits = [], torch.empty(0)
+        self._replays.clear()
 
     def restore_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache of every layer, without content."""
+        self._replays.clear()
         self._caches = self._attention.allocate(num_blocks)
 
     @property
@@ -118,7 +216,7 @@ class ModelRunner:
             return attention.attend(layer, caches[layer], attention_plan, (q, k, v))
 
         inputs = ForwardBatch(step.token_ids, step.positions, attend)
-        hidden = self._calls.run("forward", self._model.forward, inputs)
+        hidden = self._calls.run("forward", self._replays.forward, inputs)
         self._pending = (step, hidden)
         return None
 

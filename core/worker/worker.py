@@ -155,9 +155,11 @@ class LocalWorker:
             checked,
             PluginCalls(self._activity, "models", entry.source),
             attention,
+            ops,
             stage,
             {entry.name: cls for entry, cls in spec.plugins.logits_processors()},
             spec.device,
+            enforce_eager=spec.config.executor.enforce_eager,
         )
         return _measured(checked, spec, self._bytes_per_block, self._estimate)
 

@@ -1,10 +1,41 @@
 // The C interface. Pointers are of contiguous rows; strides count elements. They compute
 // in as many threads as OpenMP has been told in the calling thread (torch.set_num_threads).
 #include <cstdint>
+#include <utility>
 
 #include "attention.h"
 #include "gemm.h"
 #include "rows.h"
+
+// An argument from a word of a recorded call.
+template <class A>
+A from_word(int64_t word) {
+  if constexpr (std::is_pointer_v<A>) {
+    return (A)word;
+  } else if constexpr (std::is_same_v<A, float>) {
+    float value;
+    memcpy(&value, &word, sizeof value);
+    return value;
+  } else {
+    return (A)word;
+  }
+}
+
+template <class... A, size_t... I>
+void call(void (*function)(A...), const int64_t* words, std::index_sequence<I...>) {
+  function(from_word<A>(words[I])...);
+}
+
+template <class... A>
+void call(void (*function)(A...), const int64_t* words) {
+  call(function, words, std::index_sequence_for<A...>{});
+}
+
+// The function hp_call_X calls hp_X with recorded arguments.
+#define RECORDED(NAME) \
+  void hp_call_##NAME(const int64_t* words) { call(hp_##NAME, words); }
+
+constexpr long RECORD = 16;  // words of a recorded call: a function hp_call_X, then the arguments
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -56,11 +87,17 @@ int hp_supports(const char* path) {
     return attention::Layout<T>(head_size, kv_heads, block_size).block;                           \
   }                                                                                               \
   void hp_attend_##NAME(const T* q, long q_stride, const T* k, long k_stride, const T* v,         \
-                        long v_stride, T* out, T* cache, const void* plan, long head_size,        \
+                        long v_stride, T* out, T* cache, const void* const* plan, long head_size, \
                         float scale) {                                                            \
     attention::attend(q, q_stride, k, k_stride, v, v_stride, out, cache,                          \
-                      (const attention::Plan*)plan, head_size, scale);                            \
-  }
+                      (const attention::Plan*)*plan, head_size, scale);                           \
+  }                                                                                               \
+  RECORDED(linear_##NAME)                                                                         \
+  RECORDED(rms_norm_##NAME)                                                                       \
+  RECORDED(rotate_##NAME)                                                                         \
+  RECORDED(silu_and_mul_##NAME)                                                                   \
+  RECORDED(gelu_and_mul_##NAME)                                                                   \
+  RECORDED(attend_##NAME)
 
 OF_TYPE(bfloat16, bf16)
 OF_TYPE(float32, float)
@@ -80,5 +117,23 @@ long hp_attention_plan(const int64_t* query_starts, const int64_t* seq_lens, lon
 void hp_logits_bfloat16(const bf16* x, long x_stride, const bf16* w, const bf16* bias, float* y,
                         long y_stride, long rows, long columns, long depth) {
   gemm::linear(x, x_stride, w, bias, y, y_stride, rows, columns, depth);
+}
+RECORDED(logits_bfloat16)
+
+// out [count] = table[ids], of rows of any type.
+void hp_gather_rows(const char* table, long row_bytes, const int64_t* ids, long count, char* out) {
+  for_each_item((count + 63) / 64, [=](long part) {
+    for (long i = part * 64; i < std::min(count, part * 64 + 64); i++)
+      memcpy(out + i * row_bytes, table + ids[i] * row_bytes, row_bytes);
+  });
+}
+RECORDED(gather_rows)
+
+// Repeat recorded calls.
+void hp_replay(const int64_t* calls, long count) {
+  for (long i = 0; i < count; i++) {
+    const int64_t* words = calls + i * RECORD;
+    ((void (*)(const int64_t*))words[0])(words + 1);
+  }
 }
 }

@@ -39,6 +39,11 @@ KEPT = Rule(
     "state no layout",
 )
 
+REPEATED = Rule(
+    "repeated: what record returns repeats every operation, on the same tensors",
+    "record all that the operations compute, or return None",
+)
+
 
 class OpsSuite(ComponentSuite):
     """Base class of a test class, which sets `ops`, and `options` if it has some.
@@ -80,6 +85,14 @@ class OpsSuite(ComponentSuite):
     def test_linear(self) -> None:
         """Products, with and without a bias, in other dtypes, of a matrix packed elsewhere."""
         self._check_all("linear", self._check_linear)
+
+    def test_gather_rows(self) -> None:
+        """Rows of tables of any dtype."""
+        self._check_all("gather_rows", self._check_gather_rows)
+
+    def test_record(self) -> None:
+        """Operations that are repeated give what they give for the new inputs."""
+        self._check_all("record", self._check_record)
 
     def test_rms_norm(self) -> None:
         """Norms of rows, and of heads."""
@@ -139,6 +152,34 @@ class OpsSuite(ComponentSuite):
                 multiply = ops.linear(packed, (columns, size), given, out_dtype=out_dtype)
                 wanted = expected if given is None else expected + given.double()
                 self._compare(multiply, x, wanted, out_dtype or dtype, "linear")
+
+    def _check_gather_rows(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+        ids = torch.randint(7, (rows,)).to(first_device(self.ops, self.device))
+        for table_dtype in (dtype, torch.float32):
+            table = self._draw(7, size, dtype=table_dtype)
+            gather = functools.partial(ops.gather_rows, table)
+            self._compare(gather, ids, table.double()[ids], table_dtype, "gather_rows")
+
+    def _check_record(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+        table, weight = self._draw(7, size, dtype=dtype), self._draw(size, dtype=dtype)
+        matrix = self._draw(2 * size, size, dtype=dtype)
+        multiply = ops.linear(ops.pack(matrix), (2 * size, size))
+        angles = torch.rand(rows, size, device=table.device)
+        ids = torch.randint(7, (rows,), device=table.device)
+
+        def run(ids: torch.Tensor) -> torch.Tensor:
+            x = ops.gather_rows(table, ids)
+            ops.rotate(x.view(rows, 1, size), angles)
+            delta = ops.silu_and_mul(multiply(ops.rms_norm(x, weight, _EPS)))
+            return ops.gelu_and_mul(multiply(ops.add_rms_norm(x, delta, weight, _EPS)))
+
+        recorded = ops.record(lambda: run(ids))
+        if recorded is None:
+            return
+        for _ in range(2):
+            ids.copy_((ids + 3) % 7)
+            if not torch.equal(recorded(), run(ids.clone())):
+                raise REPEATED.violation("what record returned gave another result than running")
 
     def _pack(self, ops: Ops, weight: torch.Tensor) -> torch.Tensor:
         """Return a packed matrix; one that may be kept was packed by another component."""

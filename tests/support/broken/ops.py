@@ -19,6 +19,9 @@ class Plain(Ops):
         out_dtype = out_dtype or self.context.dtype
         return lambda x: (x.double() @ weight.T + bias).to(out_dtype)
 
+    def gather_rows(self, table, ids):
+        return table[ids]
+
     def rms_norm(self, x, weight, eps):
         wide = x.double()
         scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
@@ -204,3 +207,25 @@ class WritesToX(Plain):
         result = super().silu_and_mul(x)
         x[:, : result.shape[1]] = result
         return result
+
+
+class GathersTheFirstRows(Plain):
+    contract = 1
+
+    def gather_rows(self, table, ids):
+        return table[: len(ids)] if len(ids) <= len(table) else table[ids]
+
+
+class RoundsTheTable(Plain):
+    contract = 1
+
+    def gather_rows(self, table, ids):
+        return table[ids].to(self.context.dtype)
+
+
+class RepeatsNothing(Plain):
+    contract = 1
+
+    def record(self, run):
+        result = run()
+        return lambda: result

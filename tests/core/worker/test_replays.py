@@ -1,0 +1,148 @@
+"""Steps of few tokens are recorded and repeated, with the same results as running the model."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from hardpoint import LLM, SamplingParams
+from hardpoint.builtin_plugins.models.llama import Llama
+from hardpoint.kernels import cpu
+from hardpoint.testing import write_scripted_model
+
+CONFIG = {
+    "architectures": ["TinyForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 257,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+PROMPTS = [{"prompt_token_ids": list(range(1, 2 + count))} for count in (3, 9, 20)]
+
+
+class Counting(Llama):
+    """Counts the steps in which Python runs."""
+
+    contract = 1
+    replayable = True
+    steps = 0
+
+    def forward(self, batch):
+        Counting.steps += 1
+        return self.compute(batch)
+
+    def compute(self, batch):
+        return super().forward(batch)
+
+
+class Derived(Counting):
+    """Says nothing of itself."""
+
+    contract = 1
+
+
+class Torch(Counting):
+    """Computes with torch, though it says otherwise."""
+
+    contract = 1
+    replayable = True
+
+    def compute(self, batch):
+        return super().compute(batch) * 1.5
+
+
+class Lying(Counting):
+    """Computes where nobody can see it, though it says otherwise."""
+
+    contract = 1
+    replayable = True
+
+    def compute(self, batch):
+        hidden = super().compute(batch)
+        hidden.numpy()[:] += batch.positions.numpy()[:, None]
+        return hidden
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    try:
+        cpu.load()
+    except cpu.KernelsUnavailableError as cause:
+        pytest.skip(f"only kernels are recorded, and they: {cause}")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a function that gives tokens and the number of steps in which Python ran."""
+    write_scripted_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **CONFIG}))
+
+    def generate(
+        model, prompts=PROMPTS, tokens=24, between=lambda llm: None, dtype="bfloat16", **extra
+    ):
+        use = {"use": f"{__name__}:{model.__name__}", "name": "TinyForCausalLM"}
+        settings = {"load": {"use": "dummy"}, "plugins": {"enable": [use]}, **extra}
+        Counting.steps = 0
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=2, seed=1)
+        with LLM(str(tmp_path), dtype=dtype, config=settings, progress=False) as llm:
+            outputs = llm.generate(prompts, params)
+            between(llm)
+            outputs += llm.generate(prompts, params)
+        results = []
+        for output in outputs:
+            answer = output.outputs[0]
+            results.append(
+                (list(answer.token_ids), [list(map(str, p.items())) for p in answer.logprobs])
+            )
+        return results, Counting.steps
+
+    return generate
+
+
+def test_replayed_steps_give_the_same_bits_in_less_python(run):
+    expected, all_steps = run(Counting, executor={"enforce_eager": True})
+    results, steps = run(Counting)
+    assert results == expected
+    assert steps < all_steps / 4
+
+
+def test_steps_of_many_kinds_are_replayed_rightly(run):
+    extra = {"scheduler": {"max_num_batched_tokens": 16}, "kv_cache": {"num_blocks": 9}}
+    extra["max_model_len"] = 128
+    expected, _ = run(Counting, executor={"enforce_eager": True}, **extra)
+    assert run(Counting, **extra)[0] == expected
+
+
+def test_caches_that_were_released_are_not_written_to(run):
+    def sleep(llm):
+        llm.sleep(1)
+        llm.wake_up()
+
+    expected, _ = run(Counting, executor={"enforce_eager": True})
+    assert run(Counting, between=sleep)[0] == expected
+
+
+@pytest.mark.parametrize("model", [Derived, Torch])
+def test_python_runs_in_every_step_of_a_model_that_cannot_be_replayed(run, model):
+    _, all_steps = run(Counting, executor={"enforce_eager": True})
+    assert run(model)[1] == all_steps
+
+
+def test_a_stranger_operation_runs_in_every_step(run):
+    _, all_steps = run(Counting, executor={"enforce_eager": True})
+    assert run(Counting, attention={"use": "torch"})[1] == all_steps
+    assert run(Counting, ops={"use": "torch"})[1] == all_steps
+
+
+def test_a_model_that_promised_too_much_gets_no_wrong_tokens(run, caplog):
+    expected, _ = run(Lying, dtype="float32", executor={"enforce_eager": True})
+    with caplog.at_level(logging.WARNING, "hardpoint"):
+        assert run(Lying, dtype="float32")[0] == expected
+    assert caplog.text.count("a repeated step gave other hidden states than forward()") == 1

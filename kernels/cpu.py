@@ -114,6 +114,14 @@ class Library:
             self._short, self._long = ctypes.PyDLL(str(file)), ctypes.CDLL(str(file))
         except OSError as cause:
             raise KernelsUnavailableError(f"{file} cannot be loaded: {cause}") from cause
+        for name in _ARGUMENTS:
+            if not (
+                hasattr(self._short, f"hp_{name}") or hasattr(self._short, f"hp_{name}_bfloat16")
+            ):
+                raise KernelsUnavailableError(
+                    f"{file} has no {name}: it was compiled from another version of the source, so "
+                    f"install hardpoint again"
+                )
 
     @functools.cached_property
     def build(self) -> str:

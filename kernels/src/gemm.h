@@ -10,6 +10,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 
 #include "parallel.h"
 #include "vector.h"
@@ -199,34 +200,52 @@ void blocks(const Product<W, Y>& product, const Operand<W>* x, long stride, long
   for (int p = 0; p < panels; p++) block<R, 1>(product, x, stride, row, rows, panel + p);
 }
 
-// The rows of x as operands: converted into `scratch`, or in place.
-template <class W, class X>
-const Operand<W>* operands(const X* x, long x_stride, int rows, long depth, long* stride,
-                           Scratch<Operand<W>>& scratch) {
-  long even = sizeof(W) == 2 ? (depth + 1) / 2 * 2 : depth;
-  if constexpr (std::is_same_v<X, Operand<W>>) {
-    if (even == depth) {
-      *stride = x_stride;
-      return x;
+// Rows of x as operands: converted into memory of the thread, or in place.
+template <class W>
+class Operands {
+ public:
+  const Operand<W>* at = nullptr;
+  long stride = 0;
+
+  // Get rows that the thread may have got already in this call of `linear`.
+  template <class X>
+  void get(const X* x, long x_stride, int rows, long depth, long call) {
+    if (call == call_ && x == x_) return;
+    call_ = call;
+    x_ = x;
+    long even = sizeof(W) == 2 ? (depth + 1) / 2 * 2 : depth;
+    if constexpr (std::is_same_v<X, Operand<W>>) {
+      if (even == depth) {
+        at = x;
+        stride = x_stride;
+        return;
+      }
     }
+    Operand<W>* to = scratch_.get((size_t)rows * even);
+    for (int r = 0; r < rows; r++) {
+      const X* from = x + r * x_stride;
+      long k = 0;
+      for (; k + LANES <= depth; k += LANES) store(to + r * even + k, load(from + k));
+      for (; k < depth; k++) store_one(to + r * even + k, to_float(from[k]));
+      if (even > depth) store_one(to + r * even + depth, 0.0f);
+    }
+    at = to;
+    stride = even;
   }
-  Operand<W>* to = scratch.get((size_t)rows * even);
-  for (int r = 0; r < rows; r++) {
-    const X* from = x + r * x_stride;
-    long k = 0;
-    for (; k + LANES <= depth; k += LANES) store(to + r * even + k, load(from + k));
-    for (; k < depth; k++) store_one(to + r * even + k, to_float(from[k]));
-    if (even > depth) store_one(to + r * even + depth, 0.0f);
-  }
-  *stride = even;
-  return to;
-}
+
+ private:
+  Scratch<Operand<W>> scratch_;
+  long call_ = 0;
+  const void* x_ = nullptr;
+};
 
 // y [rows, columns] = x [rows, depth] W^T + bias.
 template <class X, class W, class Y>
 void linear(const X* x, long x_stride, const W* weights, const W* bias, Y* y, long y_stride,
             long rows, long columns, long depth) {
-  static thread_local Scratch<Operand<W>> scratch;
+  static thread_local Operands<W> operands;
+  static std::atomic<long> calls{0};
+  long call = ++calls;
   Product<W, Y> product{weights, bias, y, y_stride, columns, depth};
   long panels = (columns + PANEL - 1) / PANEL;
   int group = rows <= STREAM_ROWS ? STREAM_PANELS : TILE_PANELS;
@@ -239,9 +258,10 @@ void linear(const X* x, long x_stride, const W* weights, const W* bias, Y* y, lo
   for_each_item(row_blocks * items, [&](long index) {
     long row = index / items * at_once, first = index % items * per_item;
     int count = (int)std::min<long>(at_once, rows - row);
-    long stride;
-    const Operand<W>* operand =
-        operands<W>(x + row * x_stride, x_stride, count, depth, &stride, scratch);
+    // A thread's items are mostly of the same rows.
+    operands.get(x + row * x_stride, x_stride, count, depth, call);
+    const Operand<W>* operand = operands.at;
+    long stride = operands.stride;
     for (long g = first; g < std::min(first + per_item, groups); g++) {
       int width = (int)std::min<long>(group, panels - g * group);
       if (rows <= STREAM_ROWS)

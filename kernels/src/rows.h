@@ -8,7 +8,7 @@
 
 namespace rows {
 
-constexpr long GRAIN = 32 << 10;  // elements that are worth a thread
+constexpr long GRAIN = 8 << 10;  // elements that are worth a thread
 
 // Call work(from, to) for parts of the rows, of about the same size.
 template <class Work>

@@ -48,6 +48,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.arguments import prepared_type
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
+from hardpoint.testing import load_ops
 
 SIZES = ((32, 49_152), (256, 49_152), (32, 128_256), (256, 128_256))
 CPU = torch.device("cpu")
@@ -149,9 +150,14 @@ class Batch:
         """Build the pipeline and add `rows` requests, each with the case's arguments."""
         rng = random.Random(0)
         entries = plugins.entries("logits_processors")
+        sizes = {
+            "vocab_size": vocab,
+            "max_num_seqs": rows,
+            "ops": load_ops(torch.float32, CPU, "auto"),
+        }
         runners = [
             ProcessorRunner(
-                plugins.create(e, LogitsContext, device=CPU, vocab_size=vocab, max_num_seqs=rows),
+                plugins.create(e, LogitsContext, device=CPU, **sizes),
                 e.source,
                 CPU,
                 rows,

@@ -48,6 +48,10 @@ _ARGUMENTS = {
     "attend": "plplplppplf",
     "gather_rows": "plplp",
     "replay": "pl",
+    "choose": "plppppll",
+    "keep_top_k": "plpll",
+    "keep_top_p": "plpll",
+    "keep_near": "plpll",
 }
 _RETURNS = dict.fromkeys(("packed_size", "attention_block", "attention_plan"), ctypes.c_long)
 

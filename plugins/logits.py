@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 from . import typed
 from .arguments import ComponentWithArguments
 from .component import Context
+from .ops import Ops
 from .params import SamplingParams
 from .type_variables import ArgumentsT_co, StateT_co
 
@@ -196,11 +197,13 @@ class LogitsContext(Context["LogitsPlugin"]):
         device: of the logits.
         vocab_size: width of a row.
         max_num_seqs: maximum number of rows in a step.
+        ops: operations on logits, quick ones on this device.
     """
 
     device: torch.device
     vocab_size: int
     max_num_seqs: int
+    ops: Ops
 
 
 @dataclass(slots=True, eq=False, frozen=True)

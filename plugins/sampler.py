@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Generic
 
 from .arguments import ComponentWithArguments, argument_column
 from .component import Context
+from .ops import Ops
 from .type_variables import ArgumentsT_co
 
 if TYPE_CHECKING:
@@ -19,10 +20,17 @@ __all__ = ["Sampler", "SamplerContext", "SamplingRows"]
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerContext(Context["Sampler"]):
-    """Context of a sampler, in each worker."""
+    """Context of a sampler, in each worker.
+
+    Attributes:
+        device: of the logits.
+        vocab_size: width of a row.
+        ops: operations on logits, quick ones on this device.
+    """
 
     device: torch.device
     vocab_size: int
+    ops: Ops
 
 
 @dataclass(frozen=True)

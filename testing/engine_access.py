@@ -161,7 +161,7 @@ def policy_arguments(policy: SchedulingPolicy) -> PolicyArguments:
 
 
 def load_ops(dtype: torch.dtype, device: torch.device | None = None, use: str = "torch") -> Ops:
-    """Return the installed operations of a name, for a model that is built by hand.
+    """Return the installed operations of a name, for a component that is built by hand.
 
     Raises:
         HardpointError: there are none of that name, or they cannot run here.
@@ -169,6 +169,12 @@ def load_ops(dtype: torch.dtype, device: torch.device | None = None, use: str = 
     plugins = resolve_plugins(typed.convert({"ops": {"use": use}}, EngineConfig, path=""))
     device = device or torch.device("cpu")
     return plugins.create(plugins.one("ops"), OpsContext, dtype=dtype, device=device)
+
+
+@functools.cache
+def logits_ops(device: torch.device) -> Ops:
+    """Return the operations that processors and samplers get by default on a device."""
+    return load_ops(torch.float32, device, "auto")
 
 
 @functools.cache

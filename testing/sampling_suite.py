@@ -17,6 +17,7 @@ from hardpoint.plugins import Sampler, SamplerContext, SamplingRows
 from hardpoint.plugins.component import Component
 
 from .component_suite import ComponentSuite
+from .engine_access import logits_ops
 from .snapshots import count_elements, snapshot
 from .suite import Rule, Violation, best_cpu_time, reject_replaced_tests, short_repr
 
@@ -305,6 +306,7 @@ class SamplerSuite(ComponentSuite):
             SamplerContext,
             device=torch.device(self.device),
             vocab_size=vocab_size or self.vocab_size,
+            ops=logits_ops(torch.device(self.device)),
         )
         return sampler
 

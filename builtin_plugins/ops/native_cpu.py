@@ -36,6 +36,10 @@ class NativeOps(Ops):
         self._silu_and_mul = library.function("silu_and_mul", dtype)
         self._gelu_and_mul = library.function("gelu_and_mul", dtype)
         self._gather_rows = library.function("gather_rows", None)
+        self._choose = library.function("choose", None)
+        self._keep_top_k = library.function("keep_top_k", None)
+        self._keep_top_p = library.function("keep_top_p", None)
+        self._keep_near = library.function("keep_near", None)
 
     def describe(self) -> str:
         """Return the name and the instruction set."""
@@ -121,6 +125,49 @@ class NativeOps(Ops):
         if recording is None or tensors.foreign:
             return None
         return Recorded(self._library, recording, result, tensors.kept)
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return each row's most likely token."""
+        return self._chosen(logits, None, None, None)
+
+    def keep_top_k(self, logits: torch.Tensor, k: torch.Tensor, largest_k: int) -> None:  # noqa: ARG002
+        """Set the logits below each row's k-th largest one to -inf, in place."""
+        self._mask(self._keep_top_k, logits, k)
+
+    def keep_top_p(self, logits: torch.Tensor, p: torch.Tensor) -> None:
+        """Set the logits below each row's nucleus to -inf, in place."""
+        self._mask(self._keep_top_p, logits, p.float())
+
+    def keep_min_p(self, logits: torch.Tensor, p: torch.Tensor) -> None:
+        """Set logits below each row's largest one + log(p) to -inf, in place."""
+        self._mask(self._keep_near, logits, p.log())
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+        greedy: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return a token of each row, drawn with the probabilities of its logits."""
+        return self._chosen(logits, greedy.data_ptr(), seeds.data_ptr(), positions.data_ptr())
+
+    def _chosen(self, logits: torch.Tensor, *settings: int | None) -> torch.Tensor:
+        if logits.stride(1) != 1:  # those of a processor of any kind
+            logits = logits.contiguous()
+        rows, width = logits.shape
+        tokens = torch.empty(rows, dtype=torch.int64)
+        self._choose(logits.data_ptr(), logits.stride(0), *settings, tokens.data_ptr(), rows, width)
+        return tokens
+
+    def _mask(
+        self, function: Callable[..., None], logits: torch.Tensor, column: torch.Tensor
+    ) -> None:
+        lines = logits if logits.stride(1) == 1 else logits.contiguous()
+        rows, width = lines.shape
+        function(lines.data_ptr(), lines.stride(0), column.data_ptr(), rows, width)
+        if lines is not logits:
+            logits.copy_(lines)
 
     def _gated(self, function: Callable[..., None], x: torch.Tensor) -> torch.Tensor:
         count, width = x.shape[0], x.shape[1] // 2

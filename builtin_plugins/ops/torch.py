@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -11,6 +13,12 @@ from hardpoint.plugins import Ops, OpsContext
 
 _PACKED_DTYPES = (torch.bfloat16, torch.float32)
 _PACK_ROWS = 512
+
+_FEW = 64  # largest logits among which the end of a nucleus is looked for first
+_RANGE = 29.0  # weights of logits that are further below the largest one are 0
+_BUCKETS = 32  # per unit of that range
+_CHUNK = 2**18  # logits whose weights are computed at a time, so that they stay in the cache
+_BLOCK = 16  # logits per block in the coarse search of `largest`
 
 
 class TorchOps(Ops):
@@ -86,6 +94,39 @@ class TorchOps(Ops):
         gate, up = x.chunk(2, -1)
         return F.gelu(gate, approximate="tanh").mul_(up)
 
+    def keep_top_k(self, logits: torch.Tensor, k: torch.Tensor, largest_k: int) -> None:
+        """Set the logits below each row's k-th largest one to -inf, in place."""
+        if logits.device.type != "cpu":
+            return super().keep_top_k(logits, k, largest_k)
+        values = largest(logits, largest_k)
+        smallest = values.gather(1, (k - 1).clamp(0, largest_k - 1))
+        return mask_below(logits, smallest, (k < 1) | (k >= logits.shape[1]), values[:, :1])
+
+    def keep_top_p(self, logits: torch.Tensor, p: torch.Tensor) -> None:
+        """Set the logits below each row's nucleus to -inf, in place, without sorting rows."""
+        if logits.device.type != "cpu":
+            return super().keep_top_p(logits, p)
+        best = logits.amax(-1, keepdim=True)
+        step = max(1, _CHUNK // logits.shape[1])
+        parts = [slice(start, start + step) for start in range(0, len(logits), step)]
+        total = torch.cat([_weights(logits[q], best[q]).sum(-1, keepdim=True) for q in parts])
+        goal = ((p.double() - 1e-6) * total.double()).long()
+        values = largest(logits, min(_FEW, logits.shape[1]))
+        index = torch.searchsorted(_weights(values, best).cumsum(-1), goal)
+        smallest = values.gather(1, index.clamp(max=values.shape[1] - 1))
+        is_off = p >= 1
+        ends_later = (index == values.shape[1]) & best.isfinite() & ~is_off
+        for row in ends_later.flatten().nonzero().flatten().tolist():
+            smallest[row] = _smallest_of_nucleus(logits[row], best[row], int(goal[row]))
+        return mask_below(logits, smallest, is_off, best)
+
+    def keep_min_p(self, logits: torch.Tensor, p: torch.Tensor) -> None:
+        """Set logits below each row's largest one + log(p) to -inf, in place."""
+        if logits.device.type != "cpu":
+            return super().keep_min_p(logits, p)
+        best = logits.amax(-1, keepdim=True)
+        return mask_below(logits, best + p.log(), p <= 0, best)
+
 
 def _linear(
     packed: torch.Tensor, bias: torch.Tensor | None
@@ -102,3 +143,72 @@ def _can_pack() -> bool:
     return bool(torch.backends.mkldnn.enabled) and all(
         hasattr(torch.ops.mkldnn, name) for name in names
     )
+
+
+def _weights(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+    """Return the weights of `Ops.keep_top_p`, int64."""
+    return (logits - best).double().exp_().mul_(2.0**40).round_().long()
+
+
+def _smallest_of_nucleus(logits: torch.Tensor, best: torch.Tensor, goal: int) -> float:
+    """Return the largest logit at which the weights of those at least as large reach `goal`.
+
+    Args:
+        logits: on a CPU, float32 [vocab].
+        best: the largest.
+        goal: above 0, and at most the sum of all weights.
+    """
+    row, weights = logits.numpy(), _weights(logits, best).numpy()
+    bucket = (np.minimum(best.numpy() - row, _RANGE) * _BUCKETS).astype(np.int64)
+    # bincount adds in float64: sums of the halves of the weights are exact.
+    high, low = (np.bincount(bucket, part).astype(np.int64) for part in divmod(weights, 1 << 20))
+    reached = ((high << 20) + low).cumsum()
+    end = int(np.searchsorted(reached, goal))
+    inside = bucket == end
+    values, weights = row[inside], weights[inside]
+    order = np.argsort(-values)
+    before = reached[end - 1] if end else 0
+    index = np.searchsorted(weights[order].cumsum(), goal - before)
+    return float(values[order[index]])
+
+
+def mask_below(
+    logits: torch.Tensor, threshold: torch.Tensor, is_off: torch.Tensor, best: torch.Tensor
+) -> None:
+    """Set the logits below each row's threshold to -inf, in place.
+
+    Args:
+        logits: on a CPU, float32 [rows, vocab].
+        threshold: float32 [rows, 1]; logits equal to it are kept.
+        is_off: bool [rows, 1]; rows to leave as they are.
+        best: the largest logits, [rows, 1]; a row in which that is not finite is left as it is.
+    """
+    # Comparing and masking take three passes, two of them slow; torch.threshold_ takes one, but
+    # has one bound for all rows and masks what equals it. So: row by row, with the next smaller
+    # float as the bound.
+    threshold = threshold.masked_fill(is_off | ~best.isfinite(), -math.inf)
+    bounds = threshold.nextafter(threshold.new_tensor(-math.inf)).flatten().tolist()
+    for row, bound in zip(logits.unbind(), bounds, strict=True):
+        if bound > -math.inf:
+            torch.threshold_(row, bound, -math.inf)
+
+
+def largest(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """Return each row's `count` largest logits, descending, as [rows, count].
+
+    Args:
+        logits: float32 [rows, vocab].
+        count: from 1 to vocab.
+    """
+    rows, vocab = logits.shape
+    width = vocab // _BLOCK  # the number of blocks
+    if logits.device.type != "cpu" or count * _BLOCK * 2 > vocab or not logits.is_contiguous():
+        return logits.topk(count).values
+    # The `count` blocks with the largest maxima hold the `count` largest logits: any other logit is
+    # at most its own block's maximum, and so at most each of theirs. A block is a column of the
+    # view, so that the maxima are computed many at a time.
+    blocks = logits[:, : width * _BLOCK].view(rows, _BLOCK, width)
+    best = blocks.amax(1).topk(count, sorted=False).indices
+    index = best.unsqueeze(1).expand(rows, _BLOCK, count)
+    candidates = [blocks.gather(2, index).flatten(1), logits[:, width * _BLOCK :]]
+    return torch.cat(candidates, 1).topk(count).values

@@ -143,7 +143,7 @@ class LocalWorker:
         self._estimate = estimate_memory(model, spec.config, shapes, self._bytes_per_block, limit)
         self._estimate.check(spec.config.model)
         # Before the weights, so that a plugin that cannot start fails early.
-        stage = self._sampling(spec)
+        stage = self._sampling(spec, ops)
         with torch.inference_mode():
             loader = spec.plugins.get("loaders", spec.loader.name)
             weights = checked_weights(spec.loader, loader.source, shapes)
@@ -319,7 +319,7 @@ class LocalWorker:
             dtype=spec.dtype,
         )
 
-    def _sampling(self, spec: WorkerSpec) -> SamplingStage:
+    def _sampling(self, spec: WorkerSpec, ops: Ops) -> SamplingStage:
         vocab_size = spec.model_config.vocab_size
         slow_seconds = spec.config.plugins.slow_seconds
         runners = []
@@ -331,6 +331,7 @@ class LocalWorker:
                 device=spec.device,
                 vocab_size=vocab_size,
                 max_num_seqs=spec.config.scheduler.max_num_seqs,
+                ops=ops,
             )
             runners.append(
                 ProcessorRunner(
@@ -346,7 +347,7 @@ class LocalWorker:
             )
         entry = spec.plugins.one("samplers")
         sampler = spec.plugins.create(
-            entry, SamplerContext, device=spec.device, vocab_size=vocab_size
+            entry, SamplerContext, device=spec.device, vocab_size=vocab_size, ops=ops
         )
         return SamplingStage(
             LogitsPipeline(runners, spec.device, self.observed_states),

@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "gemm.h"
 #include "rows.h"
+#include "vocabulary.h"
 
 // An argument from a word of a recorded call.
 template <class A>
@@ -111,6 +112,20 @@ long hp_attention_plan(const int64_t* query_starts, const int64_t* seq_lens, lon
   attention::Planner planner(query_starts, seq_lens, seqs, plan, omp_get_max_threads());
   if ((long)planner.size() <= capacity) planner.write(to);
   return (long)planner.size();
+}
+
+void hp_choose(const float* x, long stride, const uint8_t* greedy, const int64_t* seeds,
+               const int64_t* positions, int64_t* tokens, long rows, long width) {
+  vocabulary::choose(x, stride, greedy, seeds, positions, tokens, rows, width);
+}
+void hp_keep_top_k(float* x, long stride, const int64_t* k, long rows, long width) {
+  vocabulary::keep_top_k(x, stride, k, rows, width);
+}
+void hp_keep_top_p(float* x, long stride, const float* p, long rows, long width) {
+  vocabulary::keep_top_p(x, stride, p, rows, width);
+}
+void hp_keep_near(float* x, long stride, const float* distance, long rows, long width) {
+  vocabulary::keep_near(x, stride, distance, rows, width);
 }
 
 // Logits in float32.

@@ -24,7 +24,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.logits import LogitsPlugin
-from hardpoint.testing.engine_access import ProcessorPipeline
+from hardpoint.testing.engine_access import ProcessorPipeline, logits_ops
 from hardpoint.testing.suite import Violation, short_repr
 
 MAX_ROWS = 8
@@ -146,6 +146,7 @@ class Subject:
             device=device,
             vocab_size=vocab_size or self.vocab_size,
             max_num_seqs=MAX_ROWS,
+            ops=logits_ops(device),
         )
         try:
             return ProcessorPipeline(self.cls(context), self.name, device, MAX_ROWS)

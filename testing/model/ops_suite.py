@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -38,6 +39,11 @@ KEPT = Rule(
     "return a contiguous tensor that `linear` needs nothing else for, from the weight alone, or "
     "state no layout",
 )
+TOKENS = Rule(
+    "tokens: an operation on logits keeps or returns the tokens that its docstring says",
+    "do as the method of Ops that is overridden, which is plain torch",
+)
+_KINDS = ("plain", "ties", "flat", "few", "one", "nothing but -inf", "NaN", "+inf", "subnormal")
 
 REPEATED = Rule(
     "repeated: what record returns repeats every operation, on the same tensors",
@@ -56,6 +62,7 @@ class OpsSuite(ComponentSuite):
         dtypes: of weights and hidden states.
         sizes: widths of rows; odd ones show what happens after the last whole vector.
         rows: numbers of rows.
+        vocab_sizes: widths of logits.
         batch_invariant: whether rows are compared bit for bit alone and among others; otherwise
             within the tolerance.
         tolerance: maximum difference, relative to the largest value; None depends on the dtype.
@@ -67,6 +74,7 @@ class OpsSuite(ComponentSuite):
     dtypes: ClassVar[Sequence[torch.dtype]] = (torch.float32, torch.bfloat16)
     sizes: ClassVar[Sequence[int]] = (2, 16, 50, 130)
     rows: ClassVar[Sequence[int]] = (1, 3, 18)
+    vocab_sizes: ClassVar[Sequence[int]] = (1, 15, 16, 17, 4999)
     batch_invariant: ClassVar[bool] = False
     tolerance: ClassVar[float | None] = None
 
@@ -110,6 +118,48 @@ class OpsSuite(ComponentSuite):
         """Gated activations."""
         self._check_all("silu_and_mul", functools.partial(self._check_gate, "silu_and_mul", _silu))
         self._check_all("gelu_and_mul", functools.partial(self._check_gate, "gelu_and_mul", _gelu))
+
+    def test_argmax(self) -> None:
+        """The most likely tokens, of equals the first, and NaN before all."""
+        self._check_logits(lambda ops, logits: self._check_choice(ops, logits, "argmax"))
+
+    def test_draw(self) -> None:
+        """Random tokens, and those of greedy rows among them."""
+
+        def check(ops: Ops, logits: torch.Tensor) -> None:
+            generator = torch.Generator().manual_seed(len(logits))
+            low, high = -(2**63), 2**63 - 1
+            seeds = torch.randint(low, high, (len(logits),), generator=generator)
+            positions = torch.randint(0, 5000, (len(logits),), generator=generator)
+            greedy = torch.arange(len(logits)) % 3 == 1
+            columns = (column.to(logits.device) for column in (seeds, positions, greedy))
+            self._check_choice(ops, logits, "draw", *columns)
+
+        self._check_logits(check)
+
+    def test_top_k(self) -> None:
+        """The k largest logits, with all that equal the smallest of them."""
+
+        def check(ops: Ops, logits: torch.Tensor) -> None:
+            size = logits.shape[1]
+            wanted = [(1, 2, 50, size - 1, 0, size)[row % 6] for row in range(len(logits))]
+            if largest := max((k for k in wanted if 0 < k < size), default=0):
+                k = torch.tensor(wanted, device=logits.device).unsqueeze(1)
+                self._check_mask(ops, logits, "keep_top_k", k, largest)
+
+        self._check_logits(check)
+
+    def test_top_p(self) -> None:
+        """The nuclei."""
+        self._check_logits(
+            functools.partial(self._check_share, "keep_top_p", (0.9, 0.5, 1e-9, 0.9999, 1.0))
+        )
+
+    def test_min_p(self) -> None:
+        """The tokens that are likely enough next to the most likely one."""
+        self._check_logits(
+            functools.partial(self._check_share, "keep_min_p", (0.1, 0.5, 1e-30, 0.0, 1.0))
+        )
 
     def _check_all(self, what: str, check: Callable[[Ops, torch.dtype, int, int], None]) -> None:
         """Run a check for each dtype, width and number of rows."""
@@ -241,6 +291,98 @@ class OpsSuite(ComponentSuite):
         gate, up = x.double().chunk(2, -1)
         self._compare(getattr(ops, name), x, activation(gate) * up, dtype, name)
 
+    def _check_logits(self, check: Callable[[Ops, torch.Tensor], None]) -> None:
+        """Run a check on logits of each size."""
+
+        def run(vocab_size: int, rows: int) -> None:
+            ops = self._make(self.dtypes[0])
+            try:
+                for shift in range(1 if rows >= len(_KINDS) else len(_KINDS)):
+                    check(ops, self._logits(rows, vocab_size, shift))
+            finally:
+                ops.close()
+
+        sizes = itertools.product(self.vocab_sizes, self.rows)
+        self._run_checks(TOKENS.text, *(functools.partial(run, *size) for size in sizes))
+
+    def _logits(self, rows: int, vocab_size: int, shift: int) -> torch.Tensor:
+        """Return logits of several kinds, from a number on; part of a wider tensor."""
+        generator = torch.Generator().manual_seed(shift)
+        logits = torch.randn(rows, vocab_size + 3, generator=generator) * 3
+        for row, logit in enumerate(logits):
+            order = torch.randperm(vocab_size, generator=generator)
+            kind = _KINDS[(row + shift) % len(_KINDS)]
+            if kind == "ties":
+                logit.round_()
+            elif kind == "flat":
+                logit.zero_()
+            elif kind in ("few", "one"):
+                logit[order[1 if kind == "one" else 5 :]] = -math.inf
+            elif kind == "nothing but -inf":
+                logit.fill_(-math.inf)
+            elif kind == "subnormal":
+                logit *= 1e-40
+            elif kind != "plain":
+                logit[order[:2]] = math.nan if kind == "NaN" else math.inf
+        return logits.to(first_device(self.ops, self.device))[:, :vocab_size]
+
+    def _check_share(
+        self, name: str, shares: Sequence[float], ops: Ops, logits: torch.Tensor
+    ) -> None:
+        p = [shares[row % len(shares)] for row in range(len(logits))]
+        self._check_mask(ops, logits, name, torch.tensor(p, device=logits.device).unsqueeze(1))
+
+    def _check_choice(
+        self, ops: Ops, logits: torch.Tensor, name: str, *columns: torch.Tensor
+    ) -> None:
+        """Check the tokens that a method returns, for all rows and for each alone."""
+        kept = logits.clone()
+        expected: torch.Tensor = getattr(Ops, name)(ops, logits, *columns)
+        for rows in (slice(None), *(slice(row, row + 1) for row in range(len(logits)))):
+            result = getattr(ops, name)(logits[rows], *(column[rows] for column in columns))
+            wanted = expected[rows]
+            if not (
+                isinstance(result, torch.Tensor)
+                and result.dtype == torch.int64
+                and result.shape == wanted.shape
+                and result.device == logits.device
+            ):
+                raise RESULT.violation(
+                    f"{name} returned {_described(result)} for logits {list(kept[rows].shape)}, "
+                    f"expected torch.int64 {list(wanted.shape)} on {logits.device}"
+                )
+            if not torch.equal(result, wanted):
+                row = int((result != wanted).nonzero()[0])
+                raise TOKENS.violation(
+                    f"{name} returned token {int(result[row])} for {_row_of(kept[rows], row)}, "
+                    f"expected {int(wanted[row])}"
+                )
+        if not torch.equal(logits.view(torch.int32), kept.view(torch.int32)):
+            raise IN_PLACE.violation(f"{name} changed logits")
+
+    def _check_mask(
+        self, ops: Ops, logits: torch.Tensor, name: str, column: torch.Tensor, *more: int
+    ) -> None:
+        """Check the logits that a method leaves, for all rows and for each alone."""
+        expected = logits.clone()
+        getattr(Ops, name)(ops, expected, column, *more)
+        for rows in (slice(None), *(slice(row, row + 1) for row in range(len(logits)))):
+            given, k = logits[rows], column[rows]
+            if name == "keep_top_k" and not 0 < int(k.amax()) < logits.shape[1] and len(k) == 1:
+                continue
+            wide = torch.nn.functional.pad(given, (0, 2))
+            result, wanted = wide[:, :-2], expected[rows]
+            getattr(ops, name)(result, k, *([int(k)] if more and len(k) == 1 else more))
+            wrong = (result.view(torch.int32) != wanted.view(torch.int32)).nonzero()
+            if len(wrong):
+                row, token = wrong[0].tolist()
+                raise TOKENS.violation(
+                    f"{name} of {k[row].item():.6g} left {result[row, token]:.6g} of token {token} "
+                    f"in {_row_of(given, row)}, expected {wanted[row, token]:.6g}"
+                )
+            if bool(wide[:, -2:].any()):
+                raise IN_PLACE.violation(f"{name} changed what is next to the logits")
+
     def _compare(
         self,
         function: Callable[[torch.Tensor], torch.Tensor],
@@ -315,6 +457,12 @@ def _silu(x: torch.Tensor) -> torch.Tensor:
 
 def _gelu(x: torch.Tensor) -> torch.Tensor:
     return 0.5 * x * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)).tanh())
+
+
+def _row_of(logits: torch.Tensor, row: int) -> str:
+    """Return text for a row in a message."""
+    left = int((logits[row] > -math.inf).sum())
+    return f"row {row} of {len(logits)}, in which {left} of {logits.shape[1]} tokens are left"
 
 
 def _described(result: object) -> str:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hardpoint.builtin_plugins.logits.truncation import largest, mask_below_
+from hardpoint.builtin_plugins.ops.torch import largest, mask_below
 
 
 def logits_of(seed: int, rows: int, vocab: int, kind: str) -> torch.Tensor:
@@ -44,17 +44,20 @@ def test_the_largest_are_those_of_topk(seed, rows, vocab, kind, share):
 
 @given(
     **SHAPES,
+    off=st.integers(0, 5),
     bound=st.one_of(
         st.none(), st.floats(width=32), st.sampled_from([0.0, -0.0, 1e-45, math.inf, -math.inf])
     ),
 )
-def test_what_is_under_the_bound_is_dropped_and_nothing_else(seed, rows, vocab, kind, bound):
+def test_what_is_under_the_bound_is_dropped_and_nothing_else(seed, rows, vocab, kind, off, bound):
     logits = logits_of(seed, rows, vocab, kind)
     bounds = logits[:, :1].clone() if bound is None else torch.full((rows, 1), bound)
-    expected = logits.masked_fill(logits < bounds, -math.inf)
-    result = mask_below_(logits, bounds)
-    assert result is logits
-    assert torch.equal(result.view(torch.int32), expected.view(torch.int32))
+    best = logits.amax(-1, keepdim=True)
+    is_off = torch.arange(rows).unsqueeze(1) == off
+    is_masked = (logits < bounds) & best.isfinite() & ~is_off
+    expected = logits.masked_fill(is_masked, -math.inf)
+    mask_below(logits, bounds, is_off, best)
+    assert torch.equal(logits.view(torch.int32), expected.view(torch.int32))
 
 
 @pytest.mark.parametrize("vocab", [64, 1000])
@@ -63,4 +66,5 @@ def test_logits_that_do_not_lie_in_one_piece(vocab):
     assert torch.equal(largest(logits, 2), logits.topk(2).values)
     bounds = logits.mean(1, keepdim=True)
     expected = logits.masked_fill(logits < bounds, -math.inf)
-    assert torch.equal(mask_below_(logits, bounds), expected)
+    mask_below(logits, bounds, bounds.isnan(), logits.amax(-1, keepdim=True))
+    assert torch.equal(logits, expected)

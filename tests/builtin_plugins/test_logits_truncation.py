@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 
 import numpy as np
@@ -11,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.builtins.fake_rows import build, request_of, rows_of, survivors
 
-from hardpoint.builtin_plugins.logits import truncation
 from hardpoint.builtin_plugins.logits.truncation import MinP, TopK, TopP
-from hardpoint.plugins import Phase
+from hardpoint.plugins import ModelError, Ops, Phase
+from hardpoint.testing import load_ops
 
 VOCAB = 12
 row_values = st.lists(
@@ -23,10 +25,25 @@ row_values = st.lists(
 )
 
 
+@functools.cache
+def all_ops():
+    """Return the operations that run here; those of the torch path first."""
+    found = [load_ops(torch.float32)]
+    with contextlib.suppress(ModelError):
+        found.append(load_ops(torch.float32, use="native_cpu"))
+    return found
+
+
 def run(cls, name, field, values, logits):
-    processor = build(cls, name, logits.shape[1])
-    rows = rows_of(processor, *(request_of(processor, **{field: value}) for value in values))
-    return processor.apply(logits.clone(), rows)
+    """Return the logits that a processor leaves, the same with all operations."""
+    results = []
+    for ops in all_ops():
+        processor = build(cls, name, logits.shape[1], ops)
+        rows = rows_of(processor, *(request_of(processor, **{field: value}) for value in values))
+        results.append(processor.apply(logits.clone(), rows))
+    for result in results:
+        assert torch.equal(result.view(torch.int32), results[0].view(torch.int32))
+    return results[0]
 
 
 def keeps_the_rest(result, logits):
@@ -95,28 +112,29 @@ class TestTopP:
         logits[0, 3] = 1.0
         assert survivors(run(TopP, "top_p", "top_p", [1e-9], logits)) == [[3]]
 
-    @pytest.mark.parametrize("scale", [0.0, 0.1, 1.0, 3.0, 20.0])
-    def test_a_prefix_gives_exactly_what_a_full_sort_gives(self, scale, monkeypatch):
-        logits = torch.randn(6, 5000, generator=torch.Generator().manual_seed(7)) * scale
-        logits[5, 40:] = -math.inf
-        values = [0.05, 0.5, 0.9, 0.99, 1.0, 0.9999]
-        short = run(TopP, "top_p", "top_p", values, logits)
-        monkeypatch.setattr(TopP, "_widths", lambda self: (5000,))
-        assert torch.equal(run(TopP, "top_p", "top_p", values, logits), short)
+    @pytest.mark.parametrize("vocab", [63, 5000, 20_001])
+    @pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 3.0, 20.0])
+    def test_gives_exactly_what_a_full_sort_gives(self, scale, vocab):
+        logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(7)) * scale
+        logits[1, 40:] = -math.inf
+        logits[2] = logits[2].round()  # many ties
+        logits[3, 5] = -math.inf
+        values = [0.9, 0.9999, 0.99, 0.9999, 1.0, 0.999999, 0.5, 0.05]
+        found = run(TopP, "top_p", "top_p", values, logits)
+        expected = logits.clone()
+        Ops.keep_top_p(all_ops()[0], expected, torch.tensor(values).unsqueeze(1))
+        assert torch.equal(found, expected)
 
-    def test_a_peaked_row_is_not_sorted_whole(self, monkeypatch):
-        widths = []
-        nucleus = truncation._nucleus
-
-        def watched(values, best, best_prob, top_p):
-            widths.append(tuple(values.shape))
-            return nucleus(values, best, best_prob, top_p)
-
-        monkeypatch.setattr(truncation, "_nucleus", watched)
-        logits = torch.zeros(2, 5000)
-        logits[0, 7] = 30.0
-        run(TopP, "top_p", "top_p", [0.9, 0.9], logits)
-        assert widths == [(2, 64), (1, 1024), (1, 5000)]
+    def test_rows_are_not_sorted_whole(self, monkeypatch):
+        sizes, argsort = [], np.argsort
+        monkeypatch.setattr(np, "argsort", lambda x: sizes.append(x.size) or argsort(x))
+        peaked, wide = torch.zeros(8, 20_000), torch.randn(8, 20_000) * 2
+        peaked[:, 7] = 30.0
+        run(TopP, "top_p", "top_p", [0.9] * 8, peaked)
+        assert sizes == []
+        run(TopP, "top_p", "top_p", [0.999] * 8, wide)
+        assert len(sizes) == 8  # of what is near the ends of their nuclei
+        assert max(sizes) < 500
 
     def test_a_row_is_truncated_the_same_alone_and_in_a_batch(self):
         logits = torch.randn(8, 3001, generator=torch.Generator().manual_seed(1)) * 2
@@ -188,28 +206,3 @@ class TestAll:
 def test_they_run_in_the_documented_order():
     assert TopP.after == ("top_k",)
     assert MinP.after == ("top_k", "top_p")
-
-
-@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 3.0, 6.0])
-def test_searching_the_end_of_a_nucleus_gives_exactly_what_a_full_sort_gives(scale, monkeypatch):
-    vocab = 20_001
-    logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(7)) * scale
-    logits[1, 40:] = -math.inf
-    logits[2] = logits[2].round()  # many ties
-    logits[3, 5] = -math.inf
-    values = [0.9, 0.9999, 0.99, 0.9999, 1.0, 0.999999, 0.5, 0.999]
-    found = run(TopP, "top_p", "top_p", values, logits)
-    for row, value in enumerate(values):
-        alone = run(TopP, "top_p", "top_p", [value], logits[row : row + 1])
-        assert torch.equal(alone[0], found[row])
-    monkeypatch.setattr(truncation, "_WIDE", vocab + 1)
-    assert torch.equal(run(TopP, "top_p", "top_p", values, logits), found)
-
-
-def test_a_wide_row_is_seldom_sorted_whole(monkeypatch):
-    sizes, sort = [], np.sort
-    monkeypatch.setattr(np, "sort", lambda x: sizes.append(x.size) or sort(x))
-    logits = torch.randn(8, 20_000, generator=torch.Generator().manual_seed(7)) * 2
-    run(TopP, "top_p", "top_p", [0.999] * 8, logits)
-    assert len(sizes) == 16  # a sample of each row, and what is near the end of its nucleus
-    assert max(sizes) < 5_000

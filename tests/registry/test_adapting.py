@@ -64,7 +64,7 @@ def refused(loaded):
 
 def built(plugins, **fields):
     entry = plugins.get("logits_processors", "thing")
-    sizes = {"device": torch.device("cpu"), "vocab_size": 11, "max_num_seqs": 4}
+    sizes = {"device": torch.device("cpu"), "vocab_size": 11, "max_num_seqs": 4, "ops": None}
     return plugins.create(entry, LogitsContext, **{**sizes, **fields})
 
 

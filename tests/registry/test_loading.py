@@ -248,7 +248,9 @@ class TestCreate:
     def create(self, installed, target, **config):
         installed.offer("samplers/dry", target)
         plugins = installed.resolve(sampler={"use": "dry"}, **config)
-        return plugins.create(plugins.one("samplers"), SamplerContext, device=None, vocab_size=7)
+        return plugins.create(
+            plugins.one("samplers"), SamplerContext, device=None, vocab_size=7, ops=None
+        )
 
     def test_gets_its_context_and_checked_options(self, installed):
         class Options(PluginOptions):

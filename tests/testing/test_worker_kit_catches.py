@@ -82,6 +82,18 @@ OPS = [
     (ops.GateLast, "gates", "values", "silu_and_mul differs by"),
     (ops.ExactGelu, "gates", "values", "gelu_and_mul differs by"),
     (ops.WritesToX, "gates", "in place", "silu_and_mul changed x"),
+    (ops.ArgmaxTakesTheLast, "argmax", "tokens", r"argmax returned token \d+ for row 0 of 1, in"),
+    (ops.ArgmaxPassesOverNaN, "argmax", "tokens", r"argmax returned token \d+ for row"),
+    (ops.ArgmaxInInt32, "argmax", "result", r"argmax returned torch.int32 .* torch.int64 \[1\]"),
+    (ops.DrawsByRow, "draw", "tokens", r"draw returned token \d+ for row \d of 3"),
+    (ops.DrawsGreedyRows, "draw", "tokens", r"draw returned token \d+ for row 1 of"),
+    (ops.DrawScales, "draw", "in place", "draw changed logits"),
+    (ops.TopKDropsTies, "top_k", "tokens", r"keep_top_k of \d+ left -inf of token"),
+    (ops.TopKOfTheLargest, "top_k", "tokens", r"keep_top_k of 1 left .* expected -inf"),
+    (ops.TopPStopsBefore, "top_p", "tokens", r"keep_top_p of 0.9 left -inf of token"),
+    (ops.TopPInHalf, "top_p", "tokens", "keep_top_p of 0.9 left"),
+    (ops.MinPOfTheSum, "min_p", "tokens", r"keep_min_p of 0\.1 left -inf of token"),
+    (ops.MinPReturnsACopy, "min_p", "tokens", r"keep_min_p of 0\.1 left .* expected -inf"),
 ]
 
 DIFFERS = r"the output of query \d+ of '.' differs from plain attention by"

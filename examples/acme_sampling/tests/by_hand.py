@@ -3,6 +3,7 @@
 import torch
 
 from hardpoint.plugins import LogitsContext, LogitsRequest, PrepareContext, SamplingParams
+from hardpoint.testing import load_ops
 
 
 class Rows:
@@ -35,6 +36,7 @@ def build(cls, name, vocab_size=100):
         device=torch.device("cpu"),
         vocab_size=vocab_size,
         max_num_seqs=8,
+        ops=load_ops(torch.float32),
     )
     return cls(context)
 

@@ -40,10 +40,11 @@ from hardpoint.plugins import (
 from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.errors import PluginContractError
 from hardpoint.plugins.manifest import Source
-from hardpoint.testing import history_hash
+from hardpoint.testing import history_hash, load_ops
 
 CPU = torch.device("cpu")
 VOCAB = 24
+OPS = load_ops(torch.float32)
 ROWS = 4
 
 
@@ -118,11 +119,16 @@ def build_stage() -> SamplingStage:
     runners = []
     for name, cls in PROCESSORS.items():
         context = LogitsContext(
-            name=name, options=cls.Options(), device=CPU, vocab_size=VOCAB, max_num_seqs=ROWS
+            name=name,
+            options=cls.Options(),
+            device=CPU,
+            vocab_size=VOCAB,
+            max_num_seqs=ROWS,
+            ops=OPS,
         )
         source = Source(name, f"tests:{cls.__name__}", "tests", "1", "default")
         runners.append(ProcessorRunner(cls(context), source, CPU, ROWS))
-    sampler = SamplerContext(name="default", options=None, device=CPU, vocab_size=VOCAB)
+    sampler = SamplerContext(name="default", options=None, device=CPU, vocab_size=VOCAB, ops=OPS)
     return SamplingStage(LogitsPipeline(runners, CPU), DefaultSampler(sampler), CPU)
 
 

@@ -163,7 +163,7 @@ class Request:
 
 def build(cls, name):
     context = LogitsContext(
-        name=name, options=None, device=torch.device("cpu"), vocab_size=9, max_num_seqs=1
+        name=name, options=None, device=torch.device("cpu"), vocab_size=9, max_num_seqs=1, ops=None
     )
     return cls(context)
 

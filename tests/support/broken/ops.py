@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -229,3 +231,96 @@ class RepeatsNothing(Plain):
     def record(self, run):
         result = run()
         return lambda: result
+
+
+class ArgmaxTakesTheLast(Plain):
+    contract = 1
+
+    def argmax(self, logits):
+        return logits.shape[1] - 1 - logits.flip(-1).argmax(-1)
+
+
+class ArgmaxPassesOverNaN(Plain):
+    contract = 1
+
+    def argmax(self, logits):
+        return logits.nan_to_num(-math.inf, math.inf, -math.inf).argmax(-1)
+
+
+class ArgmaxInInt32(Plain):
+    contract = 1
+
+    def argmax(self, logits):
+        return super().argmax(logits).int()
+
+
+class DrawsByRow(Plain):
+    contract = 1
+
+    def draw(self, logits, seeds, positions, greedy):
+        seeds = seeds + torch.arange(len(seeds))
+        return super().draw(logits, seeds, positions, greedy)
+
+
+class DrawsGreedyRows(Plain):
+    contract = 1
+
+    def draw(self, logits, seeds, positions, greedy):
+        return super().draw(logits, seeds, positions, torch.zeros_like(greedy))
+
+
+class DrawScales(Plain):
+    contract = 1
+
+    def draw(self, logits, seeds, positions, greedy):
+        tokens = super().draw(logits, seeds, positions, greedy)
+        logits /= 2
+        return tokens
+
+
+class TopKDropsTies(Plain):
+    contract = 1
+
+    def keep_top_k(self, logits, k, largest_k):
+        before = logits.clone()
+        super().keep_top_k(logits, k, largest_k)
+        for row, count in enumerate(k.flatten().tolist()):
+            if 0 < count < logits.shape[1] and before[row].amax().isfinite():
+                order = before[row].argsort(descending=True, stable=True)
+                logits[row, order[count:]] = -math.inf
+
+
+class TopKOfTheLargest(Plain):
+    contract = 1
+
+    def keep_top_k(self, logits, k, largest_k):
+        super().keep_top_k(logits, torch.full_like(k, largest_k), largest_k)
+
+
+class TopPStopsBefore(Plain):
+    contract = 1
+
+    def keep_top_p(self, logits, p):
+        super().keep_top_p(logits, torch.where(p < 1, p / 2, p))
+
+
+class TopPInHalf(Plain):
+    contract = 1
+
+    def keep_top_p(self, logits, p):
+        super().keep_top_p(logits.copy_(logits.bfloat16()), p)
+
+
+class MinPOfTheSum(Plain):
+    contract = 1
+
+    def keep_min_p(self, logits, p):
+        limit = logits.logsumexp(-1, keepdim=True) + p.log()
+        logits.masked_fill_(logits < limit, -math.inf)
+
+
+class MinPReturnsACopy(Plain):
+    contract = 1
+
+    def keep_min_p(self, logits, p):
+        super().keep_min_p(logits.clone(), p)

@@ -13,12 +13,14 @@ from hardpoint.plugins import (
     LogitsContext,
     LogitsRequest,
     Op,
+    Ops,
     PrepareContext,
     SamplingParams,
     Tokenizer,
 )
 from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.logits import LogitsPlugin
+from hardpoint.testing import load_ops
 
 _versions = itertools.count(1)
 
@@ -47,7 +49,7 @@ class FakeRows:
         return torch.tensor(values, dtype=dtype).unsqueeze(1)
 
 
-def build(cls: type[LogitsPlugin], name: str, vocab_size: int = 10) -> Any:
+def build(cls: type[LogitsPlugin], name: str, vocab_size: int = 10, ops: Ops | None = None) -> Any:
     """Return a processor for a vocabulary of that size, on the CPU."""
     return cls(
         LogitsContext(
@@ -56,6 +58,7 @@ def build(cls: type[LogitsPlugin], name: str, vocab_size: int = 10) -> Any:
             device=torch.device("cpu"),
             vocab_size=vocab_size,
             max_num_seqs=64,
+            ops=ops or load_ops(torch.float32),
         )
     )
 

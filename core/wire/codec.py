@@ -281,7 +281,7 @@ def _is_tensor(value: Any) -> bool:
     if kind.__name__ not in ("Tensor", "Parameter"):
         return False
     torch = sys.modules.get("torch")
-    return torch is not None and kind in (torch.Tensor, torch.nn.Parameter)
+    return torch is not None and (kind is torch.Tensor or kind is torch.nn.Parameter)
 
 
 def _as_declared(_type: Any, value: Any) -> Any:

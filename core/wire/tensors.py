@@ -151,18 +151,13 @@ def tensor_dtype(tensor: torch.Tensor) -> str:
 
 def tensor_bytes(tensor: torch.Tensor) -> Buffer:
     """Return the bytes of a tensor: its own memory if that is contiguous and on the CPU."""
-    if (
-        tensor.requires_grad
-        or not tensor.is_cpu
-        or not tensor.is_contiguous()
-        or tensor.is_conj()
-        or tensor.is_neg()
-    ):
+    byte = _torch().uint8
+    try:
+        return tensor.view(byte).numpy().ravel().data  # a copy if it is not contiguous
+    except (RuntimeError, TypeError):  # asking first costs more than all of this
         tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # A dimension of size 1 may have any stride, with which there is no view of other elements.
-    if not (shape := tensor.shape) or shape[-1] < 2:
-        tensor = tensor.as_strided((tensor.numel(),), (1,))
-    return tensor.view(_torch().uint8).numpy().ravel().data
+    return tensor.as_strided((tensor.numel(),), (1,)).view(byte).numpy().data
 
 
 def array_bytes(array: np.ndarray[Any, Any]) -> tuple[str, Buffer]:

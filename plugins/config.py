@@ -25,6 +25,7 @@ __all__ = [
     "SchedulerConfig",
     "StatsConfig",
     "TokenizerConfig",
+    "WeightCacheConfig",
 ]
 
 Reference = Annotated[
@@ -262,6 +263,18 @@ class LoadConfig(Strict):
     use: Name = "auto"
 
 
+class WeightCacheConfig(Strict):
+    """The weight cache: files of packed weights, from which later starts are quick.
+
+    Attributes:
+        path: its folder, or "off"; None is `hardpoint` in `$XDG_CACHE_HOME`, by default ~/.cache.
+        max_bytes: of all files together; those that were used least recently are removed.
+    """
+
+    path: Annotated[str, Meta(min_length=1)] | None = None
+    max_bytes: Annotated[int, Meta(ge=1)] = 1 << 34
+
+
 class EngineConfig(Strict):
     """The whole configuration of an engine.
 
@@ -294,6 +307,7 @@ class EngineConfig(Strict):
     tokenizer: TokenizerConfig = TokenizerConfig()
     reasoning: ReasoningConfig = ReasoningConfig()
     load: LoadConfig = LoadConfig()
+    weight_cache: WeightCacheConfig = WeightCacheConfig()
     plugin: dict[str, dict[str, Any]] = {}
 
 

@@ -112,6 +112,14 @@ class WeightLoader(Component):
                 files may also yield others; the framework checks names and shapes.
         """
 
+    def fingerprint(self) -> str | None:
+        """Return a text that differs whenever `weights` would yield something else.
+
+        For weights in files, their names, sizes and times of change. What the model makes of them
+        is then kept in the weight cache. None, the default: it is not.
+        """
+        return None
+
 
 @dataclass(frozen=True)
 class KVSpec:
@@ -295,6 +303,27 @@ class Model(Component):
 
         They are CPU tensors of any floating dtype; fuse and convert them here.
         """
+
+    def packed_weights(self) -> Mapping[str, torch.Tensor] | None:
+        """Return what `load_weights` has made of the weights, by names of the model's own.
+
+        The weight cache keeps it in a file, for `load_packed` of a later process with the same
+        files, config, dtype, options and operations. Contiguous tensors, which stay as they are.
+        None, the default: it is not kept.
+        """
+        return None
+
+    def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load what `packed_weights` returned in an earlier process, instead of `load_weights`.
+
+        Args:
+            tensors: on the CPU, in memory that cannot be written to, for as long as they are used.
+
+        Raises:
+            KeyError, ValueError: a name, shape or dtype is not what it should be; `load_weights`
+                is called then.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no load_packed")
 
     @abstractmethod
     def kv_specs(self) -> list[KVSpec]:

@@ -22,9 +22,12 @@ __all__ = [
     "Embedding",
     "Layer",
     "Linear",
+    "PackedLayer",
     "RMSNorm",
     "RotaryEmbedding",
+    "load_packed",
     "load_weights",
+    "packed_weights",
     "weight_shapes",
 ]
 
@@ -39,6 +42,20 @@ class Layer(Protocol):
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Load one tensor; called once for each name."""
+
+
+class PackedLayer(Layer, Protocol):
+    """A layer whose loaded tensors can be kept in the weight cache."""
+
+    def packed(self) -> dict[str, torch.Tensor]:
+        """Return what the layer has made of its tensors, under names that no other layer has."""
+
+    def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load what `packed` returned, among the tensors of other layers.
+
+        Raises:
+            KeyError, ValueError: a tensor is missing, or not what it should be.
+        """
 
 
 def weight_shapes(layers: Iterable[Layer]) -> dict[str, tuple[int, ...]]:
@@ -57,6 +74,41 @@ def load_weights(layers: Iterable[Layer], weights: Iterable[tuple[str, torch.Ten
         owners[name].load(name, tensor)
 
 
+def packed_weights(layers: Iterable[PackedLayer]) -> dict[str, torch.Tensor]:
+    """Return what some layers have made of their tensors, for `Model.packed_weights`."""
+    return {name: tensor for layer in layers for name, tensor in layer.packed().items()}
+
+
+def load_packed(layers: Iterable[PackedLayer], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Load what `packed_weights` returned for the same layers, for `Model.load_packed`.
+
+    Raises:
+        KeyError, ValueError: a tensor is missing, not what it should be, or of no layer.
+    """
+    layers = list(layers)
+    for layer in layers:
+        layer.load_packed(tensors)
+    if unknown := tensors.keys() - packed_weights(layers).keys():
+        raise ValueError(f"no layer has the tensors {', '.join(sorted(unknown)[:3])}")
+
+
+def _packed_tensor(
+    tensors: Mapping[str, torch.Tensor], name: str, shape: tuple[int, ...], context: ModelContext
+) -> torch.Tensor:
+    """Return a tensor of the model's dtype, on its device.
+
+    Raises:
+        KeyError, ValueError: it is missing, or has another shape or dtype.
+    """
+    tensor = tensors[name]
+    if tensor.shape != shape or tensor.dtype != context.dtype:
+        raise ValueError(
+            f"{name}: expected {context.dtype} {list(shape)}, "
+            f"got {tensor.dtype} {list(tensor.shape)}"
+        )
+    return tensor.to(context.device)
+
+
 class RMSNorm:
     """Root mean square layer normalisation (Zhang and Sennrich, 2019), summed in float32."""
 
@@ -66,6 +118,7 @@ class RMSNorm:
         self._shape = (size,)
         self._eps = eps
         self._normalise, self._add = context.ops.rms_norm, context.ops.add_rms_norm
+        self._context = context
         self._weight = torch.empty(0, dtype=context.dtype, device=context.device)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -75,6 +128,14 @@ class RMSNorm:
     def load(self, name: str, tensor: torch.Tensor) -> None:  # noqa: ARG002 - it has only one
         """Load the weight."""
         self._weight = self._weight.new_empty(self._shape).copy_(tensor)
+
+    def packed(self) -> dict[str, torch.Tensor]:
+        """Return the weight."""
+        return {self._name: self._weight}
+
+    def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load the weight."""
+        self._weight = _packed_tensor(tensors, self._name, self._shape, self._context)
 
     def __call__(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
         """Return x [..., size], normalised over its last dimension.
@@ -95,6 +156,7 @@ class Embedding:
         """`name` is the Hugging Face name without `.weight`."""
         self._name = f"{name}.weight"
         self._shape = (rows, columns)
+        self._context = context
         self.weight = torch.empty(0, dtype=context.dtype, device=context.device)
         self._gather_rows = context.ops.gather_rows
 
@@ -105,6 +167,14 @@ class Embedding:
     def load(self, name: str, tensor: torch.Tensor) -> None:  # noqa: ARG002 - it has only one
         """Load the table."""
         self.weight = self.weight.new_empty(self._shape).copy_(tensor)
+
+    def packed(self) -> dict[str, torch.Tensor]:
+        """Return the table."""
+        return {self._name: self.weight}
+
+    def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load the table."""
+        self.weight = _packed_tensor(tensors, self._name, self._shape, self._context)
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return [tokens, columns] for token_ids [tokens]."""
@@ -147,6 +217,9 @@ class Linear:
             rows += count
         self._rows = rows
         self._missing = set(self._slices)
+        self._packed: dict[str, torch.Tensor] = {}
+        self._packed_name, self._bias_name = (f"{parts[0][0]}.packed{s}" for s in ("", "_bias"))
+        self._has_bias = bias
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the parts."""
@@ -168,13 +241,24 @@ class Linear:
             self._bias[start : start + count].copy_(tensor)
         self._missing.discard(name)
         if not self._missing and self._weight is not None:
-            self._prepare(self._weight)
+            self._prepare(self._context.ops.pack(self._weight), self._bias)
             self._weight = self._bias = None
 
     def tie(self, table: Embedding) -> None:
         """Use an embedding's table, which is loaded, as the matrix."""
-        self._missing.clear()
-        self._prepare(table.weight)
+        self._prepare(self._context.ops.pack(table.weight), None)
+
+    def packed(self) -> dict[str, torch.Tensor]:
+        """Return the packed matrix, and the bias if there is one."""
+        return self._packed
+
+    def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load the packed matrix and the bias."""
+        packed = tensors[self._packed_name].to(self._context.device)
+        bias = None
+        if self._has_bias:
+            bias = _packed_tensor(tensors, self._bias_name, (self._rows,), self._context)
+        self._prepare(packed, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [rows of x, rows of W] for x [rows, columns].
@@ -186,9 +270,12 @@ class Linear:
             raise RuntimeError(f"weights were not loaded: {', '.join(sorted(self._missing))}")
         return self._apply(x)
 
-    def _prepare(self, weight: torch.Tensor) -> None:
-        ops, shape = self._context.ops, (self._rows, self._columns)
-        self._apply = ops.linear(ops.pack(weight), shape, self._bias, out_dtype=self._out_dtype)
+    def _prepare(self, packed: torch.Tensor, bias: torch.Tensor | None) -> None:
+        shape = (self._rows, self._columns)
+        self._apply = self._context.ops.linear(packed, shape, bias, out_dtype=self._out_dtype)
+        self._packed = {self._packed_name: packed}
+        if bias is not None:
+            self._packed[self._bias_name] = bias
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self._context.dtype, device=self._context.device)

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        # Never the user's own caches; the workers of a run share this one.
+        os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="hardpoint-tests-")
     settings.load_profile("nightly" if config.getoption("all") else "ci")
     STARTS.install()
+
+
+def pytest_unconfigure() -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,16 @@ def regular_file(path: Path, where: str) -> Path:
     if found is None:
         raise ModelError(f"{where} cannot be read: No such file or directory")
     raise ModelError(f"{where}: expected a regular file, got {found}")
+
+
+def fingerprint(paths: Iterable[Path]) -> str | None:
+    """Return a text that differs whenever a file has other content; None if one is missing."""
+    try:
+        stats = [(path.resolve(), path.stat()) for path in paths]
+    except (OSError, RuntimeError, ValueError):
+        return None
+    # The time of change is the system's own; that of modification can be set to any value.
+    return "; ".join(f"{p} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns}" for p, s in stats)
 
 
 def refuse_pickle(name: str, where: str) -> None:

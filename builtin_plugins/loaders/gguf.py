@@ -21,7 +21,7 @@ from hardpoint.plugins.hf_config import (
     token_ids,
 )
 
-from .files import refusing_damage
+from .files import fingerprint, refusing_damage
 from .gguf_file import GGUFFile, open_gguf
 
 _ROW_BYTES = 1 << 13
@@ -153,6 +153,11 @@ class GGUFLoader(WeightLoader):
                     )
                 weight = _unpermute(weight, heads)
             yield name, weight
+
+    def fingerprint(self) -> str | None:
+        """Return name, size and times of the file; None if it is another one than was opened."""
+        file, current = self._file, fingerprint([self.context.files.path])
+        return current if file.fingerprint == current else None
 
     def _architecture(self) -> str:
         architecture = self._file.scalar("general.architecture", str)

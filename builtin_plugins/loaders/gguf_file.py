@@ -14,7 +14,7 @@ import numpy as np
 from hardpoint.plugins import ModelError
 from hardpoint.plugins.hf_config import short
 
-from .files import refusing_damage, regular_file
+from .files import fingerprint, refusing_damage, regular_file
 
 FieldParts = tuple[int, list[Any], list[int], list[Any]]
 """Size in bytes, raw parts, indices of the data parts, types: GGUFReader's form of a field."""
@@ -33,6 +33,8 @@ class GGUFFile(gguf.GGUFReader):  # type: ignore[misc]
 
     # The library makes a numpy object of every element of an array, which takes seconds for a
     # vocabulary; here an array is one part, and its strings are decoded when they are asked for.
+    #
+    # `fingerprint` is that of the file before it was opened.
 
     def __init__(self, path: Path) -> None:
         """Read the header.
@@ -41,6 +43,7 @@ class GGUFFile(gguf.GGUFReader):  # type: ignore[misc]
             ValueError, KeyError: it is damaged.
         """
         self._name = path.name
+        self.fingerprint = fingerprint([path])
         with path.open("rb") as file:
             start = file.read(_VERSION.size)
         if len(start) == _VERSION.size and not _VERSION.unpack(start)[0] & 0xFFFF:

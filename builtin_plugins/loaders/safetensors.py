@@ -20,6 +20,7 @@ from hardpoint.plugins.hf_config import (
 
 from .files import (
     file_inside,
+    fingerprint,
     read_json,
     refusing_damage,
     regular_file,
@@ -75,6 +76,10 @@ class SafetensorsLoader(WeightLoader):
                     with refusing_damage(f"{shard.parent.name}/{shard.name}: {name}"):
                         tensor = file.get_tensor(name)
                     yield name, tensor
+
+    def fingerprint(self) -> str | None:
+        """Return names, sizes and times of the shards."""
+        return fingerprint(self._shards())
 
     def _shards(self) -> list[Path]:
         folder = self.context.files.path

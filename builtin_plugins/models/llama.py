@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +13,13 @@ from hardpoint.plugins.hf_config import short
 from hardpoint.plugins.models import (
     ConfigFields,
     Embedding,
-    Layer,
     Linear,
+    PackedLayer,
     RMSNorm,
     RotaryEmbedding,
+    load_packed,
     load_weights,
+    packed_weights,
     weight_shapes,
 )
 
@@ -46,9 +48,9 @@ class DecoderLayer:
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
 
-    def layers(self) -> list[Layer]:
+    def layers(self) -> list[PackedLayer]:
         """Return the layers that have weights."""
-        parts: list[Layer | None] = [
+        parts: list[PackedLayer | None] = [
             self.input_norm,
             self.qkv,
             self.q_norm,
@@ -112,14 +114,23 @@ class Llama(Model):
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the checkpoint tensors that the model needs, by Hugging Face name."""
-        return weight_shapes(self._layers())
+        return weight_shapes(self._stored_layers())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load the tensors one by one; fused matrices are packed once they are complete."""
         self._rope.allocate()
-        load_weights(self._layers(), weights)
+        load_weights(self._stored_layers(), weights)
         if self._tied:
             self._head.tie(self._embedding)
+
+    def packed_weights(self) -> dict[str, torch.Tensor]:
+        """Return the packed matrices, the norms and the embedding."""
+        return packed_weights(self._layers())
+
+    def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load them."""
+        self._rope.allocate()
+        load_packed(self._layers(), tensors)
 
     def kv_specs(self) -> list[KVSpec]:
         """Return one spec per attention layer."""
@@ -159,11 +170,15 @@ class Llama(Model):
             self._rope.rotate(qkv[:, : heads + kv_heads], angles)
         return q, k, v
 
-    def _layers(self) -> list[Layer]:
-        parts: list[Layer] = [self._embedding]
+    def _layers(self) -> list[PackedLayer]:
+        parts: list[PackedLayer] = [self._embedding]
         for layer in self._decoder_layers:
             parts += layer.layers()
-        return [*parts, self._norm] if self._tied else [*parts, self._norm, self._head]
+        return [*parts, self._norm, self._head]
+
+    def _stored_layers(self) -> list[PackedLayer]:
+        """Return the layers that have tensors in the checkpoint."""
+        return self._layers()[:-1] if self._tied else self._layers()
 
     def _decoder_layer(self, name: str) -> DecoderLayer:
         attention, mlp, size = f"{name}.self_attn", f"{name}.mlp", self._head_size

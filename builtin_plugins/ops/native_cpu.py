@@ -67,7 +67,17 @@ class NativeOps(Ops):
         *,
         out_dtype: torch.dtype | None = None,
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return x -> x W^T + b."""
+        """Return x -> x W^T + b.
+
+        Raises:
+            ValueError: a packed matrix of that shape has another size or dtype.
+        """
+        size = self._library.function("packed_size", self.context.dtype)(*shape)
+        if packed.dtype != self.context.dtype or packed.shape != (size,):
+            raise ValueError(
+                f"expected a packed matrix of {size} elements of {self.context.dtype}, "
+                f"got {packed.dtype} {list(packed.shape)}"
+            )
         return _Product(self._library, packed, shape, bias, out_dtype)
 
     def gather_rows(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

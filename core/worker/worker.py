@@ -22,6 +22,7 @@ from hardpoint.plugins import (
     EngineConfig,
     HardpointError,
     LogitsContext,
+    Model,
     ModelConfig,
     ModelContext,
     ModelError,
@@ -54,6 +55,7 @@ from .memory import (
 from .model_runner import ModelRunner
 from .profiling import Profiling
 from .threads import ComputeThreads
+from .weight_cache import WeightCache, cache_key
 
 _log = logging.getLogger("hardpoint")
 
@@ -104,6 +106,7 @@ class LocalWorker:
         self._bytes_per_block = 0
         self._estimate: MemoryEstimate | None = None
         self._threads: ComputeThreads | None = None
+        self._weight_cache: WeightCache | None = None
         self._profiling = Profiling(spec.config.engine.profile_dir, spec.device)
         self.observed_states = ObservedStates()
 
@@ -145,9 +148,7 @@ class LocalWorker:
         # Before the weights, so that a plugin that cannot start fails early.
         stage = self._sampling(spec, ops)
         with torch.inference_mode():
-            loader = spec.plugins.get("loaders", spec.loader.name)
-            weights = checked_weights(spec.loader, loader.source, shapes)
-            model.load_weights(_checked(weights, shapes, spec))
+            self._load_weights(spec, model, shapes)
             checked.run_trial(min(_TRIAL_TOKENS, spec.max_model_len), _TRIAL_TOKENS)
         processors = [runner.processor for runner in stage.pipeline.runners]
         self._components = [*processors, stage.sampler, backend, model, ops]
@@ -162,6 +163,20 @@ class LocalWorker:
             enforce_eager=spec.config.executor.enforce_eager,
         )
         return _measured(checked, spec, self._bytes_per_block, self._estimate)
+
+    def _load_weights(
+        self, spec: WorkerSpec, model: Model, shapes: dict[str, tuple[int, ...]]
+    ) -> None:
+        """Load the weights that an earlier process has packed, else those of the model's files."""
+        cache = self._weight_cache = WeightCache(spec.config.weight_cache)
+        key = _cache_key(spec, model) if cache.is_on else None
+        if key is not None and cache.load(key, model):
+            return
+        loader = spec.plugins.get("loaders", spec.loader.name)
+        weights = checked_weights(spec.loader, loader.source, shapes)
+        model.load_weights(_checked(weights, shapes, spec))
+        if key is not None and _cache_key(spec, model) == key:  # the files are the same as before
+            cache.save(key, model)
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """Set the length of the longest request that the KV cache has room for."""
@@ -291,6 +306,8 @@ class LocalWorker:
             raise ModelError(f"model: {out_of_memory(error, self._estimate)}") from error
 
     def _release(self) -> None:
+        if self._weight_cache is not None:
+            self._weight_cache.close()
         components, self._components = self._components, []
         self._runner = None
         close_all(components)
@@ -389,6 +406,17 @@ def _unsupported(plan: SchedulerOutput) -> NotImplementedError:
         kind = type(plan.kv_connector_metadata).__name__
         messages.append(f"has no KV connector, got metadata for one (a {kind})")
     return NotImplementedError(f"step {plan.step}: the worker {'; it '.join(messages)}")
+
+
+def _cache_key(spec: WorkerSpec, model: Model) -> str | None:
+    """Return the key of a model's packed weights; None if they are not kept."""
+    entries = [
+        spec.plugins.get("loaders", spec.loader.name),
+        spec.plugins.get("models", spec.model_config.architecture),
+        spec.plugins.one("ops"),
+    ]
+    components = [(e, spec.plugins.target(e)) for entry in entries for e in entry.tree()]
+    return cache_key(spec.loader, model, model.context.ops, components)
 
 
 def _checked(

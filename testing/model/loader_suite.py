@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,6 +43,10 @@ WEIGHTS = Rule(
     "weights: each weight once, whole, as a dense CPU tensor under its Hugging Face name",
     "yield (name, tensor) for each name of shapes that the files have, in the shape of the files, "
     "in a tensor of its own",
+)
+FINGERPRINT = Rule(
+    "fingerprint: a text that differs whenever the weights may",
+    "return names, sizes and times of change of the weights' files, or None",
 )
 DAMAGE = Rule(
     "damage: a damaged or incomplete checkpoint is a ModelError",
@@ -137,6 +142,10 @@ class WeightLoaderSuite(ComponentSuite):
     def test_repeated(self) -> None:
         """A second call, and a second instance, give the same weights."""
         self._run_checks("repeated: each call of weights gives the same", self._check_repeated)
+
+    def test_fingerprint(self) -> None:
+        """Another instance has the same fingerprint; changed files have another."""
+        self._run_checks(FINGERPRINT.text, self._check_fingerprint)
 
     def test_damage(self) -> None:
         """Files that are empty, cut or missing are a ModelError."""
@@ -246,6 +255,22 @@ class WeightLoaderSuite(ComponentSuite):
                         f"{len(differing) - 1} more",
                         "open the files in each call; an engine that wakes up loads again",
                     )
+
+    def _check_fingerprint(self) -> None:
+        with self._checkpoint() as checkpoint:
+            first = self._make(checkpoint).fingerprint()
+            if first is None:
+                return
+            if not isinstance(first, str):
+                raise FINGERPRINT.violation(f"fingerprint returned {short_repr(first)}")
+            if (again := self._make(checkpoint).fingerprint()) != first:
+                raise FINGERPRINT.violation(f"it was {first!r}, of a new instance {again!r}")
+            for path, content in checkpoint.files().items():
+                path.write_bytes(content)
+                found = path.stat()
+                os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns + 10**9))
+            if self._make(checkpoint).fingerprint() == first:
+                raise FINGERPRINT.violation(f"all files were written again, it is still {first!r}")
 
     def _check_damage(self) -> None:
         with self._checkpoint() as checkpoint:

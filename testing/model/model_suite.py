@@ -28,6 +28,11 @@ WEIGHTS = Rule(
     "list the name and the shape of each tensor of the checkpoint that load_weights uses; it gets "
     "them one by one, in any order and in any floating dtype",
 )
+PACKED = Rule(
+    "packed: load_packed makes, of what packed_weights returned, the same model as load_weights",
+    "return every tensor that load_weights has made, by name; raise KeyError or ValueError for one "
+    "that is missing",
+)
 SPECS = Rule(
     "specs: kv_specs has one KVSpec per attention layer, always the same",
     "return a list of KVSpec, known from the configuration before the weights are loaded",
@@ -128,6 +133,10 @@ class ModelSuite(ComponentSuite):
         self._run_checks(
             WEIGHTS.text, self._check_shapes_of_weights, self._check_order, self._check_effects
         )
+
+    def test_packed(self) -> None:
+        """What `packed_weights` returns makes the same model, if it returns something."""
+        self._run_checks(PACKED.text, self._check_packed)
 
     def test_kv_specs(self) -> None:
         """There is one spec per attention layer, the same before and after loading."""
@@ -292,6 +301,28 @@ class ModelSuite(ComponentSuite):
                     f"logits",
                     "load it, or leave it out of weight_shapes: a checkpoint without it is refused",
                 )
+
+    def _check_packed(self) -> None:
+        model = self._load(self._make(), self._weights(self._make()))
+        packed = model.packed_weights()
+        if packed is None:
+            return
+        if not isinstance(packed, Mapping) or not all(
+            isinstance(tensor, torch.Tensor) for tensor in packed.values()
+        ):
+            raise PACKED.violation(f"packed_weights returned {short_repr(packed)}")
+        again = self._make()
+        again.load_packed(packed)
+        expected, found = (self._hidden(m, [self._example]) for m in (model, again))
+        logits = [m.compute_logits(expected) for m in (model, again)]
+        if not torch.equal(found, expected) or not torch.equal(*logits):
+            raise PACKED.violation("a model that load_packed has loaded gives other results")
+        for name in packed:
+            try:
+                self._make().load_packed({n: t for n, t in packed.items() if n != name})
+            except (KeyError, ValueError):
+                continue
+            raise PACKED.violation(f"load_packed raised nothing without {name!r}")
 
     def _effects(self, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the logits of a step, and the keys of its layers."""

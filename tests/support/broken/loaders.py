@@ -50,6 +50,36 @@ class Json(WeightLoader):
             raise ModelError(f"{path.name} is damaged: {cause}") from cause
 
 
+class Dated(Json):
+    """Right: has a fingerprint."""
+
+    contract = 1
+
+    def fingerprint(self):
+        return str((self.context.files.path / "tiny.json").stat().st_mtime_ns)
+
+
+class NameAsFingerprint(Json):
+    contract = 1
+
+    def fingerprint(self):
+        return str(self.context.files.path)
+
+
+class OwnFingerprint(Json):
+    contract = 1
+
+    def fingerprint(self):
+        return str(id(self))
+
+
+class NumberAsFingerprint(Json):
+    contract = 1
+
+    def fingerprint(self):
+        return (self.context.files.path / "tiny.json").stat().st_mtime_ns
+
+
 class NoContract(Json):
     pass
 

@@ -58,6 +58,43 @@ class Tiny(Model):
         return hidden @ self.weights["head.weight"].T
 
 
+class Kept(Tiny):
+    """Right: its weights can be kept."""
+
+    contract = 1
+
+    def packed_weights(self):
+        return dict(self.weights)
+
+    def load_packed(self, tensors):
+        self.weights = {name: tensors[name] for name in self.weight_shapes()}
+
+
+class KeepsTooFew(Kept):
+    contract = 1
+
+    def packed_weights(self):
+        return {n: t for n, t in self.weights.items() if n != "head.weight"}
+
+    def load_packed(self, tensors):
+        head = tensors["embed.weight"]
+        self.weights = {n: tensors.get(n, head) for n in self.weight_shapes()}
+
+
+class FillsUp(Kept):
+    contract = 1
+
+    def load_packed(self, tensors):
+        self.weights = {n: tensors.get(n, torch.zeros(s)) for n, s in self.weight_shapes().items()}
+
+
+class KeepsAList(Kept):
+    contract = 1
+
+    def packed_weights(self):
+        return list(self.weights.values())
+
+
 class NoContract(Tiny):
     pass
 

@@ -1,0 +1,452 @@
+"""The weight cache: files of packed weights, which later processes map instead of packing again.
+
+A file has a prefix, a JSON header and the tensors, each at a whole page:
+
+    magic | length of the header, its CRC-32, checksum of the tensors | header | tensors
+
+It is written under a temporary name and renamed, so that one under its own name is whole. Whatever
+is wrong with a file or the folder is logged once; the weights are packed as without a cache then.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import io
+import logging
+import math
+import mmap
+import os
+import secrets
+import stat
+import struct
+import sys
+import threading
+import time
+import warnings
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from hardpoint.plugins import Model, Ops, WeightLoader
+from hardpoint.plugins.config import WeightCacheConfig
+from hardpoint.plugins.manifest import PluginEntry
+
+from .memory import size_text
+
+_log = logging.getLogger("hardpoint")
+
+OFF = "off"
+_SUFFIX, _TEMPORARY = ".weights", ".temporary"
+_MAGIC = b"hardpoint-w1\n\0\0\0"
+_PREFIX = struct.Struct("<16sIIQ")
+_PAGE = 4096
+_MAX_HEADER = 1 << 26
+_SUM_PAGES = 64  # are summed at once, in the processor's cache
+_CHUNK = 1 << 22
+_SYNCED = 1 << 26
+_DELAY_S = 2.0
+_PATIENCE_S = 5.0
+_ABANDONED_S = 3600.0
+
+
+class _Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor; `start` is its first byte after the header."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    start: int
+
+
+class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is in a file; `key` says for whom."""
+
+    key: str
+    size: int
+    tensors: list[_Tensor]
+
+
+class _UnusableError(Exception):
+    """A file cannot be used; the message says why."""
+
+
+class _CancelledError(Exception):
+    """The writer is to give up."""
+
+
+class _FolderError(_UnusableError):
+    """The folder cannot be used."""
+
+
+def cache_key(
+    loader: WeightLoader, model: Model, ops: Ops, components: Iterable[tuple[PluginEntry, type]]
+) -> str | None:
+    """Return a text that differs whenever packed weights may; None if they are not kept.
+
+    Args:
+        loader: of the weights.
+        model: what makes of them what is kept.
+        ops: its operations, which pack.
+        components: entries and classes of all three, and of what they wrap.
+    """
+    if not ops.layout or (fingerprint := loader.fingerprint()) is None:
+        return None
+    context, classes = model.context, set[type]()
+    plugins = []
+    for entry, cls in components:
+        plugins.append((entry.value, entry.distribution, entry.version, entry.options))
+        classes |= set(cls.__mro__)
+    code = _code(classes)
+    if code is None:
+        return None
+    key = {
+        "files": fingerprint,
+        "architecture": context.config.architecture,
+        "vocab_size": context.config.vocab_size,
+        "hf": context.config.hf,
+        "dtype": str(context.dtype),
+        "operations": f"{ops.name} {ops.layout}",
+        "torch": torch.__version__,
+        "byte order": sys.byteorder,
+        "plugins": plugins,
+        "code": code,
+    }
+    return msgspec.json.encode(key, enc_hook=repr, order="deterministic").decode()
+
+
+def _code(classes: Iterable[type]) -> str | None:
+    """Return a digest of names, sizes and times of the source files of some classes' packages.
+
+    None if a class has no file, as in a notebook.
+    """
+    files: set[Path] = set()
+    for name in {cls.__module__ for cls in classes}:
+        module = sys.modules.get(name)
+        file = getattr(module, "__file__", None)
+        if file is None:
+            if name in sys.builtin_module_names:
+                continue
+            return None
+        path = Path(file)
+        files |= set(path.parent.glob("*.py")) if getattr(module, "__package__", "") else {path}
+    try:
+        stats = [(str(file), file.stat()) for file in sorted(files)]
+    except OSError:
+        return None
+    seen = [(name, found.st_size, found.st_mtime_ns) for name, found in stats]
+    return hashlib.sha256(repr(seen).encode()).hexdigest()
+
+
+class WeightCache:
+    """A folder of packed weights."""
+
+    def __init__(self, config: WeightCacheConfig) -> None:
+        """Find the folder; nothing is opened yet."""
+        self._limit = config.max_bytes
+        self._folder = None if config.path == OFF else _folder(config.path)
+        self._writer: _Writer | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether weights are kept."""
+        return self._folder is not None
+
+    def load(self, key: str, model: Model) -> bool:
+        """Load the weights of a key into a model; return whether there were any."""
+        assert self._folder is not None
+        file, began = _file(self._folder, key), time.perf_counter()
+        try:
+            _check_folder(self._folder)
+            tensors = _read(file, key)
+            if tensors is None:
+                return False
+            model.load_packed(tensors)
+        except (_UnusableError, OSError, KeyError, ValueError) as cause:
+            _log.warning("weight cache: %s: %s; the weights are packed again", file, _why(cause))
+            if isinstance(cause, _FolderError):
+                self._folder = None
+            return False
+        _log.info("packed weights: mapped %s (%.2f s)", file, time.perf_counter() - began)
+        return True
+
+    def save(self, key: str, model: Model) -> None:
+        """Write the weights of a model that has loaded them, in a thread, a little later."""
+        if self._folder is None or (tensors := model.packed_weights()) is None:
+            return
+        size = sum(_pages(tensor.nbytes) for tensor in tensors.values())
+        if size > self._limit:
+            _log.info(
+                "packed weights: not kept: they have %d bytes, weight_cache.max_bytes is %d",
+                size,
+                self._limit,
+            )
+            return
+        self._writer = _Writer(_file(self._folder, key), key, tensors, self._limit)
+
+    def close(self) -> None:
+        """Finish writing, or give up if that takes long."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _folder(path: str | None) -> Path | None:
+    """Return the folder, which may not exist yet; None if there is no place for one."""
+    if path is not None:
+        return Path(path).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    with contextlib.suppress(RuntimeError):  # no home
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "hardpoint"
+    return None
+
+
+def _file(folder: Path, key: str) -> Path:
+    return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}{_SUFFIX}"
+
+
+def _why(cause: Exception) -> str:
+    if isinstance(cause, OSError) and cause.strerror:
+        return cause.strerror
+    return str(cause)
+
+
+def _check_folder(folder: Path) -> None:
+    """Check that a folder, if it exists, is one of this user.
+
+    Raises:
+        _FolderError: it is not.
+    """
+    try:
+        found = folder.stat()
+    except FileNotFoundError:
+        return
+    except OSError as cause:
+        raise _FolderError(_why(cause)) from cause
+    if not stat.S_ISDIR(found.st_mode):
+        raise _FolderError("its folder is none")
+    if found.st_uid != os.geteuid():
+        raise _FolderError(
+            f"its folder belongs to user {found.st_uid}, expected {os.geteuid()}, who runs this"
+        )
+
+
+def _read(file: Path, key: str) -> dict[str, torch.Tensor] | None:
+    """Return the tensors of a file, mapped; None if there is no file.
+
+    Raises:
+        _UnusableError: it is foreign, damaged or of another key.
+        OSError: it cannot be read.
+    """
+    try:
+        # A pipe of that name is not waited for.
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise _UnusableError("expected a regular file")
+        if found.st_uid != os.geteuid():
+            raise _UnusableError(
+                f"it belongs to user {found.st_uid}, expected {os.geteuid()}, who runs this"
+            )
+        if found.st_size < _PREFIX.size:
+            raise _UnusableError(f"it is not whole: it has {found.st_size} bytes")
+        mapped = mmap.mmap(descriptor, 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
+        with contextlib.suppress(OSError):  # a system that cannot be written to
+            os.utime(descriptor)  # the file that was used last is removed last
+    finally:
+        os.close(descriptor)
+    header, start = _read_header(mapped, key)
+    return {tensor.name: _view(mapped, start, tensor) for tensor in header.tensors}
+
+
+def _read_header(mapped: mmap.mmap, key: str) -> tuple[_Header, int]:
+    """Return the header of a file that is whole, and the start of its tensors.
+
+    Raises:
+        _UnusableError: it is damaged or of another key.
+    """
+    magic, length, crc, checksum = _PREFIX.unpack_from(mapped)
+    if magic != _MAGIC:
+        raise _UnusableError("it is no file of packed weights")
+    encoded = mapped[_PREFIX.size : _PREFIX.size + length]
+    if zlib.crc32(encoded) != crc:
+        raise _UnusableError("its header is damaged")
+    header = msgspec.json.decode(encoded, type=_Header)
+    if header.key != key:
+        raise _UnusableError("it has other weights than its name says")
+    start = _pages(_PREFIX.size + length)
+    if len(mapped) != start + header.size:
+        raise _UnusableError(
+            f"it is not whole: expected {start + header.size} bytes, got {len(mapped)}"
+        )
+    if _checksum(mapped, start) != checksum:
+        raise _UnusableError("it is damaged: its checksum differs")
+    return header, start
+
+
+def _view(mapped: mmap.mmap, start: int, entry: _Tensor) -> torch.Tensor:
+    """Return one tensor of a file."""
+    dtype, count = getattr(torch, entry.dtype), math.prod(entry.shape)
+    if not count:
+        return torch.empty(entry.shape, dtype=dtype)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of read-only memory
+        flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=start + entry.start)
+    return flat.view(entry.shape)
+
+
+def _pages(count: int) -> int:
+    """Return a number of bytes, rounded up to whole pages."""
+    return -(-count // _PAGE) * _PAGE
+
+
+def _checksum(data: mmap.mmap, start: int) -> int:
+    """Return the checksum of whole pages."""
+    # The CRC-32 of sums of 64 bits, along each page and across pages: three times as
+    # fast as the CRC-32 of all bytes.
+    pages = np.frombuffer(data, np.uint64, offset=start).reshape(-1, _PAGE // 8)
+    crc = 0
+    for first in range(0, len(pages), _SUM_PAGES):
+        part = pages[first : first + _SUM_PAGES]
+        crc = zlib.crc32(part.sum(0), zlib.crc32(part.sum(1), crc))
+    return crc
+
+
+class _Writer:
+    """Writes one file in a thread of its own."""
+
+    def __init__(
+        self, file: Path, key: str, tensors: Mapping[str, torch.Tensor], limit: int
+    ) -> None:
+        """Start; the tensors must not change."""
+        self._file, self._limit = file, limit
+        entries, self._parts, self._size = [], list[memoryview](), 0
+        for name, tensor in tensors.items():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            entries.append(_Tensor(name, dtype, list(tensor.shape), self._size))
+            data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            self._parts.append(data.data)
+            self._size += _pages(data.nbytes)
+        self._header = msgspec.json.encode(_Header(key, self._size, entries))
+        self._hurry, self._cancelled = threading.Event(), threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name="hardpoint-weight-cache", daemon=True
+        )
+        self._thread.start()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Finish, or give up if that takes long."""
+        atexit.unregister(self.close)
+        self._hurry.set()
+        self._thread.join(_PATIENCE_S)
+        self._cancelled.set()
+        self._thread.join(_PATIENCE_S)
+
+    def _run(self) -> None:
+        # Not during the first steps, for which somebody waits.
+        self._hurry.wait(_DELAY_S)
+        began = time.perf_counter()
+        try:
+            self._write()
+        except _CancelledError:
+            _log.info("packed weights: not kept, for the model was closed before")
+        except Exception as cause:  # the model runs all the same
+            _log.warning(
+                "weight cache: %s cannot be written: %s; the weights are packed at each start",
+                self._file,
+                _why(cause),
+            )
+        else:
+            seconds = time.perf_counter() - began
+            _log.info(
+                "packed weights: wrote %s (%s, %.2f s)",
+                self._file,
+                size_text(self._size),
+                seconds,
+            )
+        finally:
+            self._parts = []
+
+    def _write(self) -> None:
+        """Write the file under a temporary name, and rename it."""
+        folder = self._file.parent
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_room(folder, self._limit - self._size, self._file)
+        temporary = folder / f"{self._file.stem}.{secrets.token_hex(4)}{_TEMPORARY}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(temporary, flags, 0o600)
+        try:
+            with open(descriptor, "r+b", buffering=0) as opened:
+                self._fill(opened)
+            temporary.replace(self._file)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    def _fill(self, opened: io.FileIO) -> None:
+        """Write all of an empty file."""
+        start = _pages(_PREFIX.size + len(self._header))
+        opened.seek(start)
+        unsynced = 0
+        for data in self._parts:
+            for first in range(0, len(data), _CHUNK):
+                if self._cancelled.is_set():
+                    raise _CancelledError
+                chunk = data[first : first + _CHUNK]
+                _write_all(opened, chunk)
+                unsynced += len(chunk)
+                if unsynced >= _SYNCED:  # so that giving up never waits for long
+                    os.fdatasync(opened.fileno())
+                    unsynced = 0
+            opened.seek(_pages(len(data)) - len(data), os.SEEK_CUR)
+        opened.truncate(start + self._size)
+        with mmap.mmap(opened.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
+            checksum = _checksum(mapped, start)
+        opened.seek(0)
+        crc = zlib.crc32(self._header)
+        prefix = _PREFIX.pack(_MAGIC, len(self._header), crc, checksum)
+        _write_all(opened, prefix + self._header)
+        os.fsync(opened.fileno())
+
+
+def _write_all(opened: io.FileIO, data: bytes | memoryview) -> None:
+    """Write data, in as many pieces as the system takes.
+
+    Raises:
+        OSError: the disk is full, for example.
+    """
+    rest = memoryview(data)
+    while rest:
+        rest = rest[opened.write(rest) :]
+
+
+def _make_room(folder: Path, limit: int, keep: Path) -> None:
+    """Remove files of the cache, least recently used first, until they have `limit` bytes.
+
+    Args:
+        folder: of the cache.
+        limit: of all files but one.
+        keep: that one, which is about to be replaced.
+    """
+    files = []
+    for file in folder.iterdir():
+        found = file.lstat()
+        if file.suffix == _SUFFIX and file != keep:
+            files.append((found.st_mtime, found.st_size, file))
+        elif file.suffix == _TEMPORARY and time.time() - found.st_mtime > _ABANDONED_S:
+            file.unlink(missing_ok=True)  # its writer was killed
+    total = sum(size for _, size, _ in files)
+    for _, size, file in sorted(files):
+        if total <= limit:
+            break
+        file.unlink(missing_ok=True)
+        _log.info("packed weights: removed %s, above weight_cache.max_bytes", file)
+        total -= size

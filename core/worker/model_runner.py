@@ -233,8 +233,10 @@ class ModelRunner:
             if step.samples[index] and request.request_id not in output.faults
         ]
         if indices:
-            last = torch.from_numpy(step.attention.query_starts[1:][indices] - 1).to(self._device)
-            self._choose(hidden[last], [step.requests[index] for index in indices], output)
+            if len(indices) < len(hidden):
+                last = torch.from_numpy(step.attention.query_starts[1:][indices] - 1)
+                hidden = hidden[last.to(self._device)]
+            self._choose(hidden, [step.requests[index] for index in indices], output)
         return output
 
     def plugin_meters(self) -> dict[str, PluginMeter]:
@@ -262,7 +264,10 @@ class ModelRunner:
                 output.logprobs[request_id] = [sampled.logprobs[row]]
         pipeline = self._sampling.pipeline
         advancing = [requests[row] for row in rows]
-        output.faults |= pipeline.advance(advancing, tokens, sampled.device_ids[rows])
+        ids = sampled.device_ids
+        output.faults |= pipeline.advance(
+            advancing, tokens, ids if len(rows) == len(requests) else ids[rows]
+        )
         if sampled.observed:
             seen = [row for row in rows if row in sampled.observed]
             output.faults |= pipeline.observe(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -204,13 +205,16 @@ class SamplingStage:
                 f"{logits.device}, got {shown(chosen)}"
             )
         # NaN and +inf win every maximum, and -inf is chosen only where no other token is left; so
-        # the chosen logit shows whether its row is finite. It travels to the host with the token.
+        # the chosen logit shows whether its row is finite.
         try:
-            finite = logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite()
+            picked = logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
         except RuntimeError:
             self._check_vocabulary(chosen, logits.shape[1])
             raise
-        tokens, flags = torch.stack((chosen, finite.to(chosen.dtype))).tolist()
+        if self._device.type == "cpu":
+            tokens, flags = chosen.tolist(), [math.isfinite(logit) for logit in picked.tolist()]
+        else:  # in one transfer
+            tokens, flags = torch.stack((chosen, picked.isfinite().to(chosen.dtype))).tolist()
         bad_rows = [
             row
             for row, flag in enumerate(flags)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import struct
+import weakref
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ _VERSION = struct.Struct("<4xI")
 _MAX_FIELDS = 1 << 16
 _MAX_TENSORS = 1 << 16
 _MAX_DIMENSIONS = 4  # as in ggml
+_OPEN: weakref.WeakValueDictionary[Path, GGUFFile] = weakref.WeakValueDictionary()
 
 
 class GGUFFile(gguf.GGUFReader):  # type: ignore[misc]
@@ -220,12 +222,17 @@ def _strings(data: bytes) -> list[str]:
 def open_gguf(path: Path) -> GGUFFile:
     """Read a GGUF file's header; tensor data is read from disk on use.
 
+    A file that is open, by the model's loader for example, is not read again unless it changed.
+
     Raises:
         ModelError: the file cannot be read, is no GGUF file or is truncated.
     """
     regular_file(path, path.name)
     try:
-        return GGUFFile(path)
+        opened = _OPEN.get(path)
+        if opened is None or opened.fingerprint != fingerprint([path]):
+            opened = _OPEN[path] = GGUFFile(path)
+        return opened
     except OSError as cause:
         if cause.errno == errno.ENOMEM:  # the file is mapped
             raise MemoryError(f"{path.name}: {cause.strerror}") from cause

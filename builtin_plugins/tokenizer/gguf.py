@@ -41,16 +41,16 @@ def build_gguf_tokenizer(file: GGUFFile, path: Path) -> Tokenizer:
     return _byte_level(file, path) if kind == "gpt2" else _through_transformers(path, kind)
 
 
-def special_tokens(file: GGUFFile) -> dict[str, str]:
+def special_tokens(file: GGUFFile, tokenizer: Tokenizer) -> dict[str, str]:
     """Return the special tokens for chat templates by name, such as `bos_token`."""
-    tokens = file.strings("tokenizer.ggml.tokens")
     keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {name: file.scalar(f"tokenizer.ggml.{key}_token_id", int) for name, key in keys.items()}
-    return {
-        f"{name}_token": tokens[index]
+    found = {
+        f"{name}_token": tokenizer.id_to_token(index)
         for name, index in ids.items()
-        if index is not None and 0 <= index < len(tokens)
+        if index is not None and index >= 0
     }
+    return {name: token for name, token in found.items() if token is not None}
 
 
 def _byte_level(file: GGUFFile, path: Path) -> Tokenizer:

@@ -146,10 +146,11 @@ def _read_gguf(path: Path) -> _Files:
         raise ModelError(f"{path.name}: expected a directory or a .gguf file with a tokenizer")
     file = open_gguf(path)
     with refusing_damage(f"{path.name}: its tokenizer"):
+        tokenizer = build_gguf_tokenizer(file, path)
         return _Files(
-            build_gguf_tokenizer(file, path),
+            tokenizer,
             file.scalar("tokenizer.chat_template", str),
-            special_tokens(file),
+            special_tokens(file, tokenizer),
         )
 
 

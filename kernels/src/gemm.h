@@ -48,15 +48,27 @@ template <class W>
 using Operand = float;
 #endif
 
+// Memory that will be multiplied after this: so many bytes of it per depth are asked for.
+struct Later {
+  const char* at = nullptr;
+  long per_depth = 0;
+
+  // Ask for the part of `depths` from depth k on.
+  __attribute__((always_inline)) void prefetch(int k, int depths) const {
+    const char* from = at + k * per_depth;
+    for (long i = 0; i < depths * per_depth; i += 64) __builtin_prefetch(from + i, 0, 2);
+  }
+};
+
 // Ask memory for what will be multiplied soon: at the same depth of the panels `ahead` if there are
 // such, else further on in the same ones where reading them is what takes time.
-template <int R, int V, class W>
+template <bool STREAM, int V, class W>
 INLINE void prefetch(const W* const (&weights)[V], const W* const* ahead, int k, int depth_of_line) {
   if (ahead) {
 #pragma GCC unroll 16
     for (int v = 0; v < V; v += PANEL_VECTORS)
       __builtin_prefetch(ahead[v / PANEL_VECTORS] + (size_t)k * PANEL);
-  } else if (R <= STREAM_ROWS) {
+  } else if (STREAM) {
 #pragma GCC unroll 16
     for (int v = 0; v < V; v++)
       __builtin_prefetch(weights[v] + (size_t)(k + AHEAD * depth_of_line) * PANEL);
@@ -64,11 +76,13 @@ INLINE void prefetch(const W* const (&weights)[V], const W* const* ahead, int k,
 }
 
 #if !defined(__AVX512BF16__)
-template <int R, int V>
+template <int R, int V, bool STREAM = (R <= STREAM_ROWS)>
 INLINE void multiply(const float* x, long stride, const bf16* const (&weights)[V], int depth,
-                     Floats (&sums)[R][V], const bf16* const* ahead = nullptr) {
+                     Floats (&sums)[R][V], const bf16* const* ahead = nullptr,
+                     Later later = {}) {
   for (int k = 0; k < depth; k += 2) {
-    prefetch<R, V>(weights, ahead, k, 2);
+    prefetch<STREAM, V>(weights, ahead, k, 2);
+    if (!STREAM) later.prefetch(k, 2);
     // Row by row: a value of x is in a register only while a row is multiplied with it.
     Floats values[V];
 #pragma GCC unroll 16
@@ -88,11 +102,13 @@ INLINE void multiply(const float* x, long stride, const bf16* const (&weights)[V
   }
 }
 #else
-template <int R, int V>
+template <int R, int V, bool STREAM = (R <= STREAM_ROWS)>
 INLINE void multiply(const bf16* x, long stride, const bf16* const (&weights)[V], int depth,
-                     Floats (&sums)[R][V], const bf16* const* ahead = nullptr) {
+                     Floats (&sums)[R][V], const bf16* const* ahead = nullptr,
+                     Later later = {}) {
   for (int k = 0; k < depth; k += 2) {
-    prefetch<R, V>(weights, ahead, k, 2);
+    prefetch<STREAM, V>(weights, ahead, k, 2);
+    if (!STREAM) later.prefetch(k, 2);
     Pairs pairs[V];
 #pragma GCC unroll 16
     for (int v = 0; v < V; v++) pairs[v] = load_pairs(weights[v] + (size_t)k * PANEL);
@@ -106,11 +122,13 @@ INLINE void multiply(const bf16* x, long stride, const bf16* const (&weights)[V]
 }
 #endif
 
-template <int R, int V>
+template <int R, int V, bool STREAM = (R <= STREAM_ROWS)>
 INLINE void multiply(const float* x, long stride, const float* const (&weights)[V], int depth,
-                     Floats (&sums)[R][V], const float* const* ahead = nullptr) {
+                     Floats (&sums)[R][V], const float* const* ahead = nullptr,
+                     Later later = {}) {
   for (int k = 0; k < depth; k++) {
-    prefetch<R, V>(weights, ahead, k, 1);
+    prefetch<STREAM, V>(weights, ahead, k, 1);
+    if (!STREAM) later.prefetch(k, 1);
     Floats values[V];
 #pragma GCC unroll 16
     for (int v = 0; v < V; v++) values[v] = load(weights[v] + (size_t)k * PANEL);
@@ -130,10 +148,11 @@ struct Product {
 };
 
 // Multiply R rows with P panels over the depths from `from` to `to`; the sums of a row's first
-// depths wait in `partial` [rows][MAX_PANELS * PANEL].
-template <int R, int P, class W, class Y>
+// depths wait in `partial` [rows][MAX_PANELS * PANEL]. STREAM: reading the panels is what takes time.
+template <int R, int P, bool STREAM, class W, class Y>
 __attribute__((noinline)) void tile(const Product<W, Y>& product, const Operand<W>* x, long stride,
-                                    long row, long panel, long from, long to, float* partial) {
+                                    long row, long panel, long from, long to, float* partial,
+                                    Later later) {
   constexpr int V = P * PANEL_VECTORS;
   const W* weights[V];
   size_t size = panel_size<W>(product.depth);
@@ -144,7 +163,7 @@ __attribute__((noinline)) void tile(const Product<W, Y>& product, const Operand<
   for (int r = 0; r < R; r++)
     for (int v = 0; v < V; v++)
       sums[r][v] = from ? load(partial + r * MAX_PANELS * PANEL + v * LANES) : Floats{};
-  multiply<R, V>(x + from, stride, weights, (int)(to - from), sums);
+  multiply<R, V, STREAM>(x + from, stride, weights, (int)(to - from), sums, nullptr, later);
   if (to < product.depth) {
     for (int r = 0; r < R; r++)
       for (int v = 0; v < V; v++) store(partial + r * MAX_PANELS * PANEL + v * LANES, sums[r][v]);
@@ -163,28 +182,34 @@ __attribute__((noinline)) void tile(const Product<W, Y>& product, const Operand<
   }
 }
 
-// Multiply `rows` rows (the first is row `row` of y) with P panels.
+// Multiply `rows` rows (the first is row `row` of y) with P panels; those at `next`, if any, are next.
 template <int R, int P, class W, class Y>
 void block(const Product<W, Y>& product, const Operand<W>* x, long stride, long row, int rows,
-           long panel) {
+           long panel, const W* next) {
   alignas(64) float partial[MAX_ROWS * MAX_PANELS * PANEL];
+  // Each tile of rows asks for a part of the next panels.
+  long tiles = (rows + R - 1) / R, share = P * PANEL * (long)sizeof(W) / tiles;
   for (long from = 0; from < product.depth; from += DEPTH) {
     long to = std::min(from + DEPTH, product.depth);
     for (int r = 0; r < rows;) {
+      Later later;
+      if (next && tiles > 1) later = {(const char*)next + (r / R * product.depth + from) * share, share};
       const Operand<W>* at = x + r * stride;
       float* kept = partial + (size_t)r * MAX_PANELS * PANEL;
       // Few sizes of tiles, which are compiled quickly; together they serve any number of rows.
       int count = std::min(R, rows - r);
       if (count == R) {
-        tile<R, P>(product, at, stride, row + r, panel, from, to, kept);
+        auto run = tiles == 1 ? tile<R, P, true, W, Y> : tile<R, P, false, W, Y>;
+        run(product, at, stride, row + r, panel, from, to, kept, later);
       } else if (R > 4 && count >= 4) {
-        tile<4, P>(product, at, stride, row + r, panel, from, to, kept);
+        auto run = tiles == 1 ? tile<4, P, true, W, Y> : tile<4, P, false, W, Y>;
+        run(product, at, stride, row + r, panel, from, to, kept, later);
         count = 4;
       } else if (R > 2 && count >= 2) {
-        tile<2, P>(product, at, stride, row + r, panel, from, to, kept);
+        tile<2, P, true>(product, at, stride, row + r, panel, from, to, kept, later);
         count = 2;
       } else {
-        tile<1, P>(product, at, stride, row + r, panel, from, to, kept);
+        tile<1, P, true>(product, at, stride, row + r, panel, from, to, kept, later);
         count = 1;
       }
       r += count;
@@ -195,9 +220,9 @@ void block(const Product<W, Y>& product, const Operand<W>* x, long stride, long 
 // As `block`, for `panels` panels, which are P but for the last ones.
 template <int R, int P, class W, class Y>
 void blocks(const Product<W, Y>& product, const Operand<W>* x, long stride, long row, int rows,
-            long panel, int panels) {
-  if (panels == P) return block<R, P>(product, x, stride, row, rows, panel);
-  for (int p = 0; p < panels; p++) block<R, 1>(product, x, stride, row, rows, panel + p);
+            long panel, int panels, const W* next) {
+  if (panels == P) return block<R, P>(product, x, stride, row, rows, panel, next);
+  for (int p = 0; p < panels; p++) block<R, 1>(product, x, stride, row, rows, panel + p, next);
 }
 
 // Rows of x as operands: converted into memory of the thread, or in place.
@@ -262,12 +287,15 @@ void linear(const X* x, long x_stride, const W* weights, const W* bias, Y* y, lo
     operands.get(x + row * x_stride, x_stride, count, depth, call);
     const Operand<W>* operand = operands.at;
     long stride = operands.stride;
-    for (long g = first; g < std::min(first + per_item, groups); g++) {
+    long end = std::min(first + per_item, groups);
+    for (long g = first; g < end; g++) {
       int width = (int)std::min<long>(group, panels - g * group);
+      const W* next = g + 1 < end ? weights + (g + 1) * group * panel_size<W>(depth) : nullptr;
       if (rows <= STREAM_ROWS)
-        blocks<STREAM_ROWS, STREAM_PANELS>(product, operand, stride, row, count, g * group, width);
+        blocks<STREAM_ROWS, STREAM_PANELS>(product, operand, stride, row, count, g * group, width,
+                                           next);
       else
-        blocks<TILE_ROWS, TILE_PANELS>(product, operand, stride, row, count, g * group, width);
+        blocks<TILE_ROWS, TILE_PANELS>(product, operand, stride, row, count, g * group, width, next);
     }
   });
 }

@@ -4,9 +4,9 @@
 
 The engine runs in this process. Its methods are timed from outside: each is replaced, in its class,
 by one that takes the time, less that of the timed methods which it calls. So the parts add up to
-the step. Printed are means over steps in which each request gets one token. The parts are those of an
-engine that runs the model's Python in every step; what a step takes without the timers is given for
-that engine, and for one that repeats recorded steps.
+the step. Printed are means over steps in which each request gets one token. The parts are those of
+an engine that runs the model's Python in every step; what a step takes without the timers is given
+for that engine, and for one that repeats recorded steps.
 """
 
 from __future__ import annotations

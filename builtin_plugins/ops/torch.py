@@ -161,7 +161,8 @@ def _smallest_of_nucleus(logits: torch.Tensor, best: torch.Tensor, goal: int) ->
     row, weights = logits.numpy(), _weights(logits, best).numpy()
     bucket = (np.minimum(best.numpy() - row, _RANGE) * _BUCKETS).astype(np.int64)
     # bincount adds in float64: sums of the halves of the weights are exact.
-    high, low = (np.bincount(bucket, part).astype(np.int64) for part in divmod(weights, 1 << 20))
+    halves = weights >> 20, weights & 0xFFFFF
+    high, low = (np.bincount(bucket, half).astype(np.int64) for half in halves)
     reached = ((high << 20) + low).cumsum()
     end = int(np.searchsorted(reached, goal))
     inside = bucket == end

@@ -1,4 +1,4 @@
-"""How often bfloat16 chooses the token that float32 chooses: Hardpoint beside transformers.
+"""How often bfloat16 chooses the token that float32 chooses: Hardpoint next to transformers.
 
     python benchmarks/quality.py [--positions 3000] [--folder FOLDER]
 

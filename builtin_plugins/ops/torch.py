@@ -107,18 +107,12 @@ class TorchOps(Ops):
         if logits.device.type != "cpu":
             return super().keep_top_p(logits, p)
         best = logits.amax(-1, keepdim=True)
+        smallest = torch.empty_like(best)
         step = max(1, _CHUNK // logits.shape[1])
-        parts = [slice(start, start + step) for start in range(0, len(logits), step)]
-        total = torch.cat([_weights(logits[q], best[q]).sum(-1, keepdim=True) for q in parts])
-        goal = ((p.double() - 1e-6) * total.double()).long()
-        values = largest(logits, min(_FEW, logits.shape[1]))
-        index = torch.searchsorted(_weights(values, best).cumsum(-1), goal)
-        smallest = values.gather(1, index.clamp(max=values.shape[1] - 1))
-        is_off = p >= 1
-        ends_later = (index == values.shape[1]) & best.isfinite() & ~is_off
-        for row in ends_later.flatten().nonzero().flatten().tolist():
-            smallest[row] = _smallest_of_nucleus(logits[row], best[row], int(goal[row]))
-        return mask_below(logits, smallest, is_off, best)
+        for start in range(0, len(logits), step):
+            part = slice(start, start + step)
+            smallest[part] = _smallest_of_nuclei(logits[part], best[part], p[part])
+        return mask_below(logits, smallest, p >= 1, best)
 
     def keep_min_p(self, logits: torch.Tensor, p: torch.Tensor) -> None:
         """Set logits below each row's largest one + log(p) to -inf, in place."""
@@ -150,26 +144,50 @@ def _weights(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
     return (logits - best).double().exp_().mul_(2.0**40).round_().long()
 
 
-def _smallest_of_nucleus(logits: torch.Tensor, best: torch.Tensor, goal: int) -> float:
+def _smallest_of_nuclei(logits: torch.Tensor, best: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Return the smallest logit of each row's nucleus, float32 [rows, 1].
+
+    Args:
+        logits: on a CPU, float32 [rows, vocab].
+        best: the largest, [rows, 1].
+        p: the probability to reach, [rows, 1].
+    """
+    weights = _weights(logits, best)
+    goal = ((p.double() - 1e-6) * weights.sum(-1, keepdim=True).double()).long()
+    values = largest(logits, min(_FEW, logits.shape[1]))
+    index = torch.searchsorted(_weights(values, best).cumsum(-1), goal)
+    smallest = values.gather(1, index.clamp(max=values.shape[1] - 1))
+    ends_later = (index == values.shape[1]) & best.isfinite() & (p < 1)
+    for row in ends_later.flatten().nonzero().flatten().tolist():
+        smallest[row] = _smallest_of_nucleus(
+            logits[row], weights[row], float(best[row]), int(goal[row])
+        )
+    return smallest
+
+
+def _smallest_of_nucleus(
+    logits: torch.Tensor, weights: torch.Tensor, best: float, goal: int
+) -> float:
     """Return the largest logit at which the weights of those at least as large reach `goal`.
 
     Args:
         logits: on a CPU, float32 [vocab].
-        best: the largest.
+        weights: of these, int64.
+        best: the largest logit.
         goal: above 0, and at most the sum of all weights.
     """
-    row, weights = logits.numpy(), _weights(logits, best).numpy()
-    bucket = (np.minimum(best.numpy() - row, _RANGE) * _BUCKETS).astype(np.int64)
-    # bincount adds in float64: sums of the halves of the weights are exact.
-    halves = weights >> 20, weights & 0xFFFFF
-    high, low = (np.bincount(bucket, half).astype(np.int64) for half in halves)
-    reached = ((high << 20) + low).cumsum()
+    distance = np.minimum(best - logits.numpy(), _RANGE)
+    distance *= _BUCKETS
+    buckets = distance.astype(np.int64)
+    sums = torch.zeros(int(_RANGE * _BUCKETS) + 1, dtype=torch.int64)
+    sums.scatter_add_(0, torch.from_numpy(buckets), weights)
+    reached = sums.numpy().cumsum()
     end = int(np.searchsorted(reached, goal))
-    inside = bucket == end
-    values, weights = row[inside], weights[inside]
+    inside = buckets == end
+    values, near = logits.numpy()[inside], weights.numpy()[inside]
     order = np.argsort(-values)
     before = reached[end - 1] if end else 0
-    index = np.searchsorted(weights[order].cumsum(), goal - before)
+    index = np.searchsorted(near[order].cumsum(), goal - before)
     return float(values[order[index]])
 
 

@@ -39,7 +39,7 @@ _ARGUMENTS = {
     "pack": "ppll",
     "linear": "plpppllll",
     "logits": "plpppllll",
-    "rms_norm": "plplpplllf",
+    "rms_norm": "plllplpplllf",
     "rotate": "pllplll",
     "silu_and_mul": "plplll",
     "gelu_and_mul": "plplll",
@@ -159,21 +159,19 @@ class Library:
     def run(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function, and record the call while its thread records."""
         function(*arguments)
-        if self.recording is not None:
-            self.recording.add(function, arguments)
+        recording = self.recording  # another thread may end it
+        if recording is not None:
+            recording.add(function, arguments)
 
     @contextlib.contextmanager
-    def record(self) -> Iterator[Recording | None]:
-        """Record what this thread runs; None if another thread records at the time."""
-        if not self._recording_lock.acquire(blocking=False):
-            yield None
-            return
-        try:
-            self.recording = Recording()
-            yield self.recording
-        finally:
-            self.recording = None
-            self._recording_lock.release()
+    def record(self) -> Iterator[Recording]:
+        """Record what this thread runs; one thread at a time."""
+        with self._recording_lock:
+            recording = self.recording = Recording()
+            try:
+                yield recording
+            finally:
+                self.recording = None
 
 
 @functools.cache

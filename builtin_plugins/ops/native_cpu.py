@@ -91,14 +91,19 @@ class NativeOps(Ops):
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Return the normalised rows."""
-        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        y = torch.empty(rows.shape, dtype=rows.dtype)
-        count, width = rows.shape
+        y = torch.empty(x.shape, dtype=x.dtype)
+        if x.dim() < 3:
+            x = x.unsqueeze(0) if x.dim() == 1 else x
+            (count, width), parts, part_stride = x.shape, 1, 0
+        else:
+            x = x.flatten(0, -3)
+            rows, parts, width = x.shape
+            count, part_stride = rows * parts, x.stride(1)
         self._library.run(
-            self._rms_norm, rows.data_ptr(), rows.stride(0), None, 0, weight.data_ptr(),
-            y.data_ptr(), width, count, width, eps,
+            self._rms_norm, x.data_ptr(), x.stride(0), parts, part_stride, None, 0,
+            weight.data_ptr(), y.data_ptr(), width, count, width, eps,
         )  # fmt: skip
-        return y if x.dim() == 2 else y.view(x.shape)
+        return y
 
     def add_rms_norm(
         self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
@@ -107,7 +112,7 @@ class NativeOps(Ops):
         count, width = x.shape
         y = torch.empty(count, width, dtype=x.dtype)
         self._library.run(
-            self._rms_norm, delta.data_ptr(), delta.stride(0), x.data_ptr(), x.stride(0),
+            self._rms_norm, delta.data_ptr(), delta.stride(0), 1, 0, x.data_ptr(), x.stride(0),
             weight.data_ptr(), y.data_ptr(), width, count, width, eps,
         )  # fmt: skip
         return y
@@ -132,7 +137,7 @@ class NativeOps(Ops):
         """Run, and return what repeats it, if kernels did all of the work."""
         with self._library.record() as recording, _Tensors() as tensors:
             result = run()
-        if recording is None or tensors.foreign:
+        if tensors.foreign:
             return None
         return Recorded(self._library, recording, result, tensors.kept)
 

@@ -66,11 +66,11 @@ int hp_supports(const char* path) {
                         long y_stride, long rows, long columns, long depth) {                     \
     gemm::linear(x, x_stride, w, bias, y, y_stride, rows, columns, depth);                        \
   }                                                                                               \
-  void hp_rms_norm_##NAME(const T* x, long x_stride, T* residual, long residual_stride,           \
-                          const T* weight, T* y, long y_stride, long count, long width,           \
-                          float eps) {                                                            \
-    rows::rms_norm(x, x_stride, residual, residual_stride, weight, y, y_stride, count, width,     \
-                   eps);                                                                          \
+  void hp_rms_norm_##NAME(const T* x, long x_stride, long parts, long part_stride, T* residual,   \
+                          long residual_stride, const T* weight, T* y, long y_stride,             \
+                          long count, long width, float eps) {                                    \
+    rows::rms_norm(x, x_stride, parts, part_stride, residual, residual_stride, weight, y,         \
+                   y_stride, count, width, eps);                                                  \
   }                                                                                               \
   void hp_rotate_##NAME(T* x, long row_stride, long head_stride, const float* angles,             \
                         long count, long heads, long head_size) {                                 \

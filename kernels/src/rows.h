@@ -21,13 +21,14 @@ void for_rows(long rows, long width, Work work) {
 }
 
 // y = x / sqrt(mean(x^2) + eps) * weight; before that, if `residual`, x is added to it and taken
-// from it.
+// from it. x has rows of `parts` parts each, which are normalised on their own; `count` is of parts.
 template <class T>
-void rms_norm(const T* x, long x_stride, T* residual, long residual_stride, const T* weight, T* y,
-              long y_stride, long count, long width, float eps) {
+void rms_norm(const T* x, long x_stride, long parts, long part_stride, T* residual,
+              long residual_stride, const T* weight, T* y, long y_stride, long count, long width,
+              float eps) {
   for_rows(count, width, [=](long from, long to) {
     for (long row = from; row < to; row++) {
-      const T* in = x + row * x_stride;
+      const T* in = x + row / parts * x_stride + row % parts * part_stride;
       T* kept = residual ? residual + row * residual_stride : nullptr;
       T* out = y + row * y_stride;
       Floats squares[4] = {};

@@ -252,7 +252,8 @@ class OpsSuite(ComponentSuite):
     def _check_norm(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
         weight = self._draw(size, dtype=dtype)
         wide = self._draw(rows, size + 3, dtype=dtype)
-        for x in (wide[:, :size], wide[:, None, :size].expand(-1, 2, -1).contiguous()):
+        heads = self._draw(rows, 4, size, dtype=dtype)
+        for x in (wide[:, :size], heads, heads[:, 1:3]):
             self._compare(
                 lambda x: ops.rms_norm(x, weight, _EPS), x, _norm(x, weight), dtype, "rms_norm"
             )

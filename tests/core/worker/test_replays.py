@@ -41,6 +41,14 @@ class Counting(Llama):
         return super().forward(batch)
 
 
+class Normed(Counting):
+    """Normalises heads, which are parts of a wider tensor."""
+
+    contract = 1
+    replayable = True
+    head_norms = True
+
+
 class Derived(Counting):
     """Says nothing of itself."""
 
@@ -106,9 +114,10 @@ def run(tmp_path):
     return generate
 
 
-def test_replayed_steps_give_the_same_bits_in_less_python(run):
-    expected, all_steps = run(Counting, executor={"enforce_eager": True})
-    results, steps = run(Counting)
+@pytest.mark.parametrize("model", [Counting, Normed])
+def test_replayed_steps_give_the_same_bits_in_less_python(run, model):
+    expected, all_steps = run(model, executor={"enforce_eager": True})
+    results, steps = run(model)
     assert results == expected
     assert steps < all_steps / 4
 

@@ -230,9 +230,11 @@ class InputProcessor:
 
 def _as_bytes(params: SamplingParams) -> bytes | None:
     """Return the same bytes for parameters that are checked alike; None if they may be anything."""
-    if type(params) is not SamplingParams or params.logits_processors or params.plugin_args:
+    if type(params) is not SamplingParams:
         return None
     try:
+        if params.logits_processors or params.plugin_args:
+            return None
         return msgspec.msgpack.encode(params)
     except Exception:  # the check says what is wrong
         return None

@@ -247,7 +247,7 @@ class Recorded:
         return self._result
 
 
-class _Tensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watched:
     """Keeps the tensors that are created; notices operations that are no kernels.
 
     Attributes:
@@ -256,7 +256,7 @@ class _Tensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.kept: list[torch.Tensor] = []
         self.foreign = False
 
@@ -269,3 +269,10 @@ class _Tensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif not func.is_view:
             self.foreign = True
         return result
+
+
+class _Tensors(_Watched, TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """As `_Watched`, of what this thread runs."""
+
+    # Its base has the method: torch wraps one of its own class, and imports its compiler to call
+    # it, which takes seconds and a hundred megabytes.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 
 import pytest
 
@@ -155,3 +157,25 @@ def test_a_model_that_promised_too_much_gets_no_wrong_tokens(run, caplog):
     with caplog.at_level(logging.WARNING, "hardpoint"):
         assert run(Lying, dtype="float32")[0] == expected
     assert caplog.text.count("a repeated step gave other hidden states than forward()") == 1
+
+
+_RECORDING = """
+import sys
+import torch
+from hardpoint.builtin_plugins.ops.native_cpu import NativeOps
+from hardpoint.plugins import OpsContext
+
+context = OpsContext(name="ops", options=None, device=torch.device("cpu"), dtype=torch.float32)
+ops, table, ids = NativeOps(context), torch.ones(3, 4), torch.tensor([1])
+with torch.inference_mode():
+    repeat = ops.record(lambda: ops.silu_and_mul(ops.gather_rows(table, ids).view(2, 2)))
+assert repeat is not None
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_recording_does_not_import_the_compiler_of_torch():
+    done = subprocess.run(
+        [sys.executable, "-c", _RECORDING], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False\n"

@@ -46,9 +46,12 @@ _ELSEWHERE = {
 }
 """Kinds whose components take arguments in other processes."""
 
+RECORDED_BYTES = 64 << 20
+"""What recorded steps may keep; the one that was used longest ago goes first."""
+
 _RECORDED_TOKENS = 64  # of a step; with more, running Python takes a small part of it
-_RECORDED_BYTES = 64 << 20  # of tensors that recorded steps keep
-_UNRECORDED_STEPS = 3  # of each number of tokens, for most numbers occur a few times only
+_UNRECORDED_STEPS = 3  # of each number of tokens: what it costs to record comes back slowly
+_CHECKED_STEPS = 4  # that are compared with what the model computes, of different numbers of tokens
 
 _PROMPT_ROWS = 256  # rows of logits held at once for prompt log-probabilities
 
@@ -59,7 +62,8 @@ class _Replays:
     def __init__(self, model: CheckedModel, ops: Ops, *, can_record: bool) -> None:
         self._model = model
         self._ops = ops
-        self._can_record = can_record
+        self._longest = _RECORDED_TOKENS if can_record else 0  # of the steps to record, in tokens
+        self._checks = _CHECKED_STEPS
         self.clear()
 
     def clear(self) -> None:
@@ -71,22 +75,24 @@ class _Replays:
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return hidden states; those of a repeated step are overwritten by the next one."""
         count = len(batch.token_ids)
-        if not self._can_record or count > _RECORDED_TOKENS:
+        if count > self._longest:
             return self._model.forward(batch)
-        replay = self._recorded.get(count)
+        replay = self._recorded.pop(count, None)
         if replay is None:
             self._seen[count] += 1
-            if self._seen[count] <= _UNRECORDED_STEPS:
+            if self._seen[count] <= _UNRECORDED_STEPS + count // 2:
                 return self._model.forward(batch)
             return self._record(batch)
+        self._recorded[count] = replay  # the one that was used last is the last
         hidden = replay.run(batch)
-        if replay.is_checked:
+        if replay.is_checked or not self._checks:
             return hidden
         # Should a plugin have promised what does not hold, no request gets wrong tokens.
+        self._checks -= 1
+        replay.is_checked = True
         expected = self._model.forward(batch)
-        replay.is_checked = torch.equal(hidden, expected)
-        if not replay.is_checked:
-            self._can_record = False
+        if not torch.equal(hidden, expected):
+            self._longest = 0
             self.clear()
             _log.warning(
                 "steps are not repeated without running Python: a repeated step gave other hidden "
@@ -103,12 +109,18 @@ class _Replays:
             hidden.append(self._model.forward(inputs))
             return hidden[0]
 
-        recorded = self._ops.record(run)
+        recorded, count = self._ops.record(run), len(inputs.token_ids)
         if recorded is None:
-            self._can_record = False
-        elif self._num_bytes + recorded.num_bytes <= _RECORDED_BYTES:
+            self._longest = 0
+        elif recorded.num_bytes > RECORDED_BYTES:
+            self._longest = count - 1
+        else:
             self._num_bytes += recorded.num_bytes
-            self._recorded[len(inputs.token_ids)] = _Replay(recorded, inputs)
+            while self._num_bytes > RECORDED_BYTES:
+                oldest = next(iter(self._recorded))
+                self._num_bytes -= self._recorded.pop(oldest).num_bytes
+                self._seen[oldest] = 0
+            self._recorded[count] = _Replay(recorded, inputs)
         return hidden[0].clone()
 
 
@@ -116,12 +128,14 @@ class _Replay:
     """A step that was recorded.
 
     Attributes:
-        is_checked: whether it was seen to compute what the model does.
+        num_bytes: of the tensors that it keeps.
+        is_checked: whether it was compared with what the model computes.
     """
 
     def __init__(self, recorded: Recorded, inputs: ForwardBatch) -> None:
         self._recorded = recorded
         self._inputs = inputs
+        self.num_bytes = recorded.num_bytes
         self.is_checked = False
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:

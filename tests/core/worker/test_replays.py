@@ -11,6 +11,7 @@ import pytest
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.models.llama import Llama
+from hardpoint.core.worker import model_runner
 from hardpoint.kernels import cpu
 from hardpoint.testing import write_scripted_model
 
@@ -129,6 +130,19 @@ def test_steps_of_many_kinds_are_replayed_rightly(run):
     extra["max_model_len"] = 128
     expected, _ = run(Counting, executor={"enforce_eager": True}, **extra)
     assert run(Counting, **extra)[0] == expected
+
+
+@pytest.mark.parametrize("limit", [2_000, 4_000])
+def test_recorded_steps_make_room_for_others(run, monkeypatch, limit):
+    def alone(llm):
+        llm.generate(PROMPTS[:1], SamplingParams(max_tokens=24, ignore_eos=True))
+
+    monkeypatch.setattr(model_runner, "RECORDED_BYTES", limit)
+    few = {"prompts": PROMPTS[:2], "between": alone}
+    expected, all_steps = run(Counting, executor={"enforce_eager": True}, **few)
+    results, steps = run(Counting, **few)
+    assert results == expected
+    assert steps < all_steps
 
 
 def test_caches_that_were_released_are_not_written_to(run):

@@ -35,7 +35,7 @@ from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.models import Linear
 from hardpoint.registry.plugin_set import resolve_plugins
 
-_FIRST = 6  # steps until those of a size are recorded and checked
+_FIRST = 40  # steps until those of a size are recorded and checked
 
 PARTS = {
     "scheduler": "schedule and update",
@@ -110,7 +110,7 @@ def measure(llm: LLM, timers: Timers, running: int, prompt: int, steps: int) -> 
     engine = llm.llm_engine
     rng = random.Random(running)
     params = SamplingParams(
-        temperature=0.0, max_tokens=2 * steps + 32, ignore_eos=True, detokenize=False
+        temperature=0.0, max_tokens=2 * steps + _FIRST + 26, ignore_eos=True, detokenize=False
     )
     for index in range(running):
         ids = [rng.randrange(100, 40_000) for _ in range(prompt)]
@@ -167,7 +167,7 @@ def main() -> None:
     options = parser.parse_args()
     timers = Timers()
     watch_engine(timers)
-    length = options.prompt + 2 * options.steps + 32
+    length = options.prompt + 2 * options.steps + _FIRST + 26
     result: dict[str, dict[str, float]] = {}
     for eager in (True, False):
         config = {

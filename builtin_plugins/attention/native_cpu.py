@@ -15,8 +15,12 @@ from hardpoint.plugins import AttentionBackend, AttentionContext, AttentionStep,
 _LONG_WORK = 4_000  # of a plan that is worth releasing Python's lock, about a millisecond
 _WORK = 13  # index of the work in a plan
 
+_Key = tuple[int | None, int, int]
 
-_Key = tuple[int | None, int, int]  # of layers that share a plan: window, heads, heads of keys
+
+def _key(spec: KVSpec) -> _Key:
+    """Return what layers that share a plan have in common."""
+    return spec.window, spec.num_heads, spec.num_kv_heads
 
 
 class NativePlan:
@@ -30,7 +34,7 @@ class NativePlan:
 
     def for_layer(self, spec: KVSpec) -> tuple[int, bool]:
         """Return the address of a layer's plan, and whether its work takes long."""
-        key = (spec.window, spec.num_heads, spec.num_kv_heads)
+        key = _key(spec)
         found = self._plans.get(key)
         if found is None:
             plan = self._make(spec)
@@ -78,7 +82,7 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
         self._short = library.function("attend", dtype)
         self._long = library.function("attend", dtype, releases=True)
         # Where the kernels find the plan of a layer: recorded calls keep its place.
-        self._plans: dict[_Key, tuple[KVSpec, ctypes.c_void_p, int]] = {}
+        self._places: dict[_Key, tuple[KVSpec, ctypes.c_void_p, int]] = {}
 
     def bytes_per_block(self, spec: KVSpec) -> int:
         """Return the bytes of one block of one layer, padding included."""
@@ -90,7 +94,7 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
 
     def allocate(self, spec: KVSpec, num_blocks: int) -> torch.Tensor:
         """Return [blocks, elements], zero; the system allocates pages when they are used."""
-        self._plan_place(spec)
+        self._place(spec)
         elements, dtype = self._elements(spec), self.context.dtype
         memory = mmap.mmap(-1, num_blocks * elements * dtype.itemsize)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -100,7 +104,7 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
     def plan(self, step: AttentionStep) -> NativePlan:
         """Return the plan that the step's layers share."""
         plan = NativePlan(step, self._make_plan)
-        for spec, place, _ in self._plans.values():
+        for spec, place, _ in self._places.values():
             place.value = plan.for_layer(spec)[0]
         return plan
 
@@ -115,7 +119,7 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
     ) -> torch.Tensor:
         """Write k and v to the cache, then attend causally; shapes as in `AttentionBackend`."""
         out = torch.empty(q.shape, dtype=q.dtype)
-        place, place_at = self._plan_place(spec)
+        place, place_at = self._place(spec)
         place.value, is_long = plan.for_layer(spec)
         self._library.run(
             self._long if is_long else self._short, q.data_ptr(), q.stride(0), k.data_ptr(),
@@ -124,10 +128,10 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
         )  # fmt: skip
         return out
 
-    def _plan_place(self, spec: KVSpec) -> tuple[ctypes.c_void_p, int]:
+    def _place(self, spec: KVSpec) -> tuple[ctypes.c_void_p, int]:
         """Return where the kernels find a layer's plan, and the address of that."""
-        key = (spec.window, spec.num_heads, spec.num_kv_heads)
-        if key not in self._plans:
+        key = _key(spec)
+        if key not in self._places:
             place = ctypes.c_void_p()
-            self._plans[key] = spec, place, ctypes.addressof(place)
-        return self._plans[key][1:]
+            self._places[key] = spec, place, ctypes.addressof(place)
+        return self._places[key][1:]

@@ -222,7 +222,7 @@ template <int R, int P, class W, class Y>
 void blocks(const Product<W, Y>& product, const Operand<W>* x, long stride, long row, int rows,
             long panel, int panels, const W* next) {
   if (panels == P) return block<R, P>(product, x, stride, row, rows, panel, next);
-  for (int p = 0; p < panels; p++) block<R, 1>(product, x, stride, row, rows, panel + p, next);
+  for (int p = 0; p < panels; p++) block<R, 1>(product, x, stride, row, rows, panel + p, (W*)nullptr);
 }
 
 // Rows of x as operands: converted into memory of the thread, or in place.

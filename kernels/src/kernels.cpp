@@ -11,9 +11,7 @@
 // An argument from a word of a recorded call.
 template <class A>
 A from_word(int64_t word) {
-  if constexpr (std::is_pointer_v<A>) {
-    return (A)word;
-  } else if constexpr (std::is_same_v<A, float>) {
+  if constexpr (std::is_same_v<A, float>) {
     float value;
     memcpy(&value, &word, sizeof value);
     return value;

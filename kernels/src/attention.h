@@ -565,12 +565,13 @@ void copy_visible(const Layout<T>& layout, const T* from, Lanes lanes, T* to) {
 template <class T>
 class Attended {
  public:
-  Attended(const Layer<T>& layer, const Item& item, long kv_head, float* pieces,
+  Attended(const Layer<T>& layer, const Item& item, long kv_head, bool more, float* pieces,
            Workspace<T>& work)
       : layer_(layer),
         layout_(layer.layout),
         item_(item),
         kv_head_(kv_head),
+        more_(more),
         group_((int)layer.group()),
         count_(item.count * group_),
         pieces_(pieces),
@@ -615,11 +616,11 @@ class Attended {
     return {(int)std::clamp<long>(from - first, 0, end), end};
   }
 
-  const T* keys(long group) const {
+  const T* keys(long group, long next = 0) const {
     const Blocks& blocks = layout_.blocks;
     const int64_t* table = layer_.plan.table + item_.seq * layer_.plan.table_stride;
     return layer_.cache + table[group / blocks.groups] * layout_.block +
-           kv_head_ * layout_.key_head + group % blocks.groups * layout_.key_size;
+           (kv_head_ + next) * layout_.key_head + group % blocks.groups * layout_.key_size;
   }
 
   void find_part(long part) {
@@ -637,9 +638,10 @@ class Attended {
                         kv_head_ * layout_.value_head + in_block * layout_.value_size;
     }
     for (int i = 0; i < AHEAD; i++) {
-      long group = (part + 1) * GROUPS + i;
-      next_[i] = part + 1 < item_.to && blocks.first_token(group) <= last_ ? keys(group)
-                                                                           : part_.keys[0];
+      bool ends = part + 1 == item_.to;
+      long group = (ends ? item_.from : part + 1) * GROUPS + i;
+      next_[i] = (!ends || more_) && blocks.first_token(group) <= last_ ? keys(group, ends)
+                                                                        : part_.keys[0];
     }
   }
 
@@ -726,7 +728,9 @@ class Attended {
   const Layer<T>& layer_;
   const Layout<T>& layout_;
   const Item& item_;
-  long kv_head_, padded_ = 0, slices_ = 0;
+  long kv_head_;
+  bool more_;  // whether the next head comes next
+  long padded_ = 0, slices_ = 0;
   int group_, count_;  // query heads of the key head; rows: queries times these heads
   float* pieces_;
   Workspace<T>& work_;
@@ -750,10 +754,11 @@ void attend(const T* q, long q_stride, const T* k, long k_stride, const T* v, lo
   int threads = (int)std::clamp<long>(plan->work * head_size / (64 * 20), 1, omp_get_max_threads());
   for_each_item(plan->tokens, [&](long token) { write_token(layer, token); }, threads);
   float* pieces = scratch.get(plan->pieces * plan->heads * layer.result_size() + 1);
-  for_each_item(plan->items * plan->kv_heads, [&](long index) {
-    Attended<T>(layer, plan->item_list()[index / plan->kv_heads], index % plan->kv_heads, pieces,
-                work)
-        .run();
+  // All heads of an item one after another where there are many items.
+  long heads = plan->items >= 16 * threads ? plan->kv_heads : 1, units = plan->kv_heads / heads;
+  for_each_item(plan->items * units, [&](long index) {
+    for (long head = index % units * heads, end = head + heads; head < end; head++)
+      Attended<T>(layer, plan->item_list()[index / units], head, head + 1 < end, pieces, work).run();
   }, threads);
   for_each_item(plan->merges, [&](long index) {
     const Merge& merged = plan->merge_list()[index];

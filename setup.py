@@ -32,9 +32,9 @@ PATHS = {
     "avx512": [*AVX512, "-mprefer-vector-width=512"],
     "avx512_bf16": [*AVX512, "-mavx512bf16", "-mprefer-vector-width=512"],
 }
-# Errors of mathematical functions are not reported, so that square roots are one instruction. Python
-# builds with -fwrapv, which makes the matrix product 4 % slower: no signed number overflows here. GCC
-# warns of uninitialised values in its own header of vector instructions.
+# Errors of mathematical functions are not reported, so that square roots are one instruction. What
+# Python is built with comes first: its -fwrapv makes the matrix product 4 % slower, and no signed
+# number overflows here. GCC warns of uninitialised values in its own header of vector instructions.
 FLAGS = ["-std=c++17", "-O3", "-fno-wrapv", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno"]
 FLAGS += ["-g0", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 

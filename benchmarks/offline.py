@@ -21,6 +21,7 @@ import json
 import os
 import random
 import statistics
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,9 @@ def run_rounds(
         for number in range(rounds):
             batch = question(load.batch(f"{name}, {number}"))
             for engine in engines:
-                speeds[engine.name][name].append(load.tokens / engine.ask(batch))
+                speed = load.tokens / engine.ask(batch)
+                speeds[engine.name][name].append(speed)
+                print(f"{name}, round {number + 1}: {engine.name} {speed:.1f}", file=sys.stderr)
     return speeds
 
 

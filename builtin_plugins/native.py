@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+import weakref
+from collections import defaultdict
+
+import torch
+
 from hardpoint.kernels import cpu
 from hardpoint.plugins import AttentionContext, ModelError, OpsContext
+
+_LARGE = 1 << 20  # bytes from which on results get memory of their own
 
 
 def load_kernels(context: AttentionContext | OpsContext, path: str) -> cpu.Library:
@@ -25,3 +34,41 @@ def load_kernels(context: AttentionContext | OpsContext, path: str) -> cpu.Libra
         return cpu.load()
     except cpu.KernelsUnavailableError as cause:
         raise ModelError(f"{path}: {context.name!r} cannot be used: {cause}") from cause
+
+
+class Results:
+    """Memory of large results, which is used again when they are gone.
+
+    The system's allocator gives large pieces back at once, so that each step would ask for all of
+    its pages again.
+    """
+
+    def __init__(self, library: cpu.Library) -> None:
+        """Begin without memory.
+
+        Args:
+            library: whose kernels write the results. What is recorded keeps its results.
+        """
+        self._library = library
+        self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
+        self._lent: dict[int, weakref.ref[memoryview]] = {}  # by address
+
+    def empty(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor whose elements may be anything."""
+        count = math.prod(shape)
+        size = count * dtype.itemsize
+        if size < _LARGE or self._library.recording is not None:
+            return torch.empty(shape, dtype=dtype)
+        size = 1 << (size - 1).bit_length()
+        free = self._free[size]
+        memory = free.pop() if free else cpu.allocate_pages(size)
+        view = memoryview(memory)
+        tensor = torch.frombuffer(view, dtype=dtype, count=count)
+        place, lent = tensor.data_ptr(), self._lent
+
+        def take_back(_view: weakref.ref[memoryview]) -> None:
+            del lent[place]
+            free.append(memory)
+
+        lent[place] = weakref.ref(view, take_back)  # dies with the tensor
+        return tensor.view(shape)

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import mmap
 import os
 import struct
 import threading
@@ -172,6 +173,20 @@ class Library:
                 yield recording
             finally:
                 self.recording = None
+
+
+def allocate_pages(num_bytes: int) -> mmap.mmap:
+    """Return memory of zeros, in huge pages where the system has them.
+
+    The system allocates a page when it is first used.
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return mmap.mmap(-1, num_bytes)
+    # Shared memory, which is the default, has no huge pages in most systems.
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a system without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 @functools.cache

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from hardpoint.builtin_plugins.native import load_kernels
+from hardpoint.builtin_plugins.native import Results, load_kernels
+from hardpoint.kernels import cpu
 from hardpoint.plugins import AttentionBackend, AttentionContext, AttentionStep, KVSpec
 
 _LONG_WORK = 4_000  # of a plan that is worth releasing Python's lock, about a millisecond
@@ -78,6 +78,7 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
         super().__init__(context)
         library = self._library = load_kernels(context, "attention.use")
         dtype = context.dtype
+        self._results = Results(library)
         self._make_plan = library.function("attention_plan", None)
         self._short = library.function("attend", dtype)
         self._long = library.function("attend", dtype, releases=True)
@@ -96,9 +97,7 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
         """Return [blocks, elements], zero; the system allocates pages when they are used."""
         self._place(spec)
         elements, dtype = self._elements(spec), self.context.dtype
-        memory = mmap.mmap(-1, num_blocks * elements * dtype.itemsize)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+        memory = cpu.allocate_pages(num_blocks * elements * dtype.itemsize)
         return torch.frombuffer(memory, dtype=dtype).view(num_blocks, elements)
 
     def plan(self, step: AttentionStep) -> NativePlan:
@@ -118,7 +117,7 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
         v: torch.Tensor,
     ) -> torch.Tensor:
         """Write k and v to the cache, then attend causally; shapes as in `AttentionBackend`."""
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = self._results.empty(q.shape, q.dtype)
         place, place_at = self._place(spec)
         place.value, is_long = plan.for_layer(spec)
         self._library.run(

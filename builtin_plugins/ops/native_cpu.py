@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import mmap
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hardpoint.builtin_plugins.native import load_kernels
+from hardpoint.builtin_plugins.native import Results, load_kernels
 from hardpoint.kernels import cpu
 from hardpoint.plugins import Ops, OpsContext
 
+_MEMORY = 1 << 23  # bytes of memory that are allocated at once
+_ALIGNED = 64  # bytes of a line of memory
 _LONG_WORK = 1 << 26  # multiplications of a product that is worth releasing Python's lock
 
 
@@ -31,6 +35,8 @@ class NativeOps(Ops):
         super().__init__(context)
         library = self._library = load_kernels(context, "ops.use")
         dtype = context.dtype
+        self._memory = _Memory()
+        self._results = Results(library)
         self._rms_norm = library.function("rms_norm", dtype)
         self._rotate = library.function("rotate", dtype)
         self._silu_and_mul = library.function("silu_and_mul", dtype)
@@ -54,7 +60,7 @@ class NativeOps(Ops):
         """Return a copy of W in blocks that fit the processor's registers."""
         library, dtype, (rows, columns) = self._library, self.context.dtype, weight.shape
         weight = weight.to(dtype).contiguous()
-        packed = torch.empty(library.function("packed_size", dtype)(rows, columns), dtype=dtype)
+        packed = self._memory.allocate(library.function("packed_size", dtype)(rows, columns), dtype)
         pack = library.function("pack", dtype, releases=True)
         pack(weight.data_ptr(), packed.data_ptr(), rows, columns)
         return packed
@@ -78,11 +84,11 @@ class NativeOps(Ops):
                 f"expected a packed matrix of {size} elements of {self.context.dtype}, "
                 f"got {packed.dtype} {list(packed.shape)}"
             )
-        return _Product(self._library, packed, shape, bias, out_dtype)
+        return _Product(self._library, self._results, packed, shape, bias, out_dtype)
 
     def gather_rows(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows."""
-        out = torch.empty(len(ids), table.shape[1], dtype=table.dtype)
+        out = self._results.empty((len(ids), table.shape[1]), table.dtype)
         self._library.run(
             self._gather_rows, table.data_ptr(), table.stride(0) * table.itemsize, ids.data_ptr(),
             len(ids), out.data_ptr(),
@@ -91,7 +97,7 @@ class NativeOps(Ops):
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Return the normalised rows."""
-        y = torch.empty(x.shape, dtype=x.dtype)
+        y = self._results.empty(x.shape, x.dtype)
         if x.dim() < 3:
             x = x.unsqueeze(0) if x.dim() == 1 else x
             (count, width), parts, part_stride = x.shape, 1, 0
@@ -110,7 +116,7 @@ class NativeOps(Ops):
     ) -> torch.Tensor:
         """Add delta to x in place; return the normalised rows."""
         count, width = x.shape
-        y = torch.empty(count, width, dtype=x.dtype)
+        y = self._results.empty((count, width), x.dtype)
         self._library.run(
             self._rms_norm, delta.data_ptr(), delta.stride(0), 1, 0, x.data_ptr(), x.stride(0),
             weight.data_ptr(), y.data_ptr(), width, count, width, eps,
@@ -186,9 +192,28 @@ class NativeOps(Ops):
 
     def _gated(self, function: Callable[..., None], x: torch.Tensor) -> torch.Tensor:
         count, width = x.shape[0], x.shape[1] // 2
-        y = torch.empty(count, width, dtype=x.dtype)
+        y = self._results.empty((count, width), x.dtype)
         self._library.run(function, x.data_ptr(), x.stride(0), y.data_ptr(), width, count, width)
         return y
+
+
+class _Memory:
+    """Memory of packed matrices, in huge pages: one after another, for most are smaller than one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pages: mmap.mmap | None = None
+        self._used = 0
+
+    def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return [count], zero."""
+        size = -(-count * dtype.itemsize // _ALIGNED) * _ALIGNED
+        with self._lock:
+            if self._pages is None or self._used + size > len(self._pages):
+                self._pages, self._used = cpu.allocate_pages(max(size, _MEMORY)), 0
+            pages, start = self._pages, self._used
+            self._used += size
+        return torch.frombuffer(pages, dtype=dtype, count=count, offset=start)
 
 
 class _Product:
@@ -197,6 +222,7 @@ class _Product:
     def __init__(
         self,
         library: cpu.Library,
+        results: Results,
         packed: torch.Tensor,
         shape: tuple[int, int],
         bias: torch.Tensor | None,
@@ -204,7 +230,8 @@ class _Product:
     ) -> None:
         dtype, (columns, depth) = packed.dtype, shape
         self._out_dtype = out_dtype or dtype
-        self._library, self._columns, self._depth = library, columns, depth
+        self._library, self._results = library, results
+        self._columns, self._depth = columns, depth
         kernel = "linear" if self._out_dtype == dtype else "logits"
         self._short = library.function(kernel, dtype)
         self._long = library.function(kernel, dtype, releases=True)
@@ -215,7 +242,7 @@ class _Product:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows, columns = x.shape[0], self._columns
-        y = torch.empty(rows, columns, dtype=self._out_dtype)
+        y = self._results.empty((rows, columns), self._out_dtype)
         run = self._long if rows > self._many_rows else self._short
         self._library.run(
             run, x.data_ptr(), x.stride(0), self._at, self._bias_at, y.data_ptr(), columns,

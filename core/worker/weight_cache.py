@@ -48,7 +48,7 @@ _PREFIX = struct.Struct("<16sIIQ")
 _PAGE = 4096
 _MAX_HEADER = 1 << 26
 _SUM_PAGES = 64  # are summed at once, in the processor's cache
-_CHUNK = 1 << 22
+_CHUNK = 1 << 21  # bytes of a huge page
 _SYNCED = 1 << 26
 _DELAY_S = 2.0
 _PATIENCE_S = 5.0
@@ -259,6 +259,8 @@ def _read(file: Path, key: str) -> dict[str, torch.Tensor] | None:
         if found.st_size < _PREFIX.size:
             raise _UnusableError(f"it is not whole: it has {found.st_size} bytes")
         mapped = mmap.mmap(descriptor, 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
+        with contextlib.suppress(AttributeError, OSError):  # a system without huge pages
+            mapped.madvise(mmap.MADV_HUGEPAGE)
         with contextlib.suppress(OSError):  # a system that cannot be written to
             os.utime(descriptor)  # the file that was used last is removed last
     finally:
@@ -394,20 +396,12 @@ class _Writer:
     def _fill(self, opened: io.FileIO) -> None:
         """Write all of an empty file."""
         start = _pages(_PREFIX.size + len(self._header))
-        opened.seek(start)
-        unsynced = 0
+        chunks = _Chunks(opened, self._cancelled)
+        chunks.write(bytes(start))  # the prefix and the header come last
         for data in self._parts:
-            for first in range(0, len(data), _CHUNK):
-                if self._cancelled.is_set():
-                    raise _CancelledError
-                chunk = data[first : first + _CHUNK]
-                _write_all(opened, chunk)
-                unsynced += len(chunk)
-                if unsynced >= _SYNCED:  # so that giving up never waits for long
-                    os.fdatasync(opened.fileno())
-                    unsynced = 0
-            opened.seek(_pages(len(data)) - len(data), os.SEEK_CUR)
-        opened.truncate(start + self._size)
+            chunks.write(data)
+            chunks.write(bytes(_pages(len(data)) - len(data)))
+        chunks.flush()
         with mmap.mmap(opened.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
             checksum = _checksum(mapped, start)
         opened.seek(0)
@@ -415,6 +409,41 @@ class _Writer:
         prefix = _PREFIX.pack(_MAGIC, len(self._header), crc, checksum)
         _write_all(opened, prefix + self._header)
         os.fsync(opened.fileno())
+
+
+class _Chunks:
+    """Writes a file in chunks, so that the system keeps it in huge pages, which maps use."""
+
+    def __init__(self, opened: io.FileIO, cancelled: threading.Event) -> None:
+        self._opened, self._cancelled = opened, cancelled
+        self._chunk, self._filled, self._unsynced = bytearray(_CHUNK), 0, 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Add data.
+
+        Raises:
+            _CancelledError: the file is not waited for any more.
+            OSError: as `_write_all`.
+        """
+        rest = memoryview(data)
+        while rest:
+            count = min(len(rest), len(self._chunk) - self._filled)
+            self._chunk[self._filled : self._filled + count] = rest[:count]
+            self._filled += count
+            rest = rest[count:]
+            if self._filled == len(self._chunk):
+                self.flush()
+
+    def flush(self) -> None:
+        """Write what is there."""
+        if self._cancelled.is_set():
+            raise _CancelledError
+        _write_all(self._opened, memoryview(self._chunk)[: self._filled])
+        self._unsynced += self._filled
+        self._filled = 0
+        if self._unsynced >= _SYNCED:  # so that giving up never waits for long
+            os.fdatasync(self._opened.fileno())
+            self._unsynced = 0
 
 
 def _write_all(opened: io.FileIO, data: bytes | memoryview) -> None:

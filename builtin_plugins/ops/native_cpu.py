@@ -198,7 +198,7 @@ class NativeOps(Ops):
 
 
 class _Memory:
-    """Memory of packed matrices, in huge pages: one after another, for most are smaller than one."""
+    """Memory of packed matrices, in huge pages; most matrices are smaller than one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

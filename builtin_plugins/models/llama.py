@@ -234,7 +234,7 @@ class Llama(Model):
                 f"got {self._head_size}",
             )
         activation = self.context.config.hf.get("hidden_act") or "silu"
-        if activation not in _GATES:
+        if not isinstance(activation, str) or activation not in _GATES:
             expected = " or ".join(map(repr, _GATES))
             raise fields.error("hidden_act", f"expected {expected}, got {short(activation)}")
         self._gate = _GATES[activation](self.context.ops)

@@ -23,10 +23,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 MARK = "hardpoint-benchmark "
 MAX_MODEL_LEN = 2048
+_REST_S = 6.0  # workers of vLLM spin for a while after a request
 
 
 @dataclass(frozen=True)
@@ -392,6 +393,8 @@ class Engine:
         start_seconds: until then.
     """
 
+    _asked: ClassVar[Engine | None] = None  # the last one
+
     def __init__(
         self, name: str, python: str, folder: Path, program: str = __file__, *more: str
     ) -> None:
@@ -420,7 +423,14 @@ class Engine:
         self.start_seconds = time.perf_counter() - start
 
     def ask(self, question: Any) -> Any:
-        """Send a question; return its answer."""
+        """Send a question, once the engine that was asked before has come to rest.
+
+        Returns:
+            The answer.
+        """
+        if Engine._asked not in {None, self}:
+            time.sleep(_REST_S)
+        Engine._asked = self
         assert self._process.stdin is not None
         print(json.dumps(question), file=self._process.stdin, flush=True)
         return self._read()

@@ -66,6 +66,7 @@ def process_transfers(
     """
     if result.invalid_block_ids:
         reset_uncertain_cache(tracker, plans)
+        _skip_connector(tracker, result.invalid_block_ids, plans[0])
         _recompute_invalid(tracker, result.invalid_block_ids, now)
     for request_id in sorted(result.kv_loaded):
         request = tracker.blocked.get(request_id)
@@ -95,6 +96,17 @@ def _finish_transfer(tracker: RequestTracker, request_id: str, transfer: str) ->
         if not unfinished:
             del tracker.pending_free[request_id]
             tracker.cache.free(request)
+
+
+def _skip_connector(tracker: RequestTracker, invalid: frozenset[int], step: PlannedStep) -> None:
+    """Mark the requests of a step whose load failed, also those that were preempted since.
+
+    Another request may have their blocks by now; loading again would fail again.
+    """
+    for new in step.plan.new_requests:
+        request = tracker.requests.get(new.source.request_id)
+        if request is not None and any(invalid.intersection(table) for table in new.block_ids):
+            request.skip_connector = True
 
 
 def _recompute_invalid(tracker: RequestTracker, invalid: frozenset[int], now: float) -> None:

@@ -154,6 +154,23 @@ def test_what_fails_to_load_is_computed(steps):
     assert not simulator.worker.transfers.has_jobs
 
 
+def test_a_load_that_fails_for_a_preempted_request_is_not_tried_again():
+    # The block that b could not load belongs to a when the failure is told.
+    simulator = SchedulerSimulator(
+        DefaultScheduler,
+        asynchronous=True,
+        connector=True,
+        block_size=4,
+        blocks=3,
+        max_num_batched_tokens=8,
+    )
+    simulator.add("a", [7, 8, 0, 0], max_tokens=2)
+    transfer = Transfer(tokens=6, failed_block=1)
+    simulator.add("b", [7, 8, 9, 0, 0, 0], max_tokens=1, transfer=transfer)
+    a, b = simulator.reply([7, 8, 0, 0], 2), simulator.reply([7, 8, 9, 0, 0, 0], 1)
+    assert simulator.run() == {"a": a, "b": b}
+
+
 def test_a_grammar_that_fails_ends_its_request_alone():
     simulator = SchedulerSimulator(DefaultScheduler, grammars=True)
     simulator.add("a", [1], compile=Compile(pending_polls=2, fails=True))

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 MARK = "hardpoint-benchmark "
 MAX_MODEL_LEN = 2048
-_REST_S = 6.0  # workers of vLLM spin for a while after a request
+_REST_S = 2.0  # workers of vLLM spin for 1 s after a request
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ _MEASURED = 4  # threads from which fewer may be faster
 _ROWS, _COLUMNS = 4096, 2048  # 32 MiB: more than most caches hold for one core
 _REPEATS = 5
 _ADAPT_INTERVAL_S = 0.25
+_COMPUTES = 0.25  # CPUs on average; less is mostly waiting for requests
 _FEWER, _MORE = 0.6, 0.75  # CPUs; next to two threads, a busy program gets 0.67 and more
 
 
@@ -113,10 +114,10 @@ class ComputeThreads:
         before = self._usage
         if before is None or time.monotonic() - before.seconds < _ADAPT_INTERVAL_S:
             return
-        self._usage = CPUUsage.now(self._proc)
-        if self._usage is not None:
-            free = before.free_until(self._usage)
-            self._set(min(adapted(self._count, free), self._limit))
+        after = self._usage = CPUUsage.now(self._proc)
+        # What others did while this process waited for requests says nothing about now.
+        if after is not None and after.computed_since(before):
+            self._set(min(adapted(self._count, before.free_until(after)), self._limit))
 
     def close(self) -> None:
         """Restore the number, unless another was set since."""
@@ -160,6 +161,10 @@ class CPUUsage:
         except (OSError, ValueError, IndexError, AttributeError):
             return None
         return cls(time.monotonic(), idle, time.process_time()) if fields else None
+
+    def computed_since(self, earlier: CPUUsage) -> bool:
+        """Return whether this process computed most of the time, maybe next to many others."""
+        return self.own - earlier.own >= _COMPUTES * (self.seconds - earlier.seconds)
 
     def free_until(self, later: CPUUsage) -> float:
         """Return how many CPUs were idle or used by this process, on average until `later`."""

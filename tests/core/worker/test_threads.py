@@ -128,6 +128,17 @@ def test_the_number_follows_the_use_of_the_cpus(
         compute.adapt()
         found.append(torch.get_num_threads())
     assert found == [3, 2, 1, 1, 3]
+    # While it waited for requests, others used all CPUs: that says nothing about the next step.
+    monkeypatch.setattr("time.process_time", lambda: own)
+    own = now[0]
+    for _ in range(10):
+        pass_seconds(0)
+    compute.adapt()
+    assert torch.get_num_threads() == 3
+    pass_seconds(0)
+    own += 0.6
+    compute.adapt()
+    assert torch.get_num_threads() == 1
     compute.close()
     assert torch.get_num_threads() == 3
 

@@ -294,8 +294,7 @@ struct Layer {
   size_t result_size() const { return layout.panels * PANEL + PANEL; }
 };
 
-// Write keys and values of a token, and of the next one, which is beside it, if PAIR.
-template <bool PAIR, class T>
+template <class T>
 void write_token(const Layer<T>& layer, long token) {
   const Layout<T>& layout = layer.layout;
   constexpr int PER = sizeof(T) == 2 ? 2 : 1;
@@ -308,38 +307,16 @@ void write_token(const Layer<T>& layer, long token) {
     T* key = block + head * layout.key_head + group * layout.key_size + lane * PER;
     T* value = block + layout.values + head * layout.value_head + group * layout.value_size +
                lane / PER * PER * PANEL + lane % PER;
-    for (int other = 0; other <= PAIR; other++) {
-      const T* from = k + other * layer.k_stride;
-      T* to = key + other * PER;
-      long d = 0;
-      for (; d + PER <= layout.head_size; d += PER) memcpy(to + d * PANEL, from + d, PER * sizeof(T));
-      if (d < layout.head_size) {
-        to[d * PANEL] = from[d];
-        to[d * PANEL + 1] = T{};
-      }
-    }
-    const T* next = v + layer.v_stride;
     long d = 0;
-    for (; d + PANEL <= layout.head_size; d += PANEL)
-      for (int i = 0; i < PANEL; i++) {
-        value[d * PANEL + i * PER] = v[d + i];
-        if (PAIR) value[d * PANEL + i * PER + 1] = next[d + i];
-      }
-    for (int i = 0; d + i < layout.panels * PANEL; i++) {
-      value[d * PANEL + i * PER] = d + i < layout.head_size ? v[d + i] : T{};
-      if (PAIR) value[d * PANEL + i * PER + 1] = d + i < layout.head_size ? next[d + i] : T{};
+    for (; d + PER <= layout.head_size; d += PER) memcpy(key + d * PANEL, k + d, PER * sizeof(T));
+    if (d < layout.head_size) {
+      key[d * PANEL] = k[d];
+      key[d * PANEL + 1] = T{};
     }
-  }
-}
-
-template <class T>
-void write_tokens(const Layer<T>& layer, long from, long to) {
-  const int64_t* slots = layer.plan.slots;
-  for (long token = from; token < to; token++) {
-    long in_block = slots[token] % layer.layout.blocks.size;
-    bool pair = sizeof(T) == 2 && token + 1 < to && slots[token + 1] == slots[token] + 1 &&
-                in_block % PANEL % 2 == 0 && in_block + 1 < layer.layout.blocks.size;
-    pair ? write_token<sizeof(T) == 2>(layer, token++) : write_token<false>(layer, token);
+    for (d = 0; d + PANEL <= layout.head_size; d += PANEL)
+      for (int i = 0; i < PANEL; i++) value[d * PANEL + i * PER] = v[d + i];
+    for (int i = 0; d + i < layout.panels * PANEL; i++)
+      value[d * PANEL + i * PER] = d + i < layout.head_size ? v[d + i] : T{};
   }
 }
 
@@ -775,10 +752,7 @@ void attend(const T* q, long q_stride, const T* k, long k_stride, const T* v, lo
                  *plan, Layout<T>(head_size, plan->kv_heads, plan->block_size), scale};
   // Waking a thread takes about as long as this much work.
   int threads = (int)std::clamp<long>(plan->work * head_size / (64 * 20), 1, omp_get_max_threads());
-  constexpr long AT_ONCE = 16;
-  for_each_item((plan->tokens + AT_ONCE - 1) / AT_ONCE, [&](long item) {
-    write_tokens(layer, item * AT_ONCE, std::min(plan->tokens, (item + 1) * AT_ONCE));
-  }, threads);
+  for_each_item(plan->tokens, [&](long token) { write_token(layer, token); }, threads);
   float* pieces = scratch.get(plan->pieces * plan->heads * layer.result_size() + 1);
   // All heads of an item one after another where there are many items.
   long heads = plan->items >= 16 * threads ? plan->kv_heads : 1, units = plan->kv_heads / heads;

@@ -280,13 +280,8 @@ void linear(const X* x, long x_stride, const W* weights, const W* bias, Y* y, lo
   // little beside multiplying them.
   long per_item = std::max<long>(1, std::min<long>(groups / (4 * omp_get_max_threads()), 8));
   long items = (groups + per_item - 1) / per_item;
-  // Threads begin at row blocks far from each other, so that each converts rows of its own.
-  long parts = std::min<long>(row_blocks, omp_get_max_threads());
-  long per_part = (row_blocks + parts - 1) / parts;
-  for_each_item(parts * per_part * items, [&](long index) {
-    long row_block = index % parts * per_part + index / parts / items;
-    long row = row_block * at_once, first = index / parts % items * per_item;
-    if (row >= rows) return;
+  for_each_item(row_blocks * items, [&](long index) {
+    long row = index / items * at_once, first = index % items * per_item;
     int count = (int)std::min<long>(at_once, rows - row);
     // A thread's items are mostly of the same rows.
     operands.get(x + row * x_stride, x_stride, count, depth, call);

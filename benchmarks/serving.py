@@ -47,6 +47,8 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Fi
     engines = [Engine(n, python, folder, PROGRAM, "async") for n, python in pythons.items()]
     for engine in engines:
         print(f"{engine.name} {engine.about['version']} {engine.about['settings']}", flush=True)
+    for engine in engines:  # what an engine does once, it does here
+        engine.ask(dataclasses.asdict(ClosedLoop(1, 1, 128, 64, "warm-up")))
     result = {}
     for streams in options.streams:
         found: dict[str, list[Figures]] = {engine.name: [] for engine in engines}

@@ -67,6 +67,7 @@ def test_other_dtypes_are_left_to_torch():
 
 def test_a_wrong_product_is_noticed(monkeypatch):
     """A path that the processor has, but that computes wrongly, is passed over."""
+    monkeypatch.delenv(cpu.VARIABLE, raising=False)
     check = "hardpoint.kernels.cpu._multiplies_rightly"
     monkeypatch.setattr(check, lambda library: library.path == "plain")
     cpu.load.cache_clear()

@@ -1,0 +1,1 @@
+"""Output parsers of the families that people run: reasoning, tool calls, or both."""

@@ -1,0 +1,454 @@
+"""Tool calls in JSON, as bodies of an output format, and the JSON scanner that they share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from enum import Enum, auto
+
+import msgspec
+
+from .output_format import Body, OpenOutput
+from .output_parser import (
+    MalformedText,
+    OutputEvent,
+    ToolCallArguments,
+    ToolCallBegin,
+    ToolCallEnd,
+)
+
+__all__ = ["JsonArguments", "JsonCalls", "JsonText"]
+
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
+_SPACE = " \t\n\r"
+_MAX_DEPTH = 200
+
+
+class _Expected(Enum):
+    """What a JSON text goes on with."""
+
+    VALUE = "a value"
+    VALUE_OR_END = "a value or ]"
+    KEY = "a key in double quotes"
+    KEY_OR_END = "a key in double quotes or }"
+    COLON = ":"
+    COMMA_OR_END = ", or the end of the list or object"
+    STRING = "the rest of a string"
+    ESCAPE = "an escaped character"
+    HEX = "a hexadecimal digit"
+    NUMBER = "a digit"
+    LITERAL = "true, false or null"
+    NOTHING = "nothing"
+
+
+# Numbers: from each state, the state after a character of a class.
+_NUMBER = {
+    "-": {"0": "0", "1": "1"},
+    "0": {".": ".", "e": "e"},
+    "1": {"0": "1", "1": "1", ".": ".", "e": "e"},
+    ".": {"0": "f", "1": "f"},
+    "f": {"0": "f", "1": "f", "e": "e"},
+    "e": {"0": "x", "1": "x", "+": "s", "-": "s"},
+    "s": {"0": "x", "1": "x"},
+    "x": {"0": "x", "1": "x"},
+}
+_NUMBER_ENDS = frozenset("01fx")
+
+
+class Stop(Enum):
+    """Where `JsonText.feed` stops before the end of the text."""
+
+    BEGIN = auto()
+    """A value begins."""
+    END = auto()
+    """It has ended."""
+    ITEM = auto()
+    """An object with such members has ended, inside a list."""
+    DONE = auto()
+    """The whole value has ended."""
+    ERROR = auto()
+    """The text is no JSON."""
+
+
+class JsonText:
+    """Checks one JSON value as its text comes; each character is looked at once.
+
+    Attributes:
+        depth: number of open lists and objects.
+        key: of the member whose value comes, at `stop_depth`.
+        expected: what may come next.
+    """
+
+    def __init__(self, stop_depth: int = 0) -> None:
+        """Expect a value.
+
+        Args:
+            stop_depth: `feed` stops before and after each member's value of objects so deep.
+        """
+        self._stop_depth = stop_depth
+        self._open: list[str] = []
+        self.expected = _Expected.VALUE
+        self.key = ""
+        self._key_text: list[str] | None = None
+        self._is_key = False
+        self._number = ""
+        self._left = 0  # of an escape's digits
+        self._literal = ""
+        self._begun = False  # whether BEGIN was told for the value that comes
+
+    @property
+    def depth(self) -> int:
+        return len(self._open)
+
+    @property
+    def in_string(self) -> bool:
+        """Whether the text so far ends inside a string."""
+        return self.expected in {_Expected.STRING, _Expected.ESCAPE, _Expected.HEX}
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the value is complete; a number may go on."""
+        return self.expected is _Expected.NOTHING or (
+            self.expected is _Expected.NUMBER and not self._open and self._number in _NUMBER_ENDS
+        )
+
+    def feed(self, text: str, at: int = 0) -> tuple[int, Stop | None]:
+        """Take text from `at` on; return where it stopped, and why before the end of it."""
+        while at < len(text):
+            expected = self.expected
+            if expected is _Expected.STRING:
+                at, stop = self._string(text, at)
+            elif expected is _Expected.NOTHING:
+                return at, Stop.DONE
+            else:
+                at, stop = self._character(text, at)
+            if stop is not None:
+                return at, stop
+        return at, None
+
+    def _string(self, text: str, at: int) -> tuple[int, Stop | None]:
+        end = _PLAIN.match(text, at).end()  # type: ignore[union-attr]
+        if self._key_text is not None:
+            self._key_text.append(text[at:end])
+        if end == len(text):
+            return end, None
+        if text[end] == "\\":
+            self._note(text[end])
+            self.expected = _Expected.ESCAPE
+            return end + 1, None
+        if text[end] != '"':
+            return end, Stop.ERROR
+        if self._is_key:
+            self._is_key = False
+            self.expected = _Expected.COLON
+            if self._key_text is not None:
+                self.key = _decoded("".join(self._key_text))
+                self._key_text = None
+            return end + 1, None
+        return end + 1, self._value_ended()
+
+    def _note(self, character: str) -> None:
+        if self._key_text is not None:
+            self._key_text.append(character)
+
+    def _character(self, text: str, at: int) -> tuple[int, Stop | None]:
+        character, expected = text[at], self.expected
+        if expected is _Expected.ESCAPE:
+            if character not in '"\\/bfnrtu':
+                return at, Stop.ERROR
+            self._note(character)
+            self._left = 4
+            self.expected = _Expected.HEX if character == "u" else _Expected.STRING
+            return at + 1, None
+        if expected is _Expected.HEX:
+            if character not in "0123456789abcdefABCDEF":
+                return at, Stop.ERROR
+            self._note(character)
+            self._left -= 1
+            if not self._left:
+                self.expected = _Expected.STRING
+            return at + 1, None
+        if expected is _Expected.LITERAL:
+            if character != self._literal[0]:
+                return at, Stop.ERROR
+            self._literal = self._literal[1:]
+            return at + 1, None if self._literal else self._value_ended()
+        if expected is _Expected.NUMBER:
+            kind = "1" if character in "123456789" else character.replace("E", "e")
+            following = _NUMBER[self._number].get(kind)
+            if following is not None:
+                self._number = following
+                return at + 1, None
+            if self._number not in _NUMBER_ENDS:
+                return at, Stop.ERROR
+            return at, self._value_ended()
+        if character in _SPACE:
+            return at + 1, None
+        return self._structure(character, at)
+
+    def _structure(self, character: str, at: int) -> tuple[int, Stop | None]:
+        expected = self.expected
+        if expected is _Expected.COLON:
+            if character != ":":
+                return at, Stop.ERROR
+            self.expected = _Expected.VALUE
+            return at + 1, None
+        if expected in {_Expected.KEY, _Expected.KEY_OR_END} and character == '"':
+            self._is_key, self.expected = True, _Expected.STRING
+            if self.depth == self._stop_depth:
+                self._key_text = []
+            return at + 1, None
+        if expected is _Expected.COMMA_OR_END and character == ",":
+            self.expected = _Expected.KEY if self._open[-1] == "}" else _Expected.VALUE
+            return at + 1, None
+        may_end = {_Expected.COMMA_OR_END, _Expected.KEY_OR_END, _Expected.VALUE_OR_END}
+        if expected in may_end and character == self._open[-1]:
+            self._open.pop()
+            return at + 1, self._value_ended()
+        if expected in {_Expected.VALUE, _Expected.VALUE_OR_END}:
+            return self._value(character, at)
+        return at, Stop.ERROR
+
+    def _value(self, character: str, at: int) -> tuple[int, Stop | None]:
+        if not self._begun and self._tells():
+            self._begun = True
+            return at, Stop.BEGIN
+        self._begun = False
+        if character in "{[":
+            if self.depth == _MAX_DEPTH:
+                return at, Stop.ERROR
+            self._open.append("}" if character == "{" else "]")
+            is_object = character == "{"
+            self.expected = _Expected.KEY_OR_END if is_object else _Expected.VALUE_OR_END
+        elif character == '"':
+            self.expected = _Expected.STRING
+        elif character in "-0123456789":
+            self._number = character if character in "-0" else "1"
+            self.expected = _Expected.NUMBER
+        elif character in "tfn":
+            self._literal = {"t": "rue", "f": "alse", "n": "ull"}[character]
+            self.expected = _Expected.LITERAL
+        else:
+            return at, Stop.ERROR
+        return at + 1, None
+
+    def _tells(self) -> bool:
+        """Return whether the innermost value is one that `feed` stops at."""
+        return bool(self._open) and self.depth == self._stop_depth and self._open[-1] == "}"
+
+    def _value_ended(self) -> Stop | None:
+        if not self._open:
+            self.expected = _Expected.NOTHING
+            return Stop.DONE
+        self.expected = _Expected.COMMA_OR_END
+        if self._tells():
+            return Stop.END
+        return Stop.ITEM if self.depth == self._stop_depth - 1 else None
+
+
+def _decoded(raw: str) -> str:
+    try:
+        return msgspec.json.decode(f'"{raw}"', type=str)
+    except msgspec.DecodeError:  # half of a surrogate pair
+        return raw
+
+
+class JsonArguments(Body):
+    """The arguments of a call that has begun, as a JSON object."""
+
+    def __init__(self, output: OpenOutput) -> None:
+        """Expect an object."""
+        super().__init__(output)
+        self._json = JsonText()
+        self._reason = ""
+
+    @property
+    def quotes(self) -> bool:
+        """Whether a string is open."""
+        return self._json.in_string and not self._reason
+
+    def feed(self, text: str, events: list[OutputEvent]) -> int:
+        """Pass on what is JSON."""
+        if self._reason:
+            events.append(MalformedText(text, self._reason))
+            return len(text)
+        expected = self._json.expected
+        if expected is _Expected.VALUE and text.strip() and text.lstrip()[0] != "{":
+            at, stop = 0, Stop.ERROR
+        else:
+            at, stop = self._json.feed(text)
+        if at:
+            events.append(ToolCallArguments(text[:at]))
+        rest = text[at:]
+        if stop is Stop.ERROR or rest.strip():
+            self._reason = f"its arguments are no JSON: expected {self._json.expected.value}"
+            events.append(MalformedText(rest, self._reason))
+        return len(text)
+
+    def close(self, events: list[OutputEvent], *, cut: bool) -> None:
+        """End the call."""
+        if self._reason:
+            return
+        if self._json.is_done:
+            events.append(ToolCallEnd())
+        elif cut:
+            events.append(MalformedText("", "the output ended inside a call"))
+        else:
+            reason = f"its arguments are no JSON: expected {self._json.expected.value}"
+            events.append(MalformedText("", reason))
+
+
+class JsonCalls(Body):
+    """Calls as a JSON object, or as a list of them.
+
+    Attributes:
+        name_keys: of the member that has the tool's name.
+        argument_keys: of the member that has the arguments.
+    """
+
+    name_keys: Collection[str] = ("name",)
+    argument_keys: Collection[str] = ("arguments", "parameters")
+
+    def __init__(self, output: OpenOutput) -> None:
+        """Expect an object or a list."""
+        super().__init__(output)
+        self._json: JsonText | None = None
+        self._reason = ""
+        self._ended = False
+        self._next_call()
+
+    def _next_call(self) -> None:
+        self._raw: list[str] = []  # the call so far, until it has begun
+        self._capture = ""  # what the member is that comes: name, arguments, string or nothing
+        self._value: list[str] = []  # of a member that is needed as a whole
+        self._waiting: list[str] | None = None  # arguments that came before the name
+        self._has_arguments = self._begun = False
+
+    @property
+    def quotes(self) -> bool:
+        """Whether a string is open."""
+        return self._json is not None and self._json.in_string and not self._reason
+
+    def feed(self, text: str, events: list[OutputEvent]) -> int:
+        """Give the calls as they come; end after the value."""
+        if self._reason:
+            events.append(MalformedText(text, self._reason))
+            return len(text)
+        at = len(text) - len(text.lstrip(_SPACE)) if self._json is None or self._ended else 0
+        if at == len(text) or self._ended:
+            return at
+        if self._json is None:
+            self._json = JsonText(2 if text[at] == "[" else 1)
+            if text[at] not in "[{":
+                self._malformed("expected { or [", text[at:], events)
+                return len(text)
+        while at < len(text):
+            before = at
+            at, stop = self._json.feed(text, at)
+            self._take(text[before:at], events)
+            reason = self._stopped(stop, text, at, events)
+            if reason:
+                self._malformed(reason, text[at:], events)
+                return len(text)
+            if stop is Stop.DONE:
+                self._ended = True
+                return at + len(text[at:]) - len(text[at:].lstrip(_SPACE))
+        return at
+
+    def _take(self, piece: str, events: list[OutputEvent]) -> None:
+        """Keep or pass on a piece of a member."""
+        if not piece:
+            return
+        if self._capture == "arguments" and self._begun:
+            events.append(ToolCallArguments(piece))
+            return
+        if not self._begun:
+            self._raw.append(piece)
+        if self._capture == "arguments":
+            assert self._waiting is not None
+            self._waiting.append(piece)
+        elif self._capture:
+            self._value.append(piece)
+
+    def _stopped(
+        self, stop: Stop | None, text: str, at: int, events: list[OutputEvent]
+    ) -> str:
+        """Go on after a stop; return what is wrong, if anything is."""
+        assert self._json is not None
+        if stop is Stop.ERROR:
+            return f"expected {self._json.expected.value}"
+        if stop is Stop.BEGIN:
+            return self._member_begins(text[at])
+        if stop is Stop.END:
+            return self._member_ended(events)
+        if stop in {Stop.ITEM, Stop.DONE} and self._raw_or_begun():
+            return self._call_ended(events)
+        return ""
+
+    def _raw_or_begun(self) -> bool:
+        """Return whether there is a call, and not the end of a list."""
+        return self._begun or "{" in "".join(self._raw)
+
+    def _member_begins(self, character: str) -> str:
+        assert self._json is not None
+        self._value = []
+        if self._json.key in self.name_keys and not self._begun:
+            self._capture = "name"
+        elif self._json.key in self.argument_keys and not self._has_arguments:
+            self._has_arguments = True
+            if character not in '{"n':
+                return "expected an object of arguments"
+            self._capture = "arguments" if character == "{" else "text"
+            self._waiting = []
+        return ""
+
+    def _member_ended(self, events: list[OutputEvent]) -> str:
+        capture, self._capture = self._capture, ""
+        value = "".join(self._value)
+        if capture == "name":
+            name = msgspec.json.decode(value)
+            if not isinstance(name, str) or not name:
+                return "expected the name of a tool"
+            self._begun, self._raw = True, []
+            events.append(ToolCallBegin(name))
+            if self._waiting:
+                events.append(ToolCallArguments("".join(self._waiting)))
+        elif capture == "text":  # JSON in a string, or null
+            arguments = msgspec.json.decode(value) or "{}"
+            if not _is_object(arguments):
+                return "expected an object of arguments"
+            if self._begun:
+                events.append(ToolCallArguments(arguments))
+            else:
+                self._waiting = [arguments]
+        return ""
+
+    def _call_ended(self, events: list[OutputEvent]) -> str:
+        if not self._begun:
+            return f"expected a member {' or '.join(self.name_keys)}"
+        if not self._has_arguments:
+            events.append(ToolCallArguments("{}"))
+        events.append(ToolCallEnd())
+        self._next_call()
+        return ""
+
+    def _malformed(self, reason: str, rest: str, events: list[OutputEvent]) -> None:
+        self._reason = f"a call is malformed: {reason}"
+        events.append(MalformedText("".join(self._raw) + rest, self._reason))
+        self._raw = []
+
+    def close(self, events: list[OutputEvent], *, cut: bool) -> None:
+        """End the calls."""
+        if self._reason or self._ended or self._json is None:
+            return
+        if self._begun or self._raw:
+            reason = "the output ended inside it" if cut else "it is not complete"
+            self._malformed(reason, "", events)
+
+
+def _is_object(text: object) -> bool:
+    if not isinstance(text, str):
+        return False
+    json = JsonText()
+    at, _ = json.feed(text.strip(_SPACE))
+    return text.lstrip(_SPACE).startswith("{") and json.is_done and at == len(text.strip(_SPACE))

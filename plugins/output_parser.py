@@ -1,0 +1,184 @@
+"""Output parsers: find reasoning, content and tool calls in what a model writes."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+
+from .arguments import ComponentWithArguments, prepared_type
+from .component import Context
+from .markers import ReasoningMarkers
+from .tokenizer import Tokenizer
+
+__all__ = [
+    "ContentText",
+    "MalformedText",
+    "OutputEvent",
+    "OutputParser",
+    "OutputParserContext",
+    "OutputState",
+    "ParserRequest",
+    "ReasoningText",
+    "Role",
+    "ToolCallArguments",
+    "ToolCallBegin",
+    "ToolCallEnd",
+]
+
+Role = Literal["reasoning", "tools"]
+"""What a parser may find: reasoning, or tool calls."""
+
+
+class ReasoningText(NamedTuple):
+    """A part of the model's reasoning."""
+
+    text: str
+
+
+class ContentText(NamedTuple):
+    """A part of the answer."""
+
+    text: str
+
+
+class ToolCallBegin(NamedTuple):
+    """The beginning of a call.
+
+    Attributes:
+        name: of the tool.
+        id: of the call, where the format has one; else the engine makes it.
+    """
+
+    name: str
+    id: str | None = None
+
+
+class ToolCallArguments(NamedTuple):
+    """A part of the JSON text of a call's arguments."""
+
+    text: str
+
+
+class ToolCallEnd(NamedTuple):
+    """The end of a call."""
+
+
+class MalformedText(NamedTuple):
+    """Text that should have been a call; it is content, and the output has the reason as a warning.
+
+    A call that has begun ends with it.
+    """
+
+    text: str
+    reason: str
+
+
+OutputEvent = (
+    ReasoningText | ContentText | ToolCallBegin | ToolCallArguments | ToolCallEnd | MalformedText
+)
+"""What an output consists of, in order."""
+
+
+class OutputState(Protocol):
+    """The parser of one request's output, fed piece by piece.
+
+    However the text is cut into pieces, the events joined are the same.
+    """
+
+    def feed(self, text: str) -> Sequence[OutputEvent]:
+        """Take a piece of text of any length."""
+
+    def feed_token(self, token_id: int) -> Sequence[OutputEvent]:
+        """Take one of the parser's `token_ids`, whose text is in no piece."""
+
+    def finish(self) -> Sequence[OutputEvent]:
+        """End the output: what waited for more text is what it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParserRequest:
+    """A request whose output is to be parsed.
+
+    Attributes:
+        reasoning_open: whether the prompt ends inside reasoning, by the parser's markers.
+        tools: JSON schemas of arguments, by the name of the tool.
+    """
+
+    reasoning_open: bool = False
+    tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputParserContext(Context["OutputParser"]):
+    """Context of an output parser.
+
+    Attributes:
+        arguments: of the request that the parser is for; None, for the parser that serves all
+            requests without arguments, is the defaults.
+    """
+
+    tokenizer: Tokenizer
+    arguments: Any = None
+
+
+class OutputParser(ComponentWithArguments):
+    """Finds reasoning, tool calls or both in outputs, in the frontend.
+
+    One parser serves all requests that give it no arguments; each output has a state of its own.
+    `FormatParser` makes one of a table of the format's markers.
+
+    Attributes:
+        roles: what it finds. It can be enabled under the kind of each: `reasoning_parsers`,
+            `tool_parsers`. Where two parsers are enabled, the content that the reasoning parser
+            finds is parsed for tools.
+    """
+
+    roles: ClassVar[tuple[Role, ...]]
+    context: OutputParserContext
+
+    def __init__(self, context: OutputParserContext) -> None:
+        """Store the context; `self.arguments` is its field, too, or the defaults."""
+        super().__init__(context)
+        given = context.arguments
+        self.arguments: Any = prepared_type(type(self))() if given is None else given
+
+    def markers(self) -> ReasoningMarkers:
+        """Return the token ids that enclose reasoning; none in a parser of tools only.
+
+        Grammars and thinking budgets go by them, so they say where the answer begins.
+        """
+        return ReasoningMarkers((), ())
+
+    @property
+    def token_ids(self) -> frozenset[int]:
+        """Special tokens that states take as ids, so that no text can pass for them."""
+        return frozenset()
+
+    @abstractmethod
+    def open(self, request: ParserRequest) -> OutputState:
+        """Return the state of a new output."""
+
+    def split(self, text: str, request: ParserRequest | None = None) -> list[OutputEvent]:
+        """Return the events of a whole output, parts of the same kind joined."""
+        state = self.open(request or ParserRequest())
+        return join_events([*state.feed(text), *state.finish()])
+
+
+def join_events(events: Sequence[OutputEvent]) -> list[OutputEvent]:
+    """Return events with neighbouring texts of the same kind joined, and empty ones left out."""
+    joined: list[OutputEvent] = []
+    for event in events:
+        if isinstance(event, ReasoningText | ContentText | ToolCallArguments):
+            if not event.text:
+                continue
+            if joined and type(joined[-1]) is type(event):
+                joined[-1] = type(event)(joined[-1].text + event.text)  # type: ignore[union-attr]
+                continue
+        joined.append(event)
+    return joined
+
+
+Emit = Callable[[OutputEvent], None]
+"""Takes an event."""

@@ -74,6 +74,19 @@ from .plan import (
     RequestFault,
     SchedulerOutput,
 )
+from .output_parser import (
+    ContentText,
+    MalformedText,
+    OutputEvent,
+    OutputParser,
+    OutputParserContext,
+    OutputState,
+    ParserRequest,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallBegin,
+    ToolCallEnd,
+)
 from .reasoning import ReasoningContext, ReasoningMarkers, ReasoningParser
 from .request import Request, RequestStatus
 from .requests import (
@@ -206,6 +219,18 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "DecodeStream",
     "Tokenizer",
     "TokenizerContext",
+    # Output parsers: provisional
+    "ContentText",
+    "MalformedText",
+    "OutputEvent",
+    "OutputParser",
+    "OutputParserContext",
+    "OutputState",
+    "ParserRequest",
+    "ReasoningText",
+    "ToolCallArguments",
+    "ToolCallBegin",
+    "ToolCallEnd",
     # Reasoning parsers: provisional
     "ReasoningContext",
     "ReasoningMarkers",

@@ -53,6 +53,9 @@ class Body:
         """Begin."""
         self.output = output
 
+    def open(self, events: list[OutputEvent]) -> None:
+        """Add the events of entering the state."""
+
     @property
     def quotes(self) -> bool:
         """Whether the text so far ends inside a string, in which a marker's text is no marker."""
@@ -265,10 +268,7 @@ class _FormatState:
     def __init__(self, table: Mapping[str, _Compiled], first: str, request: ParserRequest) -> None:
         self._table, self._output = table, OpenOutput(request)
         self._held = ""  # the end of the text, which may begin a marker
-        self._enter(first)
-
-    def _enter(self, name: str) -> None:
-        self._state = self._table[name]
+        self._state = table[first]
         self._body = self._state.body(self._output)
 
     def feed(self, text: str) -> Sequence[OutputEvent]:
@@ -312,9 +312,11 @@ class _FormatState:
         return 0
 
     def _leave(self, name: str | None, events: list[OutputEvent]) -> None:
-        body = self._body
-        body.close(events, cut=False)
-        self._enter(name or body.next or self._state.name)
+        before = self._body
+        before.close(events, cut=False)
+        self._state = self._table[name or before.next or self._state.name]
+        self._body = self._state.body(self._output)
+        self._body.open(events)
 
     def feed_token(self, token_id: int) -> Sequence[OutputEvent]:
         """Take a marker; one that leads nowhere from here is left out."""

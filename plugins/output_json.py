@@ -260,6 +260,7 @@ class JsonArguments(Body):
         """Expect an object."""
         super().__init__(output)
         self._json = JsonText()
+        self._begun = False
         self._reason = ""
 
     @property
@@ -272,10 +273,12 @@ class JsonArguments(Body):
         if self._reason:
             events.append(MalformedText(text, self._reason))
             return len(text)
-        expected = self._json.expected
-        if expected is _Expected.VALUE and text.strip() and text.lstrip()[0] != "{":
-            at, stop = 0, Stop.ERROR
-        else:
+        given = len(text)
+        at, stop = 0, None
+        if not self._begun and (text := text.lstrip(_SPACE)):
+            self._begun = True
+            stop = None if text[0] == "{" else Stop.ERROR
+        if stop is None:
             at, stop = self._json.feed(text)
         if at:
             events.append(ToolCallArguments(text[:at]))
@@ -283,7 +286,7 @@ class JsonArguments(Body):
         if stop is Stop.ERROR or rest.strip():
             self._reason = f"its arguments are no JSON: expected {self._json.expected.value}"
             events.append(MalformedText(rest, self._reason))
-        return len(text)
+        return given
 
     def close(self, events: list[OutputEvent], *, cut: bool) -> None:
         """End the call."""

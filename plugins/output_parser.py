@@ -176,6 +176,11 @@ def join_events(events: Sequence[OutputEvent]) -> list[OutputEvent]:
             if joined and type(joined[-1]) is type(event):
                 joined[-1] = type(event)(joined[-1].text + event.text)  # type: ignore[union-attr]
                 continue
+        elif isinstance(event, MalformedText) and joined:
+            last = joined[-1]
+            if isinstance(last, MalformedText) and last.reason == event.reason:
+                joined[-1] = MalformedText(last.text + event.text, event.reason)
+                continue
         joined.append(event)
     return joined
 

@@ -51,6 +51,14 @@ class Tokenizer(Component):
         raise NotImplementedError(f"the tokenizer {self.name!r} does not say its vocab_size")
 
     @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The ids of tokens that ordinary text never becomes part of, by their texts.
+
+        Special and added tokens. By default there are none.
+        """
+        return {}
+
+    @property
     @abstractmethod
     def eos_token_ids(self) -> Sequence[int]:
         """End-of-sequence tokens of the tokenizer; may be empty."""

@@ -41,7 +41,7 @@ class Harmony(FormatParser):
             "header": State(_Header, header),
             "analysis": State(Reasoning, ends),
             "content": State(Content, ends),
-            "arguments": State(JsonArguments, ends),
+            "arguments": State(_Arguments, ends),
             "between": State(Ignored, {"<|start|>": "header", "<|channel|>": "header"}),
         }
 
@@ -67,6 +67,13 @@ class _Header(Body):
         if cut:
             return
         self.next = "analysis" if notes.get("channel") == "analysis" else "content"
-        if tool := notes.get("tool"):
+        if "tool" in notes:
             self.next = "arguments"
-            self.output.tool = tool
+
+
+class _Arguments(JsonArguments):
+    """The arguments of a call to the header's recipient."""
+
+    def open(self, events: list[OutputEvent]) -> None:
+        self.output.tool = self.output.notes.pop("tool")
+        events.append(ToolCallBegin(self.output.tool))

@@ -123,11 +123,7 @@ class _Value(Body):
 class _End(Ignored):
     """Behind the last parameter."""
 
-    def __init__(self, output: OpenOutput) -> None:
-        super().__init__(output)
-        self._closed = False
-
-    def close(self, events: list[OutputEvent], *, cut: bool) -> None:  # noqa: ARG002
+    def open(self, events: list[OutputEvent]) -> None:
         events.append(ToolCallArguments("}" if "opened" in self.output.notes else "{}"))
         events.append(ToolCallEnd())
 

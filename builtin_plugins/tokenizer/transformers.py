@@ -94,6 +94,12 @@ class TransformersTokenizer(Tokenizer):
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The special and added tokens of the files."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items()}
+
+    @property
     def eos_token_ids(self) -> Sequence[int]:
         """The `eos_token` of the files, if they have one."""
         return self._eos

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 from hardpoint.plugins import DecodeStream, RequestOutputKind, SamplingParams
 from hardpoint.plugins.errors import shown
 from hardpoint.registry.blame import raise_unless_fault
 from hardpoint.registry.guards import GuardedTokenizer
+
+
+EMPTY: Mapping[int, str] = MappingProxyType({})
+
+
+class Mark(NamedTuple):
+    """A special token in a text."""
+
+    token_id: int
+    start: int
+    end: int
 
 
 class Detokenizer:
@@ -18,12 +31,25 @@ class Detokenizer:
 
     Attributes:
         stop_string: the stop string that was found, if one was.
+        marks: where in the text special tokens are that a parser takes; their own text is
+            behind `start` up to `end`.
     """
 
     def __init__(
-        self, tokenizer: GuardedTokenizer, stream: DecodeStream, params: SamplingParams
+        self,
+        tokenizer: GuardedTokenizer,
+        stream: DecodeStream,
+        params: SamplingParams,
+        special: Mapping[int, str] = EMPTY,
     ) -> None:
-        """Decode by a stream of the tokenizer."""
+        """Decode by a stream of the tokenizer.
+
+        Args:
+            special: texts of the special tokens that a parser takes, by id.
+        """
+        self._special = special
+        self.marks: list[Mark] = []
+        self._length = 0  # of the text so far
         self._tokenizer = tokenizer
         self._stream = stream
         self._skip = params.skip_special_tokens
@@ -55,7 +81,8 @@ class Detokenizer:
         """
         before = self._num_tokens
         self._num_tokens += len(token_ids)
-        if ended_by_token and not self._keep_stop:
+        ending = token_ids[-1] if ended_by_token and not self._keep_stop else None
+        if ending is not None:
             token_ids = token_ids[:-1]
         step = self._stream.step
         for count, token in enumerate(token_ids, start=1):
@@ -68,7 +95,10 @@ class Detokenizer:
                 raise self._tokenizer.fault(
                     "step", f"returned {shown(piece)}, expected text or None"
                 )
+            if token in self._special:
+                self._mark(token, piece or "")
             if piece:
+                self._length += len(piece)
                 self._pending = None
                 if self._pieces is None:
                     self._pieces = [piece]
@@ -80,7 +110,15 @@ class Detokenizer:
                 self._pending = [token]
             else:
                 self._pending.append(token)
+        if ending in self._special:
+            self._mark(ending, "")
         return None
+
+    def _mark(self, token: int, piece: str) -> None:
+        """Note where a special token is; a piece may end with its text."""
+        end = self._length + len(piece)
+        shown = piece.endswith(self._special[token])
+        self.marks.append(Mark(token, end - len(self._special[token]) if shown else end, end))
 
     def finish(self) -> None:
         """Add the text of tokens that never became whole characters."""

@@ -27,6 +27,7 @@ __all__ = [
     "PrefillStats",
     "RequestOutput",
     "TokenLogprobs",
+    "ToolCall",
 ]
 
 
@@ -276,6 +277,22 @@ class Logprob(msgspec.Struct, frozen=True):
     decoded_token: str | None
 
 
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call of a tool; of a streamed one, what is new.
+
+    Attributes:
+        index: among the calls of the completion.
+        id: of the call; None in later parts of a streamed one.
+        name: of the tool; None in later parts.
+        arguments: JSON text of an object.
+    """
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
 class CompletionOutput(msgspec.Struct, kw_only=True):
     """One completion of a prompt.
 
@@ -283,10 +300,14 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
         index: among the `n` completions.
         text: detokenised output; empty with `detokenize=False`.
         token_ids: output tokens; the stop token, if any, is the last.
+        reasoning: of the text, what an output parser finds to be reasoning; None without any.
+        content: of the text, the answer; None without any, or without an output parser.
+        tool_calls: of the text; None or at least one.
+        warning: what an output parser finds wrong: a malformed call, or reasoning without an end.
         cumulative_logprob: sum over the whole output so far; None unless logprobs were asked for.
         logprobs: per output position, token id to Logprob.
-        finish_reason: "stop", "length", "abort", "error", "repetition" or "timeout"; None while
-            running.
+        finish_reason: "stop", "tool_calls", "length", "abort", "error", "repetition" or "timeout";
+            None while running.
         stop_reason: the stop string or stop token id that ended it, if one did.
         error: with "error", what failed, and in which plugin or model.
         error_kind: with "error", the name of the error's class, if the engine refused the request.
@@ -296,6 +317,10 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     index: int
     text: str
     token_ids: list[int]
+    reasoning: str | None = None
+    content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    warning: str | None = None
     cumulative_logprob: float | None = None
     logprobs: list[Mapping[int, Logprob]] | None = None
     finish_reason: str | None = None

@@ -6,8 +6,9 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from .errors import ConfigError
 from .markers import ReasoningMarkers
 from .output_parser import (
     ContentText,
@@ -19,10 +20,22 @@ from .output_parser import (
     ParserRequest,
     ReasoningText,
     ToolCallBegin,
+    ToolCallEnd,
 )
 from .tokenizer import Tokenizer
 
-__all__ = ["Body", "Content", "FormatParser", "Ignored", "OpenOutput", "Reasoning", "State", "ToolName"]
+__all__ = [
+    "Beginning",
+    "Between",
+    "Body",
+    "Content",
+    "FormatParser",
+    "Ignored",
+    "OpenOutput",
+    "Reasoning",
+    "State",
+    "ToolName",
+]
 
 
 @dataclass
@@ -31,13 +44,35 @@ class OpenOutput:
 
     Attributes:
         request: whose output it is.
-        tool: name of the call that began last.
-        notes: what a body leaves for the next one.
+        tool: name of the call that comes or is open; empty without one.
+        call_id: of that call, where the format has one.
+        in_call: whether a call has begun and not ended.
+        notes: what a body leaves for another one.
     """
 
     request: ParserRequest
     tool: str = ""
-    notes: dict[str, str] = field(default_factory=dict)
+    call_id: str | None = None
+    in_call: bool = False
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def begin_call(self, events: list[OutputEvent]) -> None:
+        """Begin the call of `tool`, if the output has its name."""
+        if self.tool:
+            events.append(ToolCallBegin(self.tool, self.call_id))
+            self.in_call = True
+        self.call_id = None
+
+    def end_call(self, events: list[OutputEvent]) -> None:
+        """End the call, if one is open."""
+        if self.in_call:
+            events.append(ToolCallEnd())
+        self.in_call, self.tool = False, ""
+
+    def fail_call(self, text: str, reason: str, events: list[OutputEvent]) -> None:
+        """Give text of a call that cannot go on; the call ends."""
+        events.append(MalformedText(text, f"a call is malformed: {reason}"))
+        self.in_call, self.tool, self.call_id = False, "", None
 
 
 class Body:
@@ -96,23 +131,72 @@ class Reasoning(Body):
         return len(text)
 
 
+class Beginning(Body):
+    """The white space at the beginning of an output, whose first character says what it is.
+
+    Attributes:
+        begins: the state that each character leads to; any other one leads to `content`, to which
+            the white space belongs then.
+    """
+
+    begins: ClassVar[Mapping[str, str]]
+
+    def __init__(self, output: OpenOutput) -> None:
+        """Begin without any."""
+        super().__init__(output)
+        self._space: list[str] = []
+
+    def feed(self, text: str, events: list[OutputEvent]) -> int:
+        """Take white space."""
+        rest = text.lstrip()
+        space = len(text) - len(rest)
+        self._space.append(text[:space])
+        if rest:
+            self.next = self.begins.get(rest[0], "content")
+            if self.next == "content":
+                events.append(ContentText("".join(self._space)))
+        return space
+
+    def close(self, events: list[OutputEvent], *, cut: bool) -> None:
+        """Give white space that nothing followed."""
+        if cut:
+            events.append(ContentText("".join(self._space)))
+
+
 class Ignored(Body):
-    """Text that belongs to nothing, such as line breaks between calls."""
+    """Text that belongs to nothing."""
 
     def feed(self, text: str, events: list[OutputEvent]) -> int:  # noqa: ARG002
         """Take all of it."""
         return len(text)
 
 
+class Between(Body):
+    """White space between calls or messages, which is left out; other text is malformed."""
+
+    def __init__(self, output: OpenOutput) -> None:
+        """Expect white space."""
+        super().__init__(output)
+        self._is_space = True
+
+    def feed(self, text: str, events: list[OutputEvent]) -> int:
+        """Take all of it."""
+        rest = text.lstrip() if self._is_space else text
+        if rest:
+            self._is_space = False
+            self.output.fail_call(rest, "there is text where one is expected", events)
+        return len(text)
+
+
 class ToolName(Body):
-    """The name of a tool, whose arguments are the next state.
+    """The name of the tool whose arguments come next.
 
     Attributes:
         ends_at: a character that begins the arguments where no marker does.
     """
 
     ends_at: str | None = None
-    _LONGEST = 256
+    longest: ClassVar[int] = 256
 
     def __init__(self, output: OpenOutput) -> None:
         """Begin with no name."""
@@ -124,28 +208,28 @@ class ToolName(Body):
         return text.strip(), None
 
     def feed(self, text: str, events: list[OutputEvent]) -> int:
-        """Take the name."""
+        """Take the name; what is longer than any name is malformed."""
         end = text.find(self.ends_at) if self.ends_at else -1
         end = end if end >= 0 else len(text)
-        if len(self._text) > self._LONGEST:  # no name, so text
-            events.append(ContentText(text[:end]))
-            return end
-        self._text += text[:end]
-        if len(self._text) > self._LONGEST:
-            events.append(MalformedText(self._text, "a call is malformed: its name is too long"))
+        rest = text[:end]
+        if len(self._text) <= self.longest:
+            self._text += rest
+            rest = self._text
+        if len(self._text) > self.longest and rest:
+            self.output.fail_call(rest, "its name is too long", events)
         return end
 
     def close(self, events: list[OutputEvent], *, cut: bool) -> None:
-        """Begin the call."""
-        if len(self._text) > self._LONGEST:
+        """Leave the name and the id for the arguments."""
+        if len(self._text) > self.longest:
             return
         name, call_id = self.parse(self._text)
-        if name and not cut:
-            self.output.tool = name
-            events.append(ToolCallBegin(name, call_id))
-        elif name or self._text or not cut:
-            reason = "the output ended inside it" if cut else "it has no name"
-            events.append(MalformedText(self._text, f"a call is malformed: {reason}"))
+        if name.split() == [name] and not cut:
+            self.output.tool, self.output.call_id = name, call_id
+        elif cut:
+            self.output.fail_call(self._text, "the output ended inside it", events)
+        else:
+            self.output.fail_call(self._text, "it has no name", events)
 
 
 @dataclass(frozen=True)
@@ -155,7 +239,8 @@ class State:
     Attributes:
         body: what its text means.
         moves: the state to which each marker leads; None is the body's `next`. A marker is a text;
-            where the tokenizer has it as a special token, only that token is the marker.
+            where the tokenizer has it as a special token, only that token is the marker. None of
+            a state begins another one of it.
         then: the state after a body that ends on its own; None is the same one.
     """
 
@@ -170,12 +255,12 @@ class FormatParser(OutputParser):
     Attributes:
         reasoning: name of the state of reasoning, in a parser that finds it. Its markers are those
             that lead to it and from it.
-        needs_special_tokens: whether every marker has to be a special token of the tokenizer,
-            because users could write its text.
+        required_tokens: the markers that have to be special tokens of the tokenizer, because
+            users could write their text.
     """
 
     reasoning: ClassVar[str | None] = None
-    needs_special_tokens: ClassVar[bool] = False
+    required_tokens: ClassVar[Sequence[str]] = ()
 
     def __init__(self, context: OutputParserContext) -> None:
         """Look the markers up among the tokenizer's special tokens.
@@ -184,6 +269,13 @@ class FormatParser(OutputParser):
             ConfigError: the tokenizer lacks one that has to be there.
         """
         super().__init__(context)
+        special = context.tokenizer.special_tokens
+        missing = [repr(token) for token in self.required_tokens if token not in special]
+        if missing:
+            raise ConfigError(
+                f"plugin.{context.name}: the format needs special tokens that the model's "
+                f"tokenizer lacks: {', '.join(missing)}"
+            )
         self._states = self.states()
         self._table = _compile(self._states, context.tokenizer)
 
@@ -220,26 +312,23 @@ class FormatParser(OutputParser):
         return _FormatState(self._table, first, request)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Compiled:
     """A state as it is matched.
 
     Attributes:
-        pattern: matches the markers that are text, the longest one first; None without any.
+        search: finds the first marker that is text, or the end of the text if it may begin one;
+            None without such markers.
         by_text: the state that each leads to.
         by_id: the same of the markers that are special tokens.
-        prefixes: proper beginnings of the markers that are text.
-        longest: of these beginnings, in characters.
     """
 
     name: str
     body: Callable[[OpenOutput], Body]
     then: str
-    pattern: re.Pattern[str] | None
+    search: Callable[[str, int], re.Match[str] | None] | None
     by_text: Mapping[str, str | None]
     by_id: Mapping[int, str | None]
-    prefixes: frozenset[str]
-    longest: int
 
 
 def _compile(states: Mapping[str, State], tokenizer: Tokenizer) -> dict[str, _Compiled]:
@@ -247,19 +336,18 @@ def _compile(states: Mapping[str, State], tokenizer: Tokenizer) -> dict[str, _Co
     compiled = {}
     for name, state in states.items():
         by_text = {text: to for text, to in state.moves.items() if text not in special}
-        ordered = sorted(by_text, key=len, reverse=True)
-        prefixes = frozenset(text[:end] for text in by_text for end in range(1, len(text)))
-        compiled[name] = _Compiled(
-            name,
-            state.body,
-            state.then or name,
-            re.compile("|".join(map(re.escape, ordered))) if ordered else None,
-            by_text,
-            {special[text]: to for text, to in state.moves.items() if text in special},
-            prefixes,
-            max(map(len, prefixes), default=0),
-        )
+        by_id = {special[text]: to for text, to in state.moves.items() if text in special}
+        search = re.compile("|".join(map(_pattern, by_text))).search if by_text else None
+        compiled[name] = _Compiled(name, state.body, state.then or name, search, by_text, by_id)
     return compiled
+
+
+def _pattern(marker: str) -> str:
+    """Return a pattern of a marker, or of a beginning of it at the end of the text."""
+    pattern = re.escape(marker[-1])
+    for character in marker[-2::-1]:
+        pattern = rf"{re.escape(character)}(?:{pattern}|\Z)"
+    return pattern
 
 
 class _FormatState:
@@ -274,7 +362,8 @@ class _FormatState:
     def feed(self, text: str) -> Sequence[OutputEvent]:
         """Take text, but for an end that may begin a marker."""
         events: list[OutputEvent] = []
-        text, self._held = self._held + text, ""
+        if self._held:
+            text, self._held = self._held + text, ""
         at = 0
         while at < len(text):
             at = self._step(text, at, events)
@@ -282,19 +371,22 @@ class _FormatState:
 
     def _step(self, text: str, at: int, events: list[OutputEvent]) -> int:
         """Take text up to the next marker, and the marker; return where the rest begins."""
-        state, body = self._state, self._body
-        found = state.pattern.search(text, at) if state.pattern else None
-        end = found.start() if found else len(text) - self._held_at_end(text, at)
+        search = self._state.search
+        found = search(text, at) if search else None
+        end = found.start() if found else len(text)
         if end > at:
             at = self._take(text, at, end, events)
             if at < end:
                 return at
         if found is None:
-            self._held = text[end:]
+            return end
+        marker = found.group()
+        if marker not in self._state.by_text:
+            self._held = marker
             return len(text)
-        if body.quotes:  # only its first character is known to be no marker
+        if self._body.quotes:  # only its first character is known to be no marker
             return self._take(text, at, at + 1, events)
-        self._leave(state.by_text[found.group()], events)
+        self._leave(self._state.by_text[marker], events)
         return found.end()
 
     def _take(self, text: str, at: int, end: int, events: list[OutputEvent]) -> int:
@@ -303,13 +395,6 @@ class _FormatState:
         if taken < end:
             self._leave(self._body.next or self._state.then, events)
         return taken
-
-    def _held_at_end(self, text: str, at: int) -> int:
-        """Return how many characters at the end may begin a marker."""
-        for length in range(min(self._state.longest, len(text) - at), 0, -1):
-            if text[len(text) - length :] in self._state.prefixes:
-                return length
-        return 0
 
     def _leave(self, name: str | None, events: list[OutputEvent]) -> None:
         before = self._body
@@ -338,4 +423,6 @@ class _FormatState:
         """Take what waited, and end."""
         events = self._flush()
         self._body.close(events, cut=True)
+        if self._output.in_call:
+            self._output.fail_call("", "the output ended inside it", events)
         return events

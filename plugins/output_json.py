@@ -10,14 +10,11 @@ import msgspec
 
 from .output_format import Body, OpenOutput
 from .output_parser import (
-    MalformedText,
     OutputEvent,
     ToolCallArguments,
-    ToolCallBegin,
-    ToolCallEnd,
 )
 
-__all__ = ["JsonArguments", "JsonCalls", "JsonText"]
+__all__ = ["JsonArguments", "JsonCalls", "JsonText", "is_json"]
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _SPACE = " \t\n\r"
@@ -74,7 +71,6 @@ class JsonText:
     """Checks one JSON value as its text comes; each character is looked at once.
 
     Attributes:
-        depth: number of open lists and objects.
         key: of the member whose value comes, at `stop_depth`.
         expected: what may come next.
     """
@@ -98,6 +94,7 @@ class JsonText:
 
     @property
     def depth(self) -> int:
+        """Number of open lists and objects."""
         return len(self._open)
 
     @property
@@ -142,7 +139,8 @@ class JsonText:
             self._is_key = False
             self.expected = _Expected.COLON
             if self._key_text is not None:
-                self.key = _decoded("".join(self._key_text))
+                raw = "".join(self._key_text)
+                self.key = _decoded_string(f'"{raw}"') or raw
                 self._key_text = None
             return end + 1, None
         return end + 1, self._value_ended()
@@ -246,59 +244,68 @@ class JsonText:
         return Stop.ITEM if self.depth == self._stop_depth - 1 else None
 
 
-def _decoded(raw: str) -> str:
+def _decoded_string(text: str) -> str | None:
+    """Return the string that a JSON text is; None if it is another value."""
     try:
-        return msgspec.json.decode(f'"{raw}"', type=str)
-    except msgspec.DecodeError:  # half of a surrogate pair
-        return raw
+        return msgspec.json.decode(text, type=str)
+    except (msgspec.DecodeError, UnicodeError):  # also half of a surrogate pair
+        return None
 
 
 class JsonArguments(Body):
-    """The arguments of a call that has begun, as a JSON object."""
+    """The arguments of the call of `output.tool`, as a JSON object."""
 
     def __init__(self, output: OpenOutput) -> None:
         """Expect an object."""
         super().__init__(output)
         self._json = JsonText()
-        self._begun = False
-        self._reason = ""
+        self._is_open = False  # whether the object has begun
+        self._reason = "" if output.tool else "it has no name"
 
     @property
     def quotes(self) -> bool:
         """Whether a string is open."""
-        return self._json.in_string and not self._reason
+        return not self._reason and self._json.in_string
+
+    def open(self, events: list[OutputEvent]) -> None:
+        """Begin the call."""
+        self.output.begin_call(events)
 
     def feed(self, text: str, events: list[OutputEvent]) -> int:
         """Pass on what is JSON."""
         if self._reason:
-            events.append(MalformedText(text, self._reason))
+            self.output.fail_call(text, self._reason, events)
             return len(text)
-        given = len(text)
-        at, stop = 0, None
-        if not self._begun and (text := text.lstrip(_SPACE)):
-            self._begun = True
-            stop = None if text[0] == "{" else Stop.ERROR
+        start, stop = 0, None
+        if not self._is_open:
+            start = len(text) - len(text.lstrip(_SPACE))
+            if start == len(text):
+                return start
+            self._is_open = True
+            stop = None if text[start] == "{" else Stop.ERROR
+        at = start
         if stop is None:
-            at, stop = self._json.feed(text)
-        if at:
-            events.append(ToolCallArguments(text[:at]))
-        rest = text[at:]
-        if stop is Stop.ERROR or rest.strip():
-            self._reason = f"its arguments are no JSON: expected {self._json.expected.value}"
-            events.append(MalformedText(rest, self._reason))
-        return given
+            at, stop = self._json.feed(text, start)
+        if at > start:
+            events.append(ToolCallArguments(text[start:at]))
+        if stop is Stop.DONE:
+            at += len(text[at:]) - len(text[at:].lstrip(_SPACE))
+        if at < len(text):
+            self._reason = self._json_reason()
+            self.output.fail_call(text[at:], self._reason, events)
+        return len(text)
+
+    def _json_reason(self) -> str:
+        return f"its arguments are no JSON object: expected {self._json.expected.value}"
 
     def close(self, events: list[OutputEvent], *, cut: bool) -> None:
         """End the call."""
         if self._reason:
             return
         if self._json.is_done:
-            events.append(ToolCallEnd())
-        elif cut:
-            events.append(MalformedText("", "the output ended inside a call"))
-        else:
-            reason = f"its arguments are no JSON: expected {self._json.expected.value}"
-            events.append(MalformedText("", reason))
+            self.output.end_call(events)
+        elif not cut:
+            self.output.fail_call("", self._json_reason(), events)
 
 
 class JsonCalls(Body):
@@ -335,7 +342,7 @@ class JsonCalls(Body):
     def feed(self, text: str, events: list[OutputEvent]) -> int:
         """Give the calls as they come; end after the value."""
         if self._reason:
-            events.append(MalformedText(text, self._reason))
+            self.output.fail_call(text, self._reason, events)
             return len(text)
         at = len(text) - len(text.lstrip(_SPACE)) if self._json is None or self._ended else 0
         if at == len(text) or self._ended:
@@ -373,9 +380,7 @@ class JsonCalls(Body):
         elif self._capture:
             self._value.append(piece)
 
-    def _stopped(
-        self, stop: Stop | None, text: str, at: int, events: list[OutputEvent]
-    ) -> str:
+    def _stopped(self, stop: Stop | None, text: str, at: int, events: list[OutputEvent]) -> str:
         """Go on after a stop; return what is wrong, if anything is."""
         assert self._json is not None
         if stop is Stop.ERROR:
@@ -409,16 +414,17 @@ class JsonCalls(Body):
         capture, self._capture = self._capture, ""
         value = "".join(self._value)
         if capture == "name":
-            name = msgspec.json.decode(value)
-            if not isinstance(name, str) or not name:
+            name = _decoded_string(value)
+            if not name or name.split() != [name]:
                 return "expected the name of a tool"
             self._begun, self._raw = True, []
-            events.append(ToolCallBegin(name))
+            self.output.tool = name
+            self.output.begin_call(events)
             if self._waiting:
                 events.append(ToolCallArguments("".join(self._waiting)))
         elif capture == "text":  # JSON in a string, or null
-            arguments = msgspec.json.decode(value) or "{}"
-            if not _is_object(arguments):
+            arguments = "{}" if value == "null" else (_decoded_string(value) or "").strip(_SPACE)
+            if not is_json(arguments, "{"):
                 return "expected an object of arguments"
             if self._begun:
                 events.append(ToolCallArguments(arguments))
@@ -431,13 +437,13 @@ class JsonCalls(Body):
             return f"expected a member {' or '.join(self.name_keys)}"
         if not self._has_arguments:
             events.append(ToolCallArguments("{}"))
-        events.append(ToolCallEnd())
+        self.output.end_call(events)
         self._next_call()
         return ""
 
     def _malformed(self, reason: str, rest: str, events: list[OutputEvent]) -> None:
-        self._reason = f"a call is malformed: {reason}"
-        events.append(MalformedText("".join(self._raw) + rest, self._reason))
+        self._reason = reason
+        self.output.fail_call("".join(self._raw) + rest, reason, events)
         self._raw = []
 
     def close(self, events: list[OutputEvent], *, cut: bool) -> None:
@@ -449,9 +455,8 @@ class JsonCalls(Body):
             self._malformed(reason, "", events)
 
 
-def _is_object(text: object) -> bool:
-    if not isinstance(text, str):
-        return False
+def is_json(text: str, first: str = "") -> bool:
+    """Return whether a text is a JSON value, without white space around; and begins with `first`."""
     json = JsonText()
-    at, _ = json.feed(text.strip(_SPACE))
-    return text.lstrip(_SPACE).startswith("{") and json.is_done and at == len(text.strip(_SPACE))
+    at, _ = json.feed(text)
+    return at == len(text) and json.is_done and text.startswith(first)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -183,7 +183,3 @@ def join_events(events: Sequence[OutputEvent]) -> list[OutputEvent]:
                 continue
         joined.append(event)
     return joined
-
-
-Emit = Callable[[OutputEvent], None]
-"""Takes an event."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hardpoint.plugins import OutputEvent, ToolCallBegin
+from hardpoint.plugins import ContentText, OutputEvent
 from hardpoint.plugins.output_format import (
+    Between,
     Body,
     Content,
     FormatParser,
-    Ignored,
     OpenOutput,
     Reasoning,
     State,
@@ -17,63 +17,85 @@ from hardpoint.plugins.output_format import (
 from hardpoint.plugins.output_json import JsonArguments
 
 _TOOL = "to=functions."
+_LONGEST = 512
 
 
 class Harmony(FormatParser):
-    """Messages of gpt-oss: `analysis` is reasoning, `functions.NAME` gets calls, the rest is content.
+    """gpt-oss: messages with channels. `analysis` is reasoning, `functions.NAME` gets calls.
 
     A message is `<|start|>assistant<|channel|>CHANNEL to=RECIPIENT<|constrain|>json<|message|>TEXT`
     and ends with `<|end|>`, `<|call|>` or `<|return|>`
-    (https://cookbook.openai.com/articles/openai-harmony).
+    (https://cookbook.openai.com/articles/openai-harmony). Everything else is content. A message to
+    another recipient, such as `browser.search`, is text of its channel: no tool of the request is
+    meant.
     """
 
     contract = 1
     roles = ("reasoning", "tools")
     reasoning = "analysis"
-    needs_special_tokens = True
+    required_tokens = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>")
 
     def states(self) -> Mapping[str, State]:
         """Return the parts of a message's header, and its text by channel."""
+        begins = {"<|start|>": "start", "<|channel|>": "start"}
         header = {"<|channel|>": "header", "<|constrain|>": "header", "<|message|>": None}
-        ends = {"<|end|>": "between", "<|call|>": "between", "<|return|>": "between"}
-        ends["<|start|>"] = "header"
+        ends = {"<|end|>": "between", "<|call|>": "between", "<|return|>": "between", **begins}
         return {
+            "first": State(_FirstHeader, header),
+            "start": State(_Start, header),
             "header": State(_Header, header),
             "analysis": State(Reasoning, ends),
             "content": State(Content, ends),
-            "arguments": State(_Arguments, ends),
-            "between": State(Ignored, {"<|start|>": "header", "<|channel|>": "header"}),
+            "arguments": State(JsonArguments, ends),
+            "between": State(Between, begins),
         }
 
 
 class _Header(Body):
-    """A part of the header; the last one decides what the message is."""
+    """A part of a message's header; the last one decides what the message is.
+
+    What is longer than any header is content.
+    """
 
     def __init__(self, output: OpenOutput) -> None:
         super().__init__(output)
         self._text = ""
 
     def feed(self, text: str, events: list[OutputEvent]) -> int:  # noqa: ARG002
-        self._text = (self._text + text)[:256]
-        return len(text)
+        taken = text[: _LONGEST - len(self._text)]
+        self._text += taken
+        return len(taken)
 
     def close(self, events: list[OutputEvent], *, cut: bool) -> None:
-        notes = self.output.notes
-        for word in self._text.split():
-            if word.startswith(_TOOL):
-                notes["tool"] = word.removeprefix(_TOOL)
-            elif word in {"analysis", "commentary", "final"}:
-                notes["channel"] = word
+        if len(self._text) == _LONGEST:
+            events.append(ContentText(self._text))
+            self.next = "content"
+            return
         if cut:
             return
-        self.next = "analysis" if notes.get("channel") == "analysis" else "content"
-        if "tool" in notes:
+        for word in self._text.split():
+            if word.startswith(_TOOL):
+                self.output.tool = word.removeprefix(_TOOL)
+            elif word in {"analysis", "commentary", "final"}:
+                self.output.notes["channel"] = word
+        self.next = "analysis" if self.output.notes.get("channel") == "analysis" else "content"
+        if self.output.tool:
             self.next = "arguments"
 
 
-class _Arguments(JsonArguments):
-    """The arguments of a call to the header's recipient."""
+class _Start(_Header):
+    """The first part of a header, to which nothing of the message before belongs."""
 
-    def open(self, events: list[OutputEvent]) -> None:
-        self.output.tool = self.output.notes.pop("tool")
-        events.append(ToolCallBegin(self.output.tool))
+    def __init__(self, output: OpenOutput) -> None:
+        super().__init__(output)
+        output.notes.clear()
+        output.tool = ""
+
+
+class _FirstHeader(_Start):
+    """The header that the prompt began; an output that ends in it is an answer without one."""
+
+    def close(self, events: list[OutputEvent], *, cut: bool) -> None:
+        super().close(events, cut=cut)
+        if cut and len(self._text) < _LONGEST and not self._text.lstrip().startswith("to="):
+            events.append(ContentText(self._text))

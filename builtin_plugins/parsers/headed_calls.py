@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from hardpoint.plugins import OutputEvent
 from hardpoint.plugins.output_format import (
+    Between,
     Body,
     Content,
     FormatParser,
@@ -18,18 +19,27 @@ from hardpoint.plugins.output_json import JsonArguments, JsonCalls
 
 
 class KimiK2(FormatParser):
-    """`<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`."""
+    """Kimi K2: a section of calls, each with its id and its arguments.
+
+    `<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`
+    """
 
     contract = 1
     roles = ("tools",)
-    needs_special_tokens = True
+    required_tokens = (
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        "<|tool_calls_section_end|>",
+    )
 
     def states(self) -> Mapping[str, State]:
         """Return content, section, name and arguments."""
         return {
             "content": State(Content, {"<|tool_calls_section_begin|>": "section"}),
             "section": State(
-                Ignored, {"<|tool_call_begin|>": "name", "<|tool_calls_section_end|>": "content"}
+                Between, {"<|tool_call_begin|>": "name", "<|tool_calls_section_end|>": "content"}
             ),
             "name": State(_KimiName, {"<|tool_call_argument_begin|>": "arguments"}),
             "arguments": State(JsonArguments, {"<|tool_call_end|>": "section"}),
@@ -45,23 +55,32 @@ class _KimiName(ToolName):
         return name.removeprefix("functions."), call_id or None
 
 
+_DEEPSEEK = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
+
+
 class DeepSeekV3(FormatParser):
     """DeepSeek-V3 and R1: the kind of tool, its name, and the arguments in a block of code."""
 
     contract = 1
     roles = ("tools",)
-    needs_special_tokens = True
+    required_tokens = _DEEPSEEK
 
     def states(self) -> Mapping[str, State]:
         """Return content, section, kind, name and arguments."""
         section = {"<｜tool▁call▁begin｜>": "kind", "<｜tool▁calls▁end｜>": "content"}
         return {
             "content": State(Content, {"<｜tool▁calls▁begin｜>": "section"}),
-            "section": State(Ignored, section),
+            "section": State(Between, section),
             "kind": State(Ignored, {"<｜tool▁sep｜>": "name"}),
             "name": State(ToolName, {"\n```json\n": "arguments"}),
             "arguments": State(JsonArguments, {"\n```": "end", "<｜tool▁call▁end｜>": "section"}),
-            "end": State(Ignored, {"<｜tool▁call▁end｜>": "section"}),
+            "end": State(Between, {"<｜tool▁call▁end｜>": "section"}),
         }
 
 
@@ -70,41 +89,42 @@ class DeepSeekV31(FormatParser):
 
     contract = 1
     roles = ("tools",)
-    needs_special_tokens = True
+    required_tokens = _DEEPSEEK
 
     def states(self) -> Mapping[str, State]:
         """Return content, section, name and arguments."""
         section = {"<｜tool▁call▁begin｜>": "name", "<｜tool▁calls▁end｜>": "content"}
         return {
             "content": State(Content, {"<｜tool▁calls▁begin｜>": "section"}),
-            "section": State(Ignored, section),
+            "section": State(Between, section),
             "name": State(ToolName, {"<｜tool▁sep｜>": "arguments"}),
             "arguments": State(JsonArguments, {"<｜tool▁call▁end｜>": "section"}),
         }
 
 
 class Mistral(FormatParser):
-    """`[THINK]...[/THINK]`, and `[TOOL_CALLS]` with a list of calls, or a name and arguments."""
+    """Mistral: `[THINK]...[/THINK]`, and `[TOOL_CALLS]` with calls in two forms.
+
+    Up to Mistral Small 3.1 a list, `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`; later the
+    name first, `[TOOL_CALLS]NAME[ARGS]{...}`, with `[CALL_ID]ID` between in some models.
+    """
 
     contract = 1
     roles = ("reasoning", "tools")
     reasoning = "thinking"
-    needs_special_tokens = True
+    required_tokens = ("[TOOL_CALLS]",)
 
     def states(self) -> Mapping[str, State]:
         """Return content, thinking, and the two forms of calls."""
         calls = {"[TOOL_CALLS]": "first"}
+        head = {"[CALL_ID]": "id", "[ARGS]": "arguments"}
         return {
             "content": State(Content, {"[THINK]": "thinking", **calls}),
             "thinking": State(Reasoning, {"[/THINK]": "content"}),
             "first": State(_MistralFirst, calls),
             "list": State(JsonCalls, calls, then="content"),
-            "name": State(
-                _MistralName,
-                {"[ARGS]": "arguments", "[CALL_ID]": "id", **calls},
-                then="arguments",
-            ),
-            "id": State(Ignored, {"[ARGS]": "arguments"}),
+            "name": State(_MistralName, head, then="arguments"),
+            "id": State(_MistralId, {"[ARGS]": "arguments"}, then="arguments"),
             "arguments": State(JsonArguments, calls),
         }
 
@@ -123,8 +143,43 @@ class _MistralName(ToolName):
     ends_at = "{"
 
 
+class _MistralId(ToolName):
+    """The id of the call whose name came before."""
+
+    ends_at = "{"
+
+    def parse(self, text: str) -> tuple[str, str | None]:
+        return self.output.tool, text.strip() or None
+
+
 class Granite(FormatParser):
-    """Granite 3.3: `<think>...</think><response>...</response>`, and `<|tool_call|>[...]`."""
+    """Granite: `<think>...</think><response>...</response>` of 3.3, and the calls of 3.0 to 4.0.
+
+    Calls are `<|tool_call|>[{"name": ..., "arguments": {...}}]`, in Granite 4
+    `<tool_call>{...}</tool_call>`.
+    """
+
+    contract = 1
+    roles = ("reasoning", "tools")
+    reasoning = "thinking"
+
+    def states(self) -> Mapping[str, State]:
+        """Return content, thinking, the answer behind it, and calls."""
+        calls = {"<|tool_call|>": "calls", "<tool_call>": "call"}
+        return {
+            "content": State(Content, {"<think>": "thinking", **calls}),
+            "thinking": State(Reasoning, {"</think>": "answer"}),
+            "answer": State(Content, {"<response>": "answer", "</response>": "answer", **calls}),
+            "calls": State(JsonCalls, calls, then="answer"),
+            "call": State(JsonCalls, {"</tool_call>": "answer"}),
+        }
+
+
+class Granite32(FormatParser):
+    """Granite 3.2: reasoning and answer begin with a sentence each; calls are as in `granite`.
+
+    `Here is my thought process:` and `Here is my response:`
+    """
 
     contract = 1
     roles = ("reasoning", "tools")
@@ -132,13 +187,9 @@ class Granite(FormatParser):
 
     def states(self) -> Mapping[str, State]:
         """Return content, thinking, and calls."""
-        calls = {"<|tool_call|>": "calls", "<tool_call>": "call"}
+        calls = {"<|tool_call|>": "calls"}
         return {
-            "content": State(
-                Content,
-                {"<think>": "thinking", "<response>": "content", "</response>": "content", **calls},
-            ),
-            "thinking": State(Reasoning, {"</think>": "content"}),
+            "content": State(Content, {"Here is my thought process:": "thinking", **calls}),
+            "thinking": State(Reasoning, {"Here is my response:": "content"}),
             "calls": State(JsonCalls, calls, then="content"),
-            "call": State(JsonCalls, {"</tool_call>": "content"}),
         }

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hardpoint.plugins import OutputEvent
-from hardpoint.plugins.output_format import Body, Content, FormatParser, State
+from hardpoint.plugins.output_format import Beginning, Body, Content, FormatParser, State
 from hardpoint.plugins.output_json import JsonCalls
 
 
 class Hermes(FormatParser):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes 2 and Qwen2.5, Qwen3."""
+    """Hermes 2, Qwen2.5, Qwen3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
 
     contract = 1
     roles = ("tools",)
@@ -24,7 +24,7 @@ class Hermes(FormatParser):
 
 
 class Json(FormatParser):
-    """An answer that is a JSON object with a name and arguments, or a list of them."""
+    """Any model: an answer that is a JSON object with a name and arguments, or a list of them."""
 
     contract = 1
     roles = ("tools",)
@@ -40,7 +40,7 @@ class Json(FormatParser):
 
 
 class Llama3Json(Json):
-    """`{"name": ..., "parameters": {...}}`, several separated by `;`: Llama 3.1 to 3.3."""
+    """Llama 3.1 to 3.3: `{"name": ..., "parameters": {...}}`, several separated by `;`."""
 
     contract = 1
 
@@ -53,14 +53,8 @@ class Llama3Json(Json):
         }
 
 
-class _First(Body):
-    """Decides by the first character whether the answer is calls."""
-
-    def feed(self, text: str, events: list[OutputEvent]) -> int:  # noqa: ARG002
-        space = len(text) - len(text.lstrip())
-        if space < len(text):
-            self.next = "call" if text[space] in "{[" else "content"
-        return space
+class _First(Beginning):
+    begins = {"{": "call", "[": "call"}
 
 
 class _Between(Body):

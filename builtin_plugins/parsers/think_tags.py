@@ -70,18 +70,3 @@ class ThinkTags(FormatParser):
         if self.options.starts_inside:
             request = ParserRequest(reasoning_open=True, tools=request.tools)
         return super().open(request)
-
-
-class SeedOssReasoning(FormatParser):
-    """Reasoning between `<seed:think>` and `</seed:think>`, as Seed-OSS writes it."""
-
-    contract = 1
-    roles = ("reasoning",)
-    reasoning = "thinking"
-
-    def states(self) -> Mapping[str, State]:
-        """Return content and thinking."""
-        return {
-            "content": State(Content, {"<seed:think>": "thinking"}),
-            "thinking": State(Reasoning, {"</seed:think>": "content"}),
-        }

@@ -190,7 +190,9 @@ class OutputParserSuite(ComponentSuite):
 
     def _tokens(self, text: str) -> Iterator[str | int]:
         """Yield the parts of a text between the special tokens that the parser takes, and these."""
-        special = {t: i for t, i in self._tokenizer.special_tokens.items() if i in self._subject.token_ids}
+        special = {
+            t: i for t, i in self._tokenizer.special_tokens.items() if i in self._subject.token_ids
+        }
         while text:
             found = [(at, -len(token), token) for token in special if (at := text.find(token)) >= 0]
             if not found:

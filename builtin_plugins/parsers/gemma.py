@@ -1,0 +1,158 @@
+"""The format of Gemma 4: a channel of thoughts, and calls whose arguments are almost JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+from hardpoint.plugins import OutputEvent, ReasoningText
+from hardpoint.plugins.output_format import (
+    Body,
+    Content,
+    FormatParser,
+    OpenOutput,
+    Reasoning,
+    State,
+    ToolName,
+)
+from hardpoint.plugins.output_json import JsonArguments
+
+_QUOTE = '<|"|>'
+
+
+class Gemma(FormatParser):
+    """Gemma 4: `<|channel>thought\\n...<channel|>` is reasoning, `<|tool_call>` begins calls.
+
+    A call is `<|tool_call>call:NAME{key:<|"|>text<|"|>,n:5}<tool_call|>`
+    (https://ai.google.dev/gemma/docs/core/prompt-formatting-gemma4).
+    """
+
+    contract = 1
+    roles = ("reasoning", "tools")
+    reasoning = "thinking"
+    required_tokens = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", _QUOTE)
+
+    def states(self) -> Mapping[str, State]:
+        """Return content, thinking, and the parts of a call."""
+        content = {"<|channel>": "thinking", "<|tool_call>": "name"}
+        return {
+            "content": State(Content, content),
+            "thinking": State(_Thinking, {"<channel|>": "content"}),
+            "name": State(_Name, {"<tool_call|>": "content"}, then="opened"),
+            "opened": State(_Opened, {_QUOTE: "text", "<tool_call|>": "end"}),
+            "arguments": State(_Arguments, {_QUOTE: "text", "<tool_call|>": "end"}),
+            "text": State(_Text, {_QUOTE: "arguments", "<tool_call|>": "end"}),
+            "end": State(_End, content),
+        }
+
+
+class _Thinking(Reasoning):
+    """Reasoning behind the name of its channel."""
+
+    _NAME = "thought\n"
+
+    def __init__(self, output: OpenOutput) -> None:
+        super().__init__(output)
+        self._head: str | None = ""  # the beginning, while it may be the name
+
+    def feed(self, text: str, events: list[OutputEvent]) -> int:
+        if self._head is None:
+            return super().feed(text, events)
+        head = self._head + text
+        if len(head) < len(self._NAME) and self._NAME.startswith(head):
+            self._head = head
+        else:
+            self._head = None
+            events.append(ReasoningText(head.removeprefix(self._NAME)))
+        return len(text)
+
+    def close(self, events: list[OutputEvent], *, cut: bool) -> None:  # noqa: ARG002
+        if self._head and not self._NAME.startswith(self._head):
+            events.append(ReasoningText(self._head))
+
+
+class _Name(ToolName):
+    ends_at = "{"
+
+    def parse(self, text: str) -> tuple[str, str | None]:
+        return text.strip().removeprefix("call:"), None
+
+
+_WORD = re.compile(r"[^{}\[\],:\s]+|[{}\[\],:]|\s+")
+_WORDS = {"None": "null", "True": "true", "False": "false"}
+
+
+class _Arguments(Body):
+    """Arguments outside of text, made JSON: names of members get quotes."""
+
+    def __init__(self, output: OpenOutput) -> None:
+        super().__init__(output)
+        self._json: JsonArguments = output.notes["arguments"]
+        self._word: list[str] = []
+
+    def feed(self, text: str, events: list[OutputEvent]) -> int:
+        for found in _WORD.finditer(text):
+            self._take(found.group(), events)
+        return len(text)
+
+    def _take(self, part: str, events: list[OutputEvent]) -> None:
+        if part.isspace():
+            return
+        if part not in "{}[],:":
+            self._word.append(part)
+            return
+        self._end_word(events, is_key=part == ":")
+        self._json.feed(part, events)
+
+    def _end_word(self, events: list[OutputEvent], *, is_key: bool = False) -> None:
+        word, self._word = "".join(self._word), []
+        if word:
+            self._json.feed(_quoted(word) if is_key else _WORDS.get(word, word), events)
+
+    def close(self, events: list[OutputEvent], *, cut: bool) -> None:
+        if not cut:
+            self._end_word(events)
+
+
+class _Opened(_Arguments):
+    """The beginning of the arguments."""
+
+    def __init__(self, output: OpenOutput) -> None:
+        output.notes["arguments"] = JsonArguments(output)
+        super().__init__(output)
+
+    def open(self, events: list[OutputEvent]) -> None:
+        self._json.open(events)
+
+
+class _Text(Body):
+    """A text among the arguments."""
+
+    def __init__(self, output: OpenOutput) -> None:
+        super().__init__(output)
+        self._json: JsonArguments = output.notes["arguments"]
+
+    def open(self, events: list[OutputEvent]) -> None:
+        self._json.feed('"', events)
+
+    def feed(self, text: str, events: list[OutputEvent]) -> int:
+        self._json.feed(_quoted(text)[1:-1], events)
+        return len(text)
+
+    def close(self, events: list[OutputEvent], *, cut: bool) -> None:
+        if not cut:
+            self._json.feed('"', events)
+
+
+class _End(Content):
+    """Content behind a call."""
+
+    def open(self, events: list[OutputEvent]) -> None:
+        arguments: JsonArguments = self.output.notes["arguments"]
+        arguments.close(events, cut=False)
+
+
+def _quoted(text: str) -> str:
+    return msgspec.json.encode(text.encode(errors="replace").decode()).decode()

@@ -1,0 +1,237 @@
+"""Tool calls that are a list of Python calls."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+
+from hardpoint.plugins import ContentText, OutputEvent, ToolCallArguments
+from hardpoint.plugins.output_format import (
+    Body,
+    Content,
+    FormatParser,
+    OpenOutput,
+    State,
+)
+
+
+class Pythonic(FormatParser):
+    """`[f(a=1, b="x"), g()]`: Llama 3.2, ToolACE and others.
+
+    An answer that begins so is calls; their arguments are keywords with literal values.
+    """
+
+    contract = 1
+    roles = ("tools",)
+
+    def states(self) -> Mapping[str, State]:
+        """Return calls and content."""
+        return {
+            "calls": State(_PythonCalls, {}, then="content"),
+            "content": State(Content, {}),
+        }
+
+
+class Llama4Pythonic(FormatParser):
+    """Llama 4: calls as in `pythonic`, also in `<|python_start|>...<|python_end|>`."""
+
+    contract = 1
+    roles = ("tools",)
+
+    def states(self) -> Mapping[str, State]:
+        """Return calls and content."""
+        markers = {"<|python_start|>": "calls", "<|python_end|>": "content"}
+        return {
+            "calls": State(_PythonCalls, markers, then="content"),
+            "content": State(Content, markers),
+        }
+
+
+_LONGEST = 1 << 18  # of a call, in characters
+_DEEPEST = 50
+_LONGEST_HEAD = 300
+_HEAD = re.compile(r"\s*\[\s*[A-Za-z_][\w.-]*\s*\(")
+_HEAD_BEGINS = re.compile(r"\s*(?:\[\s*(?:[A-Za-z_][\w.-]*\s*)?)?\Z")
+_NAME = re.compile(r"[A-Za-z_][\w.-]*")
+_CODE = re.compile(r"[^()\[\]{}\"'\\]+")
+_TEXT = {quote: re.compile(rf"[^{quote}\\]+") for quote in "\"'"}
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+
+
+class _PythonCalls(Body):
+    """A list of calls: each is scanned for its end, and parsed once when it is complete.
+
+    Nothing of it is ever evaluated.
+    """
+
+    next = "content"
+
+    def __init__(self, output: OpenOutput) -> None:
+        super().__init__(output)
+        self._head: str | None = ""  # the beginning, until it is known to be a call
+        self._parts: list[str] = []  # of the call that comes
+        self._length = 0
+        self._missing: list[str] = []  # closing brackets
+        self._quote = ""
+        self._is_escaped = False
+        self._has_ended = False
+        self._failed = ""
+
+    @property
+    def quotes(self) -> bool:
+        return bool(self._quote)
+
+    def feed(self, text: str, events: list[OutputEvent]) -> int:
+        if self._head is not None:
+            return self._begin(text, events)
+        return self._feed(text, 0, events)
+
+    def _begin(self, text: str, events: list[OutputEvent]) -> int:
+        """Take the bracket and the name of the first call; anything else is content."""
+        assert self._head is not None
+        head, known = self._head + text, len(self._head)
+        found = _HEAD.match(head[:_LONGEST_HEAD])
+        if found:
+            self._head = None
+            return self._feed(head, head.index("[") + 1, events) - known
+        if len(head) < _LONGEST_HEAD and _HEAD_BEGINS.match(head):
+            self._head = head
+            return len(text)
+        events.append(ContentText(self._head))
+        self._head = ""
+        return 0
+
+    def _feed(self, text: str, at: int, events: list[OutputEvent]) -> int:
+        while at < len(text) and not self._has_ended:
+            if self._failed:
+                self.output.fail_call(text[at:], self._failed, events)
+                return len(text)
+            at = self._scan(text, at, events)
+        return at
+
+    def _scan(self, text: str, at: int, events: list[OutputEvent]) -> int:
+        """Take text up to the next quote or bracket, and that; return where the rest begins."""
+        if self._is_escaped:
+            self._is_escaped = False
+            self._take(text[at])
+            return at + 1
+        plain = (_TEXT[self._quote] if self._quote else _CODE).match(text, at)
+        if plain:
+            self._take(plain.group())
+            at = plain.end()
+        reason = "it is too long" if self._length > _LONGEST else ""
+        if not reason and at < len(text):
+            character, at = text[at], at + 1
+            reason = self._in_text(character) if self._quote else self._in_code(character)
+            if not self._has_ended:
+                self._take(character)
+            if not reason and character == ")" and not self._missing and not self._quote:
+                reason = self._call_ended(events)
+        if reason:
+            self._failed = reason
+            self.output.fail_call("".join(self._parts), reason, events)
+        return at
+
+    def _take(self, text: str) -> None:
+        self._parts.append(text)
+        self._length += len(text)
+
+    def _in_text(self, character: str) -> str:
+        """Go on after a quote or backslash in a string."""
+        if character == "\\":
+            self._is_escaped = True
+        else:
+            self._quote = ""
+        return ""
+
+    def _in_code(self, character: str) -> str:
+        """Go on after a bracket or quote; return what is wrong, if anything is."""
+        if not self._missing:
+            before = "".join(self._parts).strip()
+            if character == "]" and not before:
+                self._has_ended = True
+                return ""
+            name = before.removeprefix(",").lstrip()
+            return self._opened(character, character == "(" and _NAME.fullmatch(name))
+        if character in "\"'":
+            last = self._parts[-1][-1]
+            self._quote = character
+            return self._opened("", not (last.isalnum() or last in "_\"'"))
+        if character in _CLOSING:
+            return self._opened(character, len(self._missing) < _DEEPEST)
+        return "" if character == self._missing.pop() else "a bracket or quote is out of place"
+
+    def _opened(self, character: str, is_right: object) -> str:
+        if not is_right:
+            return "a bracket or quote is out of place"
+        if character:
+            self._missing.append(_CLOSING[character])
+        return ""
+
+    def _call_ended(self, events: list[OutputEvent]) -> str:
+        text = "".join(self._parts).strip().removeprefix(",").strip()
+        name, _, rest = text.partition("(")
+        try:
+            arguments = _parsed(rest)
+        except (SyntaxError, ValueError, MemoryError, RecursionError):
+            return "expected keyword arguments with literal values"
+        self._parts, self._length = [], 0
+        self.output.tool = name.strip()
+        self.output.begin_call(events)
+        events.append(ToolCallArguments(arguments))
+        self.output.end_call(events)
+        return ""
+
+    def close(self, events: list[OutputEvent], *, cut: bool) -> None:
+        if self._head:
+            events.append(ContentText(self._head))
+        elif self._parts and not self._failed and self._head is None:
+            reason = "the output ended inside it" if cut else "it is not complete"
+            self.output.fail_call("".join(self._parts), reason, events)
+
+
+def _parsed(arguments: str) -> str:
+    """Return the arguments of a call, from behind its opening bracket, as JSON.
+
+    Raises:
+        SyntaxError: they are no Python.
+        ValueError: they are no keywords with literal values.
+        MemoryError: they are too complex.
+        RecursionError: the same.
+    """
+    # An escape that Python does not know stands for itself, and would give a warning.
+    known = "\n\\'\"abfnrtvxuUN01234567"
+    text = _ESCAPE.sub(lambda found: found[0] if found[1] in known else f"\\{found[0]}", arguments)
+    call = ast.parse(f"f({text}", mode="eval").body
+    if not isinstance(call, ast.Call) or call.args:
+        raise ValueError("expected keywords")
+    values = {keyword.arg: _literal(keyword.value) for keyword in call.keywords}
+    if None in values or len(values) < len(call.keywords):
+        raise ValueError("expected keywords")
+    found = json.dumps(values, ensure_ascii=False, allow_nan=False)
+    found.encode()  # half of a surrogate pair is no text
+    return found
+
+
+_NAMES = {"true": True, "false": False, "null": None}
+
+
+def _literal(node: ast.expr) -> object:
+    match node:
+        case ast.Constant(value=str() | int() | float() | None as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.Name(id=name) if name in _NAMES:
+            return _NAMES[name]
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_literal(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            names = [_literal(key) if key else None for key in keys]
+            if not all(isinstance(name, str) for name in names):
+                raise ValueError("expected keys that are text")
+            return {str(name): _literal(v) for name, v in zip(names, values, strict=True)}
+    raise ValueError("expected a literal value")

@@ -456,7 +456,7 @@ class JsonCalls(Body):
 
 
 def is_json(text: str, first: str = "") -> bool:
-    """Return whether a text is a JSON value, without white space around; and begins with `first`."""
+    """Return whether a text is a JSON value that begins with `first`, and nothing else."""
     json = JsonText()
     at, _ = json.feed(text)
     return at == len(text) and json.is_done and text.startswith(first)

@@ -1,5 +1,7 @@
 """Tool calls whose name comes before their arguments, with special tokens between."""
 
+# ruff: noqa: RUF001 - the markers of DeepSeek are written so
+
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
@@ -160,7 +159,7 @@ def _as_json(text: str, types: set[str]) -> str:
     found = text.strip()
     if "string" not in types:
         found = _WORDS.get(found, found)
-    if types and types <= {"string"} or not is_json(found):
+    if (types and types <= {"string"}) or not is_json(found):
         return _quoted(text)
     kind = _TYPES.get(found[0], "number" if set(".eE") & set(found) else "integer")
     wanted = {*types, "integer"} if "number" in types else types

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
 from hypothesis import strategies as st
 
 from hardpoint.plugins import (
@@ -20,7 +20,6 @@ from hardpoint.plugins import (
     OutputParserContext,
     OutputState,
     ParserRequest,
-    ReasoningMarkers,
     ReasoningText,
     Tokenizer,
     ToolCallArguments,
@@ -34,6 +33,12 @@ from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import load_tokenizer
 from hardpoint.testing.snapshots import count_elements
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
+from hardpoint.testing.text.byte_tokenizer import ByteTokenizer
+
+__all__ = ["OutputParserSuite", "Sample"]
+
+Piece = str | int
+"""A part of an output as a state is fed: text, or one of the parser's `token_ids`."""
 
 SPLITS = Rule(
     "splits: the events of an output do not depend on how its text is cut",
@@ -56,10 +61,21 @@ CALLS = Rule(
     "give ToolCallEnd only after ToolCallBegin and the whole arguments, and MalformedText where "
     "a call cannot go on",
 )
+CUTS = Rule(
+    "cuts: an output that is cut off gives the beginning of what the whole one gives",
+    "give only what no further text can change; what is open at the end is text, or malformed",
+)
+TOKENS = Rule(
+    "tokens: only a special token is its marker, and never a text like it",
+    "look for a marker that is in the tokenizer's special_tokens by its id, in feed_token",
+)
 LINEAR = Rule(
-    "linear: a text twice as long takes twice as long",
+    "linear: a character takes the same time, however long the output is",
     "look at every character once: no search from the beginning, no growing string that is copied",
 )
+
+_MICROSECONDS = 5.0  # per character; a usual format takes 0.1 to 1
+_LENGTH = 1 << 18  # of an adversarial text; what copies it all for a token takes far too long
 
 
 @dataclass(frozen=True)
@@ -94,12 +110,14 @@ class OutputParserSuite(ComponentSuite):
     Attributes:
         parser: the class under test.
         samples: outputs as models write them.
-        tokenizer: what it gets: a tokenizer, or the folder of one; None is one token per byte.
+        special_tokens: of the tokenizer that the parser gets, which has one token per byte, too.
+        tokenizer: another one to give it: a tokenizer, or the folder of one.
     """
 
     kind = "reasoning_parsers"
     parser: ClassVar[type[OutputParser]]
     samples: ClassVar[Sequence[Sample]]
+    special_tokens: ClassVar[Sequence[str]] = ()
     tokenizer: ClassVar[Tokenizer | Path | str | None] = None
 
     def _component(self) -> type[Component]:
@@ -123,33 +141,39 @@ class OutputParserSuite(ComponentSuite):
         self._run_checks(SPLITS.text, *(lambda s=s: self._check_splits(s) for s in self.samples))
 
     def test_any_text(self) -> None:
-        """Every text, and every beginning of a sample, is taken; the calls in it are well formed."""
+        """Every text and token is taken, in any order; the calls in it are well formed."""
 
-        def check(parts: list[str], reasoning_open: bool) -> None:
+        def check(pieces: list[Piece], reasoning_open: bool) -> None:
             request = ParserRequest(reasoning_open=reasoning_open)
-            events = self._events(self._subject.open(request), parts)
-            self._check_calls("".join(parts), events)
+            events = self._events(request, pieces)
+            self._check_calls(short_repr(pieces), events)
+            by_character = [c for p in pieces for c in (p if isinstance(p, str) else [p])]
+            self._check_same(request, pieces, by_character, events)
 
         pieces = st.sampled_from(self._fragments) | st.text(max_size=4)
         self._search(
             ANY_TEXT.text,
             200,
             check,
-            parts=st.lists(pieces, max_size=12),
+            pieces=st.lists(pieces, max_size=12),
             reasoning_open=st.booleans(),
         )
 
-    def test_cut_anywhere(self) -> None:
+    def test_cuts(self) -> None:
         """An output that ends anywhere gives the beginning of what the whole one gives."""
-        self._run_checks(ANY_TEXT.text, *(lambda s=s: self._check_cuts(s) for s in self.samples))
+        self._run_checks(CUTS.text, *(lambda s=s: self._check_cuts(s) for s in self.samples))
+
+    def test_tokens(self) -> None:
+        """The text of a special token is no marker."""
+        self._run_checks(TOKENS.text, *(lambda s=s: self._check_typed(s) for s in self.samples))
 
     def test_independent(self) -> None:
         """Two outputs that come in turns are parsed as each alone."""
         self._run_checks(INDEPENDENT.text, self._check_independent)
 
     def test_linear(self) -> None:
-        """A megabyte of any fragment is parsed in time that grows with its length alone."""
-        self._run_checks(LINEAR.text, *(lambda f=f: self._check_linear(f) for f in self._fragments))
+        """Long texts of fragments take the same time per character."""
+        self._run_checks(LINEAR.text, self._check_linear)
 
     def test_memory(self) -> None:
         """Nothing grows with the number of outputs."""
@@ -158,6 +182,8 @@ class OutputParserSuite(ComponentSuite):
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         given = self.tokenizer
+        if given is None:
+            return ByteTokenizer(self.special_tokens)
         return given if isinstance(given, Tokenizer) else load_tokenizer(given)
 
     @cached_property
@@ -173,26 +199,27 @@ class OutputParserSuite(ComponentSuite):
         return parser
 
     @cached_property
-    def _fragments(self) -> list[str]:
-        """Pieces of the samples: their markers, words, and characters that formats are made of."""
-        words = [word for sample in self.samples for word in sample.text.split()]
-        return [*dict.fromkeys([*words, *'{}[]()"\\,:;<>|/= \n', "é", "🙂", "</", "\\u00"])]
+    def _fragments(self) -> list[Piece]:
+        """Parts of the samples: markers, words, and characters that formats are made of."""
+        pieces = [p for sample in self.samples for p in self._pieces(sample.text)]
+        words = [w for p in pieces for w in (p.split() if isinstance(p, str) else [p])]
+        return [*dict.fromkeys([*words, *"{}[]()\"',:;<>|/= \n\\", "é", "🙂", "</", "\\u00"])]
 
-    def _pieces(self, text: str, size: int) -> list[str | int]:
-        """Return a text in pieces of so many characters, and its special tokens."""
-        pieces: list[str | int] = []
-        for part in self._tokens(text):
+    def _pieces(self, text: str, size: int | None = None) -> list[Piece]:
+        """Return a text in pieces of so many characters at most, and its special tokens."""
+        pieces: list[Piece] = []
+        for part in self._parts(text):
             if isinstance(part, int):
                 pieces.append(part)
             else:
-                pieces += [part[at : at + size] for at in range(0, len(part), size)]
+                step = size or len(part)
+                pieces += [part[at : at + step] for at in range(0, len(part), step)]
         return pieces
 
-    def _tokens(self, text: str) -> Iterator[str | int]:
-        """Yield the parts of a text between the special tokens that the parser takes, and these."""
-        special = {
-            t: i for t, i in self._tokenizer.special_tokens.items() if i in self._subject.token_ids
-        }
+    def _parts(self, text: str) -> Iterator[Piece]:
+        """Yield the special tokens in a text that the parser takes, and the text between."""
+        taken = self._subject.token_ids
+        special = {t: i for t, i in self._tokenizer.special_tokens.items() if i in taken}
         while text:
             found = [(at, -len(token), token) for token in special if (at := text.find(token)) >= 0]
             if not found:
@@ -204,26 +231,44 @@ class OutputParserSuite(ComponentSuite):
             yield special[token]
             text = text[at + len(token) :]
 
-    def _events(self, state: OutputState, pieces: Sequence[str | int]) -> list[OutputEvent]:
+    def _by_token(self, text: str) -> list[Piece]:
+        """Return a text as it comes from the tokenizer, token by token."""
+        taken = self._subject.token_ids
+        stream = self._tokenizer.decode_stream([], skip_special_tokens=False)
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        stepped = [(token, stream.step(token)) for token in ids]
+        return [t if t in taken else piece for t, piece in stepped if t in taken or piece]
+
+    def _events(
+        self, request: ParserRequest, pieces: Sequence[Piece], *, finish: bool = True
+    ) -> list[OutputEvent]:
+        """Return the events of a new output, joined.
+
+        Raises:
+            Violation: the parser raised an exception, or returned something else.
+        """
         events: list[OutputEvent] = []
         try:
+            state = self._subject.open(request)
             for piece in pieces:
-                fed = state.feed_token(piece) if isinstance(piece, int) else state.feed(piece)
-                events += fed
-            events += state.finish()
+                events += _fed(state, piece)
+            if finish:
+                events += state.finish()
         except Exception as cause:
             raise ANY_TEXT.violation(
                 f"{short_repr(pieces)} raised {type(cause).__name__}: {cause}"
             ) from cause
+        for event in events:
+            if not isinstance(event, OutputEvent):
+                raise ANY_TEXT.violation(f"{short_repr(pieces)} gave {event!r}, which is no event")
         return join_events(events)
 
     def _parsed(self, sample: Sample) -> list[OutputEvent]:
-        whole = self._pieces(sample.text, len(sample.text) or 1)
-        return self._events(self._subject.open(sample.request), whole)
+        return self._events(sample.request, self._pieces(sample.text))
 
     def _check_sample(self, sample: Sample) -> None:
         events = self._parsed(sample)
-        self._check_calls(sample.text, events)
+        self._check_calls(repr(sample.text), events)
         reasoning = "".join(e.text for e in events if isinstance(e, ReasoningText))
         content = "".join(e.text for e in events if isinstance(e, ContentText | MalformedText))
         found = (reasoning, content, _calls(events))
@@ -234,26 +279,56 @@ class OutputParserSuite(ComponentSuite):
             )
 
     def _check_splits(self, sample: Sample) -> None:
-        whole = self._parsed(sample)
-        for size in range(1, len(sample.text)):
-            events = self._events(
-                self._subject.open(sample.request), self._pieces(sample.text, size)
+        whole, text = self._parsed(sample), sample.text
+        for size in range(1, len(text)):
+            self._check_same(sample.request, [text], self._pieces(text, size), whole)
+        pieces = self._pieces(text)
+        for index, piece in enumerate(pieces):
+            before, after = pieces[:index], pieces[index + 1 :]
+            for at in range(1, len(piece) if isinstance(piece, str) else 0):
+                assert isinstance(piece, str)
+                cut = [*before, piece[:at], piece[at:], *after]
+                self._check_same(sample.request, [text], cut, whole)
+        self._check_same(sample.request, [text], self._by_token(text), whole)
+
+    def _check_same(
+        self,
+        request: ParserRequest,
+        given: Sequence[Piece],
+        pieces: Sequence[Piece],
+        whole: Sequence[OutputEvent],
+    ) -> None:
+        events = self._events(request, pieces)
+        if events != whole:
+            raise SPLITS.violation(
+                f"{short_repr(given)} in the pieces {short_repr(pieces)} became "
+                f"{short_repr(events)}, and whole {short_repr(whole)}"
             )
-            if events != whole:
-                raise SPLITS.violation(
-                    f"{sample.text!r} in pieces of {size} became {short_repr(events)}, and whole "
-                    f"{short_repr(whole)}"
-                )
-        for at in range(1, len(sample.text)):
-            first, rest = sample.text[:at], sample.text[at:]
-            if [*self._tokens(first), *self._tokens(rest)] == [*self._tokens(sample.text)]:
-                continue
 
     def _check_cuts(self, sample: Sample) -> None:
+        whole = self._parsed(sample)
         pieces = self._pieces(sample.text, 1)
         for count in range(len(pieces)):
-            events = self._events(self._subject.open(sample.request), pieces[:count])
-            self._check_calls(sample.text, events)
+            cut = pieces[:count]
+            text = f"{sample.text!r}, cut after {count} pieces,"
+            self._check_calls(text, self._events(sample.request, cut))
+            events = self._events(sample.request, cut, finish=False)
+            if not _is_beginning(events, whole):
+                raise CUTS.violation(
+                    f"{text} gave {short_repr(events)} before its end, and the whole one "
+                    f"{short_repr(whole)}"
+                )
+
+    def _check_typed(self, sample: Sample) -> None:
+        if not any(isinstance(piece, int) for piece in self._pieces(sample.text)):
+            return
+        events = self._events(sample.request, [sample.text])
+        for event in events:
+            is_reasoning = isinstance(event, ReasoningText) and not sample.reasoning_open
+            if is_reasoning or isinstance(event, ToolCallBegin):
+                raise TOKENS.violation(
+                    f"{sample.text!r} as a text without special tokens became {short_repr(events)}"
+                )
 
     def _check_calls(self, text: str, events: Sequence[OutputEvent]) -> None:
         arguments: str | None = None
@@ -261,16 +336,16 @@ class OutputParserSuite(ComponentSuite):
             match event:
                 case ToolCallBegin(name, _):
                     if arguments is not None or not name:
-                        raise CALLS.violation(f"{text!r}: {event} inside a call, or without a name")
+                        raise CALLS.violation(f"{text}: {event} inside a call, or without a name")
                     arguments = ""
                 case ToolCallArguments(part):
                     if arguments is None:
-                        raise CALLS.violation(f"{text!r}: {event} outside of a call")
+                        raise CALLS.violation(f"{text}: {event} outside of a call")
                     arguments += part
                 case ToolCallEnd():
                     if arguments is None or not _is_object(arguments):
                         raise CALLS.violation(
-                            f"{text!r}: a call ended with the arguments {arguments!r}"
+                            f"{text}: a call ended with the arguments {arguments!r}"
                         )
                     arguments = None
                 case MalformedText():
@@ -279,56 +354,84 @@ class OutputParserSuite(ComponentSuite):
     def _check_independent(self) -> None:
         for first in self.samples:
             for second in self.samples:
-                states = [self._subject.open(first.request), self._subject.open(second.request)]
-                pieces = [self._pieces(sample.text, 1) for sample in (first, second)]
-                found: list[list[OutputEvent]] = [[], []]
-                for at in range(max(map(len, pieces))):
-                    for which in (0, 1):
-                        for piece in pieces[which][at : at + 1]:
-                            state = states[which]
-                            found[which] += (
-                                state.feed_token(piece)
-                                if isinstance(piece, int)
-                                else state.feed(piece)
-                            )
-                for which, sample in enumerate((first, second)):
-                    events = join_events([*found[which], *states[which].finish()])
-                    if events != self._parsed(sample):
-                        raise INDEPENDENT.violation(
-                            f"{sample.text!r} in turns with another output became "
-                            f"{short_repr(events)}, and alone {short_repr(self._parsed(sample))}"
-                        )
+                self._check_turns(first, second)
 
-    def _check_linear(self, fragment: str) -> None:
-        seconds = []
-        for size in (1 << 16, 1 << 18):
-            text = (fragment * (size // len(fragment) + 1))[:size]
-            start = time.process_time()
-            state = self._subject.open(ParserRequest())
-            for at in range(0, size, 64):
-                state.feed(text[at : at + 64])
-            state.finish()
-            seconds.append(time.process_time() - start)
-        if seconds[1] > 12 * seconds[0] + 0.5:
-            raise LINEAR.violation(
-                f"{fragment!r} repeated to 64 KiB took {seconds[0]:.2f} s, to 256 KiB "
-                f"{seconds[1]:.2f} s"
-            )
+    def _check_turns(self, *samples: Sample) -> None:
+        """Check that samples that come in turns are as each alone."""
+        outputs = [(self._subject.open(s.request), self._pieces(s.text, 1)) for s in samples]
+        found: list[list[OutputEvent]] = [[] for _ in samples]
+        for at in range(max(len(pieces) for _, pieces in outputs)):
+            for events, (state, pieces) in zip(found, outputs, strict=True):
+                for piece in pieces[at : at + 1]:
+                    events += _fed(state, piece)
+        for sample, events, (state, _) in zip(samples, found, outputs, strict=True):
+            events += state.finish()
+            alone = self._parsed(sample)
+            if join_events(events) != alone:
+                raise INDEPENDENT.violation(
+                    f"{sample.text!r} in turns with another output became "
+                    f"{short_repr(join_events(events))}, and alone {short_repr(alone)}"
+                )
+
+    def _check_linear(self) -> None:
+        """Repeat fragments inside of what each sample has open in its middle."""
+        texts = [piece for piece in self._fragments if isinstance(piece, str)]
+        for index, sample in enumerate(self.samples):
+            characters = self._pieces(sample.text, 1)
+            opened = characters[: len(characters) // 2]
+            for text in {texts[index % len(texts)], "x" if index == 0 else texts[-index]}:
+                self._check_time(sample.request, opened, text)
+
+    def _check_time(self, request: ParserRequest, opened: Sequence[Piece], text: str) -> None:
+        state = self._subject.open(request)
+        for piece in opened:
+            _fed(state, piece)
+        repeated = text * (_LENGTH // len(text) + 1)
+        start = time.process_time()
+        spent = 0.0
+        for at in range(0, _LENGTH, 4):
+            state.feed(repeated[at : at + 4])
+            if at % 4096 == 0:
+                spent = (time.process_time() - start) / _LENGTH * 1e6
+            if spent > _MICROSECONDS:
+                raise LINEAR.violation(
+                    f"{text!r} again and again, token by token, behind {short_repr(opened)}: "
+                    f"after {at} of {_LENGTH} characters it had taken more than "
+                    f"{_MICROSECONDS:g} microseconds for each of all of them"
+                )
+        state.finish()
 
     def _check_memory(self) -> None:
         sizes, waves = [], 100
-        for wave in range(2 * waves):
-            for sample in self.samples:
-                self._parsed(sample)
-            if wave in (waves - 1, 2 * waves - 1):
-                attributes = {n: v for n, v in vars(self._subject).items() if n != "context"}
-                sizes.append(count_elements(attributes))
+        for _ in range(2):
+            for _ in range(waves):
+                for sample in self.samples:
+                    self._parsed(sample)
+            attributes = {n: v for n, v in vars(self._subject).items() if n != "context"}
+            sizes.append(count_elements(attributes))
         if sizes[1] - sizes[0] >= waves:
             raise Violation(
                 f"the parser's attributes grew from {sizes[0]} to {sizes[1]} elements while "
-                f"{waves} outputs were parsed",
+                f"{waves * len(self.samples)} outputs were parsed",
                 "keep nothing of an output",
             )
+
+
+def _fed(state: OutputState, piece: Piece) -> Sequence[OutputEvent]:
+    return state.feed_token(piece) if isinstance(piece, int) else state.feed(piece)
+
+
+def _is_beginning(events: Sequence[OutputEvent], whole: Sequence[OutputEvent]) -> bool:
+    """Return whether joined events are the beginning of others; the last text may go on."""
+    if not events:
+        return True
+    *complete, last = events
+    if complete != list(whole[: len(complete)]) or len(whole) < len(events):
+        return False
+    other = whole[len(complete)]
+    if isinstance(last, ToolCallBegin | ToolCallEnd) or type(last) is not type(other):
+        return last == other
+    return other.text.startswith(last.text)  # type: ignore[union-attr]
 
 
 def _calls(events: Sequence[OutputEvent]) -> list[tuple[str, Any]]:
@@ -342,15 +445,12 @@ def _calls(events: Sequence[OutputEvent]) -> list[tuple[str, Any]]:
             case ToolCallArguments(part):
                 text += part
             case ToolCallEnd():
-                calls.append((name, msgspec.json.decode(text)))
+                calls.append((name, json.loads(text)))
     return calls
 
 
 def _is_object(text: str) -> bool:
     try:
-        return isinstance(msgspec.json.decode(text), dict)
-    except msgspec.DecodeError:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
         return False
-
-
-__all__ = ["OutputParserSuite", "ReasoningMarkers", "Sample"]

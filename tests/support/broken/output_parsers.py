@@ -1,0 +1,311 @@
+"""Output parsers with one typical mistake each."""
+
+from __future__ import annotations
+
+import re
+
+from hardpoint.builtin_plugins.parsers.json_calls import Hermes
+from hardpoint.plugins import (
+    ContentText,
+    OutputParser,
+    ParserRequest,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallBegin,
+    ToolCallEnd,
+)
+from hardpoint.plugins.output_format import Content, FormatParser, Reasoning, State
+from hardpoint.plugins.output_json import JsonCalls
+from hardpoint.testing.text.output_parser_suite import Sample
+
+START, END = "<think>", "</think>"
+CALL = '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>'
+SAMPLES = (
+    Sample(f"{START}So <b{END}Yes{CALL}", "So <b", "Yes", (("f", {"a": "</tool_call>"}),)),
+    Sample(f"{START}cut </thi", "cut </thi"),
+    Sample("Hello", content="Hello"),
+    Sample(f"So{END}Yes", "So", "Yes", reasoning_open=True),
+)
+
+
+class Right(FormatParser):
+    """Correct: reasoning in tags, and calls."""
+
+    contract = 1
+    roles = ("reasoning", "tools")
+    reasoning = "thinking"
+
+    def states(self):
+        return {
+            "content": State(Content, {START: "thinking", "<tool_call>": "call"}),
+            "thinking": State(Reasoning, {END: "content"}),
+            "call": State(JsonCalls, {"</tool_call>": "content"}),
+        }
+
+
+class Forwarding:
+    """A state that does as another one; the mistakes override a method."""
+
+    def __init__(self, parser, state, request):
+        self.parser, self.state, self.request = parser, state, request
+
+    def feed(self, text):
+        return self.state.feed(text)
+
+    def feed_token(self, token_id):
+        return self.state.feed_token(token_id)
+
+    def finish(self):
+        return self.state.finish()
+
+
+class _Wrapped(Right):
+    State = Forwarding
+
+    def open(self, request):
+        return self.State(self, super().open(request), request)
+
+
+class RightWrapped(_Wrapped):
+    """Correct."""
+
+    contract = 1
+
+
+class WithoutContract(Right):
+    """States no contract of its own."""
+
+
+class NoMarkersOverPieces(_Wrapped):
+    """Looks for markers in each piece alone."""
+
+    contract = 1
+
+    class State(Forwarding):
+        def feed(self, text):
+            return [*self.state.feed(text), *self.state._flush()]
+
+
+class SplitsWords(_Wrapped):
+    """Drops the white space at the end of a piece."""
+
+    contract = 1
+
+    class State(Forwarding):
+        def feed(self, text):
+            return self.state.feed(text.rstrip() or "")
+
+
+class OtherTags(Right):
+    contract = 1
+
+    def states(self):
+        states = super().states()
+        return {**states, "content": State(Content, {"<reason>": "thinking"})}
+
+
+class MarkersInStrings(Right):
+    """Finds markers in strings, too."""
+
+    contract = 1
+
+    class Calls(JsonCalls):
+        quotes = False
+
+    def states(self):
+        return {**super().states(), "call": State(self.Calls, {"</tool_call>": "content"})}
+
+
+class RaisesForBadJson(_Wrapped):
+    contract = 1
+
+    class State(Forwarding):
+        def feed(self, text):
+            events = self.state.feed(text)
+            if any(type(event).__name__ == "MalformedText" for event in events):
+                raise ValueError("bad JSON")
+            return events
+
+
+class GivesText(_Wrapped):
+    contract = 1
+
+    class State(Forwarding):
+        def finish(self):
+            return [*self.state.finish(), "end"]
+
+
+class RaisesAtTheEnd(_Wrapped):
+    """Cannot end in a call."""
+
+    contract = 1
+
+    class State(Forwarding):
+        def finish(self):
+            events = self.state.finish()
+            if any(type(event).__name__ == "MalformedText" for event in events):
+                raise AssertionError("open call")
+            return events
+
+
+class EndsCallsTwice(_Wrapped):
+    contract = 1
+
+    class State(Forwarding):
+        def feed(self, text):
+            events = self.state.feed(text)
+            return [e for event in events for e in ([event] * 2 if _is_end(event) else [event])]
+
+
+class EndsCutCalls(_Wrapped):
+    """Ends a call whose arguments are cut as a complete one."""
+
+    contract = 1
+
+    class State(Forwarding):
+        def finish(self):
+            events = self.state.finish()
+            return [ToolCallEnd() if "ended inside" in str(event) else event for event in events]
+
+
+class OneState(Right):
+    """All outputs share one state."""
+
+    contract = 1
+    state = None
+
+    def open(self, request):
+        if self.state is None or request.reasoning_open != self.state.request.reasoning_open:
+            self.state = Forwarding(self, super().open(request), request)
+        return self.state
+
+
+class SharesTheBuffer(OutputParser):
+    """Keeps the text that waits in the parser."""
+
+    contract = 1
+    roles = ("reasoning",)
+    held = ""
+
+    def open(self, request):
+        self.held = ""
+        return _SharedState(self, request.reasoning_open)
+
+
+class _SharedState:
+    """Waits for the whole output."""
+
+    def __init__(self, parser, reasoning_open):
+        self.parser, self.reasoning_open = parser, reasoning_open
+
+    def feed(self, text):
+        self.parser.held += text
+        return []
+
+    def feed_token(self, token_id):
+        return []
+
+    def finish(self):
+        text, self.parser.held = self.parser.held, ""
+        return whole(text, self.reasoning_open)
+
+
+def whole(text, reasoning_open):
+    """Return the events of a whole output."""
+    events = []
+    if reasoning_open or text.startswith(START):
+        reasoning, _, text = text.removeprefix(START).partition(END)
+        events.append(ReasoningText(reasoning))
+    content, call, rest = text.partition("<tool_call>")
+    events.append(ContentText(content))
+    found = re.fullmatch(r'\{"name": "(\w+)", "arguments": (\{.*\})\}</tool_call>', rest)
+    if found:
+        events += [ToolCallBegin(found[1]), ToolCallArguments(found[2]), ToolCallEnd()]
+    else:
+        events.append(ContentText(call + rest))
+    return events
+
+
+class ParsesAllAgain(_Wrapped):
+    """Parses the whole output for every piece."""
+
+    contract = 1
+
+    class State(Forwarding):
+        def __init__(self, parser, state, request):
+            super().__init__(parser, state, request)
+            self.text, self.given = "", ""
+
+        def feed(self, text):
+            self.text += text
+            found = re.findall("<think>|</think>|</?tool_call>", self.text)
+            assert found is not None
+            return self.state.feed(text)
+
+
+class GuessesEarly(_Wrapped):
+    """Takes text for content before it can be known, and says later that it was reasoning."""
+
+    contract = 1
+
+    class State(Forwarding):
+        def __init__(self, parser, state, request):
+            super().__init__(parser, state, request)
+            self.text = ""
+
+        def feed(self, text):
+            events = [] if self.text else [ContentText("")]
+            self.text += text
+            return [*events, ContentText(text)] if text.isalpha() else events
+
+        def finish(self):
+            return whole(self.text, self.request.reasoning_open)
+
+
+class EarlyEnd(_Wrapped):
+    """Says that a call has ended as soon as its arguments begin."""
+
+    contract = 1
+
+    class State(Forwarding):
+        def feed(self, text):
+            events = [event for event in self.state.feed(text) if not _is_end(event)]
+            begun = [index for index, e in enumerate(events) if isinstance(e, ToolCallArguments)]
+            return [*events[: begun[0] + 1], ToolCallEnd()] if begun else events
+
+
+class TypedTokens(_Wrapped):
+    """Takes typed text for a special token."""
+
+    contract = 1
+
+    class State(Forwarding):
+        def feed(self, text):
+            ids = self.parser.context.tokenizer.special_tokens
+            events = []
+            for part in re.split(f"({START}|{END})", text):
+                known = ids.get(part) in self.parser.token_ids
+                events += self.state.feed_token(ids[part]) if known else self.state.feed(part)
+            return events
+
+
+class Remembers(_Wrapped):
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.seen = []
+
+    def open(self, request: ParserRequest):
+        self.seen.append(request)
+        return super().open(request)
+
+
+class LosesCalls(Hermes):
+    """Has no state for reasoning."""
+
+    contract = 1
+
+
+def _is_end(event):
+    return isinstance(event, ToolCallEnd)

@@ -1,0 +1,67 @@
+"""Output parsers with one mistake each fail their rule, in words."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from support.broken import output_parsers as parsers
+from support.kit_suites import (
+    assert_fails,
+    label,
+    messages_of,
+    stop_at_first_failure,
+    suite_tests,
+)
+
+from hardpoint.plugins import OutputParser
+from hardpoint.plugins.kinds import KINDS
+from hardpoint.testing.text.output_parser_suite import OutputParserSuite
+
+# component, test that it fails, rule, pattern of the message
+BROKEN = [
+    (parsers.WithoutContract, "contract", "contract", "add `contract = 1` to its class body"),
+    (parsers.OtherTags, "samples", "samples", "became .*stated are"),
+    (parsers.LosesCalls, "samples", "samples", "became .*stated are"),
+    (parsers.MarkersInStrings, "samples", "samples", "became .*stated are"),
+    (parsers.NoMarkersOverPieces, "splits", "splits", "in the pieces .* became"),
+    (parsers.SplitsWords, "splits", "splits", "in the pieces .* became"),
+    (parsers.RaisesForBadJson, "any_text", "any text", "raised ValueError: bad JSON"),
+    (parsers.GivesText, "any_text", "any text", "gave 'end', which is no event"),
+    (parsers.EndsCallsTwice, "samples", "calls", "a call ended with the arguments None"),
+    (parsers.RaisesAtTheEnd, "cuts", "any text", "raised AssertionError: open call"),
+    (parsers.EndsCutCalls, "cuts", "calls", "cut after .* a call ended with the arguments"),
+    (parsers.EarlyEnd, "cuts", "calls", "a call ended with the arguments"),
+    (parsers.GuessesEarly, "cuts", "cuts", "before its end, and the whole one"),
+    (parsers.OneState, "independent", "independent", "in turns with another output became"),
+    (parsers.SharesTheBuffer, "independent", "independent", "in turns with another output became"),
+    (parsers.TypedTokens, "tokens", "tokens", "as a text without special tokens became"),
+    (parsers.ParsesAllAgain, "linear", "linear", "it had taken more than 5 microseconds"),
+    (parsers.Remembers, "memory", "memory", r"grew from \d+ to \d+ elements while 400 outputs"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _brief(monkeypatch):
+    stop_at_first_failure(monkeypatch)
+    kind = dataclasses.replace(KINDS["reasoning_parsers"], interface=OutputParser)
+    monkeypatch.setitem(KINDS, "reasoning_parsers", kind)
+
+
+def attributes(cls):
+    special = (parsers.START, parsers.END) if cls is parsers.TypedTokens else ()
+    return {"parser": cls, "samples": parsers.SAMPLES, "special_tokens": special, "examples": 0.3}
+
+
+@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), BROKEN, ids=label)
+def test_a_broken_parser_fails_its_rule(cls, test, rule, pattern):
+    assert_fails(OutputParserSuite, attributes(cls), test, rule, pattern)
+
+
+@pytest.mark.parametrize("cls", [parsers.Right, parsers.RightWrapped], ids=label)
+def test_correct_parsers_pass(cls):
+    assert messages_of(OutputParserSuite, attributes(cls)) == {}
+
+
+def test_every_test_catches_a_parser():
+    assert {test for _, test, _, _ in BROKEN} == suite_tests(OutputParserSuite)

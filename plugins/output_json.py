@@ -21,8 +21,8 @@ _SPACE = " \t\n\r"
 _MAX_DEPTH = 200
 
 
-class _Expected(Enum):
-    """What a JSON text goes on with."""
+class _Expected:
+    """What a JSON text goes on with, in words; texts, because an enum's hash takes long."""
 
     VALUE = "a value"
     VALUE_OR_END = "a value or ]"
@@ -37,6 +37,9 @@ class _Expected(Enum):
     LITERAL = "true, false or null"
     NOTHING = "nothing"
 
+
+_IN_STRING = frozenset({_Expected.STRING, _Expected.ESCAPE, _Expected.HEX})
+_IN_TOKEN = _IN_STRING | {_Expected.NUMBER, _Expected.LITERAL}
 
 # Numbers: from each state, the state after a character of a class.
 _NUMBER = {
@@ -93,14 +96,9 @@ class JsonText:
         self._begun = False  # whether BEGIN was told for the value that comes
 
     @property
-    def depth(self) -> int:
-        """Number of open lists and objects."""
-        return len(self._open)
-
-    @property
     def in_string(self) -> bool:
         """Whether the text so far ends inside a string."""
-        return self.expected in {_Expected.STRING, _Expected.ESCAPE, _Expected.HEX}
+        return self.expected in _IN_STRING
 
     @property
     def is_done(self) -> bool:
@@ -111,14 +109,17 @@ class JsonText:
 
     def feed(self, text: str, at: int = 0) -> tuple[int, Stop | None]:
         """Take text from `at` on; return where it stopped, and why before the end of it."""
-        while at < len(text):
+        end, stop = len(text), None
+        while at < end:
             expected = self.expected
             if expected is _Expected.STRING:
                 at, stop = self._string(text, at)
             elif expected is _Expected.NOTHING:
                 return at, Stop.DONE
+            elif text[at] in _SPACE and expected not in _IN_TOKEN:
+                at += 1
             else:
-                at, stop = self._character(text, at)
+                at, stop = self._TAKE[expected](self, text, at)
             if stop is not None:
                 return at, stop
         return at, None
@@ -149,77 +150,84 @@ class JsonText:
         if self._key_text is not None:
             self._key_text.append(character)
 
-    def _character(self, text: str, at: int) -> tuple[int, Stop | None]:
-        character, expected = text[at], self.expected
-        if expected is _Expected.ESCAPE:
-            if character not in '"\\/bfnrtu':
-                return at, Stop.ERROR
-            self._note(character)
-            self._left = 4
-            self.expected = _Expected.HEX if character == "u" else _Expected.STRING
-            return at + 1, None
-        if expected is _Expected.HEX:
-            if character not in "0123456789abcdefABCDEF":
-                return at, Stop.ERROR
-            self._note(character)
-            self._left -= 1
-            if not self._left:
-                self.expected = _Expected.STRING
-            return at + 1, None
-        if expected is _Expected.LITERAL:
-            if character != self._literal[0]:
-                return at, Stop.ERROR
-            self._literal = self._literal[1:]
-            return at + 1, None if self._literal else self._value_ended()
-        if expected is _Expected.NUMBER:
-            kind = "1" if character in "123456789" else character.replace("E", "e")
-            following = _NUMBER[self._number].get(kind)
-            if following is not None:
-                self._number = following
-                return at + 1, None
-            if self._number not in _NUMBER_ENDS:
-                return at, Stop.ERROR
-            return at, self._value_ended()
-        if character in _SPACE:
-            return at + 1, None
-        return self._structure(character, at)
+    def _escape(self, text: str, at: int) -> tuple[int, Stop | None]:
+        character = text[at]
+        if character not in '"\\/bfnrtu':
+            return at, Stop.ERROR
+        self._note(character)
+        self._left = 4
+        self.expected = _Expected.HEX if character == "u" else _Expected.STRING
+        return at + 1, None
 
-    def _structure(self, character: str, at: int) -> tuple[int, Stop | None]:
-        expected = self.expected
-        if expected is _Expected.COLON:
-            if character != ":":
-                return at, Stop.ERROR
-            self.expected = _Expected.VALUE
-            return at + 1, None
-        if expected in {_Expected.KEY, _Expected.KEY_OR_END} and character == '"':
-            self._is_key, self.expected = True, _Expected.STRING
-            if self.depth == self._stop_depth:
-                self._key_text = []
-            return at + 1, None
-        if expected is _Expected.COMMA_OR_END and character == ",":
-            self.expected = _Expected.KEY if self._open[-1] == "}" else _Expected.VALUE
-            return at + 1, None
-        may_end = {_Expected.COMMA_OR_END, _Expected.KEY_OR_END, _Expected.VALUE_OR_END}
-        if expected in may_end and character == self._open[-1]:
-            self._open.pop()
-            return at + 1, self._value_ended()
-        if expected in {_Expected.VALUE, _Expected.VALUE_OR_END}:
-            return self._value(character, at)
-        return at, Stop.ERROR
+    def _hex(self, text: str, at: int) -> tuple[int, Stop | None]:
+        if text[at] not in "0123456789abcdefABCDEF":
+            return at, Stop.ERROR
+        self._note(text[at])
+        self._left -= 1
+        if not self._left:
+            self.expected = _Expected.STRING
+        return at + 1, None
 
-    def _value(self, character: str, at: int) -> tuple[int, Stop | None]:
+    def _in_literal(self, text: str, at: int) -> tuple[int, Stop | None]:
+        if text[at] != self._literal[0]:
+            return at, Stop.ERROR
+        self._literal = self._literal[1:]
+        return at + 1, None if self._literal else self._value_ended()
+
+    def _in_number(self, text: str, at: int) -> tuple[int, Stop | None]:
+        character = text[at]
+        kind = "1" if character in "123456789" else character.replace("E", "e")
+        following = _NUMBER[self._number].get(kind)
+        if following is not None:
+            self._number = following
+            return at + 1, None
+        if self._number not in _NUMBER_ENDS:
+            return at, Stop.ERROR
+        return at, self._value_ended()
+
+    def _colon(self, text: str, at: int) -> tuple[int, Stop | None]:
+        if text[at] != ":":
+            return at, Stop.ERROR
+        self.expected = _Expected.VALUE
+        return at + 1, None
+
+    def _key_or_end(self, text: str, at: int) -> tuple[int, Stop | None]:
+        if text[at] != '"':
+            return self._end(text, at)
+        self._is_key, self.expected = True, _Expected.STRING
+        if len(self._open) == self._stop_depth:
+            self._key_text = []
+        return at + 1, None
+
+    def _comma_or_end(self, text: str, at: int) -> tuple[int, Stop | None]:
+        if text[at] != ",":
+            return self._end(text, at)
+        self.expected = _Expected.KEY if self._open[-1] == "}" else _Expected.VALUE
+        return at + 1, None
+
+    def _end(self, text: str, at: int) -> tuple[int, Stop | None]:
+        """Take the closing bracket of the innermost list or object, if it may be here."""
+        if self.expected is _Expected.KEY or text[at] != self._open[-1]:
+            return at, Stop.ERROR
+        self._open.pop()
+        return at + 1, self._value_ended()
+
+    def _value(self, text: str, at: int) -> tuple[int, Stop | None]:
+        character = text[at]
+        if self.expected is _Expected.VALUE_OR_END and character == "]":
+            return self._end(text, at)
         if not self._begun and self._tells():
             self._begun = True
             return at, Stop.BEGIN
         self._begun = False
-        if character in "{[":
-            if self.depth == _MAX_DEPTH:
-                return at, Stop.ERROR
-            self._open.append("}" if character == "{" else "]")
-            is_object = character == "{"
-            self.expected = _Expected.KEY_OR_END if is_object else _Expected.VALUE_OR_END
-        elif character == '"':
+        if character == '"':
             self.expected = _Expected.STRING
+        elif character in "{[":
+            if len(self._open) == _MAX_DEPTH:
+                return at, Stop.ERROR
+            is_object = character == "{"
+            self._open.append("}" if is_object else "]")
+            self.expected = _Expected.KEY_OR_END if is_object else _Expected.VALUE_OR_END
         elif character in "-0123456789":
             self._number = character if character in "-0" else "1"
             self.expected = _Expected.NUMBER
@@ -230,9 +238,22 @@ class JsonText:
             return at, Stop.ERROR
         return at + 1, None
 
+    _TAKE = {
+        _Expected.VALUE: _value,
+        _Expected.VALUE_OR_END: _value,
+        _Expected.KEY: _key_or_end,
+        _Expected.KEY_OR_END: _key_or_end,
+        _Expected.COLON: _colon,
+        _Expected.COMMA_OR_END: _comma_or_end,
+        _Expected.ESCAPE: _escape,
+        _Expected.HEX: _hex,
+        _Expected.NUMBER: _in_number,
+        _Expected.LITERAL: _in_literal,
+    }
+
     def _tells(self) -> bool:
         """Return whether the innermost value is one that `feed` stops at."""
-        return bool(self._open) and self.depth == self._stop_depth and self._open[-1] == "}"
+        return len(self._open) == self._stop_depth > 0 and self._open[-1] == "}"
 
     def _value_ended(self) -> Stop | None:
         if not self._open:
@@ -241,7 +262,7 @@ class JsonText:
         self.expected = _Expected.COMMA_OR_END
         if self._tells():
             return Stop.END
-        return Stop.ITEM if self.depth == self._stop_depth - 1 else None
+        return Stop.ITEM if len(self._open) == self._stop_depth - 1 else None
 
 
 def _decoded_string(text: str) -> str | None:
@@ -296,7 +317,7 @@ class JsonArguments(Body):
         return len(text)
 
     def _json_reason(self) -> str:
-        return f"its arguments are no JSON object: expected {self._json.expected.value}"
+        return f"its arguments are no JSON object: expected {self._json.expected}"
 
     def close(self, events: list[OutputEvent], *, cut: bool) -> None:
         """End the call."""
@@ -355,7 +376,10 @@ class JsonCalls(Body):
         while at < len(text):
             before = at
             at, stop = self._json.feed(text, at)
-            self._take(text[before:at], events)
+            if at > before:
+                self._take(text[before:at], events)
+            if stop is None:
+                return at
             reason = self._stopped(stop, text, at, events)
             if reason:
                 self._malformed(reason, text[at:], events)
@@ -367,8 +391,6 @@ class JsonCalls(Body):
 
     def _take(self, piece: str, events: list[OutputEvent]) -> None:
         """Keep or pass on a piece of a member."""
-        if not piece:
-            return
         if self._capture == "arguments" and self._begun:
             events.append(ToolCallArguments(piece))
             return
@@ -384,7 +406,7 @@ class JsonCalls(Body):
         """Go on after a stop; return what is wrong, if anything is."""
         assert self._json is not None
         if stop is Stop.ERROR:
-            return f"expected {self._json.expected.value}"
+            return f"expected {self._json.expected}"
         if stop is Stop.BEGIN:
             return self._member_begins(text[at])
         if stop is Stop.END:

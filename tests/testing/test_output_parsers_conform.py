@@ -82,7 +82,8 @@ class TestHermes(OutputParserSuite):
             calls=(WEATHER, EMPTY),
         ),
         Sample(
-            '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>\\"<tool_call>"}}</tool_call>',
+            '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>\\"<tool_call>"}}'
+            "</tool_call>",
             calls=(("f", {"a": '</tool_call>"<tool_call>'}),),
         ),
         Sample('<tool_call>{"name": "f", "arguments": {"a": [1, {"b": tr', content=""),
@@ -220,7 +221,8 @@ class TestGranite(OutputParserSuite):
         Sample("<think>So</think><response>Yes</response>", "So", "Yes"),
         Sample("No <response> here", content="No <response> here"),
         Sample(
-            f'<|tool_call|>[{{"name": "get_weather", "arguments": {ARGUMENTS}}}, {{"name": "now"}}]',
+            f'<|tool_call|>[{{"name": "get_weather", "arguments": {ARGUMENTS}}}, '
+            '{"name": "now"}]',
             calls=(WEATHER, EMPTY),
         ),
         Sample('<tool_call>{"name": "now", "arguments": {}}</tool_call>', calls=(EMPTY,)),

@@ -359,6 +359,11 @@ class _FormatState:
         self._state = table[first]
         self._body = self._state.body(self._output)
 
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the state is one of reasoning."""
+        return isinstance(self._body, Reasoning)
+
     def feed(self, text: str) -> Sequence[OutputEvent]:
         """Take text, but for an end that may begin a marker."""
         events: list[OutputEvent] = []
@@ -375,7 +380,7 @@ class _FormatState:
         found = search(text, at) if search else None
         end = found.start() if found else len(text)
         if end > at:
-            at = self._take(text, at, end, events)
+            at = self._feed_body(text, at, end, events)
             if at < end:
                 return at
         if found is None:
@@ -385,11 +390,11 @@ class _FormatState:
             self._held = marker
             return len(text)
         if self._body.quotes:  # only its first character is known to be no marker
-            return self._take(text, at, at + 1, events)
+            return self._feed_body(text, at, at + 1, events)
         self._leave(self._state.by_text[marker], events)
         return found.end()
 
-    def _take(self, text: str, at: int, end: int, events: list[OutputEvent]) -> int:
+    def _feed_body(self, text: str, at: int, end: int, events: list[OutputEvent]) -> int:
         """Give the body text; return where it ended, which leads to the next state."""
         taken = at + self._body.feed(text[at:end], events)
         if taken < end:
@@ -405,23 +410,23 @@ class _FormatState:
 
     def feed_token(self, token_id: int) -> Sequence[OutputEvent]:
         """Take a marker; one that leads nowhere from here is left out."""
-        events = self._flush()
+        events = self.flush()
         if token_id in self._state.by_id:
             self._leave(self._state.by_id[token_id], events)
         return events
 
-    def _flush(self) -> list[OutputEvent]:
+    def flush(self) -> list[OutputEvent]:
         """Take the text that waited to become a marker."""
         events: list[OutputEvent] = []
         text, self._held = self._held, ""
         at = 0
         while at < len(text):
-            at = self._take(text, at, len(text), events)
+            at = self._feed_body(text, at, len(text), events)
         return events
 
     def finish(self) -> Sequence[OutputEvent]:
         """Take what waited, and end."""
-        events = self._flush()
+        events = self.flush()
         self._body.close(events, cut=True)
         if self._output.in_call:
             self._output.fail_call("", "the output ended inside it", events)

@@ -22,7 +22,7 @@ _MAX_DEPTH = 200
 
 
 class _Expected:
-    """What a JSON text goes on with, in words; texts, because an enum's hash takes long."""
+    """What a JSON text goes on with; plain strings, because an enum's hash takes long."""
 
     VALUE = "a value"
     VALUE_OR_END = "a value or ]"
@@ -93,7 +93,7 @@ class JsonText:
         self._number = ""
         self._left = 0  # of an escape's digits
         self._literal = ""
-        self._begun = False  # whether BEGIN was told for the value that comes
+        self._begun = False  # whether BEGIN was reported for the value that comes
 
     @property
     def in_string(self) -> bool:
@@ -119,7 +119,7 @@ class JsonText:
             elif text[at] in _SPACE and expected not in _IN_TOKEN:
                 at += 1
             else:
-                at, stop = self._TAKE[expected](self, text, at)
+                at, stop = self._METHODS[expected](self, text, at)
             if stop is not None:
                 return at, stop
         return at, None
@@ -238,7 +238,7 @@ class JsonText:
             return at, Stop.ERROR
         return at + 1, None
 
-    _TAKE = {
+    _METHODS = {
         _Expected.VALUE: _value,
         _Expected.VALUE_OR_END: _value,
         _Expected.KEY: _key_or_end,
@@ -377,7 +377,7 @@ class JsonCalls(Body):
             before = at
             at, stop = self._json.feed(text, at)
             if at > before:
-                self._take(text[before:at], events)
+                self._keep(text[before:at], events)
             if stop is None:
                 return at
             reason = self._stopped(stop, text, at, events)
@@ -389,7 +389,7 @@ class JsonCalls(Body):
                 return at + len(text[at:]) - len(text[at:].lstrip(_SPACE))
         return at
 
-    def _take(self, piece: str, events: list[OutputEvent]) -> None:
+    def _keep(self, piece: str, events: list[OutputEvent]) -> None:
         """Keep or pass on a piece of a member."""
         if self._capture == "arguments" and self._begun:
             events.append(ToolCallArguments(piece))

@@ -87,11 +87,18 @@ class OutputState(Protocol):
     However the text is cut into pieces, the events joined are the same.
     """
 
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the output is inside reasoning."""
+
     def feed(self, text: str) -> Sequence[OutputEvent]:
         """Take a piece of text of any length."""
 
     def feed_token(self, token_id: int) -> Sequence[OutputEvent]:
         """Take one of the parser's `token_ids`, whose text is in no piece."""
+
+    def flush(self) -> Sequence[OutputEvent]:
+        """Take text that waited to become a marker: a special token follows, so that it is none."""
 
     def finish(self) -> Sequence[OutputEvent]:
         """End the output: what waited for more text is what it is."""
@@ -174,7 +181,7 @@ def join_events(events: Sequence[OutputEvent]) -> list[OutputEvent]:
             if not event.text:
                 continue
             if joined and type(joined[-1]) is type(event):
-                joined[-1] = type(event)(joined[-1].text + event.text)  # type: ignore[union-attr]
+                joined[-1] = type(event)(joined[-1].text + event.text)
                 continue
         elif isinstance(event, MalformedText) and joined:
             last = joined[-1]

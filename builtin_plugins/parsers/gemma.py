@@ -94,10 +94,10 @@ class _Arguments(Body):
 
     def feed(self, text: str, events: list[OutputEvent]) -> int:
         for found in _WORD.finditer(text):
-            self._take(found.group(), events)
+            self._add(found.group(), events)
         return len(text)
 
-    def _take(self, part: str, events: list[OutputEvent]) -> None:
+    def _add(self, part: str, events: list[OutputEvent]) -> None:
         if part.isspace():
             return
         if part not in "{}[],:":

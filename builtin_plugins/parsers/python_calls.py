@@ -116,18 +116,18 @@ class _PythonCalls(Body):
         """Take text up to the next quote or bracket, and that; return where the rest begins."""
         if self._is_escaped:
             self._is_escaped = False
-            self._take(text[at])
+            self._append(text[at])
             return at + 1
         plain = (_TEXT[self._quote] if self._quote else _CODE).match(text, at)
         if plain:
-            self._take(plain.group())
+            self._append(plain.group())
             at = plain.end()
         reason = "it is too long" if self._length > _LONGEST else ""
         if not reason and at < len(text):
             character, at = text[at], at + 1
             reason = self._in_text(character) if self._quote else self._in_code(character)
             if not self._has_ended:
-                self._take(character)
+                self._append(character)
             if not reason and character == ")" and not self._missing and not self._quote:
                 reason = self._call_ended(events)
         if reason:
@@ -135,7 +135,7 @@ class _PythonCalls(Body):
             self.output.fail_call("".join(self._parts), reason, events)
         return at
 
-    def _take(self, text: str) -> None:
+    def _append(self, text: str) -> None:
         self._parts.append(text)
         self._length += len(text)
 

@@ -200,10 +200,10 @@ class OutputParserSuite(ComponentSuite):
 
     @cached_property
     def _fragments(self) -> list[Piece]:
-        """Parts of the samples: markers, words, and characters that formats are made of."""
+        """Parts of the samples: markers, text between spaces, and characters that formats are made of."""
         pieces = [p for sample in self.samples for p in self._pieces(sample.text)]
-        words = [w for p in pieces for w in (p.split() if isinstance(p, str) else [p])]
-        return [*dict.fromkeys([*words, *"{}[]()\"',:;<>|/= \n\\", "é", "🙂", "</", "\\u00"])]
+        parts = [x for p in pieces for x in (p.split() if isinstance(p, str) else [p])]
+        return [*dict.fromkeys([*parts, *"{}[]()\"',:;<>|/= \n\\", "é", "🙂", "</", "\\u00"])]
 
     def _pieces(self, text: str, size: int | None = None) -> list[Piece]:
         """Return a text in pieces of so many characters at most, and its special tokens."""
@@ -236,8 +236,14 @@ class OutputParserSuite(ComponentSuite):
         taken = self._subject.token_ids
         stream = self._tokenizer.decode_stream([], skip_special_tokens=False)
         ids = self._tokenizer.encode(text, add_special_tokens=False)
-        stepped = [(token, stream.step(token)) for token in ids]
-        return [t if t in taken else piece for t, piece in stepped if t in taken or piece]
+        pieces: list[Piece] = []
+        for token in ids:
+            piece = stream.step(token)
+            if token in taken:
+                pieces.append(token)
+            elif piece:
+                pieces.append(piece)
+        return pieces
 
     def _events(
         self, request: ParserRequest, pieces: Sequence[Piece], *, finish: bool = True
@@ -431,7 +437,7 @@ def _is_beginning(events: Sequence[OutputEvent], whole: Sequence[OutputEvent]) -
     other = whole[len(complete)]
     if isinstance(last, ToolCallBegin | ToolCallEnd) or type(last) is not type(other):
         return last == other
-    return other.text.startswith(last.text)  # type: ignore[union-attr]
+    return other.text.startswith(last.text)
 
 
 def _calls(events: Sequence[OutputEvent]) -> list[tuple[str, Any]]:

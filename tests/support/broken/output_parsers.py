@@ -83,7 +83,7 @@ class NoMarkersOverPieces(_Wrapped):
 
     class State(Forwarding):
         def feed(self, text):
-            return [*self.state.feed(text), *self.state._flush()]
+            return [*self.state.feed(text), *self.state.flush()]
 
 
 class SplitsWords(_Wrapped):

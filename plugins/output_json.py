@@ -63,7 +63,7 @@ class Stop(Enum):
     END = auto()
     """It has ended."""
     ITEM = auto()
-    """An object with such members has ended, inside a list."""
+    """A value has ended in the list around such objects."""
     DONE = auto()
     """The whole value has ended."""
     ERROR = auto()
@@ -344,6 +344,7 @@ class JsonCalls(Body):
         """Expect an object or a list."""
         super().__init__(output)
         self._json: JsonText | None = None
+        self._is_list = False
         self._reason = ""
         self._ended = False
         self._next_call()
@@ -369,7 +370,8 @@ class JsonCalls(Body):
         if at == len(text) or self._ended:
             return at
         if self._json is None:
-            self._json = JsonText(2 if text[at] == "[" else 1)
+            self._is_list = text[at] == "["
+            self._json = JsonText(2 if self._is_list else 1)
             if text[at] not in "[{":
                 self._malformed("expected { or [", text[at:], events)
                 return len(text)
@@ -411,13 +413,9 @@ class JsonCalls(Body):
             return self._member_begins(text[at])
         if stop is Stop.END:
             return self._member_ended(events)
-        if stop in {Stop.ITEM, Stop.DONE} and self._raw_or_begun():
+        if stop is (Stop.ITEM if self._is_list else Stop.DONE):
             return self._call_ended(events)
         return ""
-
-    def _raw_or_begun(self) -> bool:
-        """Return whether there is a call, and not the end of a list."""
-        return self._begun or "{" in "".join(self._raw)
 
     def _member_begins(self, character: str) -> str:
         assert self._json is not None

@@ -50,6 +50,7 @@ class Llama4Pythonic(FormatParser):
 
 
 _LONGEST = 1 << 18  # of a call, in characters
+_LONGEST_CODE = 1 << 15  # of these, outside of strings: parsing them takes up to 5 us each
 _DEEPEST = 50
 _LONGEST_HEAD = 300
 _HEAD = re.compile(r"\s*\[\s*[A-Za-z_][\w.-]*\s*\(")
@@ -73,7 +74,7 @@ class _PythonCalls(Body):
         super().__init__(output)
         self._head: str | None = ""  # the beginning, until it is known to be a call
         self._parts: list[str] = []  # of the call that comes
-        self._length = 0
+        self._length = self._code_length = 0
         self._missing: list[str] = []  # closing brackets
         self._quote = ""
         self._is_escaped = False
@@ -122,7 +123,8 @@ class _PythonCalls(Body):
         if plain:
             self._append(plain.group())
             at = plain.end()
-        reason = "it is too long" if self._length > _LONGEST else ""
+        is_long = self._length > _LONGEST or self._code_length > _LONGEST_CODE
+        reason = "it is too long" if is_long else ""
         if not reason and at < len(text):
             character, at = text[at], at + 1
             reason = self._in_text(character) if self._quote else self._in_code(character)
@@ -138,6 +140,8 @@ class _PythonCalls(Body):
     def _append(self, text: str) -> None:
         self._parts.append(text)
         self._length += len(text)
+        if not self._quote:
+            self._code_length += len(text)
 
     def _in_text(self, character: str) -> str:
         """Go on after a quote or backslash in a string."""
@@ -178,7 +182,7 @@ class _PythonCalls(Body):
             arguments = _parsed(rest)
         except (SyntaxError, ValueError, MemoryError, RecursionError):
             return "expected keyword arguments with literal values"
-        self._parts, self._length = [], 0
+        self._parts, self._length, self._code_length = [], 0, 0
         self.output.tool = name.strip()
         self.output.begin_call(events)
         events.append(ToolCallArguments(arguments))

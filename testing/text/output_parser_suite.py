@@ -202,8 +202,11 @@ class OutputParserSuite(ComponentSuite):
     def _fragments(self) -> list[Piece]:
         """Parts of the samples: markers, text between spaces, and characters that formats are made of."""
         pieces = [p for sample in self.samples for p in self._pieces(sample.text)]
-        parts = [x for p in pieces for x in (p.split() if isinstance(p, str) else [p])]
-        return [*dict.fromkeys([*parts, *"{}[]()\"',:;<>|/= \n\\", "é", "🙂", "</", "\\u00"])]
+        parts: list[Piece] = []
+        for piece in pieces:
+            parts += piece.split() if isinstance(piece, str) else [piece]
+        characters = "{}[]()\"',:;<>|/= \n\\"
+        return [*dict.fromkeys([*parts, *characters, "é", "🙂", "</", "\\u00", "1,"])]
 
     def _pieces(self, text: str, size: int | None = None) -> list[Piece]:
         """Return a text in pieces of so many characters at most, and its special tokens."""

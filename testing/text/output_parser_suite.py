@@ -200,7 +200,7 @@ class OutputParserSuite(ComponentSuite):
 
     @cached_property
     def _fragments(self) -> list[Piece]:
-        """Parts of the samples: markers, text between spaces, and characters that formats are made of."""
+        """Parts of the samples, and characters that formats are made of."""
         pieces = [p for sample in self.samples for p in self._pieces(sample.text)]
         parts: list[Piece] = []
         for piece in pieces:

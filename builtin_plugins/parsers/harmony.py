@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hardpoint.plugins import ContentText, OutputEvent
+from hardpoint.plugins import ContentText, OutputEvent, ReasoningMarkers
 from hardpoint.plugins.output_format import (
     Between,
     Body,
@@ -49,6 +49,14 @@ class Harmony(FormatParser):
             "arguments": State(JsonArguments, ends),
             "between": State(Between, begins),
         }
+
+    def markers(self) -> ReasoningMarkers:
+        """Return the usual header of an analysis, and the end of a message."""
+        encode = self.context.tokenizer.encode
+        return ReasoningMarkers(
+            start=encode("<|channel|>analysis<|message|>", add_special_tokens=False),
+            end=encode("<|end|>", add_special_tokens=False),
+        )
 
 
 class _Header(Body):

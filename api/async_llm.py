@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,7 @@ from hardpoint.core.build import build_async_engine
 from hardpoint.core.config import config_from
 from hardpoint.core.engine.utility_calls import AsyncControlCalls
 from hardpoint.core.frontend.async_engine import AsyncEngine
+from hardpoint.core.frontend.chat import Chat, Messages, ToolChoice, Tools
 from hardpoint.core.frontend.plugin_health import Health
 from hardpoint.core.frontend.prompts import Prompt
 from hardpoint.plugins import (
@@ -146,6 +148,49 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
         """
         extras = make_extras(priority=priority, timeout=timeout, tags=tags, cache_salt=cache_salt)
         return self._engine.generate(prompt, sampling_params, request_id, extras)
+
+    async def chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        tools: Tools | None = None,
+        tool_choice: ToolChoice = "auto",
+        priority: int = 0,
+        timeout: float | None = None,
+        tags: Mapping[str, str] | None = None,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer a conversation by the model's chat template; yield outputs as they come.
+
+        The template is rendered in another thread.
+
+        Args:
+            messages: `[{"role": "user", "content": "..."}, ...]`.
+            tools: that the model may call: OpenAI's `{"type": "function", ...}`, or Python functions
+                with typed parameters.
+            tool_choice: "none" shows the model no tools.
+            sampling_params, request_id, priority, timeout, tags, cache_salt: as for `generate`.
+
+        Raises:
+            RequestError: the model has no chat template, or it refuses the messages; tools are
+                malformed, or there is no tool parser.
+            OverloadedError, EngineDeadError, EngineClosedError: as `generate`.
+        """
+        chat = Chat(tools, tool_choice)
+        prompt = await asyncio.to_thread(chat.rendered, self.tokenizer, messages)
+        extras = make_extras(
+            priority=priority,
+            timeout=timeout,
+            tags=tags,
+            cache_salt=cache_salt,
+            tools=chat.schemas,
+        )
+        outputs = self._engine.generate(prompt, sampling_params, request_id, extras)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield output
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests by their ids; each yields what it has, with finish reason "abort".

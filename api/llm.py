@@ -11,10 +11,11 @@ from typing import Any, NoReturn
 from hardpoint.core.build import build_engine
 from hardpoint.core.config import config_from
 from hardpoint.core.engine.utility_calls import SyncControlCalls
+from hardpoint.core.frontend.chat import Chat, Messages, ToolChoice, Tools
 from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.plugin_health import Health
-from hardpoint.core.frontend.prompts import Prompt, copied, is_list, read_messages
+from hardpoint.core.frontend.prompts import Prompt, copied, is_list
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -42,8 +43,6 @@ from .requests import (
 )
 
 __all__ = ["LLM"]
-
-Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM(OpenModel[LLMEngine], SyncControlCalls):
@@ -161,6 +160,8 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Tools | None = None,
+        tool_choice: ToolChoice = "auto",
         priority: int | Sequence[int] = 0,
         timeout: float | Sequence[float | None] | None = None,
         tags: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
@@ -171,10 +172,14 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         Args:
             messages: `[{"role": "user", "content": "..."}, ...]`, or a list of such lists.
             sampling_params: one for all, or one per conversation.
+            tools: that the model may call in any of them: OpenAI's `{"type": "function", ...}`, or
+                Python functions with typed parameters.
+            tool_choice: "none" shows the model no tools.
             priority, timeout, tags, cache_salt: as for `generate`.
 
         Raises:
-            RequestError: the model has no chat template, or it refuses the messages.
+            RequestError: the model has no chat template, or it refuses the messages; tools are
+                malformed, or there is no tool parser.
         """
         if not is_list(messages):
             raise RequestError(
@@ -184,14 +189,17 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         listed = copied(messages, "messages")
         single = not listed or isinstance(listed[0], Mapping)
         conversations: Sequence[Any] = [listed] if single else listed
-        return self.generate(
-            [self.apply_chat_template(conversation) for conversation in conversations],
-            sampling_params,
+        chat = Chat(tools, tool_choice)
+        requests = make_requests(
+            [self._rendered(conversation, chat) for conversation in conversations],
+            self.default_sampling_params() if sampling_params is None else sampling_params,
             priority=priority,
             timeout=timeout,
             tags=tags,
             cache_salt=cache_salt,
+            tools=chat.schemas,
         )
+        return self._run(self._calls.add(requests))
 
     def stream(
         self,
@@ -214,13 +222,18 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         Raises:
             RequestError, OverloadedError: prompt or parameters are wrong, or too many wait.
         """
+        extras = make_extras(priority=priority, timeout=timeout, tags=tags, cache_salt=cache_salt)
+        return self._stream(prompt, sampling_params, extras)
+
+    def _stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None, extras: RequestExtras
+    ) -> OutputStream:
         params = self.default_sampling_params() if sampling_params is None else sampling_params
         if (
             isinstance(params, SamplingParams)
             and params.output_kind is RequestOutputKind.CUMULATIVE
         ):
             params = with_output_kind(params, RequestOutputKind.DELTA)
-        extras = make_extras(priority=priority, timeout=timeout, tags=tags, cache_salt=cache_salt)
         (request_id,) = self._calls.add([(prompt, params, extras)])
         return OutputStream(self._calls, request_id)
 
@@ -252,22 +265,49 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         return UnorderedCall(self._calls, given, window).outputs()
 
     def stream_chat(
-        self, messages: Messages, sampling_params: SamplingParams | None = None
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Tools | None = None,
+        tool_choice: ToolChoice = "auto",
+        priority: int = 0,
+        timeout: float | None = None,
+        tags: Mapping[str, str] | None = None,
+        cache_salt: str | None = None,
     ) -> OutputStream:
-        """Answer one conversation; iterate over what it returns for outputs as they come."""
-        return self.stream(self.apply_chat_template(messages), sampling_params)
+        """Answer one conversation; iterate over what it returns for outputs as they come.
 
-    def apply_chat_template(self, messages: Messages) -> Mapping[str, Any]:
+        Args:
+            messages, tools, tool_choice: as for `chat`.
+            sampling_params, priority, timeout, tags, cache_salt: as for `stream`.
+
+        Raises:
+            RequestError, OverloadedError: as `chat` and `stream`.
+        """
+        chat = Chat(tools, tool_choice)
+        extras = make_extras(
+            priority=priority,
+            timeout=timeout,
+            tags=tags,
+            cache_salt=cache_salt,
+            tools=chat.schemas,
+        )
+        return self._stream(self._rendered(messages, chat), sampling_params, extras)
+
+    def apply_chat_template(
+        self, messages: Messages, *, tools: Tools | None = None
+    ) -> Mapping[str, Any]:
         """Return a conversation as a prompt: `prompt` is its text, `prompt_token_ids` its ids.
 
         Raises:
             RequestError: the model has no chat template, or it refuses the messages.
         """
+        return self._rendered(messages, Chat(tools))
+
+    def _rendered(self, messages: Messages, chat: Chat) -> Mapping[str, Any]:
         with self._engine.lock:
-            text = self.tokenizer.apply_chat_template(read_messages(messages))
-            # The template writes the special tokens itself.
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return {"type": "token", "prompt_token_ids": ids, "prompt": text}
+            return chat.rendered(self.tokenizer, messages)
 
     def encode(self, *_: object, **__: object) -> NoReturn:
         """Raise: this version of Hardpoint runs models that generate, none that pool.

@@ -30,7 +30,6 @@ from hardpoint.core.worker.threads import short_spin
 from hardpoint.plugins import (
     EngineConfig,
     ModelFiles,
-    ReasoningParser,
     SamplingParams,
     Tokenizer,
     TokenizerContext,
@@ -40,7 +39,7 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.read_only import read_only
 from hardpoint.plugins.typed import join_path
 from hardpoint.registry.discovery import installed_version
-from hardpoint.registry.guards import GuardedTokenizer, open_parser
+from hardpoint.registry.guards import GuardedOutputParser, GuardedTokenizer, open_parser
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 
@@ -157,7 +156,7 @@ class _Prepared:
     hooks: HookSet
     spec: WorkerSpec
     tokenizer: GuardedTokenizer
-    reasoning: ReasoningParser | None
+    parsers: OutputParsers
     clock: Callable[[], float]
     statistics: Statistics | None
 
@@ -194,10 +193,10 @@ class _Prepared:
             hooks=self.hooks,
             model_config=spec.model_config,
             tokenizer=self.tokenizer,
-            reasoning=self.reasoning,
+            parsers=self.parsers,
             client=client,
             supported_tasks=tuple(tasks),
-            components=[c for c in (spec.loader, self.tokenizer, self.reasoning) if c is not None],
+            components=[spec.loader, self.tokenizer, *self.parsers.components],
             clock=self.clock,
             statistics=self.statistics,
         )
@@ -220,9 +219,9 @@ def _prepare(
     with naming_plugin(plugins):
         spec = prepare_worker(config, plugins, config_sources, progress)
     tokenizer = _tokenizer(config, plugins, spec.loader.context.files, spec.model_config.vocab_size)
-    reasoning = _reasoning(config, plugins, tokenizer, spec.model_config.vocab_size)
+    parsers = _output_parsers(config, plugins, tokenizer, spec.model_config.vocab_size)
     statistics = open_statistics(config, plugins, clock)
-    return _Prepared(config_sources, hooks, spec, tokenizer, reasoning, clock, statistics)
+    return _Prepared(config_sources, hooks, spec, tokenizer, parsers, clock, statistics)
 
 
 @contextlib.contextmanager
@@ -313,10 +312,18 @@ def _tokenizer(
     return guarded
 
 
-def _reasoning(
+def _output_parsers(
     config: EngineConfig, plugins: PluginSet, tokenizer: Tokenizer, vocab_size: int
-) -> ReasoningParser | None:
-    if config.reasoning.parser is None:
-        return None
-    entry = plugins.get("reasoning_parsers", config.reasoning.parser)
-    return open_parser(plugins, entry, tokenizer, vocab_size)
+) -> OutputParsers:
+    named = {"reasoning_parsers": config.reasoning.parser, "tool_parsers": config.tools.parser}
+    opened: dict[tuple[str, str], GuardedOutputParser] = {}
+    by_kind = {}
+    for kind, name in named.items():
+        if name is None:
+            continue
+        entry = plugins.get(kind, name)
+        key = (entry.name, entry.value)  # a class of both roles is one component
+        if key not in opened:
+            opened[key] = open_parser(plugins, entry, tokenizer, vocab_size)
+        by_kind[kind] = opened[key]
+    return OutputParsers(tokenizer, by_kind)

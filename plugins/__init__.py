@@ -51,6 +51,7 @@ from .logits import (
     SparseLogitsProcessor,
     TensorSpec,
 )
+from .markers import ReasoningMarkers, ReasoningPosition, ReasoningTracker
 from .model import (
     AttentionBackend,
     AttentionContext,
@@ -87,7 +88,6 @@ from .output_parser import (
     ToolCallBegin,
     ToolCallEnd,
 )
-from .reasoning import ReasoningContext, ReasoningMarkers, ReasoningParser
 from .request import Request, RequestStatus
 from .requests import (
     CompletionOutput,
@@ -227,14 +227,13 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "OutputParserContext",
     "OutputState",
     "ParserRequest",
+    "ReasoningMarkers",
+    "ReasoningPosition",
     "ReasoningText",
+    "ReasoningTracker",
     "ToolCallArguments",
     "ToolCallBegin",
     "ToolCallEnd",
-    # Reasoning parsers: provisional
-    "ReasoningContext",
-    "ReasoningMarkers",
-    "ReasoningParser",
     # Stat sinks: stable
     "IterationStats",
     "PrefixCacheStats",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from . import typed
 from .component import Component
@@ -18,13 +18,6 @@ if TYPE_CHECKING:
 __all__ = ["ComponentWithArguments", "PrepareContext", "argument_column", "prepared_type"]
 
 
-class MarksReasoning(Protocol):
-    """A reasoning parser, as far as `prepare` may use it."""
-
-    def markers(self) -> ReasoningMarkers:
-        """Return the token ids that enclose the reasoning."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class PrepareContext:
     """The request and frontend components that `prepare` may use.
@@ -34,7 +27,7 @@ class PrepareContext:
         params: checked parameters of the request.
         stop_token_ids: every token id that ends the request.
         tokenizer: None where a policy is changed on a running engine, for requests that are there.
-        reasoning: the configured reasoning parser, if any; None for the parser itself.
+        reasoning: markers of the configured reasoning parser, if any; None for parsers.
     """
 
     options: Any
@@ -43,7 +36,7 @@ class PrepareContext:
     stop_token_ids: Sequence[int]
     vocab_size: int
     tokenizer: Tokenizer | None
-    reasoning: MarksReasoning | None = None
+    reasoning: ReasoningMarkers | None = None
 
 
 class NoArguments(typed.Arguments):
@@ -60,7 +53,7 @@ class ComponentWithArguments(Component):
     caller cannot set the fields that only `Prepared` has. A class without `Prepared` returns its
     `Arguments`.
 
-    Every request uses the sampler, the policy and the reasoning parser, whether it gives arguments
+    Every request uses the sampler, the policy and the output parsers, whether it gives arguments
     or not: each field of their `Arguments` and `Prepared` has a default.
     """
 

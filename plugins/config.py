@@ -242,6 +242,16 @@ class ReasoningConfig(Strict):
     parser: Name | None = None
 
 
+class ToolsConfig(Strict):
+    """Calls of tools in the model's output.
+
+    Attributes:
+        parser: name of a tool parser; None is a model that calls no tools.
+    """
+
+    parser: Name | None = None
+
+
 class TokenizerConfig(Strict):
     """The tokenizer.
 
@@ -306,6 +316,7 @@ class EngineConfig(Strict):
     ops: OpsConfig = OpsConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     reasoning: ReasoningConfig = ReasoningConfig()
+    tools: ToolsConfig = ToolsConfig()
     load: LoadConfig = LoadConfig()
     weight_cache: WeightCacheConfig = WeightCacheConfig()
     plugin: dict[str, dict[str, Any]] = {}

@@ -82,7 +82,13 @@ class PluginConflictError(PluginError):
 
 
 class PluginFaultError(PluginError):
-    """A plugin failed while it ran."""
+    """A plugin failed while it ran.
+
+    Attributes:
+        plugin: its name, where a request failed by it; else empty.
+    """
+
+    plugin: str = ""
 
 
 class ModelError(HardpointError):

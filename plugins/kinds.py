@@ -17,7 +17,7 @@ from .logits import (
 )
 from .model import AttentionBackend, Model, WeightLoader
 from .ops import Ops
-from .reasoning import ReasoningParser
+from .output_parser import OutputParser, Role
 from .sampler import Sampler
 from .scheduler import Scheduler
 from .scheduling_policy import SchedulingPolicy
@@ -73,6 +73,7 @@ class Kind:
     Attributes:
         name: also the entry-point group's, after `hardpoint.`.
         interface: what a component derives from; None for hooks, which pluggy checks.
+        role: that an output parser of it has to have.
         forms: the interface's own abstract forms, if an author derives from one of several.
         suite: the class in `hardpoint.testing` that checks its components.
         contract: current version; the engine accepts it and the one before.
@@ -90,6 +91,7 @@ class Kind:
     contract: int = 1
     stability: Stability = Stability.PROVISIONAL
     chosen_by: str | None = None
+    role: Role | None = None
     forms: tuple[type[Component], ...] = ()
 
     @property
@@ -241,12 +243,23 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="reasoning_parsers",
-            interface=ReasoningParser,
+            interface=OutputParser,
             number=Number.BY_NAME,
             processes=(Process.FRONTEND,),
             fault_scope=FaultScope.REQUEST,
             summary="Separate a model's reasoning from its answer.",
-            suite="ReasoningParserSuite",
+            suite="OutputParserSuite",
+            role="reasoning",
+        ),
+        Kind(
+            name="tool_parsers",
+            interface=OutputParser,
+            number=Number.BY_NAME,
+            processes=(Process.FRONTEND,),
+            fault_scope=FaultScope.REQUEST,
+            summary="Find the calls of tools in what a model writes.",
+            suite="OutputParserSuite",
+            role="tools",
         ),
         Kind(
             name="stat_sinks",
@@ -276,7 +289,6 @@ PLANNED: dict[str, str] = {
     "quantizations": "quantization",
     "speculators": "speculator",
     "grammars": "grammar",
-    "tool_parsers": "tools",
     "balancers": "balancer",
 }
 """Kinds of the design that this version does not have, with the configuration table that will

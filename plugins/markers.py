@@ -1,43 +1,138 @@
-"""The token ids between which a model reasons."""
+"""Where reasoning begins and ends in a sequence of token ids."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["ReasoningMarkers"]
+import msgspec
+
+__all__ = ["ReasoningMarkers", "ReasoningPosition", "ReasoningTracker"]
 
 
-@dataclass(frozen=True)
-class ReasoningMarkers:
-    """The token ids that start and end a model's reasoning; either may be empty."""
+class ReasoningMarkers(msgspec.Struct, frozen=True):
+    """The token ids that begin and end a model's reasoning.
 
-    start: Sequence[int]
-    end: Sequence[int]
+    The output parser gives them once per request, and the thinking budget and the grammar go by
+    them. Where two markers end at the same token, the longer one counts.
 
-    def ended(self, token_ids: Sequence[int]) -> bool:
+    Attributes:
+        start: sequences, each of which begins reasoning.
+        end: sequences, each of which ends it; a thinking budget forces the first one.
+        begins_open: whether every output begins inside reasoning, whatever its prompt ends with.
+    """
+
+    start: tuple[tuple[int, ...], ...] = ()
+    end: tuple[tuple[int, ...], ...] = ()
+    begins_open: bool = False
+
+    def is_open(self, prompt: Sequence[int]) -> bool:
+        """Return whether an output after this prompt begins inside reasoning."""
+        return self.begins_open or self.thinking_since(prompt) is not None
+
+    def ended(self, prompt: Sequence[int]) -> bool:
         """Return whether the last marker in a prompt ends the reasoning."""
-        return self.thinking_since(token_ids) is None and _end_of_last(self.end, token_ids) > 0
+        return not self.is_open(prompt) and _last(self.end, prompt)[0] > 0
 
-    def thinking_since(self, token_ids: Sequence[int]) -> int | None:
+    def thinking_since(self, prompt: Sequence[int]) -> int | None:
         """Return the index after the start marker that a prompt leaves open; None without one.
 
         A prompt may contain several markers; the last one decides.
         """
-        opened, closed = _end_of_last(self.start, token_ids), _end_of_last(self.end, token_ids)
-        # If both end at the same index, one is a suffix of the other and the longer one counts.
-        opens = opened > closed or (opened == closed > 0 and len(self.start) > len(self.end))
-        return opened if opens else None
+        opened, closed = _last(self.start, prompt), _last(self.end, prompt)
+        return opened[0] if opened > closed else None
 
 
-def _end_of_last(marker: Sequence[int], token_ids: Sequence[int]) -> int:
-    """Return the index after the marker's last occurrence; 0 if it does not occur."""
+def _last(markers: Sequence[Sequence[int]], token_ids: Sequence[int]) -> tuple[int, int]:
+    """Return the index after the marker that ends last, and its length; (0, 0) without any."""
+    text = array("q", token_ids).tobytes() if markers else b""
+    return max(((_end_of_last(marker, text), len(marker)) for marker in markers), default=(0, 0))
+
+
+def _end_of_last(marker: Sequence[int], text: bytes) -> int:
+    """Return the index after a marker's last occurrence in 64-bit integers; 0 without any."""
     if not marker:
         return 0
-    needle, text = array("q", marker).tobytes(), array("q", token_ids).tobytes()
-    width = array("q").itemsize
+    needle, width = array("q", marker).tobytes(), array("q").itemsize
     found = text.rfind(needle)
     while found > 0 and found % width:  # a match that begins inside a token
         found = text.rfind(needle, 0, found + len(needle) - 1)
     return found // width + len(marker) if found >= 0 else 0
+
+
+class ReasoningPosition(NamedTuple):
+    """Where a sequence of tokens is.
+
+    Attributes:
+        inside: whether it is inside reasoning.
+        node: of the tracker, for the marker that its last tokens may begin.
+    """
+
+    inside: bool
+    node: int
+
+
+class ReasoningTracker:
+    """Follows tokens by `ReasoningMarkers`, one dictionary lookup per token.
+
+    It finds all markers at once (Aho and Corasick, 1975). Positions are immutable, so that drafts
+    can be followed and given up.
+    """
+
+    def __init__(self, markers: ReasoningMarkers) -> None:
+        """Build the automaton: a node for every beginning of a marker."""
+        self.markers = markers
+        kinds = dict.fromkeys(filter(None, markers.end), False)
+        kinds |= dict.fromkeys(filter(None, markers.start), True)
+        self._longest = max(map(len, kinds), default=0)
+        self._paths: list[tuple[int, ...]] = [()]  # by node: the beginning that it stands for
+        nodes = {(): 0}
+        for marker in kinds:
+            for length in range(1, len(marker) + 1):
+                if nodes.setdefault(marker[:length], len(nodes)) == len(self._paths):
+                    self._paths.append(marker[:length])
+        tokens = {token for marker in kinds for token in marker}
+        self._steps = [
+            {token: node for token in tokens if (node := _suffix_node(nodes, (*path, token)))}
+            for path in self._paths
+        ]
+        self._begins = [_kind(kinds, path) for path in self._paths]
+
+    def after(self, prompt: Sequence[int]) -> ReasoningPosition:
+        """Return the position after a prompt."""
+        node = 0
+        for token in prompt[max(len(prompt) - self._longest, 0) :]:
+            node = self._steps[node].get(token, 0)
+        return ReasoningPosition(self.markers.is_open(prompt), node)
+
+    def advance(self, position: ReasoningPosition, token: int) -> ReasoningPosition:
+        """Return the position after one more token."""
+        inside, before = position
+        node = self._steps[before].get(token, 0)
+        if node == before == 0:
+            return position
+        begins = self._begins[node]
+        return ReasoningPosition(inside if begins is None else begins, node)
+
+    def next_of_end(self, position: ReasoningPosition) -> int:
+        """Return the token that continues the first end marker, or begins it.
+
+        Raises:
+            IndexError: there is no end marker.
+        """
+        marker, path = self.markers.end[0], self._paths[position.node]
+        for length in range(min(len(path), len(marker) - 1), 0, -1):
+            if path[-length:] == marker[:length]:
+                return marker[length]
+        return marker[0]
+
+
+def _suffix_node(nodes: dict[tuple[int, ...], int], path: tuple[int, ...]) -> int:
+    """Return the node of the longest end of a path that begins a marker."""
+    return next(nodes[path[at:]] for at in range(len(path) + 1) if path[at:] in nodes)
+
+
+def _kind(kinds: dict[tuple[int, ...], bool], path: tuple[int, ...]) -> bool | None:
+    """Return whether the longest marker at the end of a path begins reasoning; None without any."""
+    return next((kinds[path[at:]] for at in range(len(path)) if path[at:] in kinds), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +48,7 @@ class OpenOutput:
         tool: name of the call that comes or is open; empty without one.
         call_id: of that call, where the format has one.
         in_call: whether a call has begun and not ended.
+        failed: why the call cannot go on; its text is content then, until something new starts.
         notes: what a body leaves for another one.
     """
 
@@ -54,7 +56,11 @@ class OpenOutput:
     tool: str = ""
     call_id: str | None = None
     in_call: bool = False
+    failed: str = ""
     notes: dict[str, Any] = field(default_factory=dict)
+    _text: list[str] = field(default_factory=list)  # of the call, before the piece being fed
+    _piece: str = ""
+    _from: int = 0  # where the call begins in the piece
 
     def begin_call(self, events: list[OutputEvent]) -> None:
         """Begin the call of `tool`, if the output has its name."""
@@ -63,16 +69,53 @@ class OpenOutput:
             self.in_call = True
         self.call_id = None
 
-    def end_call(self, events: list[OutputEvent]) -> None:
-        """End the call, if one is open."""
+    def end_call(self, events: list[OutputEvent], at: int = 0) -> None:
+        """End the call, if one is open.
+
+        Args:
+            events: to add to.
+            at: how much of the text that is being fed belongs to it.
+        """
         if self.in_call:
             events.append(ToolCallEnd())
         self.in_call, self.tool = False, ""
+        self._text, self._from = [], at
 
-    def fail_call(self, text: str, reason: str, events: list[OutputEvent]) -> None:
-        """Give text of a call that cannot go on; the call ends."""
-        events.append(MalformedText(text, f"a call is malformed: {reason}"))
+    def fail_call(self, reason: str, events: list[OutputEvent]) -> None:
+        """End a call that cannot go on: its text is content, all that is being fed included."""
+        text = "".join(self._text) + self._piece[self._from :]
+        self.failed = f"a call is malformed: {reason}"
+        if text or self.in_call:
+            events.append(MalformedText(text, self.failed))
+        self._text, self._piece, self._from = [], "", 0
         self.in_call, self.tool, self.call_id = False, "", None
+
+    def feed_call(self, body: Body, piece: str, events: list[OutputEvent]) -> int:
+        """Feed the body of a call, and keep its text, which is content if the call fails."""
+        if self.failed:
+            events.append(MalformedText(piece, self.failed))
+            return len(piece)
+        self._piece, self._from = piece, 0
+        taken = body.feed(piece, events)
+        if self.failed:
+            return len(piece)
+        self._text.append(piece[self._from : taken])
+        self._piece, self._from = "", 0
+        return taken
+
+    def pass_marker(self, text: str, events: list[OutputEvent]) -> None:
+        """Keep the text of a marker in a call; in one that failed it is content."""
+        if not self.failed:
+            self._text.append(text)
+        elif text:
+            events.append(MalformedText(text, self.failed))
+
+    def enter(self, body: Body) -> None:
+        """Forget a call that failed where something new starts, and its text outside of calls."""
+        if body.is_start:
+            self.failed = ""
+        if not body.is_call:
+            self._text = []
 
 
 class Body:
@@ -80,9 +123,13 @@ class Body:
 
     Attributes:
         next: the state to go to when the body ends, or at a marker that leads to None.
+        is_call: whether its text is part of a call, or may become one.
+        is_start: whether a call, or something else, starts here: one that failed before is over.
     """
 
     next: str | None = None
+    is_call: ClassVar[bool] = True
+    is_start: ClassVar[bool] = False
 
     def __init__(self, output: OpenOutput) -> None:
         """Begin."""
@@ -116,6 +163,9 @@ class Body:
 class Content(Body):
     """Text of the answer."""
 
+    is_call = False
+    is_start = True
+
     def feed(self, text: str, events: list[OutputEvent]) -> int:
         """Take all of it."""
         events.append(ContentText(text))
@@ -124,6 +174,9 @@ class Content(Body):
 
 class Reasoning(Body):
     """Text of the reasoning."""
+
+    is_call = False
+    is_start = True
 
     def feed(self, text: str, events: list[OutputEvent]) -> int:
         """Take all of it."""
@@ -139,6 +192,7 @@ class Beginning(Body):
             the white space belongs then.
     """
 
+    is_start = True
     begins: ClassVar[Mapping[str, str]]
 
     def __init__(self, output: OpenOutput) -> None:
@@ -174,17 +228,12 @@ class Ignored(Body):
 class Between(Body):
     """White space between calls or messages, which is left out; other text is malformed."""
 
-    def __init__(self, output: OpenOutput) -> None:
-        """Expect white space."""
-        super().__init__(output)
-        self._is_space = True
+    is_start = True
 
     def feed(self, text: str, events: list[OutputEvent]) -> int:
         """Take all of it."""
-        rest = text.lstrip() if self._is_space else text
-        if rest:
-            self._is_space = False
-            self.output.fail_call(rest, "there is text where one is expected", events)
+        if not text.isspace():
+            self.output.fail_call("there is text where one is expected", events)
         return len(text)
 
 
@@ -195,6 +244,7 @@ class ToolName(Body):
         ends_at: a character that begins the arguments where no marker does.
     """
 
+    is_start = True
     ends_at: str | None = None
     longest: ClassVar[int] = 256
 
@@ -211,25 +261,19 @@ class ToolName(Body):
         """Take the name; what is longer than any name is malformed."""
         end = text.find(self.ends_at) if self.ends_at else -1
         end = end if end >= 0 else len(text)
-        rest = text[:end]
-        if len(self._text) <= self.longest:
-            self._text += rest
-            rest = self._text
-        if len(self._text) > self.longest and rest:
-            self.output.fail_call(rest, "its name is too long", events)
+        self._text += text[:end]
+        if len(self._text) > self.longest:
+            self.output.fail_call("its name is too long", events)
         return end
 
     def close(self, events: list[OutputEvent], *, cut: bool) -> None:
         """Leave the name and the id for the arguments."""
-        if len(self._text) > self.longest:
-            return
         name, call_id = self.parse(self._text)
         if name.split() == [name] and not cut:
             self.output.tool, self.output.call_id = name, call_id
-        elif cut:
-            self.output.fail_call(self._text, "the output ended inside it", events)
         else:
-            self.output.fail_call(self._text, "it has no name", events)
+            reason = "the output ended inside it" if cut else "it has no name"
+            self.output.fail_call(reason, events)
 
 
 @dataclass(frozen=True)
@@ -294,15 +338,22 @@ class FormatParser(OutputParser):
     def markers(self) -> ReasoningMarkers:
         """Return the token ids of the markers that lead to reasoning and from it."""
         if self.reasoning is None:
-            return ReasoningMarkers((), ())
-        moves = [pair for state in self._states.values() for pair in state.moves.items()]
-        opening = next((marker for marker, to in moves if to == self.reasoning), "")
-        closing = next(iter(self._states[self.reasoning].moves), "")
-        encode = self.context.tokenizer.encode
+            return ReasoningMarkers()
+        opening = {
+            marker
+            for state in self._states.values()
+            for marker, to in state.moves.items()
+            if to == self.reasoning
+        }
         return ReasoningMarkers(
-            start=encode(opening, add_special_tokens=False) if opening else (),
-            end=encode(closing, add_special_tokens=False) if closing else (),
+            start=self.encoded(*sorted(opening)),
+            end=self.encoded(*self._states[self.reasoning].moves),
         )
+
+    def encoded(self, *markers: str) -> tuple[tuple[int, ...], ...]:
+        """Return the usual token ids of each marker."""
+        encode = self.context.tokenizer.encode
+        return tuple(tuple(encode(marker, add_special_tokens=False)) for marker in markers)
 
     def open(self, request: ParserRequest) -> OutputState:
         """Return the state of a new output."""
@@ -337,6 +388,12 @@ def _compile(states: Mapping[str, State], tokenizer: Tokenizer) -> dict[str, _Co
     for name, state in states.items():
         by_text = {text: to for text, to in state.moves.items() if text not in special}
         by_id = {special[text]: to for text, to in state.moves.items() if text in special}
+        for first, second in itertools.permutations(by_text, 2):
+            if second.startswith(first):
+                raise ValueError(
+                    f"the state {name!r} has the markers {first!r} and {second!r}: expected none "
+                    f"that begins another one"
+                )
         search = re.compile("|".join(map(_pattern, by_text))).search if by_text else None
         compiled[name] = _Compiled(name, state.body, state.then or name, search, by_text, by_id)
     return compiled
@@ -389,45 +446,61 @@ class _FormatState:
         if marker not in self._state.by_text:
             self._held = marker
             return len(text)
-        if self._body.quotes:  # only its first character is known to be no marker
+        if self._body.quotes and not self._output.failed:
+            # Only its first character is known to be no marker.
             return self._feed_body(text, at, at + 1, events)
-        self._leave(self._state.by_text[marker], events)
+        self._leave(self._state.by_text[marker], events, marker)
         return found.end()
 
     def _feed_body(self, text: str, at: int, end: int, events: list[OutputEvent]) -> int:
         """Give the body text; return where it ended, which leads to the next state."""
-        taken = at + self._body.feed(text[at:end], events)
+        body, piece = self._body, text[at:end]
+        if body.is_call:
+            taken = at + self._output.feed_call(body, piece, events)
+        else:
+            taken = at + body.feed(piece, events)
         if taken < end:
             self._leave(self._body.next or self._state.then, events)
         return taken
 
-    def _leave(self, name: str | None, events: list[OutputEvent]) -> None:
-        before = self._body
-        before.close(events, cut=False)
+    def _leave(self, name: str | None, events: list[OutputEvent], marker: str = "") -> None:
+        before, output = self._body, self._output
+        if not output.failed:
+            before.close(events, cut=False)
+        output.pass_marker(marker, events)
         self._state = self._table[name or before.next or self._state.name]
-        self._body = self._state.body(self._output)
-        self._body.open(events)
+        self._body = self._state.body(output)
+        output.enter(self._body)
+        if not output.failed:
+            self._body.open(events)
 
-    def feed_token(self, token_id: int) -> Sequence[OutputEvent]:
-        """Take a marker; one that leads nowhere from here is left out."""
-        events = self.flush()
+    def feed_token(self, token_id: int, text: str) -> Sequence[OutputEvent]:
+        """Take a special token; where it is no marker, its text is as any other."""
+        events = self._flush()
         if token_id in self._state.by_id:
-            self._leave(self._state.by_id[token_id], events)
+            self._leave(self._state.by_id[token_id], events, text)
+        else:
+            self._feed_plain(text, events)
         return events
 
-    def flush(self) -> list[OutputEvent]:
+    def _flush(self) -> list[OutputEvent]:
         """Take the text that waited to become a marker."""
         events: list[OutputEvent] = []
         text, self._held = self._held, ""
+        self._feed_plain(text, events)
+        return events
+
+    def _feed_plain(self, text: str, events: list[OutputEvent]) -> None:
+        """Take text that has no markers."""
         at = 0
         while at < len(text):
             at = self._feed_body(text, at, len(text), events)
-        return events
 
     def finish(self) -> Sequence[OutputEvent]:
         """Take what waited, and end."""
-        events = self.flush()
-        self._body.close(events, cut=True)
+        events = self._flush()
+        if not self._output.failed:
+            self._body.close(events, cut=True)
         if self._output.in_call:
-            self._output.fail_call("", "the output ended inside it", events)
+            self._output.fail_call("the output ended inside it", events)
         return events

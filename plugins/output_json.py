@@ -281,22 +281,20 @@ class JsonArguments(Body):
         super().__init__(output)
         self._json = JsonText()
         self._is_open = False  # whether the object has begun
-        self._reason = "" if output.tool else "it has no name"
 
     @property
     def quotes(self) -> bool:
         """Whether a string is open."""
-        return not self._reason and self._json.in_string
+        return self._json.in_string
 
     def open(self, events: list[OutputEvent]) -> None:
         """Begin the call."""
+        if not self.output.tool:
+            self.output.fail_call("it has no name", events)
         self.output.begin_call(events)
 
     def feed(self, text: str, events: list[OutputEvent]) -> int:
         """Pass on what is JSON."""
-        if self._reason:
-            self.output.fail_call(text, self._reason, events)
-            return len(text)
         start, stop = 0, None
         if not self._is_open:
             start = len(text) - len(text.lstrip(_SPACE))
@@ -312,8 +310,7 @@ class JsonArguments(Body):
         if stop is Stop.DONE:
             at += len(text[at:]) - len(text[at:].lstrip(_SPACE))
         if at < len(text):
-            self._reason = self._json_reason()
-            self.output.fail_call(text[at:], self._reason, events)
+            self.output.fail_call(self._json_reason(), events)
         return len(text)
 
     def _json_reason(self) -> str:
@@ -321,12 +318,10 @@ class JsonArguments(Body):
 
     def close(self, events: list[OutputEvent], *, cut: bool) -> None:
         """End the call."""
-        if self._reason:
-            return
         if self._json.is_done:
             self.output.end_call(events)
         elif not cut:
-            self.output.fail_call("", self._json_reason(), events)
+            self.output.fail_call(self._json_reason(), events)
 
 
 class JsonCalls(Body):
@@ -337,6 +332,7 @@ class JsonCalls(Body):
         argument_keys: of the member that has the arguments.
     """
 
+    is_start = True
     name_keys: Collection[str] = ("name",)
     argument_keys: Collection[str] = ("arguments", "parameters")
 
@@ -345,12 +341,10 @@ class JsonCalls(Body):
         super().__init__(output)
         self._json: JsonText | None = None
         self._is_list = False
-        self._reason = ""
         self._ended = False
         self._next_call()
 
     def _next_call(self) -> None:
-        self._raw: list[str] = []  # the call so far, until it has begun
         self._capture = ""  # what the member is that comes: name, arguments, string or nothing
         self._value: list[str] = []  # of a member that is needed as a whole
         self._waiting: list[str] | None = None  # arguments that came before the name
@@ -359,13 +353,10 @@ class JsonCalls(Body):
     @property
     def quotes(self) -> bool:
         """Whether a string is open."""
-        return self._json is not None and self._json.in_string and not self._reason
+        return self._json is not None and self._json.in_string
 
     def feed(self, text: str, events: list[OutputEvent]) -> int:
         """Give the calls as they come; end after the value."""
-        if self._reason:
-            self.output.fail_call(text, self._reason, events)
-            return len(text)
         at = len(text) - len(text.lstrip(_SPACE)) if self._json is None or self._ended else 0
         if at == len(text) or self._ended:
             return at
@@ -373,7 +364,7 @@ class JsonCalls(Body):
             self._is_list = text[at] == "["
             self._json = JsonText(2 if self._is_list else 1)
             if text[at] not in "[{":
-                self._malformed("expected { or [", text[at:], events)
+                self.output.fail_call("expected { or [", events)
                 return len(text)
         while at < len(text):
             before = at
@@ -384,7 +375,7 @@ class JsonCalls(Body):
                 return at
             reason = self._stopped(stop, text, at, events)
             if reason:
-                self._malformed(reason, text[at:], events)
+                self.output.fail_call(reason, events)
                 return len(text)
             if stop is Stop.DONE:
                 self._ended = True
@@ -396,8 +387,6 @@ class JsonCalls(Body):
         if self._capture == "arguments" and self._begun:
             events.append(ToolCallArguments(piece))
             return
-        if not self._begun:
-            self._raw.append(piece)
         if self._capture == "arguments":
             assert self._waiting is not None
             self._waiting.append(piece)
@@ -414,7 +403,7 @@ class JsonCalls(Body):
         if stop is Stop.END:
             return self._member_ended(events)
         if stop is (Stop.ITEM if self._is_list else Stop.DONE):
-            return self._call_ended(events)
+            return self._call_ended(events, at)
         return ""
 
     def _member_begins(self, character: str) -> str:
@@ -437,7 +426,7 @@ class JsonCalls(Body):
             name = _decoded_string(value)
             if not name or name.split() != [name]:
                 return "expected the name of a tool"
-            self._begun, self._raw = True, []
+            self._begun = True
             self.output.tool = name
             self.output.begin_call(events)
             if self._waiting:
@@ -452,27 +441,20 @@ class JsonCalls(Body):
                 self._waiting = [arguments]
         return ""
 
-    def _call_ended(self, events: list[OutputEvent]) -> str:
+    def _call_ended(self, events: list[OutputEvent], at: int) -> str:
         if not self._begun:
             return f"expected a member {' or '.join(self.name_keys)}"
         if not self._has_arguments:
             events.append(ToolCallArguments("{}"))
-        self.output.end_call(events)
+        self.output.end_call(events, at)
         self._next_call()
         return ""
 
-    def _malformed(self, reason: str, rest: str, events: list[OutputEvent]) -> None:
-        self._reason = reason
-        self.output.fail_call("".join(self._raw) + rest, reason, events)
-        self._raw = []
-
     def close(self, events: list[OutputEvent], *, cut: bool) -> None:
         """End the calls."""
-        if self._reason or self._ended or self._json is None:
-            return
-        if self._begun or self._raw:
+        if self._json is not None and not self._ended:
             reason = "the output ended inside it" if cut else "it is not complete"
-            self._malformed(reason, "", events)
+            self.output.fail_call(reason, events)
 
 
 def is_json(text: str, first: str = "") -> bool:

@@ -66,9 +66,10 @@ class ToolCallEnd(NamedTuple):
 
 
 class MalformedText(NamedTuple):
-    """Text that should have been a call; it is content, and the output has the reason as a warning.
+    """Text of a call that cannot go on: it is content, and the reason is the output's warning.
 
-    A call that has begun ends with it.
+    Text that follows and belongs to it is malformed, too. A call that has begun is void: its
+    text is here, from its beginning on.
     """
 
     text: str
@@ -94,11 +95,14 @@ class OutputState(Protocol):
     def feed(self, text: str) -> Sequence[OutputEvent]:
         """Take a piece of text of any length."""
 
-    def feed_token(self, token_id: int) -> Sequence[OutputEvent]:
-        """Take one of the parser's `token_ids`, whose text is in no piece."""
+    def feed_token(self, token_id: int, text: str) -> Sequence[OutputEvent]:
+        """Take a special token: one of the parser's `token_ids`, or one of another parser.
 
-    def flush(self) -> Sequence[OutputEvent]:
-        """Take text that waited to become a marker: a special token follows, so that it is none."""
+        Args:
+            token_id: of the token.
+            text: of the token, as far as outputs show it. Where the token is no marker, it is text
+                as any other.
+        """
 
     def finish(self) -> Sequence[OutputEvent]:
         """End the output: what waited for more text is what it is."""
@@ -109,7 +113,7 @@ class ParserRequest:
     """A request whose output is to be parsed.
 
     Attributes:
-        reasoning_open: whether the prompt ends inside reasoning, by the parser's markers.
+        reasoning_open: whether the output begins inside reasoning, by the markers and the prompt.
         tools: JSON schemas of arguments, by the name of the tool.
     """
 
@@ -154,9 +158,10 @@ class OutputParser(ComponentWithArguments):
     def markers(self) -> ReasoningMarkers:
         """Return the token ids that enclose reasoning; none in a parser of tools only.
 
-        Grammars and thinking budgets go by them, so they say where the answer begins.
+        The engine asks once for each parser. Grammars and thinking budgets go by them, so they say
+        where the answer begins.
         """
-        return ReasoningMarkers((), ())
+        return ReasoningMarkers()
 
     @property
     def token_ids(self) -> frozenset[int]:

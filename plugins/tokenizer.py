@@ -93,8 +93,15 @@ class Tokenizer(Component):
         *,
         add_generation_prompt: bool = True,
         template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Return the prompt text for a conversation.
+
+        Args:
+            messages: mappings with `role` and `content`.
+            add_generation_prompt: whether the text ends with the beginning of an answer.
+            template: instead of the model's.
+            tools: that the model may call, as OpenAI's API has them; left out without any.
 
         Raises:
             RequestError: the model has no chat template, or the template refuses the messages.

@@ -1,4 +1,4 @@
-"""Guards of tokenizers and reasoning parsers: what a plugin does wrong names it."""
+"""Guards of tokenizers and output parsers: what a plugin does wrong names it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hardpoint.plugins import (
+    ContentText,
     HardpointError,
-    ReasoningContext,
+    MalformedText,
+    OutputEvent,
+    OutputParser,
+    OutputParserContext,
+    OutputState,
+    ParserRequest,
     ReasoningMarkers,
-    ReasoningParser,
+    ReasoningText,
     RequestError,
     Tokenizer,
+    ToolCallArguments,
+    ToolCallBegin,
+    ToolCallEnd,
     typed,
 )
 from hardpoint.plugins.component import Component
@@ -50,11 +59,14 @@ class _Guard(Component):
 
     def fault(self, method: str, reason: str | BaseException) -> HardpointError:
         """Return the error for a method that failed."""
-        source = self._source
+        source, name = self._source, self.name
         if isinstance(reason, BaseException):
             source, method = responsible(reason, source, method)
+            name = name if source is self._source else source.name
             reason = f"failed: {describe(reason)}"
-        return PluginFaultError(f"{source}: its {method} {reason}")
+        fault = PluginFaultError(f"{source}: its {method} {reason}")
+        fault.plugin = name
+        return fault
 
     def _call(self, method: str, call: Callable[..., T], *args: Any, **options: Any) -> T:
         try:
@@ -128,6 +140,21 @@ class GuardedTokenizer(_Guard, Tokenizer):
         return size
 
     @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The ids of special tokens, by their texts.
+
+        Raises:
+            PluginFaultError: the tokenizer failed.
+        """
+        tokens = self._call("special_tokens", lambda: dict(self._tokenizer.special_tokens))
+        for text, token in tokens.items():
+            if not isinstance(text, str) or type(token) is not int:
+                wrong = f"returned {shown(text)}: {shown(token)}, expected a token id by its text"
+                raise self.fault("special_tokens", wrong)
+        # Files may have more tokens than the model.
+        return {text: token for text, token in tokens.items() if 0 <= token < self._vocab_size}
+
+    @property
     def eos_token_ids(self) -> Sequence[int]:
         """The end-of-sequence tokens."""
         ids = self._call("eos_token_ids", lambda: self._tokenizer.eos_token_ids)
@@ -164,72 +191,152 @@ class GuardedTokenizer(_Guard, Tokenizer):
         *,
         add_generation_prompt: bool = True,
         template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Return the prompt text for a conversation."""
         apply = self._tokenizer.apply_chat_template
+        with_tools = {"tools": tools} if tools else {}
         text = self._call(
             "apply_chat_template",
             apply,
             messages,
             add_generation_prompt=add_generation_prompt,
             template=template,
+            **with_tools,
         )
         return self._text("apply_chat_template", text)
 
 
-class GuardedReasoningParser(_Guard, ReasoningParser):
-    """A reasoning parser plugin whose faults name it; it is asked once for its markers."""
+class GuardedOutputParser(_Guard, OutputParser):
+    """An output parser plugin whose faults name it; it is asked once for its markers."""
 
-    def __init__(self, parser: ReasoningParser, source: Source, vocab_size: int) -> None:
+    def __init__(self, parser: OutputParser, source: Source, vocab_size: int) -> None:
         """Wrap a parser for a model with so many token ids."""
         super().__init__(parser, source)
         self._parser, self._vocab_size = parser, vocab_size
         self._markers: ReasoningMarkers | None = None
+        self._token_ids: frozenset[int] | None = None
 
     def markers(self) -> ReasoningMarkers:
-        """Return the token ids that enclose the reasoning.
+        """Return the token ids that enclose reasoning.
 
         Raises:
             RequestError: the parser failed.
         """
         if self._markers is None:
-            markers = self._call("markers", self._parser.markers)
+            markers = self._refusing("markers", self._parser.markers)
             if not isinstance(markers, ReasoningMarkers):
-                wrong = f"returned {shown(markers)}, expected ReasoningMarkers"
-                raise self.fault("markers", wrong)
-            start, end = (
-                self._ids("markers", ids, self._vocab_size) for ids in (markers.start, markers.end)
+                wrong = f"its markers returned {shown(markers)}, expected ReasoningMarkers"
+                raise self._refusal(wrong)
+            self._markers = ReasoningMarkers(
+                start=self._sequences(markers.start),
+                end=self._sequences(markers.end),
+                begins_open=bool(markers.begins_open),
             )
-            self._markers = ReasoningMarkers(tuple(start), tuple(end))
         return self._markers
 
-    def split(self, text: str) -> tuple[str | None, str]:
-        """Return a whole output as (reasoning, content).
+    @property
+    def token_ids(self) -> frozenset[int]:
+        """Special tokens that states take as ids.
 
         Raises:
-            NotImplementedError: the parser does not split text.
             RequestError: the parser failed.
         """
+        if self._token_ids is None:
+            found = self._refusing("token_ids", lambda: self._parser.token_ids)
+            self._token_ids = frozenset(self._checked_ids("token_ids", found))
+        return self._token_ids
+
+    def open(self, request: ParserRequest) -> OutputState:
+        """Return the state of a new output.
+
+        Raises:
+            PluginFaultError: the parser failed.
+        """
+        return GuardedOutputState(self, self._call("open", self._parser.open, request))
+
+    def _sequences(self, markers: Any) -> tuple[tuple[int, ...], ...]:
         try:
-            parts = self._parser.split(text)
-        except NotImplementedError:
-            raise
+            sequences = list(markers)
+        except TypeError:
+            wrong = f"its markers returned {shown(markers)}, expected sequences of token ids"
+            raise self._refusal(wrong) from None
+        return tuple(tuple(self._checked_ids("markers", ids)) for ids in sequences)
+
+    def _checked_ids(self, method: str, ids: Any) -> list[int]:
+        try:
+            return self._ids(method, ids, self._vocab_size)
+        except PluginFaultError as fault:
+            raise self._refusal(str(fault).removeprefix(f"{self._source}: ")) from fault
+
+    def _refusing(self, method: str, call: Callable[[], T]) -> T:
+        """Call a method on behalf of a request that is refused if it fails."""
+        try:
+            return call()
         except BaseException as cause:
             raise_unless_fault(cause)
-            raise self.fault("split", cause) from cause
-        match parts:
-            case (str() | None as reasoning, str() as content):
-                return reasoning, content
-        raise self.fault("split", f"returned {shown(parts)}, expected (text or None, text)")
+            source, method = responsible(cause, self._source, method)
+            name = self.name if source is self._source else source.name
+            words = f"its {method} failed: {describe(cause)}"
+            raise RequestError(f"output parser {name!r}: {words}") from cause
 
-    def fault(self, method: str, reason: str | BaseException) -> HardpointError:
-        """Return the error of the request for which a method failed."""
-        name = self.name
-        if isinstance(reason, BaseException):
-            source, method = responsible(reason, self._source, method)
-            name = name if source is self._source else source.name
-            reason = f"failed: {describe(reason)}"
-        return RequestError(f"reasoning parser {name!r}: its {method} {reason}")
+    def _refusal(self, words: str) -> RequestError:
+        return RequestError(f"output parser {self.name!r}: {words}")
+
+
+class GuardedOutputState:
+    """The state of an output; what it raises, or gives and must not, names its parser."""
+
+    def __init__(self, parser: GuardedOutputParser, state: OutputState) -> None:
+        """Wrap the state of a parser."""
+        self._parser, self._state = parser, state
+        self._in_call = False
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the output is inside reasoning."""
+        try:
+            return bool(self._state.in_reasoning)
+        except BaseException as cause:
+            raise_unless_fault(cause)
+            raise self._parser.fault("in_reasoning", cause) from cause
+
+    def feed(self, text: str) -> Sequence[OutputEvent]:
+        """Take a piece of text."""
+        return self._events("feed", text)
+
+    def feed_token(self, token_id: int, text: str) -> Sequence[OutputEvent]:
+        """Take a special token."""
+        return self._events("feed_token", token_id, text)
+
+    def finish(self) -> Sequence[OutputEvent]:
+        """End the output."""
+        return self._events("finish")
+
+    def _events(self, method: str, *args: Any) -> list[OutputEvent]:
+        try:
+            events: list[OutputEvent] = list(getattr(self._state, method)(*args))
+        except BaseException as cause:
+            raise_unless_fault(cause)
+            raise self._parser.fault(method, cause) from cause
+        for event in events:
+            match event:
+                case ContentText(str()) | ReasoningText(str()):
+                    pass
+                case ToolCallArguments(str()) if self._in_call:
+                    pass
+                case ToolCallBegin(str() as name, str() | None) if name and not self._in_call:
+                    self._in_call = True
+                case ToolCallEnd() if self._in_call:
+                    self._in_call = False
+                case MalformedText(str(), str()):
+                    self._in_call = False
+                case _:
+                    where = "inside" if self._in_call else "outside of"
+                    raise self._parser.fault(
+                        method, f"gave {shown(event)} {where} a call, expected other events"
+                    )
+        return events
 
 
 def open_parser(
@@ -238,8 +345,8 @@ def open_parser(
     tokenizer: Tokenizer,
     vocab_size: int,
     arguments: typed.Arguments | None = None,
-) -> GuardedReasoningParser:
-    """Return a new reasoning parser.
+) -> GuardedOutputParser:
+    """Return a new output parser.
 
     Args:
         plugins: of the engine.
@@ -250,8 +357,9 @@ def open_parser(
 
     Raises:
         PluginLoadError: its constructor failed.
+        ConfigError: the tokenizer lacks what its format needs.
     """
-    parser: ReasoningParser = plugins.create(
-        entry, ReasoningContext, tokenizer=tokenizer, arguments=arguments
+    parser: OutputParser = plugins.create(
+        entry, OutputParserContext, tokenizer=tokenizer, arguments=arguments
     )
-    return GuardedReasoningParser(parser, entry.source, vocab_size)
+    return GuardedOutputParser(parser, entry.source, vocab_size)

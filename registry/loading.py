@@ -26,13 +26,18 @@ from hardpoint.plugins.hooks import PROJECT
 from hardpoint.plugins.kinds import KINDS, Kind
 from hardpoint.plugins.logits import BatchLogitsProcessor, LogitsPlugin
 from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.output_parser import OutputParser, Role
 from hardpoint.plugins.params import SamplingParams
 from hardpoint.plugins.wrapper import Wrapper
 
 from .blame import describe, raise_unless_fault
 from .request_arguments import prepares
 
-_EXAMPLES = {"phase": "Phase.TRUNCATE", "devices": '("cpu",)'}
+_EXAMPLES = {
+    "phase": "Phase.TRUNCATE",
+    "devices": '("cpu",)',
+    "roles": '("reasoning",)',
+}
 """A value of each class attribute that an interface declares without one."""
 
 _PLAIN = {bool: "True or False", int: "a whole number", str: "a string"}
@@ -79,18 +84,21 @@ def import_object(source: Source) -> Any:
     return target
 
 
-def kind_of(target: Any, source: Source) -> Kind:
-    """Return the kind of an imported object.
+def kinds_of(target: Any, source: Source) -> list[Kind]:
+    """Return the kinds of an imported object: one, or those of an output parser's roles.
 
     Raises:
         PluginContractError: it derives from no interface and marks no hook.
     """
     if inspect.isclass(target):
-        for kind in KINDS.values():
-            if kind.interface is not None and issubclass(target, kind.interface):
-                return kind
+        roles = getattr(target, "roles", ())
+        kinds = [k for k in KINDS.values() if k.interface and issubclass(target, k.interface)]
+        if kinds and kinds[0].role is None:
+            return kinds[:1]
+        if kinds:  # one without roles is refused when it is checked
+            return [kind for kind in kinds if kind.role in roles] or kinds[:1]
     if marks_hooks(target):
-        return KINDS["hooks"]
+        return [KINDS["hooks"]]
     raise PluginContractError(
         f"{source}: it is no plugin: it derives from no interface of hardpoint.plugins "
         f"and marks no function with hookimpl"
@@ -140,6 +148,22 @@ def _check_class(target: Any, kind: Kind, source: Source) -> None:
     _check_attributes(target, source)
     if issubclass(target, LogitsPlugin):
         _check_logits_plugin(target, source)
+    if issubclass(target, OutputParser):
+        _check_roles(target, kind, source)
+
+
+def _check_roles(target: type[OutputParser], kind: Kind, source: Source) -> None:
+    """Check that an output parser has the role of the kind that it is enabled under."""
+    known = get_args(Role)
+    if not target.roles or not set(target.roles) <= set(known):
+        raise PluginContractError(
+            f"{source}: its roles must be some of {', '.join(known)}, got {target.roles!r}"
+        )
+    if kind.role not in target.roles:
+        raise PluginContractError(
+            f"{source}: as one of {kind.name} it needs {kind.role!r} among its roles, "
+            f"got {target.roles!r}"
+        )
 
 
 def _check_logits_plugin(target: type[LogitsPlugin], source: Source) -> None:

@@ -16,7 +16,7 @@ from hardpoint.plugins.typed import suggest
 
 from .adapt import adapt
 from .discovery import InstalledPlugin, describe_unknown_kind
-from .loading import import_object, inspecting, kind_of, snake_case
+from .loading import import_object, inspecting, kinds_of, snake_case
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,10 @@ class Selection:
                 f"{path}.name: expected a name without '/' or '.', got {name!r} "
                 f"(from {self._config_sources.of(path)})"
             )
-        chosen = self._resolve(use, path, None)
+        for chosen in self._resolve_all(use, path):
+            self._enable_one(chosen, use, name, path)
+
+    def _enable_one(self, chosen: SelectedPlugin, use: str, name: str | None, path: str) -> None:
         if name is not None:
             chosen = replace(chosen, source=replace(chosen.source, name=name))
         if chosen.kind.chosen_by is not None:
@@ -145,22 +148,25 @@ class Selection:
 
     def _disable(self) -> None:
         for index, name in enumerate(self._config.plugins.disable):
-            key = self._key_of(name, path := f"plugins.disable[{index}]")
-            del self._on[key]
-            self._disabled[key] = path
+            for key in self._keys_of(name, path := f"plugins.disable[{index}]"):
+                del self._on[key]
+                self._disabled[key] = path
 
     def _replace(self) -> None:
         for name, reference in self._config.plugins.replace.items():
             path = f"plugins.replace.{name}"
-            key = self._key_of(name, path)
-            chosen = self._resolve(reference, path, KINDS[key[0]])
-            self._on[key] = replace(chosen, source=replace(chosen.source, name=key[1]))
+            for key in self._keys_of(name, path):
+                chosen = self._resolve(reference, path, KINDS[key[0]])
+                self._on[key] = replace(chosen, source=replace(chosen.source, name=key[1]))
 
-    def _key_of(self, name: str, path: str) -> tuple[str, str]:
-        """Return the (kind, name) of an enabled component, given `name` or `kind/name`."""
+    def _keys_of(self, name: str, path: str) -> list[tuple[str, str]]:
+        """Return each (kind, name) of an enabled component, given `name` or `kind/name`.
+
+        A class may be enabled under several kinds by the same name.
+        """
         keys = [key for key in self._on if name in (key[1], "/".join(key))]
-        if len(keys) == 1:
-            return keys[0]
+        if len({self._on[key].source.value for key in keys}) == 1:
+            return keys
         origin = self._config_sources.of(path)
         if keys:
             choices = ", ".join(f'"{kind}/{key}"' for kind, key in keys)
@@ -232,6 +238,18 @@ class Selection:
             return self._by_fqcn(reference, path, kind)
         return self._by_name(reference, path, kind)
 
+    def _resolve_all(self, reference: str, path: str) -> list[SelectedPlugin]:
+        """Return what a reference enables: a class of several kinds is one component of each."""
+        if ":" in reference:
+            first = self._by_fqcn(reference, path, None)
+            with inspecting(first.source):
+                kinds = kinds_of(adapt(first.target, first.source), first.source)
+            return [replace(first, kind=kind) for kind in kinds]
+        candidates = self._candidates(reference, None)
+        if len(candidates) > 1 and len({(f.value, f.distribution) for f in candidates}) == 1:
+            return [self._chosen(found, path) for found in candidates]
+        return [self._by_name(reference, path, None)]
+
     def _by_fqcn(self, value: str, path: str, kind: Kind | None) -> SelectedPlugin:
         module, _, qualname = value.partition(":")
         parts = [*module.split("."), *qualname.split(".")]
@@ -251,16 +269,11 @@ class Selection:
         )
         target = import_object(source)
         with inspecting(source):
-            kind = kind or kind_of(adapt(target, source), source)
+            kind = kind or kinds_of(adapt(target, source), source)[0]
         return SelectedPlugin(kind, source, path, target)
 
     def _by_name(self, reference: str, path: str, kind: Kind | None) -> SelectedPlugin:
-        candidates = [
-            f
-            for f in self._found
-            if reference in (f.name, f"{f.kind}/{f.name}", f.value)  # hooks: a module's name
-            and kind in (None, KINDS[f.kind])
-        ]
+        candidates = self._candidates(reference, kind)
         origin = self._config_sources.of(path)
         if not candidates:
             self._check_kind(reference, path)
@@ -277,6 +290,14 @@ class Selection:
         if len(candidates) > 1:
             raise self._ambiguous(reference, path, candidates)
         return self._chosen(candidates[0], path)
+
+    def _candidates(self, reference: str, kind: Kind | None) -> list[InstalledPlugin]:
+        return [
+            f
+            for f in self._found
+            if reference in (f.name, f"{f.kind}/{f.name}", f.value)  # hooks: a module's name
+            and kind in (None, KINDS[f.kind])
+        ]
 
     def _ambiguous(
         self, reference: str, path: str, found: Sequence[InstalledPlugin]

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hardpoint.testing.scheduling.policy_suite import SchedulingPolicySuite
     from hardpoint.testing.scheduling.scheduler_suite import SchedulerSuite
     from hardpoint.testing.scheduling.simulator import SchedulerSimulator
-    from hardpoint.testing.text.parser_suite import ReasoningParserSuite
+    from hardpoint.testing.text.output_parser_suite import OutputParserSuite, OutputSample
     from hardpoint.testing.text.tokenizer_suite import TokenizerSuite
 
 __all__ = [
@@ -55,7 +55,8 @@ __all__ = [
     "LogitsProcessorSuite",
     "ModelSuite",
     "OpsSuite",
-    "ReasoningParserSuite",
+    "OutputParserSuite",
+    "OutputSample",
     "SamplerSuite",
     "SchedulerSimulator",
     "SchedulerSuite",
@@ -86,7 +87,8 @@ _LAZY = {
     "LogitsProcessorSuite": "logits.suite",
     "ModelSuite": "model.model_suite",
     "OpsSuite": "model.ops_suite",
-    "ReasoningParserSuite": "text.parser_suite",
+    "OutputParserSuite": "text.output_parser_suite",
+    "OutputSample": "text.output_parser_suite",
     "SamplerSuite": "sampling_suite",
     "SchedulerSimulator": "scheduling.simulator",
     "SchedulerSuite": "scheduling.scheduler_suite",

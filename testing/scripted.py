@@ -32,7 +32,6 @@ from hardpoint.plugins import (
 EOS = 256
 """End-of-sequence token of the scripted model; tokens 0 to 255 stand for one byte each."""
 
-_VOCAB = 257
 _MODULUS = 2**31 - 1
 _BASE = 1_000_003
 
@@ -103,6 +102,7 @@ class ScriptedModel(Model):
         super().__init__(context)
         hf = context.config.hf
         self._seed = int(hf.get("seed", 0))
+        self._vocab_size = context.config.vocab_size
         self._next: dict[int, int] = {}
         for prompt, reply in hf.get("replies", []):
             for length, token in enumerate([*reply, EOS]):
@@ -132,7 +132,7 @@ class ScriptedModel(Model):
         parts = hidden.long()
         values = (parts[:, :1] << 16) + parts[:, 1:]
         state = values + self._seed * 7_919
-        mixed = (state * 48_271 + torch.arange(_VOCAB) * 69_621) % _MODULUS
+        mixed = (state * 48_271 + torch.arange(self._vocab_size) * 69_621) % _MODULUS
         mixed = (mixed * 16_807 + 11) % _MODULUS
         logits = (mixed % 65_536).float() / 8_192
         for row, value in enumerate(values.view(-1).tolist()):
@@ -164,6 +164,7 @@ def write_scripted_model(
     *,
     seed: int = 0,
     max_position_embeddings: int = 512,
+    special_tokens: Sequence[str] = (),
 ) -> Path:
     """Write a checkpoint folder of the scripted model, byte-level tokenizer included.
 
@@ -172,12 +173,13 @@ def write_scripted_model(
         replies: prompt text to the text that follows it.
         seed: selects the pseudo-random function.
         max_position_embeddings: the longest context.
+        special_tokens: texts of further tokens; their ids follow EOS.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = _byte_tokenizer()
+    tokenizer = _byte_tokenizer(special_tokens)
     config = {
         "architectures": ["ScriptedForCausalLM"],
-        "vocab_size": _VOCAB,
+        "vocab_size": EOS + 1 + len(special_tokens),
         "max_position_embeddings": max_position_embeddings,
         "eos_token_id": EOS,
         "torch_dtype": "float32",
@@ -232,17 +234,20 @@ def scripted_engine(
 
 
 _CHAT_TEMPLATE = (
+    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
 
-def _byte_tokenizer() -> tokenizers.Tokenizer:
-    """Return a tokenizer of one token per byte, and EOS."""
+def _byte_tokenizer(special_tokens: Sequence[str]) -> tokenizers.Tokenizer:
+    """Return a tokenizer of one token per byte, EOS, and special tokens."""
     alphabet: Sequence[str] = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {character: index for index, character in enumerate(alphabet)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens([tokenizers.AddedToken("<eos>", special=True)])
+    tokenizer.add_special_tokens(
+        [tokenizers.AddedToken(text, special=True) for text in ("<eos>", *special_tokens)]
+    )
     return tokenizer

@@ -66,12 +66,18 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
 
 
 class _PlainOutput:
-    """Writes answers as they are."""
+    """Writes answers as they are, and reasoning on lines of its own."""
 
-    def write(self, text: str) -> None:
+    _in_reasoning = False
+
+    def write(self, text: str, *, reasoning: bool = False) -> None:
+        if self._in_reasoning and not reasoning:
+            print()
+        self._in_reasoning = reasoning
         print(text, end="", flush=True)
 
     def end(self) -> None:
+        self._in_reasoning = False
         print()
 
 

@@ -34,8 +34,8 @@ class _Saved(msgspec.Struct):
 class Output(Protocol):
     """Where an answer is written."""
 
-    def write(self, text: str) -> None:
-        """Write a piece."""
+    def write(self, text: str, *, reasoning: bool = False) -> None:
+        """Write a piece of the answer, or of the reasoning before it."""
 
     def end(self) -> None:
         """Write what is held back, and end the line."""
@@ -81,8 +81,11 @@ class Conversation:
         try:
             for result in generator.stream(prompt, params):
                 for new in result.outputs:
-                    output.write(new.text)
-                    answer += new.text
+                    if new.reasoning:
+                        output.write(new.reasoning, reasoning=True)
+                    if new.content:
+                        output.write(new.content)
+                        answer += new.content
                     tokens += len(new.token_ids)
                     cut = new.finish_reason == "length"
                     if new.finish_reason == "error":

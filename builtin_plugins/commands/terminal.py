@@ -126,7 +126,8 @@ class _CommandCompleter(Completer):
 class WrappedOutput:
     """Writes text to a terminal as it comes, and breaks lines at spaces.
 
-    A word is held until it ends, so that it is never moved. Code blocks are not wrapped.
+    A word is held until it ends, so that it is never moved. Code blocks are not wrapped. Reasoning
+    is dim, and ends with its line.
     """
 
     def __init__(self, terminal: TextIO, columns: int | None = None) -> None:
@@ -136,11 +137,16 @@ class WrappedOutput:
         self._column = 0
         self._width = 0
         self._line_is_empty = True
+        self._in_reasoning = False
         self._fence = ""
         """What opened the code block, until it is closed."""
 
-    def write(self, text: str) -> None:
+    def write(self, text: str, *, reasoning: bool = False) -> None:
         """Write a piece of text, but for its last word."""
+        if reasoning is not self._in_reasoning:
+            self.end()
+            if reasoning:
+                self._dim(True)
         for char in text.translate(_CONTROLS):
             if char in " \t\n":
                 self._end_word()
@@ -158,8 +164,15 @@ class WrappedOutput:
         self._end_word()
         if self._column:
             self._terminal.write("\n")
+        if self._in_reasoning:
+            self._dim(False)
         self._terminal.flush()
         self._column, self._gap, self._fence, self._line_is_empty = 0, "", "", True
+
+    def _dim(self, on: bool) -> None:
+        self._in_reasoning = on
+        if not os.environ.get("NO_COLOR"):
+            self._terminal.write("\x1b[2m" if on else "\x1b[0m")
 
     def _is_break_before(self, char: str) -> bool:
         """Return whether a line may be broken in a word: next to wide characters, as in Chinese."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
@@ -17,6 +18,8 @@ from hardpoint.plugins import (
     Phase,
     PrepareContext,
     ReasoningMarkers,
+    ReasoningPosition,
+    ReasoningTracker,
     Rows,
     SparseLogitsProcessor,
 )
@@ -60,12 +63,10 @@ class ThinkingBudget(SparseLogitsProcessor):
         """The arguments, and the markers to look for.
 
         Attributes:
-            opening: `start`, or the reasoning parser's start marker.
-            closing: `end`, or the reasoning parser's end marker.
+            markers: of `start` and `end`, or the reasoning parser's.
         """
 
-        opening: list[TokenId] = []
-        closing: list[TokenId] = []
+        markers: ReasoningMarkers = ReasoningMarkers()
 
     @classmethod
     def prepare(cls, arguments: Arguments, context: PrepareContext) -> Prepared:
@@ -78,38 +79,42 @@ class ThinkingBudget(SparseLogitsProcessor):
         if arguments.thinking_token_budget is None:
             return cls.Prepared(**msgspec.structs.asdict(arguments))
         start, end = arguments.start, arguments.end
-        if not start and not end:
-            if context.reasoning is None:
-                raise ValueError(
-                    f"a budget of {arguments.thinking_token_budget} needs to know where thinking "
-                    f'starts and ends; set reasoning.parser ("think_tags", for example)'
-                )
-            markers = context.reasoning.markers()
-            start, end = list(markers.start), list(markers.end)
-        for token in (*start, *end):
+        if start or end:
+            markers = ReasoningMarkers(
+                start=(tuple(start),) if start else (), end=(tuple(end),) if end else ()
+            )
+        elif context.reasoning is None:
+            raise ValueError(
+                f"a budget of {arguments.thinking_token_budget} needs to know where thinking "
+                f'starts and ends; set reasoning.parser ("think_tags", for example)'
+            )
+        else:
+            markers = context.reasoning
+        for token in itertools.chain(*markers.start, *markers.end):
             if token >= context.vocab_size:
                 raise ValueError(
                     f"expected markers of token ids under {context.vocab_size} (the vocabulary), "
                     f"got {token}"
                 )
-        if start and start == end:
-            raise ValueError(f"expected an end marker other than the start marker, got {end}")
+        for same in set(markers.start) & set(markers.end):
+            raise ValueError(
+                f"expected an end marker other than the start marker, got {list(same)}"
+            )
         allowed = context.params.allowed_token_ids
-        if allowed is not None and not set(end) <= set(allowed):
-            raise ValueError(f"its end marker {end} is not among allowed_token_ids {allowed}")
-        given = msgspec.structs.asdict(arguments)
-        return cls.Prepared(**given, opening=start, closing=end)
+        if allowed is not None and markers.end and not set(markers.end[0]) <= set(allowed):
+            raise ValueError(
+                f"its end marker {list(markers.end[0])} is not among allowed_token_ids {allowed}"
+            )
+        return cls.Prepared(**msgspec.structs.asdict(arguments), markers=markers)
 
     def start(self, request: LogitsRequest) -> ThinkingState | None:
         """Return the state after prompt and outputs; None if no token can ever be forced."""
         arguments = request.arguments[self.name]
-        budget = arguments.thinking_token_budget
-        if budget is None or not arguments.opening or not arguments.closing:
+        budget, markers = arguments.thinking_token_budget, arguments.markers
+        if budget is None or not markers.end or not (markers.start or markers.begins_open):
             return None
-        state = _after_prompt(
-            _Rules(budget, _marker(arguments.opening), _marker(arguments.closing)),
-            request.prompt_token_ids,
-        )
+        rules = _Rules(budget, ReasoningTracker(markers))
+        state = _after_prompt(rules, request.prompt_token_ids)
         for token in request.output_token_ids:
             state = _after(state, token)
         return state
@@ -135,39 +140,12 @@ class ThinkingBudget(SparseLogitsProcessor):
         return Edits(row, token, (_CERTAIN,) * len(row), Op.SET)
 
 
-@dataclass(frozen=True, slots=True)
-class _Marker:
-    """Finds a marker in a stream of tokens (Knuth, Morris and Pratt, 1977).
+@dataclass(frozen=True)
+class _Rules:
+    """What is the same for a request's whole life."""
 
-    Attributes:
-        tokens: the marker, never empty.
-        steps: transitions; `steps[matched][token]` is the number of matched tokens after `token`,
-            0 where it has no entry.
-        border: number of matched tokens of a next marker right after a whole one.
-    """
-
-    tokens: tuple[int, ...]
-    steps: tuple[dict[int, int], ...]
-    border: int
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-
-def _marker(tokens: Sequence[int]) -> _Marker:
-    steps: list[dict[int, int]] = []
-    border = 0
-    for length, token in enumerate(tokens):
-        back = steps[border] if length else {}
-        steps.append({**back, token: length + 1})
-        border = back.get(token, 0)
-    return _Marker(tuple(tokens), tuple(steps), border)
-
-
-class _Rules(NamedTuple):
     budget: int
-    start: _Marker
-    end: _Marker
+    tracker: ReasoningTracker
 
 
 class ThinkingState(NamedTuple):
@@ -175,69 +153,40 @@ class ThinkingState(NamedTuple):
 
     Attributes:
         rules: the same for a request's whole life.
-        left: tokens left in the budget of this thinking block; None outside of one.
-        started: matched tokens of the start marker.
-        ended: matched tokens of the end marker.
+        position: of its tokens among the markers.
+        left: tokens left in the budget of this thinking block.
         forced: the token to force next; None if none.
     """
 
     rules: _Rules
-    left: int | None
-    started: int
-    ended: int
+    position: ReasoningPosition
+    left: int
     forced: int | None
 
 
 def _after(state: ThinkingState, token: int) -> ThinkingState:
     """Return the state after one more output token."""
-    rules, left, started, ended, _ = state
-    start, end = rules.start, rules.end
-    started = start.steps[started].get(token, 0)
-    ended = end.steps[ended].get(token, 0)
-    if left is None and started == state.started and ended == state.ended:
-        return state
-    if (
-        left is not None and left > 1 and not started and not ended
-    ):  # the common case while thinking
-        return ThinkingState(rules, left - 1, 0, 0, None)
-    opens, closes = started == len(start), ended == len(end)
-    if opens:
-        started = start.border
-    if closes:
-        ended = end.border
-    if opens and closes:  # one marker ends with the other: the longer one counts
-        opens = len(start) > len(end)
-        closes = not opens
-    if closes:
-        left = None
-    elif left is not None:  # a start marker inside thinking does not renew the budget
-        left = max(left - 1, 0)
-    elif opens:
+    rules, before, left, _ = state
+    position = rules.tracker.advance(before, token)
+    if not position.inside:
+        if position is before:
+            return state
         left = rules.budget
-    return _state(rules, left, started, ended)
+    elif before.inside:  # a start marker inside thinking does not renew the budget
+        left = max(left - 1, 0)
+    return _state(rules, position, left)
 
 
 def _after_prompt(rules: _Rules, prompt: Sequence[int]) -> ThinkingState:
     """Return the state after the prompt, in which the last marker decides."""
     # A prompt may quote the markers, so a further start marker renews the budget here, unlike in
     # the output.
-    start, end = rules.start, rules.end
-    thinking_start = ReasoningMarkers(start.tokens, end.tokens).thinking_since(prompt)
-    left = None
-    if thinking_start is not None:
-        left = max(rules.budget - (len(prompt) - thinking_start), 0)
-    return _state(rules, left, _num_matched(start, prompt), _num_matched(end, prompt))
+    since = rules.tracker.markers.thinking_since(prompt)
+    spent = 0 if since is None else len(prompt) - since
+    return _state(rules, rules.tracker.after(prompt), max(rules.budget - spent, 0))
 
 
-def _state(rules: _Rules, left: int | None, started: int, ended: int) -> ThinkingState:
-    return ThinkingState(
-        rules, left, started, ended, rules.end.tokens[ended] if left == 0 else None
-    )
-
-
-def _num_matched(marker: _Marker, tokens: Sequence[int]) -> int:
-    """Return how many tokens of an incomplete marker are matched at the end of `tokens`."""
-    matched = 0
-    for token in tokens[max(len(tokens) - len(marker) + 1, 0) :]:
-        matched = marker.steps[matched].get(token, 0)
-    return matched
+def _state(rules: _Rules, position: ReasoningPosition, left: int) -> ThinkingState:
+    force = position.inside and left == 0
+    forced = rules.tracker.next_of_end(position) if force else None
+    return ThinkingState(rules, position, left, forced)

@@ -146,12 +146,20 @@ class _Text(Body):
             self._json.feed('"', events)
 
 
-class _End(Content):
-    """Content behind a call."""
+class _End(Body):
+    """The end of a call, behind which content begins."""
+
+    next = "content"
+    is_start = True
 
     def open(self, events: list[OutputEvent]) -> None:
-        arguments: JsonArguments = self.output.notes["arguments"]
-        arguments.close(events, cut=False)
+        if self.output.in_call:
+            arguments: JsonArguments = self.output.notes["arguments"]
+            arguments.close(events, cut=False)
+            self.output.failed = ""
+
+    def feed(self, text: str, events: list[OutputEvent]) -> int:  # noqa: ARG002
+        return 0
 
 
 def _quoted(text: str) -> str:

@@ -51,11 +51,9 @@ class Harmony(FormatParser):
         }
 
     def markers(self) -> ReasoningMarkers:
-        """Return the usual header of an analysis, and the end of a message."""
-        encode = self.context.tokenizer.encode
+        """Return the usual header of an analysis, and what ends one."""
         return ReasoningMarkers(
-            start=encode("<|channel|>analysis<|message|>", add_special_tokens=False),
-            end=encode("<|end|>", add_special_tokens=False),
+            start=self.encoded("<|channel|>analysis<|message|>"), end=super().markers().end
         )
 
 
@@ -93,6 +91,8 @@ class _Header(Body):
 
 class _Start(_Header):
     """The first part of a header, to which nothing of the message before belongs."""
+
+    is_start = True
 
     def __init__(self, output: OpenOutput) -> None:
         super().__init__(output)

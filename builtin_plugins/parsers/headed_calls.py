@@ -134,6 +134,8 @@ class Mistral(FormatParser):
 class _MistralFirst(Body):
     """Decides by the first character between a list and a name."""
 
+    is_start = True
+
     def feed(self, text: str, events: list[OutputEvent]) -> int:  # noqa: ARG002
         space = len(text) - len(text.lstrip())
         if space < len(text):
@@ -148,6 +150,7 @@ class _MistralName(ToolName):
 class _MistralId(ToolName):
     """The id of the call whose name came before."""
 
+    is_start = False
     ends_at = "{"
 
     def parse(self, text: str) -> tuple[str, str | None]:

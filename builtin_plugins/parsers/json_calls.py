@@ -60,6 +60,8 @@ class _First(Beginning):
 class _Between(Body):
     """What may be between calls: white space and separators; else the rest is content."""
 
+    is_start = True
+
     def feed(self, text: str, events: list[OutputEvent]) -> int:  # noqa: ARG002
         rest = text.lstrip(" \t\r\n;,")
         if rest:

@@ -69,9 +69,11 @@ class _PythonCalls(Body):
     """
 
     next = "content"
+    is_start = True
 
     def __init__(self, output: OpenOutput) -> None:
         super().__init__(output)
+        self._before = 0  # the length of the text that was fed before
         self._head: str | None = ""  # the beginning, until it is known to be a call
         self._parts: list[str] = []  # of the call that comes
         self._length = self._code_length = 0
@@ -79,7 +81,6 @@ class _PythonCalls(Body):
         self._quote = ""
         self._is_escaped = False
         self._has_ended = False
-        self._failed = ""
 
     @property
     def quotes(self) -> bool:
@@ -97,7 +98,10 @@ class _PythonCalls(Body):
         found = _HEAD.match(head[:_LONGEST_HEAD])
         if found:
             self._head = None
-            return self._feed(head, head.index("[") + 1, events) - known
+            self._before = known
+            taken = self._feed(head, head.index("[") + 1, events) - known
+            self._before = 0
+            return taken
         if len(head) < _LONGEST_HEAD and _HEAD_BEGINS.match(head):
             self._head = head
             return len(text)
@@ -106,10 +110,7 @@ class _PythonCalls(Body):
         return 0
 
     def _feed(self, text: str, at: int, events: list[OutputEvent]) -> int:
-        while at < len(text) and not self._has_ended:
-            if self._failed:
-                self.output.fail_call(text[at:], self._failed, events)
-                return len(text)
+        while at < len(text) and not (self._has_ended or self.output.failed):
             at = self._scan(text, at, events)
         return at
 
@@ -131,10 +132,9 @@ class _PythonCalls(Body):
             if not self._has_ended:
                 self._append(character)
             if not reason and character == ")" and not self._missing and not self._quote:
-                reason = self._call_ended(events)
+                reason = self._call_ended(events, at - self._before)
         if reason:
-            self._failed = reason
-            self.output.fail_call("".join(self._parts), reason, events)
+            self.output.fail_call(reason, events)
         return at
 
     def _append(self, text: str) -> None:
@@ -175,7 +175,7 @@ class _PythonCalls(Body):
             self._missing.append(_CLOSING[character])
         return ""
 
-    def _call_ended(self, events: list[OutputEvent]) -> str:
+    def _call_ended(self, events: list[OutputEvent], at: int) -> str:
         text = "".join(self._parts).strip().removeprefix(",").strip()
         name, _, rest = text.partition("(")
         try:
@@ -186,15 +186,15 @@ class _PythonCalls(Body):
         self.output.tool = name.strip()
         self.output.begin_call(events)
         events.append(ToolCallArguments(arguments))
-        self.output.end_call(events)
+        self.output.end_call(events, at)
         return ""
 
     def close(self, events: list[OutputEvent], *, cut: bool) -> None:
         if self._head:
             events.append(ContentText(self._head))
-        elif self._parts and not self._failed and self._head is None:
+        elif self._parts:
             reason = "the output ended inside it" if cut else "it is not complete"
-            self.output.fail_call("".join(self._parts), reason, events)
+            self.output.fail_call(reason, events)
 
 
 def _parsed(arguments: str) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated
 
+import msgspec
+
 from hardpoint import plugins
 from hardpoint.plugins import (
     ConfigError,
     Meta,
     OutputParserContext,
-    OutputState,
-    ParserRequest,
+    ReasoningMarkers,
 )
 from hardpoint.plugins.output_format import Content, FormatParser, Reasoning, State
 
@@ -64,9 +65,7 @@ class ThinkTags(FormatParser):
             "content": State(Content, {self.options.start: "thinking"}),
             "thinking": State(Reasoning, {self.options.end: "content"}),
         }
+    def markers(self) -> ReasoningMarkers:
+        """Return the token ids of the tags; often one token each."""
+        return msgspec.structs.replace(super().markers(), begins_open=self.options.starts_inside)
 
-    def open(self, request: ParserRequest) -> OutputState:
-        """Return the state of a new output."""
-        if self.options.starts_inside:
-            request = ParserRequest(reasoning_open=True, tools=request.tools)
-        return super().open(request)

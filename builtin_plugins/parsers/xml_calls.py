@@ -86,10 +86,9 @@ class _Key(Body):
         self._text = ""
 
     def feed(self, text: str, events: list[OutputEvent]) -> int:
-        if len(self._text) <= ToolName.longest:
-            self._text += text
-            if len(self._text) > ToolName.longest and self.output.in_call:
-                self.output.fail_call("", "the name of a parameter is too long", events)
+        self._text += text
+        if len(self._text) > ToolName.longest:
+            self.output.fail_call("the name of a parameter is too long", events)
         return len(text)
 
     def close(self, events: list[OutputEvent], *, cut: bool) -> None:  # noqa: ARG002
@@ -109,9 +108,7 @@ class _Value(Body):
 
     def close(self, events: list[OutputEvent], *, cut: bool) -> None:
         text = "".join(self._parts)
-        if not self.output.in_call:
-            self.output.fail_call(text, "a parameter belongs to no call", events)
-        elif not cut:
+        if not cut:
             notes, key = self.output.notes, self.output.notes["key"]
             schema = self.output.request.tools.get(self.output.tool, {})
             properties = schema.get("properties")
@@ -125,7 +122,7 @@ class _End(Ignored):
     """Behind the last parameter of a call."""
 
     def open(self, events: list[OutputEvent]) -> None:
-        if self.output.in_call:
+        if self.output.in_call:  # not of a call that failed
             separator = self.output.notes["separator"]
             events.append(ToolCallArguments("{}" if separator == "{" else "}"))
             self.output.end_call(events)

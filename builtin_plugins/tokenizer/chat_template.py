@@ -46,7 +46,7 @@ class ChatRenderer:
         template: str,
         *,
         add_generation_prompt: bool,
-        variables: Mapping[str, str],
+        variables: Mapping[str, Any],
     ) -> str:
         """Return the prompt text of a conversation.
 
@@ -55,7 +55,7 @@ class ChatRenderer:
             template: Jinja source; it runs in a sandbox.
             add_generation_prompt: whether the text ends with the beginning of the assistant's
                 message.
-            variables: further variables of the template, such as `bos_token`.
+            variables: further variables of the template, such as `bos_token` and `tools`.
 
         Raises:
             RequestError: the messages are malformed, the template rejects them, or it takes too

@@ -124,6 +124,7 @@ class TransformersTokenizer(Tokenizer):
         *,
         add_generation_prompt: bool = True,
         template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Return the prompt text of a conversation; `template` overrides the model's.
 
@@ -138,8 +139,16 @@ class TransformersTokenizer(Tokenizer):
                 f"prompt (hardpoint generate without --chat), or add chat_template.jinja to the "
                 f"model's directory"
             )
+        if tools and "tools" not in source:
+            raise RequestError(
+                f"tools: the chat template of {self.context.files.name!r} does not show tools to the "
+                f"model"
+            )
         return self._chat.render(
-            messages, source, add_generation_prompt=add_generation_prompt, variables=self._special
+            messages,
+            source,
+            add_generation_prompt=add_generation_prompt,
+            variables=self._special | ({"tools": tools} if tools else {}),
         )
 
     def close(self) -> None:

@@ -11,8 +11,7 @@ from hardpoint.plugins.errors import shown
 from hardpoint.registry.blame import raise_unless_fault
 from hardpoint.registry.guards import GuardedTokenizer
 
-
-EMPTY: Mapping[int, str] = MappingProxyType({})
+NO_TOKENS: Mapping[int, str] = MappingProxyType({})
 
 
 class Mark(NamedTuple):
@@ -31,8 +30,8 @@ class Detokenizer:
 
     Attributes:
         stop_string: the stop string that was found, if one was.
-        marks: where in the text special tokens are that a parser takes; their own text is
-            behind `start` up to `end`.
+        special: texts of the special tokens that a parser takes, by id.
+        marks: where in the text these tokens are; their own text is from `start` up to `end`.
     """
 
     def __init__(
@@ -40,14 +39,9 @@ class Detokenizer:
         tokenizer: GuardedTokenizer,
         stream: DecodeStream,
         params: SamplingParams,
-        special: Mapping[int, str] = EMPTY,
     ) -> None:
-        """Decode by a stream of the tokenizer.
-
-        Args:
-            special: texts of the special tokens that a parser takes, by id.
-        """
-        self._special = special
+        """Decode by a stream of the tokenizer."""
+        self.special = NO_TOKENS
         self.marks: list[Mark] = []
         self._length = 0  # of the text so far
         self._tokenizer = tokenizer
@@ -95,7 +89,7 @@ class Detokenizer:
                 raise self._tokenizer.fault(
                     "step", f"returned {shown(piece)}, expected text or None"
                 )
-            if token in self._special:
+            if token in self.special:
                 self._mark(token, piece or "")
             if piece:
                 self._length += len(piece)
@@ -110,15 +104,15 @@ class Detokenizer:
                 self._pending = [token]
             else:
                 self._pending.append(token)
-        if ending in self._special:
+        if ending in self.special:
             self._mark(ending, "")
         return None
 
     def _mark(self, token: int, piece: str) -> None:
         """Note where a special token is; a piece may end with its text."""
         end = self._length + len(piece)
-        shown = piece.endswith(self._special[token])
-        self.marks.append(Mark(token, end - len(self._special[token]) if shown else end, end))
+        shown = piece.endswith(self.special[token])
+        self.marks.append(Mark(token, end - len(self.special[token]) if shown else end, end))
 
     def finish(self) -> None:
         """Add the text of tokens that never became whole characters."""
@@ -135,6 +129,11 @@ class Detokenizer:
         self._pending = None
         self._tail = ""
         self.stop_string = None
+
+    def restore(self, text: str) -> None:
+        """Take back text that was popped and not output."""
+        if self._delta and text:
+            self._pieces = [text, *(self._pieces or ())]
 
     def pop_text(self, *, finished: bool) -> str:
         """Return the text that no stop string can cut any more.

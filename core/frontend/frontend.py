@@ -23,7 +23,6 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     FinishReason,
     ModelConfig,
-    ReasoningParser,
     RequestError,
     RequestOutput,
     SamplingParams,
@@ -42,6 +41,7 @@ from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
 
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
+from .output_parts import OutputParsers
 from .output_processor import OutputProcessor, ProcessedOutputs
 from .plugin_arguments import PluginArguments
 from .plugin_health import Health, PluginHealth
@@ -78,7 +78,7 @@ class EngineParts:
     hooks: HookSet
     model_config: ModelConfig
     tokenizer: GuardedTokenizer
-    reasoning: ReasoningParser | None
+    parsers: OutputParsers
     client: EngineCoreClient
     supported_tasks: tuple[str, ...]
     components: Sequence[Component]
@@ -163,7 +163,7 @@ class Frontend:
             self._health,
             parts.model_config.vocab_size,
             parts.tokenizer,
-            parts.reasoning,
+            parts.parsers,
         )
         self.input = InputProcessor(
             parts.model_config,
@@ -175,6 +175,7 @@ class Frontend:
             # A hook may change lists in place.
             share_params=not parts.hooks.has("request_received"),
         )
+        self._finds_tools = parts.parsers.tools is not None
         self.statistics = parts.statistics
         self.output = OutputProcessor(
             parts.tokenizer, config.engine.stream_interval, parts.statistics
@@ -227,6 +228,11 @@ class Frontend:
             raise RequestError(f"request_id: expected a string, got {type(request_id).__name__}")
         typed.check_text(request_id, "request_id", RequestError)
         self._check_task("generate")
+        if extras.tools and not self._finds_tools:
+            raise RequestError(
+                'tools: no parser finds calls in what the model writes; set tools.parser ("hermes", '
+                "for example)"
+            )
         arrived = self._clock() if arrived is None else arrived
         if isinstance(prompt, EngineCoreRequest):
             request, text = self._prebuilt.validate(prompt, params, extras), None
@@ -249,7 +255,7 @@ class Frontend:
         children = parent.children(request)
         if self._received_hook is not None:
             children = [self._received_hook(child) for child in children]
-        self._register(children, text, parent, arrived)
+        self._register(children, text, parent, arrived, extras.tools)
         return Submission(parent, children)
 
     def _warn_of_priority(self, policy: str) -> None:
@@ -268,6 +274,7 @@ class Frontend:
         text: str | None,
         parent: ParentRequest,
         arrived: float,
+        tools: Mapping[str, Mapping[str, Any]] | None,
     ) -> None:
         """Register all completions of a prompt, or none if the tokenizer fails for one."""
         # Clocks of two processes do not compare, so the engine gets the time that is left.
@@ -279,7 +286,8 @@ class Frontend:
                     child.timeout = max(child.timeout - spent, _AT_ONCE)
                 # A time to come would give negative latencies.
                 since = child.arrival_time if child.arrival_time <= arrived else arrived
-                self.output.add_request(child, text, parent, since)
+                parsers = self._arguments.parsers(child)
+                self.output.add_request(child, text, parent, since, parsers or None, tools)
                 registered.append(child.request_id)
         except BaseException:
             self.output.drop(registered, FinishReason.ERROR)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -41,6 +41,8 @@ class RequestExtras(typed.Strict):
         arrival_time: for latencies: seconds on the frontend's clock, which is `time.monotonic`;
             None, or a time to come, is now.
         trace_headers: of the request's trace.
+        tools: JSON schemas of the arguments of the tools that the model may call, by name; None
+            leaves calls in the text.
     """
 
     priority: int = 0
@@ -49,6 +51,7 @@ class RequestExtras(typed.Strict):
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     arrival_time: float | None = None
     trace_headers: dict[str, str] | None = None
+    tools: dict[str, dict[str, Any]] | None = None
 
 
 NO_EXTRAS = RequestExtras()

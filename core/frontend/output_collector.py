@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from hardpoint.plugins import CompletionOutput, RequestOutput, RequestOutputKind
+from hardpoint.plugins.requests import ToolCall
 
 from .request_state import AnyOutput
 
@@ -82,6 +83,11 @@ def _append(held: CompletionOutput, new: CompletionOutput) -> None:
     """Append a delta to another one of the same completion."""
     held.text += new.text
     held.token_ids += new.token_ids
+    held.reasoning = _joined(held.reasoning, new.reasoning)
+    held.content = _joined(held.content, new.content)
+    for call in new.tool_calls or ():
+        _append_call(held, call)
+    held.warning = new.warning
     if held.logprobs is None:
         held.logprobs = new.logprobs
     elif new.logprobs is not None:
@@ -90,3 +96,16 @@ def _append(held: CompletionOutput, new: CompletionOutput) -> None:
     held.finish_reason, held.stop_reason = new.finish_reason, new.stop_reason
     held.error, held.error_kind = new.error, new.error_kind
     held.metrics = new.metrics
+
+def _joined(held: str | None, new: str | None) -> str | None:
+    return new if held is None else held + (new or "")
+
+
+def _append_call(held: CompletionOutput, new: ToolCall) -> None:
+    """Append a part of a tool call to the part before it, or as the first one of a call."""
+    calls = held.tool_calls = held.tool_calls or []
+    if calls and calls[-1].index == new.index:
+        calls[-1].arguments += new.arguments
+    else:
+        calls.append(new)
+

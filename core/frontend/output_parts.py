@@ -1,58 +1,192 @@
-"""Reasoning, content and tool calls of one completion, from its text as it comes."""
+"""Reasoning, content and tool calls of completions, from their text as it comes."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hardpoint.plugins import (
     ContentText,
     MalformedText,
     OutputEvent,
+    OutputParser,
     OutputState,
+    ParserRequest,
+    ReasoningMarkers,
     ReasoningText,
+    Tokenizer,
     ToolCallArguments,
     ToolCallBegin,
+    ToolCallEnd,
 )
+from hardpoint.plugins.manifest import PluginEntry
+from hardpoint.plugins.output_parser import Role
 from hardpoint.plugins.requests import ToolCall
+from hardpoint.registry.guards import GuardedOutputParser
+from hardpoint.registry.plugin_set import PluginSet
+
+from .detokenizer import Mark
 
 
-class ChainedState:
+class OutputParsers:
+    """The parsers of a request's outputs.
+
+    Attributes:
+        special: texts of the special tokens that they take, by id.
+        reasoning: finds reasoning; None without one.
+        tools: finds tool calls in requests that have tools; None without one.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        by_kind: Mapping[str, GuardedOutputParser],
+        own: Collection[GuardedOutputParser] = (),
+    ) -> None:
+        """Use a parser for each kind; one of both roles may be given twice.
+
+        Args:
+            tokenizer: whose special tokens they take.
+            by_kind: the parsers.
+            own: those of them that `close` closes.
+
+        Raises:
+            RequestError: a parser failed.
+        """
+        self._tokenizer, self._by_kind, self._own = tokenizer, by_kind, list(own)
+        self.reasoning = by_kind.get("reasoning_parsers")
+        self.tools = by_kind.get("tool_parsers")
+        self._reasoning_ids = frozenset[int]() if self.reasoning is None else self.reasoning.token_ids
+        ids = frozenset[int]().union(*(parser.token_ids for parser in by_kind.values()))
+        texts = {token: text for text, token in tokenizer.special_tokens.items()} if ids else {}
+        self.special: Mapping[int, str] = {token: texts.get(token, "") for token in ids}
+
+    def with_own(self, own: Mapping[str, GuardedOutputParser]) -> OutputParsers:
+        """Return the parsers of a request that has some of its own, by kind."""
+        by_kind = {**self._by_kind, **own}
+        if self.reasoning is self.tools and self.reasoning is not None:
+            by_kind = dict.fromkeys(by_kind, next(iter(own.values())))
+        return OutputParsers(self._tokenizer, by_kind, own.values())
+
+    def entries(self, plugins: PluginSet) -> list[PluginEntry]:
+        """Return the entry of each parser; of one of both roles, that of reasoning."""
+        kinds = {id(parser): kind for kind, parser in reversed(self._by_kind.items())}
+        return [plugins.get(kind, self._by_kind[kind].name) for kind in kinds.values()]
+
+    def __bool__(self) -> bool:
+        return bool(self._by_kind)
+
+    @property
+    def components(self) -> list[GuardedOutputParser]:
+        """Each parser once."""
+        return list({id(parser): parser for parser in self._by_kind.values()}.values())
+
+    def close(self) -> None:
+        """Close the parsers that are of one request alone, once."""
+        while self._own:
+            self._own.pop().close()
+
+    @property
+    def markers(self) -> ReasoningMarkers | None:
+        """The token ids that enclose reasoning; None without a reasoning parser.
+
+        Raises:
+            RequestError: the parser failed.
+        """
+        return None if self.reasoning is None else self.reasoning.markers()
+
+    def open(
+        self, prompt_token_ids: Sequence[int], tools: Mapping[str, Mapping[str, Any]] | None
+    ) -> OutputState | None:
+        """Return the state of a new output; None if nothing is to be found in it.
+
+        Args:
+            prompt_token_ids: before the output.
+            tools: JSON schemas of arguments, by the name of the tool; None without tools.
+
+        Raises:
+            PluginFaultError: a parser failed.
+        """
+        markers = self.markers
+        is_open = markers is not None and markers.is_open(prompt_token_ids)
+        given = ParserRequest(reasoning_open=is_open, tools=tools or {})
+        with_tools = None if tools is None else self.tools
+        if with_tools is None:
+            return None if self.reasoning is None else _open_one(self.reasoning, given, "reasoning")
+        if self.reasoning is with_tools:
+            return with_tools.open(given)
+        tool_calls = _open_one(with_tools, ParserRequest(tools=tools or {}), "tools")
+        if self.reasoning is None:
+            return tool_calls
+        reasoning = _open_one(self.reasoning, given, "reasoning")
+        return _ChainedState(reasoning, self._reasoning_ids, tool_calls)
+
+
+def _open_one(parser: OutputParser, request: ParserRequest, role: Role) -> OutputState:
+    """Return the state of a parser in one of its roles."""
+    state = parser.open(request)
+    return state if parser.roles == (role,) else _OneRole(state, role)
+
+
+class _OneRole:
+    """The state of a parser of which one role is on: what it finds by the other is content."""
+
+    def __init__(self, state: OutputState, role: Role) -> None:
+        self._state, self._role = state, role
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self._role == "reasoning" and self._state.in_reasoning
+
+    def feed(self, text: str) -> Sequence[OutputEvent]:
+        return self._kept(self._state.feed(text))
+
+    def feed_token(self, token_id: int, text: str) -> Sequence[OutputEvent]:
+        return self._kept(self._state.feed_token(token_id, text))
+
+    def finish(self) -> Sequence[OutputEvent]:
+        return self._kept(self._state.finish())
+
+    def _kept(self, events: Iterable[OutputEvent]) -> list[OutputEvent]:
+        kept: list[OutputEvent] = []
+        for event in events:
+            match event:
+                case ReasoningText(text) if self._role == "tools":
+                    kept.append(ContentText(text))
+                case ToolCallArguments(text) | MalformedText(text, _) if self._role == "reasoning":
+                    kept.append(ContentText(text))
+                case ToolCallBegin() | ToolCallEnd() if self._role == "reasoning":
+                    pass
+                case _:
+                    kept.append(event)
+        return kept
+
+
+class _ChainedState:
     """The state of two parsers: the content that the first one finds is parsed for tools."""
 
     def __init__(
         self, reasoning: OutputState, reasoning_ids: frozenset[int], tools: OutputState
     ) -> None:
-        """Chain them.
-
-        Args:
-            reasoning: of the reasoning parser.
-            reasoning_ids: the special tokens that it takes; the others are for the tool parser.
-            tools: of the tool parser.
-        """
         self._reasoning, self._ids, self._tools = reasoning, reasoning_ids, tools
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the output is inside reasoning."""
         return self._reasoning.in_reasoning
 
     def feed(self, text: str) -> Sequence[OutputEvent]:
-        """Take text."""
         return self._parsed(self._reasoning.feed(text))
 
-    def feed_token(self, token_id: int) -> Sequence[OutputEvent]:
-        """Take a special token."""
-        if token_id in self._ids:
-            return self._parsed(self._reasoning.feed_token(token_id))
-        events = self._parsed(self._reasoning.flush())
-        if not self.in_reasoning:
-            events += self._tools.feed_token(token_id)
-        return events
+    def feed_token(self, token_id: int, text: str) -> Sequence[OutputEvent]:
+        if token_id in self._ids or self._reasoning.in_reasoning:
+            return self._parsed(self._reasoning.feed_token(token_id, text))
+        # Without its text, it ends what waited to become a marker of the reasoning parser.
+        events = self._parsed(self._reasoning.feed_token(token_id, ""))
+        return [*events, *self._tools.feed_token(token_id, text)]
 
     def finish(self) -> Sequence[OutputEvent]:
-        """End both."""
         return [*self._parsed(self._reasoning.finish()), *self._tools.finish()]
 
     def _parsed(self, events: Iterable[OutputEvent]) -> list[OutputEvent]:
@@ -67,53 +201,80 @@ class ChainedState:
 
 @dataclass
 class _Call:
-    """A call so far; `sent` characters of its arguments were output."""
+    """A call so far, and whether an output has shown it."""
 
+    index: int
     id: str
     name: str
     arguments: list[str] = field(default_factory=list)
-    sent: int = 0
     shown: bool = False
 
 
 class OutputParts:
-    """Gathers the events of one completion for its outputs.
+    """Gathers what a parser finds in one completion, for its outputs.
 
     Attributes:
         warning: what is wrong with the output, if anything is.
+        has_calls: whether there is a complete tool call.
     """
 
     def __init__(self, state: OutputState, *, delta: bool) -> None:
         """Begin.
 
         Args:
-            state: of the completion's parser.
-            delta: whether each output has what is new only.
+            state: of the completion's output.
+            delta: whether each output has only what is new.
         """
         self._state, self._delta = state, delta
+        self._length = 0  # of the text so far
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._calls: list[_Call] = []
+        self._num_calls = 0
+        self._in_call = self._finished = self.has_calls = False
         self.warning: str | None = None
 
-    def feed(self, text: str) -> None:
-        """Take text."""
-        self._add(self._state.feed(text))
+    def resume(self, state: OutputState) -> None:
+        """Go on after a further part of the prompt, by another state."""
+        self._state, self._finished = state, False
 
-    def feed_token(self, token_id: int) -> None:
-        """Take a special token of the parser."""
-        self._add(self._state.feed_token(token_id))
+    def feed(self, text: str, marks: list[Mark], *, finished: bool) -> None:
+        """Take the text so far, or of deltas what is new, and the special tokens in it.
 
-    def finish(self) -> None:
-        """End the output."""
-        if self._state.in_reasoning:
-            self.warning = "the output ended inside the reasoning"
-        self._add(self._state.finish())
+        Args:
+            text: that no stop string can cut any more.
+            marks: in order; those that the text reaches are removed.
+            finished: whether nothing follows.
 
-    @property
-    def has_calls(self) -> bool:
-        """Whether there is a tool call."""
-        return bool(self._calls)
+        Raises:
+            PluginFaultError: the parser failed.
+        """
+        if self._finished:
+            return
+        first = self._length if self._delta else 0  # where `text` begins
+        self._finished = finished
+        at, end = self._length, first + len(text)
+        count = 0
+        for mark in marks:
+            if mark.end > end and not (finished and mark.start <= end):
+                break
+            count += 1
+            start = max(mark.start, at)
+            self._feed_text(text[at - first : start - first])
+            own = text[start - first : mark.end - first]
+            self._add(self._state.feed_token(mark.token_id, own))
+            at = start + len(own)
+        del marks[:count]
+        self._feed_text(text[at - first :])
+        self._length = end
+        if finished:
+            if self._state.in_reasoning:
+                self.warning = "the output ended inside the reasoning"
+            self._add(self._state.finish())
+
+    def _feed_text(self, text: str) -> None:
+        if text:
+            self._add(self._state.feed(text))
 
     def _add(self, events: Iterable[OutputEvent]) -> None:
         for event in events:
@@ -125,31 +286,43 @@ class OutputParts:
                 case ToolCallArguments(text):
                     self._calls[-1].arguments.append(text)
                 case ToolCallBegin(name, call_id):
-                    self._calls.append(_Call(call_id or f"call_{secrets.token_hex(12)}", name))
+                    call_id = call_id or f"call_{secrets.token_hex(12)}"
+                    self._calls.append(_Call(self._num_calls, call_id, name))
+                    self._num_calls += 1
+                    self._in_call = True
                 case MalformedText(text, reason):
+                    if self._in_call:
+                        self._void_call()
                     self._content.append(text)
                     self.warning = reason
-                case _:
-                    pass
+                case ToolCallEnd():
+                    self.has_calls, self._in_call = True, False
+
+    def _void_call(self) -> None:
+        """Drop the open call, whose text is content; a part that was output stays so."""
+        self._in_call = False
+        if not self._calls.pop().shown:
+            self._num_calls -= 1
 
     def pop(self) -> tuple[str | None, str | None, list[ToolCall] | None]:
         """Return reasoning, content and tool calls: all of them, or what is new; None is none."""
         reasoning, content = "".join(self._reasoning), "".join(self._content)
-        calls = [self._shown(index, call) for index, call in enumerate(self._calls)]
+        calls = [shown for call in self._calls if (shown := self._shown(call))]
         if self._delta:
             self._reasoning, self._content = [], []
-        return reasoning or None, content or None, [call for call in calls if call] or None
+            self._calls = self._calls[-1:] if self._in_call else []
+        return reasoning or None, content or None, calls or None
 
-    def _shown(self, index: int, call: _Call) -> ToolCall | None:
+    def _shown(self, call: _Call) -> ToolCall | None:
         arguments = "".join(call.arguments)
         if not self._delta:
-            return ToolCall(index=index, id=call.id, name=call.name, arguments=arguments)
+            return ToolCall(index=call.index, id=call.id, name=call.name, arguments=arguments)
         call.arguments = []
         if call.shown and not arguments:
             return None
         first, call.shown = not call.shown, True
         return ToolCall(
-            index=index,
+            index=call.index,
             id=call.id if first else None,
             name=call.name if first else None,
             arguments=arguments,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hardpoint.plugins import (
     EngineCoreOutput,
@@ -14,6 +15,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.registry.guards import GuardedTokenizer
 
+from .output_parts import OutputParsers
 from .pooling_state import PoolingState
 from .request_state import AnyOutput, ParentRequest, RequestState
 from .statistics import RequestFigures, Statistics
@@ -70,10 +72,14 @@ class OutputProcessor:
         prompt: str | None,
         parent: ParentRequest,
         arrived: float = 0.0,
+        parsers: OutputParsers | None = None,
+        tools: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Register a request, or a further part of its prompt, before the engine gets it.
 
         Args:
+            parsers: of its output; closed with it if they are its own.
+            tools: JSON schemas of arguments, by the name of the tool; None without tools.
             arrived: arrival time on the frontend's clock, for statistics.
 
         Raises:
@@ -85,20 +91,20 @@ class OutputProcessor:
                 raise RequestError(f"request_id: {request_id!r} is the id of a live request")
             known.parts.add(request, prompt)
             return
-        state = self._new_state(request, prompt, parent)
+        state: _State
+        if request.pooling_params is not None:
+            state = PoolingState(request, parent)
+        else:
+            interval = self._stream_interval
+            state = RequestState(
+                request, prompt, parent, self._tokenizer, interval, parsers, tools
+            )
         if self._statistics is not None:
             state.figures = RequestFigures(request, arrived)
         self._states[request_id] = state
         if request_id != parent.internal_id:
             self._by_parent.setdefault(parent.internal_id, {})[request_id] = None
         self._by_external.setdefault(parent.request_id, {})[request_id] = None
-
-    def _new_state(
-        self, request: EngineCoreRequest, prompt: str | None, parent: ParentRequest
-    ) -> _State:
-        if request.pooling_params is not None:
-            return PoolingState(request, parent)
-        return RequestState(request, prompt, parent, self._tokenizer, self._stream_interval)
 
     def num_unfinished_requests(self) -> int:
         """Return the number of registered requests."""
@@ -163,13 +169,19 @@ class OutputProcessor:
             reason: why they ended, for statistics.
         """
         for request_id in request_ids:
-            state = self._states.pop(request_id, None)
+            state = self._states.get(request_id)
             if state is not None:
-                if request_id != state.parent.internal_id:
-                    _remove(self._by_parent, state.parent.internal_id, request_id)
-                _remove(self._by_external, state.parent.request_id, request_id)
-                if self._statistics is not None and state.figures is not None:
-                    self._statistics.ended(state.figures, reason)
+                self._remove(request_id, state, reason)
+                state.close()
+
+    def _remove(self, request_id: str, state: _State, reason: FinishReason) -> None:
+        """Forget a request; its last output, if it has one, closes it."""
+        del self._states[request_id]
+        if request_id != state.parent.internal_id:
+            _remove(self._by_parent, state.parent.internal_id, request_id)
+        _remove(self._by_external, state.parent.request_id, request_id)
+        if self._statistics is not None and state.figures is not None:
+            self._statistics.ended(state.figures, reason)
 
     def abort(self, request_ids: Iterable[str]) -> ProcessedOutputs:
         """End requests by internal ids; return their outputs so far."""
@@ -180,7 +192,7 @@ class OutputProcessor:
                     state.end(FinishReason.ABORT)
                 except PluginFaultError as fault:  # of the tokenizer
                     self._fail(state, fault, processed)
-                self.drop([request_id], state.finish_reason or FinishReason.ABORT)
+                self._remove(request_id, state, state.finish_reason or FinishReason.ABORT)
                 self._show(state, processed)
                 processed.aborts.append(request_id)
         return processed
@@ -195,7 +207,7 @@ class OutputProcessor:
     def _process_until_fault(
         self, outputs: Iterator[EngineCoreOutput], processed: ProcessedOutputs
     ) -> bool:
-        """Process outputs in one loop; return True after one for which the tokenizer failed."""
+        """Process outputs in one loop; return True after one for which a plugin failed."""
         statistics = self._statistics
         try:
             for output in outputs:
@@ -238,19 +250,25 @@ class OutputProcessor:
         if output.faulty_plugin is not None:
             fault = (output.faulty_plugin, state.parent.internal_id, output.error or "")
             processed.faults.append(fault)
-        self.drop([output.request_id], reason)
+        if output.request_id in self._states:
+            self._remove(output.request_id, state, reason)
         if not output.finished:
             processed.aborts.append(output.request_id)
 
     def _fail(self, state: _State, fault: PluginFaultError, processed: ProcessedOutputs) -> None:
-        """Mark a request as ended by a fault of the tokenizer."""
+        """Mark a request as ended by a fault of the tokenizer or of an output parser."""
         assert isinstance(state, RequestState)  # others have no text
         state.fail(str(fault))
-        processed.faults.append((self._tokenizer.name, state.parent.internal_id, str(fault)))
+        processed.faults.append((fault.plugin, state.parent.internal_id, str(fault)))
 
     def _show(self, state: _State, processed: ProcessedOutputs) -> None:
         """Add the output of a request that has ended, if it has one."""
-        if (request_output := state.output()) is not None:
+        try:
+            request_output = state.output()
+        except PluginFaultError as fault:  # of an output parser
+            self._fail(state, fault, processed)
+            request_output = state.output()
+        if request_output is not None:
             processed.request_outputs.append((state.parent, request_output))
 
     def _reject(self, state: _State, output: EngineCoreOutput, processed: ProcessedOutputs) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     HardpointError,
     PrepareContext,
-    ReasoningParser,
+    ReasoningMarkers,
     RequestError,
     SamplingParams,
     Tokenizer,
@@ -25,7 +24,7 @@ from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.read_only import ReadOnlyList, read_only
 from hardpoint.registry.blame import describe, raise_unless_fault
-from hardpoint.registry.guards import open_parser
+from hardpoint.registry.guards import GuardedOutputParser, open_parser
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.registry.request_arguments import (
     argument_key,
@@ -35,6 +34,7 @@ from hardpoint.registry.request_arguments import (
     takes_arguments,
 )
 
+from .output_parts import OutputParsers
 from .plugin_health import PluginHealth
 
 _DEFAULTS = SamplingParams()
@@ -98,13 +98,17 @@ class PluginArguments:
         health: PluginHealth,
         vocab_size: int,
         tokenizer: Tokenizer,
-        reasoning: ReasoningParser | None,
+        parsers: OutputParsers,
     ) -> None:
-        """Load the classes; instances of most live elsewhere."""
+        """Load the classes; instances of most live elsewhere.
+
+        Args:
+            parsers: of requests that give them no arguments.
+        """
         self._health = health
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
-        self._reasoning = reasoning
+        self._shared = parsers
         self.use(plugins)
 
     def use(self, plugins: PluginSet) -> None:
@@ -113,10 +117,7 @@ class PluginArguments:
         self._users = [_processor(plugins, entry) for entry in plugins.entries(_LOGITS)]
         for kind in ("samplers", "scheduling_policies"):
             self._users += _users(plugins, plugins.entries(kind))
-        self._parsers: list[_User] = []
-        if self._reasoning is not None:
-            entry = plugins.get("reasoning_parsers", self._reasoning.name)
-            self._parsers = _users(plugins, [entry])
+        self._parsers = _users(plugins, self._shared.entries(plugins))
         self._by_name: dict[str, list[_User]] = {}
         for user in (*self._parsers, *self._users):
             for name in (user.entry.name, f"{user.entry.kind}/{user.entry.name}"):
@@ -182,8 +183,7 @@ class PluginArguments:
             request.plugin_args.pop(user.key, None)
         self._check(request.plugin_args)
         self._refuse_unhonoured(request.params)
-        with self._reasoning_of(request) as reasoning:
-            request.plugin_args |= self._resolved(request, stale, {}, reasoning)
+        request.plugin_args |= self._resolved(request, stale, {}, self._markers_of(request))
 
     def _resolve_all(self, request: EngineCoreRequest, given: Mapping[str, _Given]) -> None:
         """Fill in the resolved arguments of a request, and whether its reasoning has ended."""
@@ -191,17 +191,17 @@ class PluginArguments:
         request.plugin_args = {}
         if self._parsers:
             request.plugin_args = self._resolved(request, self._parsers, given, None)
-        with self._reasoning_of(request) as reasoning:
-            if reasoning is not None:
-                request.reasoning_ended = reasoning.markers().ended(request.prompt_token_ids)
-            request.plugin_args |= self._resolved(request, self._users, given, reasoning)
+        markers = self._markers_of(request)
+        if markers is not None:
+            request.reasoning_ended = markers.ended(request.prompt_token_ids)
+        request.plugin_args |= self._resolved(request, self._users, given, markers)
 
     def _resolved(
         self,
         request: EngineCoreRequest,
         users: Sequence[_User],
         given: Mapping[str, _Given],
-        reasoning: ReasoningParser | None,
+        reasoning: ReasoningMarkers | None,
     ) -> dict[str, dict[str, Any]]:
         """Return the arguments for those components that the request uses."""
         resolved = {}
@@ -239,17 +239,31 @@ class PluginArguments:
             ):
                 yield user
 
-    def _reasoning_of(
-        self, request: EngineCoreRequest
-    ) -> AbstractContextManager[ReasoningParser | None]:
-        """Return the context of the reasoning parser that has the request's arguments."""
-        for user in self._parsers:
-            if user.key in request.plugin_args:
-                arguments = _checked(user, request.plugin_args[user.key])
-                return contextlib.closing(self._open_parser(user.entry, arguments))
-        return contextlib.nullcontext(self._reasoning)
+    def parsers(self, request: EngineCoreRequest) -> OutputParsers:
+        """Return the output parsers of a request; the caller closes them.
 
-    def _open_parser(self, entry: PluginEntry, arguments: typed.Arguments) -> ReasoningParser:
+        Raises:
+            RequestError: one that has the request's arguments cannot be created.
+        """
+        own: dict[str, GuardedOutputParser] = {}
+        with contextlib.ExitStack() as undo:
+            for user in self._parsers:
+                if user.key in request.plugin_args:
+                    arguments = _checked(user, request.plugin_args[user.key])
+                    own[user.entry.kind] = self._open_parser(user.entry, arguments)
+                    undo.callback(own[user.entry.kind].close)
+            parsers = self._shared.with_own(own) if own else self._shared
+            undo.pop_all()
+        return parsers
+
+    def _markers_of(self, request: EngineCoreRequest) -> ReasoningMarkers | None:
+        """Return the reasoning markers of a request."""
+        with contextlib.closing(self.parsers(request)) as parsers:
+            return parsers.markers
+
+    def _open_parser(
+        self, entry: PluginEntry, arguments: typed.Arguments
+    ) -> GuardedOutputParser:
         try:
             return open_parser(self._plugins, entry, self._tokenizer, self._vocab_size, arguments)
         except HardpointError as cause:

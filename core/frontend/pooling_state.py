@@ -46,6 +46,9 @@ class PoolingState:
         """End the request without the engine."""
         self.finish_reason = reason
 
+    def close(self) -> None:
+        """Do nothing: there is nothing to close."""
+
     def rejected(self, output: EngineCoreOutput) -> PoolingRequestOutput:
         """Return the user's output of a request that the engine rejected."""
         self.finish_reason, self._error = FinishReason.ERROR, output.error

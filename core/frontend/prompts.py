@@ -47,15 +47,6 @@ class _TokenInput(typed.Strict):
     arrival_time: float | None = None
 
 
-def read_messages(messages: Any) -> Any:
-    """Return the messages of a conversation as plain data; the tokenizer checks their form.
-
-    Raises:
-        RequestError: a message holds what is no plain data, or a text that UTF-8 cannot hold.
-    """
-    return typed.convert(messages, object, path="messages", error=RequestError)
-
-
 def read_prompt(prompt: Prompt) -> ReadPrompt:
     """Return a prompt in its independent form.
 

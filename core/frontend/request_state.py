@@ -18,10 +18,12 @@ from hardpoint.plugins import (
     RequestOutput,
     RequestOutputKind,
 )
+from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.requests import PoolingRequestOutput, TokenLogprobs
 from hardpoint.registry.guards import GuardedTokenizer
 
 from .detokenizer import Detokenizer
+from .output_parts import OutputParsers, OutputParts
 from .prompt_parts import PromptPart, PromptParts
 from .statistics import RequestFigures
 
@@ -109,11 +111,15 @@ class RequestState:
         parent: ParentRequest,
         tokenizer: GuardedTokenizer,
         stream_interval: int = 1,
+        parsers: OutputParsers | None = None,
+        tools: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Start with nothing.
 
         Args:
             prompt: its text, if it was given as text.
+            parsers: of its output; None without any.
+            tools: JSON schemas of arguments, by the name of the tool; None without tools.
             stream_interval: outputs between the first and the last wait for so many new tokens.
         """
         params = request.params
@@ -131,6 +137,8 @@ class RequestState:
         # garbage collector visits each object.
         self._detokenizer: Detokenizer | None = None
         self._token_ids: list[int] | None = None
+        self._parsers, self._tools = parsers, tools
+        self._output: OutputParts | None = None
         # Read once per token: looked up once per request.
         self._final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
         self._delta = params.output_kind is RequestOutputKind.DELTA
@@ -197,6 +205,8 @@ class RequestState:
         if detokenizer is None:
             params = self._request.params
             detokenizer = self._detokenizer = Detokenizer(self._tokenizer, stream, params)
+            if self._parsers is not None:
+                self._open_output(self._parsers, detokenizer)
         taken = detokenizer.update(new, ended_by_token=output.finish_reason is FinishReason.STOP)
         if taken is not None:
             new = new[:taken]
@@ -205,6 +215,17 @@ class RequestState:
         if detokenizer.stop_string is not None:
             self._stopped_by(detokenizer.stop_string)
         return new
+
+    def _open_output(self, parsers: OutputParsers, detokenizer: Detokenizer) -> None:
+        """Begin to parse the output, if there is something to be found in it."""
+        state = parsers.open(self._prompt_token_ids, self._tools)
+        if state is None:
+            return
+        if self._output is None:
+            self._output = OutputParts(state, delta=self._delta)
+        else:
+            self._output.resume(state)
+        detokenizer.special = parsers.special
 
     def end(self, reason: FinishReason) -> None:
         """End the request without the engine."""
@@ -215,9 +236,15 @@ class RequestState:
                 self._stopped_by(self._detokenizer.stop_string)
 
     def fail(self, error: str) -> None:
-        """End the request because the tokenizer failed; it keeps the text that it has."""
+        """End the request because a plugin failed; it keeps the text that it has."""
         self.finish_reason, self.parts = FinishReason.ERROR, None
+        self._output = None
         self._error = self._error or error
+
+    def close(self) -> None:
+        """Close the parsers, if they are of this request alone."""
+        if self._parsers is not None:
+            self._parsers.close()
 
     def _stopped_by(self, stop_string: str) -> None:
         """Record the stop string as the reason of the end, unless a fault ended the request."""
@@ -233,6 +260,8 @@ class RequestState:
             self._stream = self._stream_after(self._prompt_token_ids)
             if self._detokenizer is not None:
                 self._detokenizer.resume(self._stream)
+                if self._parsers is not None:
+                    self._open_output(self._parsers, self._detokenizer)
 
     def rejected(self, output: EngineCoreOutput) -> RequestOutput:
         """Return the user's output of a request that the engine rejected."""
@@ -258,15 +287,21 @@ class RequestState:
         if self._delta and not finished and not tokens:
             return None
         text = "" if self._detokenizer is None else self._detokenizer.pop_text(finished=finished)
-        completion = CompletionOutput(index=self._request.child_index, text=text, token_ids=tokens)
+        completion = CompletionOutput(
+            index=self._request.child_index, text=text, token_ids=tokens, content=text or None
+        )
+        if self._output is not None:
+            self._parse(self._output, completion, finished=finished)
         if self._logprobs is not None:
             completion.cumulative_logprob = self._cumulative_logprob
             completion.logprobs = self._logprobs[first_token:]
         if finished:
-            completion.finish_reason = str(self.finish_reason)
+            completion.finish_reason = self._reason()
             completion.stop_reason, completion.error = self._stop_reason, self._error
             if self.figures is not None:
                 completion.metrics = self.figures.metrics
+        if ended:
+            self.close()
         self._sent_tokens = self.num_tokens
         self._sent_any = True
         outputs, all_ended = self.parent.gather(
@@ -280,6 +315,31 @@ class RequestState:
             shown.prompt_logprobs = self._prompt_logprobs[first:]
             self._sent_prompt = len(self._prompt_logprobs)
         return shown
+
+    def _parse(
+        self, output: OutputParts, completion: CompletionOutput, *, finished: bool
+    ) -> None:
+        """Fill in what the parser finds in the text.
+
+        Raises:
+            PluginFaultError: the parser failed.
+        """
+        assert self._detokenizer is not None
+        try:
+            output.feed(completion.text, self._detokenizer.marks, finished=finished)
+        except PluginFaultError:
+            self._detokenizer.restore(completion.text)
+            raise
+        completion.reasoning, completion.content, completion.tool_calls = output.pop()
+        if finished:
+            completion.warning = output.warning
+
+    def _reason(self) -> str:
+        """Return why the output has ended, as the user gets it."""
+        stopped = self.finish_reason is FinishReason.STOP
+        if stopped and self._output is not None and self._output.has_calls:
+            return "tool_calls"
+        return str(self.finish_reason)
 
     def _holds_back(self) -> bool:
         """Return whether the next output waits for more tokens."""

@@ -20,7 +20,9 @@ from hardpoint.plugins import (
     OutputParserContext,
     OutputState,
     ParserRequest,
+    ReasoningMarkers,
     ReasoningText,
+    ReasoningTracker,
     Tokenizer,
     ToolCallArguments,
     ToolCallBegin,
@@ -35,7 +37,7 @@ from hardpoint.testing.snapshots import count_elements
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
 from hardpoint.testing.text.byte_tokenizer import ByteTokenizer
 
-__all__ = ["OutputParserSuite", "Sample"]
+__all__ = ["OutputParserSuite", "OutputSample"]
 
 Piece = str | int
 """A part of an output as a state is fed: text, or one of the parser's `token_ids`."""
@@ -69,6 +71,11 @@ TOKENS = Rule(
     "tokens: only a special token is its marker, and never a text like it",
     "look for a marker that is in the tokenizer's special_tokens by its id, in feed_token",
 )
+MARKERS = Rule(
+    "markers: reasoning begins and ends at the token ids that markers() returns",
+    "return every sequence that leads to reasoning and from it; grammars and thinking budgets go "
+    "by them",
+)
 LINEAR = Rule(
     "linear: a character takes the same time, however long the output is",
     "look at every character once: no search from the beginning, no growing string that is copied",
@@ -79,7 +86,7 @@ _LENGTH = 1 << 18  # of an adversarial text; what copies it all for a token take
 
 
 @dataclass(frozen=True)
-class Sample:
+class OutputSample:
     """An output, and what it consists of.
 
     Attributes:
@@ -114,11 +121,16 @@ class OutputParserSuite(ComponentSuite):
         tokenizer: another one to give it: a tokenizer, or the folder of one.
     """
 
-    kind = "reasoning_parsers"
+    kind = "reasoning_parsers"  # of a parser of tools only: "tool_parsers"
     parser: ClassVar[type[OutputParser]]
-    samples: ClassVar[Sequence[Sample]]
+    samples: ClassVar[Sequence[OutputSample]]
     special_tokens: ClassVar[Sequence[str]] = ()
     tokenizer: ClassVar[Tokenizer | Path | str | None] = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if getattr(getattr(cls, "parser", None), "roles", ()) == ("tools",):
+            cls.kind = "tool_parsers"
 
     def _component(self) -> type[Component]:
         return self.parser
@@ -166,6 +178,10 @@ class OutputParserSuite(ComponentSuite):
     def test_tokens(self) -> None:
         """The text of a special token is no marker."""
         self._run_checks(TOKENS.text, *(lambda s=s: self._check_typed(s) for s in self.samples))
+
+    def test_markers(self) -> None:
+        """At every token of a sample, the markers and the state agree on what is reasoning."""
+        self._run_checks(MARKERS.text, *(lambda s=s: self._check_markers(s) for s in self.samples))
 
     def test_independent(self) -> None:
         """Two outputs that come in turns are parsed as each alone."""
@@ -272,10 +288,10 @@ class OutputParserSuite(ComponentSuite):
                 raise ANY_TEXT.violation(f"{short_repr(pieces)} gave {event!r}, which is no event")
         return join_events(events)
 
-    def _parsed(self, sample: Sample) -> list[OutputEvent]:
+    def _parsed(self, sample: OutputSample) -> list[OutputEvent]:
         return self._events(sample.request, self._pieces(sample.text))
 
-    def _check_sample(self, sample: Sample) -> None:
+    def _check_sample(self, sample: OutputSample) -> None:
         events = self._parsed(sample)
         self._check_calls(repr(sample.text), events)
         reasoning = "".join(e.text for e in events if isinstance(e, ReasoningText))
@@ -287,7 +303,7 @@ class OutputParserSuite(ComponentSuite):
                 f"{sample.text!r} became {short_repr(found)}, stated are {short_repr(stated)}"
             )
 
-    def _check_splits(self, sample: Sample) -> None:
+    def _check_splits(self, sample: OutputSample) -> None:
         whole, text = self._parsed(sample), sample.text
         for size in range(1, len(text)):
             self._check_same(sample.request, [text], self._pieces(text, size), whole)
@@ -314,7 +330,7 @@ class OutputParserSuite(ComponentSuite):
                 f"{short_repr(events)}, and whole {short_repr(whole)}"
             )
 
-    def _check_cuts(self, sample: Sample) -> None:
+    def _check_cuts(self, sample: OutputSample) -> None:
         whole = self._parsed(sample)
         pieces = self._pieces(sample.text, 1)
         for count in range(len(pieces)):
@@ -328,7 +344,7 @@ class OutputParserSuite(ComponentSuite):
                     f"{short_repr(whole)}"
                 )
 
-    def _check_typed(self, sample: Sample) -> None:
+    def _check_typed(self, sample: OutputSample) -> None:
         if not any(isinstance(piece, int) for piece in self._pieces(sample.text)):
             return
         events = self._events(sample.request, [sample.text])
@@ -337,6 +353,33 @@ class OutputParserSuite(ComponentSuite):
             if is_reasoning or isinstance(event, ToolCallBegin):
                 raise TOKENS.violation(
                     f"{sample.text!r} as a text without special tokens became {short_repr(events)}"
+                )
+
+    def _check_markers(self, sample: OutputSample) -> None:
+        markers = self._subject.markers()
+        if not isinstance(markers, ReasoningMarkers):
+            raise MARKERS.violation(f"markers returned {short_repr(markers)}, no ReasoningMarkers")
+        tracker = ReasoningTracker(markers)
+        opening = markers.start[0] if sample.reasoning_open and markers.start else ()
+        position = tracker.after(opening)
+        request = ParserRequest(reasoning_open=position.inside, tools=sample.tools)
+        state = self._subject.open(request)
+        stream = self._tokenizer.decode_stream([], skip_special_tokens=False)
+        text = ""
+        for token in (None, *self._tokenizer.encode(sample.text, add_special_tokens=False)):
+            if token is not None:
+                position = tracker.advance(position, token)
+                piece = stream.step(token) or ""
+                text += piece
+                if token in self._subject.token_ids:
+                    state.feed_token(token, piece)
+                else:
+                    state.feed(piece)
+            if position.inside != state.in_reasoning:
+                raise MARKERS.violation(
+                    f"{opening} is the prompt, and the output so far {text!r}: by the markers "
+                    f"{short_repr(markers)} it is {_inside(position.inside)} reasoning, by "
+                    f"in_reasoning {_inside(state.in_reasoning)}"
                 )
 
     def _check_calls(self, text: str, events: Sequence[OutputEvent]) -> None:
@@ -365,7 +408,7 @@ class OutputParserSuite(ComponentSuite):
             for second in self.samples:
                 self._check_turns(first, second)
 
-    def _check_turns(self, *samples: Sample) -> None:
+    def _check_turns(self, *samples: OutputSample) -> None:
         """Check that samples that come in turns are as each alone."""
         outputs = [(self._subject.open(s.request), self._pieces(s.text, 1)) for s in samples]
         found: list[list[OutputEvent]] = [[] for _ in samples]
@@ -427,7 +470,11 @@ class OutputParserSuite(ComponentSuite):
 
 
 def _fed(state: OutputState, piece: Piece) -> Sequence[OutputEvent]:
-    return state.feed_token(piece) if isinstance(piece, int) else state.feed(piece)
+    return state.feed_token(piece, "") if isinstance(piece, int) else state.feed(piece)
+
+
+def _inside(inside: object) -> str:
+    return "inside" if inside else "outside of"
 
 
 def _is_beginning(events: Sequence[OutputEvent], whole: Sequence[OutputEvent]) -> bool:

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from support.builtins.fake_rows import applied, request_of, rows_of, survivors
-from support.builtins.thinking_harness import END, LONG_END, LONG_START, START, Request, processor
+from support.builtins.thinking_harness import LONG_END, LONG_START, Request, markers, processor
 
 from hardpoint.builtin_plugins.logits.thinking_budget import ThinkingBudget
 from hardpoint.plugins import (
@@ -60,7 +60,7 @@ class TestTracking:
         request = Request(prompt=[7, 1], budget=1, start=LONG_START, end=LONG_END)
         assert request.run(3, 7, 7) == [3, 7, 2]
         inside = Request(prompt=[1, 3, 2, 4], budget=9, start=LONG_START, end=LONG_END)
-        assert inside.accept(2, 5).state.left is None
+        assert not inside.accept(2, 5).state.position.inside
 
     def test_a_preempted_request_goes_on_where_it_was(self):
         for tokens in ([1, 7], [1, 7, 7, 7, 2], [1, 7, 2, 1], [7, 1, 7, 7, 7]):
@@ -118,20 +118,21 @@ class TestStateMachine:
 
     def test_a_marker_that_overlaps_itself_is_found(self):
         request = Request(prompt=[1], budget=9, end=[2, 2, 5])
-        assert request.accept(2, 2, 2, 5).state.left is None
+        assert not request.accept(2, 2, 2, 5).state.position.inside
 
     def test_the_longer_of_two_markers_that_end_together_counts(self):
         assert Request(prompt=[3, 2], start=[3, 2], end=[2], budget=0).forced == 2
         assert Request(start=[3, 2], end=[2], budget=0).accept(3, 2).forced == 2
         assert Request(prompt=[1, 3, 1], start=[1], end=[3, 1], budget=0).forced is None
-        assert Request(prompt=[1], start=[1], end=[3, 1]).accept(3, 1).state.left is None
+        assert not Request(prompt=[1], start=[1], end=[3, 1]).accept(3, 1).state.position.inside
 
 
 class TestForcingLogits:
     def rows(self, processor, *budgets, output=(7,)):
-        markers = {"opening": START, "closing": END}
         requests = [
-            request_of(processor, [1], output, **markers, thinking_token_budget=budget)
+            request_of(
+                processor, [1], output, markers=markers(), thinking_token_budget=budget
+            )
             for budget in budgets
         ]
         return rows_of(processor, *requests)
@@ -181,14 +182,8 @@ class TestForcingLogits:
         assert rows.states() == before
 
 
-class Thinker:
-    """A reasoning parser."""
-
-    def __init__(self, start=(1,), end=(2,)):
-        self.start, self.end = start, end
-
-    def markers(self):
-        return ReasoningMarkers(start=self.start, end=self.end)
+def thinker(start=(1,), end=(2,)):
+    return ReasoningMarkers(start=(start,), end=(end,))
 
 
 def prepare(reasoning=None, params=None, vocab_size=10, **arguments):
@@ -206,9 +201,9 @@ def prepare(reasoning=None, params=None, vocab_size=10, **arguments):
 
 class TestPrepare:
     def test_takes_the_markers_of_the_reasoning_parser(self):
-        arguments = prepare(Thinker((1, 3), (4,)), thinking_token_budget=5)
+        arguments = prepare(thinker((1, 3), (4,)), thinking_token_budget=5)
         assert (arguments.thinking_token_budget, arguments.start) == (5, [])
-        assert (arguments.opening, arguments.closing) == ([1, 3], [4])
+        assert arguments.markers == thinker((1, 3), (4,))
 
     def test_without_a_parser_a_budget_is_refused(self):
         message = r"a budget of 5 needs .* set reasoning\.parser \(\"think_tags\", for example\)"
@@ -216,16 +211,16 @@ class TestPrepare:
             prepare(thinking_token_budget=5)
 
     def test_without_a_budget_no_parser_is_needed(self):
-        assert prepare().closing == []
+        assert prepare().markers == ReasoningMarkers()
 
     def test_markers_given_with_the_request_are_taken(self):
-        arguments = prepare(Thinker(), thinking_token_budget=5, start=[7], end=[8])
-        assert (arguments.opening, arguments.closing) == ([7], [8])
-        assert prepare(thinking_token_budget=5, start=[7], end=[8]).closing == [8]
+        arguments = prepare(thinker(), thinking_token_budget=5, start=[7], end=[8])
+        assert arguments.markers == thinker((7,), (8,))
+        assert prepare(thinking_token_budget=5, start=[7], end=[8]).markers == thinker((7,), (8,))
 
     def test_markers_outside_the_vocabulary_are_refused(self):
         with pytest.raises(ValueError, match=r"token ids under 10 \(the vocabulary\), got 10"):
-            prepare(Thinker(end=(2, 10)), thinking_token_budget=5)
+            prepare(thinker(end=(2, 10)), thinking_token_budget=5)
 
     def test_equal_markers_are_refused(self):
         with pytest.raises(ValueError, match=r"an end marker other than the start .* got \[7\]"):
@@ -234,5 +229,5 @@ class TestPrepare:
     def test_an_end_marker_that_the_request_does_not_allow_is_refused(self):
         allowed = SamplingParams(allowed_token_ids=[3, 4])
         with pytest.raises(ValueError, match=r"end marker \[2\] is not among allowed_token_ids"):
-            prepare(Thinker(), allowed, thinking_token_budget=5)
-        assert prepare(Thinker(end=(3,)), allowed, thinking_token_budget=5).closing == [3]
+            prepare(thinker(), allowed, thinking_token_budget=5)
+        assert prepare(thinker(end=(3,)), allowed, thinking_token_budget=5).markers.end == ((3,),)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hardpoint.plugins import AttentionBackend, ReasoningParser, Tokenizer
+from hardpoint.plugins import AttentionBackend, Tokenizer
 
 
 def built(interface, name):
@@ -18,11 +18,6 @@ def test_a_tokenizer_need_not_say_its_vocabulary():
         NotImplementedError, match="the tokenizer 'mine' does not say its vocab_siz"
     ):
         _ = built(Tokenizer, "mine").vocab_size
-
-
-def test_a_reasoning_parser_need_not_split():
-    with pytest.raises(NotImplementedError, match="the reasoning parser 'mine' does not split"):
-        built(ReasoningParser, "mine").split("text")
 
 
 def test_a_cache_without_a_layout_is_not_transferable():

@@ -9,11 +9,20 @@ import numpy as np
 import pytest
 
 from hardpoint import RequestError, SamplingParams
-from hardpoint.builtin_plugins.reasoning import ThinkTags
+from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
 from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
-from hardpoint.plugins import ReasoningContext, ReasoningMarkers
+from hardpoint.plugins import (
+    ContentText,
+    MalformedText,
+    OutputParserContext,
+    ParserRequest,
+    ReasoningMarkers,
+    ToolCallArguments,
+    ToolCallBegin,
+    ToolCallEnd,
+)
 from hardpoint.plugins.errors import PluginFaultError
-from hardpoint.registry.guards import GuardedReasoningParser, GuardedTokenizer
+from hardpoint.registry.guards import GuardedOutputParser, GuardedTokenizer
 from hardpoint.testing import scripted_engine
 
 HERE = __name__
@@ -37,10 +46,10 @@ def tokenizer(**methods):
     return GuardedTokenizer(mine, "plugin 'mine'", vocab_size=9)
 
 
-def parser(markers, split=None):
-    context = ReasoningContext(name="mine", options=None, tokenizer=None)
-    mine = SimpleNamespace(context=context, markers=markers, split=split)
-    return GuardedReasoningParser(mine, "plugin 'mine'", vocab_size=9)
+def parser(markers, open=None):
+    context = OutputParserContext(name="mine", options=None, tokenizer=None)
+    mine = SimpleNamespace(context=context, markers=markers, open=open)
+    return GuardedOutputParser(mine, "plugin 'mine'", vocab_size=9)
 
 
 @pytest.mark.parametrize(
@@ -95,23 +104,23 @@ def refusing(*_, **__):
     ("markers", "words"),
     [
         (returning(([1], [2])), "returned ([1], [2]), expected ReasoningMarkers"),
-        (returning(ReasoningMarkers("<a>", "<b>")), "returned '<a>', expected token ids: TypeErr"),
-        (returning(ReasoningMarkers([9], [1])), "returned 9, expected token ids from 0 to 8"),
+        (returning(ReasoningMarkers(["<a>"], ["<b>"])), "returned '<a>', expected token ids: TypeErr"),
+        (returning(ReasoningMarkers([[9]], [[1]])), "returned 9, expected token ids from 0 to 8"),
         (failing, "failed: LookupError: lost"),
     ],
 )
 def test_markers(markers, words):
     with pytest.raises(
-        RequestError, match=f"^reasoning parser 'mine': its markers {re.escape(words)}"
+        RequestError, match=f"^output parser 'mine': its markers {re.escape(words)}"
     ):
         parser(markers).markers()
 
 
 def test_markers_are_asked_for_once():
-    found = iter([ReasoningMarkers(iter([1]), iter([2])), ReasoningMarkers([2], [1])])
+    found = iter([ReasoningMarkers([iter([1])], [iter([2])]), ReasoningMarkers([[2]], [[1]])])
     mine = parser(lambda: next(found))
     for _ in range(2):
-        assert (mine.markers().start, mine.markers().end) == ((1,), (2,))
+        assert (mine.markers().start, mine.markers().end) == (((1,),), ((2,),))
 
 
 class Picky(TransformersTokenizer):
@@ -171,7 +180,7 @@ class Lost(ThinkTags):
     contract = 1
 
     def markers(self):
-        return ReasoningMarkers([10**9], [1])
+        return ReasoningMarkers([[10**9]], [[1]])
 
 
 def test_a_prompt_that_it_cannot_encode_disturbs_nobody(scripted):
@@ -245,17 +254,47 @@ def test_properties_are_checked_at_start(scripted, wrong, words):
         scripted_engine(scripted, extra)
 
 
+class Odd:
+    """A state that gives what a test names."""
+
+    in_reasoning = False
+
+    def __init__(self, give):
+        self.give = give
+
+    def feed(self, text):
+        return self.give(text)
+
+
+def state(give):
+    return parser(None, lambda request: Odd(give)).open(ParserRequest())
+
+
 @pytest.mark.parametrize(
-    ("split", "words"),
+    ("give", "words"),
     [
-        (returning("ab"), "returned 'ab', expected (text or None, text)"),
-        (returning(("a", None)), "returned ('a', None), expected (text or None, text)"),
         (failing, "failed: LookupError: lost"),
+        (returning(None), "failed: TypeError: 'NoneType' object is not iterable"),
+        (returning(["x"]), "gave 'x' outside of a call, expected other events"),
+        (returning([ContentText(None)]), "gave ContentText(text=None) outside of a call"),
+        (returning([ToolCallArguments("{}")]), "gave ToolCallArguments(text='{}') outside of a call"),
+        (returning([ToolCallEnd()]), "gave ToolCallEnd() outside of a call"),
+        (returning([ToolCallBegin("")]), "gave ToolCallBegin(name='', id=None) outside of a call"),
+        (returning([ToolCallBegin("f")] * 2), "id=None) inside a call, expected other events"),
     ],
 )
-def test_split(split, words):
-    with pytest.raises(RequestError, match=f"parser 'mine': its split {re.escape(words)}$"):
-        parser(None, split).split("x")
+def test_events(give, words):
+    with pytest.raises(PluginFaultError) as error:
+        state(give).feed("x")
+    assert str(error.value).startswith("plugin 'mine': its feed ")
+    assert words in str(error.value)
+
+
+def test_events_of_a_call_pass():
+    events = [ToolCallBegin("f"), ToolCallArguments("{}"), ToolCallEnd(), ContentText("x")]
+    assert state(returning(events)).feed("x") == events
+    malformed = [ToolCallBegin("f"), MalformedText("x", "why"), ContentText("x")]
+    assert state(returning(malformed)).feed("x") == malformed
 
 
 def test_a_reasoning_parser_without_markers_is_named(scripted):

@@ -16,7 +16,7 @@ from hardpoint.plugins import (
     LogitsProcessor,
     Model,
     Phase,
-    ReasoningParser,
+    OutputParser,
     Sampler,
     SamplerContext,
     SchedulingPolicy,
@@ -164,7 +164,7 @@ class TestInterface:
 
     def test_arguments_that_every_request_has_need_defaults(self, refusal):
         needed = type("Arguments", (PluginArguments,), {"__annotations__": {"by": float}})
-        target = component(ReasoningParser, Arguments=needed)
+        target = component(OutputParser, roles=("reasoning",), Arguments=needed)
         assert refusal(target, kind="reasoning_parsers").endswith(
             "every request uses it, also without arguments, so its Arguments.by needs a default"
         )

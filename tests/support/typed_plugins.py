@@ -18,8 +18,9 @@ from hardpoint.plugins import (
     Edits,
     KVSpec,
     Phase,
-    ReasoningMarkers,
-    ReasoningParser,
+    OutputParser,
+    OutputState,
+    ParserRequest,
     Request,
     Rows,
     Sampler,
@@ -75,17 +76,18 @@ class Greedy(Sampler):
         return logits.argmax(-1)
 
 
-class Parser(ReasoningParser):
+class Parser(OutputParser):
     contract = 1
+    roles = ("reasoning",)
 
     class Arguments(plugins.Arguments):
         tag: str = "think"
 
     arguments: Arguments
 
-    def markers(self) -> ReasoningMarkers:
+    def open(self, request: ParserRequest) -> OutputState:
         assert_type(self.arguments.tag, str)
-        return ReasoningMarkers((), ())
+        raise NotImplementedError
 
 
 class Backend(AttentionBackend[list[torch.Tensor], AttentionStep]):

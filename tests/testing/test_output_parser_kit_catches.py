@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from support.broken import output_parsers as parsers
 from support.kit_suites import (
@@ -14,9 +12,7 @@ from support.kit_suites import (
     suite_tests,
 )
 
-from hardpoint.plugins import OutputParser
-from hardpoint.plugins.kinds import KINDS
-from hardpoint.testing.text.output_parser_suite import OutputParserSuite
+from hardpoint.testing import OutputParserSuite
 
 # component, test that it fails, rule, pattern of the message
 BROKEN = [
@@ -36,6 +32,7 @@ BROKEN = [
     (parsers.OneState, "independent", "independent", "in turns with another output became"),
     (parsers.SharesTheBuffer, "independent", "independent", "in turns with another output became"),
     (parsers.TypedTokens, "tokens", "tokens", "as a text without special tokens became"),
+    (parsers.OtherMarkers, "markers", "markers", "by the markers .* outside of reasoning, by"),
     (parsers.ParsesAllAgain, "linear", "linear", "it had taken more than 5 microseconds"),
     (parsers.Remembers, "memory", "memory", r"grew from \d+ to \d+ elements while 400 outputs"),
 ]
@@ -44,8 +41,6 @@ BROKEN = [
 @pytest.fixture(autouse=True)
 def _brief(monkeypatch):
     stop_at_first_failure(monkeypatch)
-    kind = dataclasses.replace(KINDS["reasoning_parsers"], interface=OutputParser)
-    monkeypatch.setitem(KINDS, "reasoning_parsers", kind)
 
 
 def attributes(cls):

@@ -4,9 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-import pytest
 from support.searching import kit_examples
 
 from hardpoint.builtin_plugins.parsers.gemma import Gemma
@@ -23,17 +20,9 @@ from hardpoint.builtin_plugins.parsers.json_calls import Hermes, Json, Llama3Jso
 from hardpoint.builtin_plugins.parsers.python_calls import Llama4Pythonic, Pythonic
 from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
 from hardpoint.builtin_plugins.parsers.xml_calls import Qwen3Coder, SeedOss
-from hardpoint.plugins import OutputParser
-from hardpoint.plugins.kinds import KINDS
-from hardpoint.testing.text.output_parser_suite import OutputParserSuite, Sample
+from hardpoint.testing import OutputParserSuite, OutputSample
 
 pytest_plugins = ["hardpoint.testing"]
-
-
-@pytest.fixture(autouse=True)
-def _kind(monkeypatch):
-    kind = dataclasses.replace(KINDS["reasoning_parsers"], interface=OutputParser)
-    monkeypatch.setitem(KINDS, "reasoning_parsers", kind)
 
 
 WEATHER = ("get_weather", {"city": "Paris, <b>", "days": [1, 2.5], "unit": None})
@@ -54,13 +43,13 @@ class TestThinkTags(OutputParserSuite):
     examples = kit_examples()
     parser = ThinkTags
     samples = (
-        Sample(
+        OutputSample(
             "<think>\nSo <b and </thin.\n</think>\n\nHello", "\nSo <b and </thin.\n", "\n\nHello"
         ),
-        Sample("So.</think>Hello", "So.", "Hello", reasoning_open=True),
-        Sample("Hello </think", content="Hello </think"),
-        Sample("<think>cut </thi", "cut </thi"),
-        Sample(" \n", content=" \n"),
+        OutputSample("So.</think>Hello", "So.", "Hello", reasoning_open=True),
+        OutputSample("Hello </think", content="Hello </think"),
+        OutputSample("<think>cut </thi", "cut </thi"),
+        OutputSample(" \n", content=" \n"),
     )
 
 
@@ -68,29 +57,29 @@ class TestSpecialThinkTags(OutputParserSuite):
     examples = kit_examples(0.3)
     parser = ThinkTags
     special_tokens = ("<think>", "</think>")
-    samples = (Sample("<think>So</think> yes", "So", " yes"),)
+    samples = (OutputSample("<think>So</think> yes", "So", " yes"),)
 
 
 class TestHermes(OutputParserSuite):
     examples = kit_examples()
     parser = Hermes
     samples = (
-        Sample(
+        OutputSample(
             f'Sure.\n<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
             '\n<tool_call>{"arguments": {}, "name": "now"}</tool_call> done',
             content="Sure.\n\n done",
             calls=(WEATHER, EMPTY),
         ),
-        Sample(
+        OutputSample(
             '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>\\"<tool_call>"}}'
             "</tool_call>",
             calls=(("f", {"a": '</tool_call>"<tool_call>'}),),
         ),
-        Sample('<tool_call>{"name": "f", "arguments": {"a": [1, {"b": tr', content=""),
-        Sample('<tool_call>{"name": "f", "arguments": {"a": tru}}</tool_call>!', content="}}!"),
-        Sample("<tool_call>no JSON</tool_call>", content="no JSON"),
-        Sample('<tool_call>{"arguments": {}}</tool_call>', content='{"arguments": {}' + "}"),
-        Sample("1 <tool_call and 2", content="1 <tool_call and 2"),
+        OutputSample('<tool_call>{"name": "f", "arguments": {"a": [1, {"b": tr', content=""),
+        OutputSample('<tool_call>{"name": "f", "arguments": {"a": tru}}</tool_call>!', content="}}!"),
+        OutputSample("<tool_call>no JSON</tool_call>", content="no JSON"),
+        OutputSample('<tool_call>{"arguments": {}}</tool_call>', content='{"arguments": {}' + "}"),
+        OutputSample("1 <tool_call and 2", content="1 <tool_call and 2"),
     )
 
 
@@ -99,15 +88,15 @@ class TestLlama3Json(OutputParserSuite):
     parser = Llama3Json
     special_tokens = ("<|python_tag|>",)
     samples = (
-        Sample(f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}', calls=(WEATHER,)),
-        Sample(
+        OutputSample(f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}', calls=(WEATHER,)),
+        OutputSample(
             f'<|python_tag|>{{"name": "get_weather", "parameters": {ARGUMENTS}}}; '
             '{"name": "now", "parameters": {}}',
             calls=(WEATHER, EMPTY),
         ),
-        Sample('{"name":"f","parameters":"{\\"x\\":1}"}', calls=(("f", {"x": 1}),)),
-        Sample(' Hello {"name"', content=' Hello {"name"'),
-        Sample('{"name": "\\ud800", "parameters"', content='{"name": "\\ud800", "parameters"'),
+        OutputSample('{"name":"f","parameters":"{\\"x\\":1}"}', calls=(("f", {"x": 1}),)),
+        OutputSample(' Hello {"name"', content=' Hello {"name"'),
+        OutputSample('{"name": "\\ud800", "parameters"', content='{"name": "\\ud800", "parameters"'),
     )
 
 
@@ -115,12 +104,12 @@ class TestJson(OutputParserSuite):
     examples = kit_examples()
     parser = Json
     samples = (
-        Sample(
+        OutputSample(
             f'[{{"name":"get_weather","arguments":{ARGUMENTS}}}, {{"name":"now"}}]',
             calls=(WEATHER, EMPTY),
         ),
-        Sample('\n{"id": [{"name": 1}], "name": "now"} so', content="so", calls=(EMPTY,)),
-        Sample("Hello", content="Hello"),
+        OutputSample('\n{"id": [{"name": 1}], "name": "now"} so', content="so", calls=(EMPTY,)),
+        OutputSample("Hello", content="Hello"),
     )
 
 
@@ -129,7 +118,7 @@ class TestKimiK2(OutputParserSuite):
     parser = KimiK2
     special_tokens = KimiK2.required_tokens
     samples = (
-        Sample(
+        OutputSample(
             "Hi<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
             f"<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|>\n<|tool_call_begin|>"
             "functions.now:1<|tool_call_argument_begin|> {} <|tool_call_end|>"
@@ -137,7 +126,7 @@ class TestKimiK2(OutputParserSuite):
             content="Hi.",
             calls=(WEATHER, EMPTY),
         ),
-        Sample(
+        OutputSample(
             "<|tool_calls_section_begin|>so <|tool_call_begin|><|tool_call_argument_begin|>{}"
             "<|tool_call_end|>",
             content="so {}",
@@ -150,13 +139,13 @@ class TestDeepSeekV3(OutputParserSuite):
     parser = DeepSeekV3
     special_tokens = DeepSeekV3.required_tokens
     samples = (
-        Sample(
+        OutputSample(
             "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
             f"```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function"
             "<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
             calls=(WEATHER, EMPTY),
         ),
-        Sample("a\n```json\n{}\n```", content="a\n```json\n{}\n```"),
+        OutputSample("a\n```json\n{}\n```", content="a\n```json\n{}\n```"),
     )
 
 
@@ -165,14 +154,14 @@ class TestDeepSeekV31(OutputParserSuite):
     parser = DeepSeekV31
     special_tokens = DeepSeekV31.required_tokens
     samples = (
-        Sample(
+        OutputSample(
             f"x<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{ARGUMENTS}"
             "<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
             "<｜tool▁calls▁end｜>",
             content="x",
             calls=(WEATHER, EMPTY),
         ),
-        Sample("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{"),
+        OutputSample("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{"),
     )
 
 
@@ -181,14 +170,14 @@ class TestMistral(OutputParserSuite):
     parser = Mistral
     special_tokens = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
     samples = (
-        Sample(
+        OutputSample(
             f"[THINK]hm [ARGS[/THINK]ok[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}"
             "[TOOL_CALLS]now[CALL_ID]abc123xyz[ARGS]{}",
             "hm [ARGS",
             "ok",
             (WEATHER, EMPTY),
         ),
-        Sample("[TOOL_CALLS]now[CALL_ID]a{}[TOOL_CALLS]{}", content="{}", calls=(EMPTY,)),
+        OutputSample("[TOOL_CALLS]now[CALL_ID]a{}[TOOL_CALLS]{}", content="{}", calls=(EMPTY,)),
     )
 
     def test_ids(self):
@@ -197,7 +186,7 @@ class TestMistral(OutputParserSuite):
         events = [
             e
             for p in pieces
-            for e in (state.feed_token(p) if isinstance(p, int) else state.feed(p))
+            for e in (state.feed_token(p, "") if isinstance(p, int) else state.feed(p))
         ]
         assert [e.id for e in events if hasattr(e, "id")] == [None, "abc123xyz"]
 
@@ -207,10 +196,10 @@ class TestOldMistral(OutputParserSuite):
     parser = Mistral
     special_tokens = ("[TOOL_CALLS]",)
     samples = (
-        Sample(
+        OutputSample(
             f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {ARGUMENTS}}}]', calls=(WEATHER,)
         ),
-        Sample("[TOOL_CALLS]now{}", calls=(EMPTY,)),
+        OutputSample("[TOOL_CALLS]now{}", calls=(EMPTY,)),
     )
 
 
@@ -218,14 +207,14 @@ class TestGranite(OutputParserSuite):
     examples = kit_examples()
     parser = Granite
     samples = (
-        Sample("<think>So</think><response>Yes</response>", "So", "Yes"),
-        Sample("No <response> here", content="No <response> here"),
-        Sample(
+        OutputSample("<think>So</think><response>Yes</response>", "So", "Yes"),
+        OutputSample("No <response> here", content="No <response> here"),
+        OutputSample(
             f'<|tool_call|>[{{"name": "get_weather", "arguments": {ARGUMENTS}}}, '
             '{"name": "now"}]',
             calls=(WEATHER, EMPTY),
         ),
-        Sample('<tool_call>{"name": "now", "arguments": {}}</tool_call>', calls=(EMPTY,)),
+        OutputSample('<tool_call>{"name": "now", "arguments": {}}</tool_call>', calls=(EMPTY,)),
     )
 
 
@@ -233,8 +222,8 @@ class TestGranite32(OutputParserSuite):
     examples = kit_examples(0.5)
     parser = Granite32
     samples = (
-        Sample("Here is my thought process: So. Here is my response: Yes", " So. ", " Yes"),
-        Sample("Here is my thought: no", content="Here is my thought: no"),
+        OutputSample("Here is my thought process: So. Here is my response: Yes", " So. ", " Yes"),
+        OutputSample("Here is my thought: no", content="Here is my thought: no"),
     )
 
 
@@ -243,21 +232,21 @@ class TestHarmony(OutputParserSuite):
     parser = Harmony
     special_tokens = (*Harmony.required_tokens, "<|return|>", "<|constrain|>")
     samples = (
-        Sample(
+        OutputSample(
             "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>commentary "
             f"to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}<|call|>",
             "So.",
             calls=(WEATHER,),
         ),
-        Sample(
+        OutputSample(
             " to=functions.now<|channel|>commentary<|message|>{}<|call|>\n<|start|>assistant"
             "<|channel|>commentary to=browser.search<|message|>{1}<|call|><|channel|>final"
             "<|message|>Hello<|return|>",
             content="{1}Hello",
             calls=(EMPTY,),
         ),
-        Sample("Hello", content="Hello"),
-        Sample("So<|end|>no<|start|>a", "So", "no", reasoning_open=True),
+        OutputSample("Hello", content="Hello"),
+        OutputSample("So<|end|>no<|start|>a", "So", "no", reasoning_open=True),
     )
 
 
@@ -265,7 +254,7 @@ class TestQwen3Coder(OutputParserSuite):
     examples = kit_examples()
     parser = Qwen3Coder
     samples = (
-        Sample(
+        OutputSample(
             "Ok.<tool_call>\n<function=get_weather>\n<parameter=city>\nParis, <b>\n</parameter>\n"
             "<parameter=days>\n[1, 2.5]\n</parameter>\n<parameter=unit>null</parameter>\n"
             "</function>\n<function=now>\n</function>\n</tool_call>",
@@ -273,15 +262,15 @@ class TestQwen3Coder(OutputParserSuite):
             calls=(WEATHER, EMPTY),
             tools=SCHEMAS,
         ),
-        Sample(
+        OutputSample(
             "<tool_call><function=f>\n<parameter=a>\nx </function> <parameter=\n<parameter=b>\nTrue"
             "\n</function></tool_call>z",
             content="z",
             calls=(("f", {"a": "x </function> <parameter=", "b": True}),),
         ),
-        Sample("<tool_call><function=now></tool_call>z", content="z", calls=(EMPTY,)),
-        Sample("<tool_call><function=now></function", content=""),
-        Sample("<tool_call>hm</tool_call>", content="hm"),
+        OutputSample("<tool_call><function=now></tool_call>z", content="z", calls=(EMPTY,)),
+        OutputSample("<tool_call><function=now></function", content=""),
+        OutputSample("<tool_call>hm</tool_call>", content="hm"),
     )
 
 
@@ -289,7 +278,7 @@ class TestSeedOss(OutputParserSuite):
     examples = kit_examples(0.5)
     parser = SeedOss
     samples = (
-        Sample(
+        OutputSample(
             "<seed:think>So</seed:think>\n<seed:tool_call>\n<function=f>\n<parameter=a>5</parameter>"
             "\n</function>\n</seed:tool_call>",
             "So",
@@ -297,7 +286,7 @@ class TestSeedOss(OutputParserSuite):
             (("f", {"a": "5"}),),
             tools={"f": {"properties": {"a": {"anyOf": [{"type": "string"}]}}}},
         ),
-        Sample(
+        OutputSample(
             "<seed:tool_call><function=f><parameter=a>5</parameter></seed:tool_call>.",
             content=".",
             calls=(("f", {"a": 5}),),
@@ -309,20 +298,20 @@ class TestPythonic(OutputParserSuite):
     examples = kit_examples()
     parser = Pythonic
     samples = (
-        Sample(
+        OutputSample(
             '[get_weather(city="Paris, <b>", days=[1, 2.5], unit=None), now()]',
             calls=(WEATHER, EMPTY),
         ),
-        Sample(
+        OutputSample(
             " [f(a='])\\'\\d', b={'x': (-1, true)})] so",
             content=" so",
             calls=(("f", {"a": "])'\\d", "b": {"x": [-1, True]}}),),
         ),
-        Sample(" [1] says so", content=" [1] says so"),
-        Sample("[f(1), now()]", content="f(1), now()]"),
-        Sample("[f(a=g())]", content="f(a=g())]"),
-        Sample('[now(), f(a="x', content=', f(a="x', calls=(EMPTY,)),
-        Sample("[f(a=[" + "[" * 60, content="f(a=[" + "[" * 60),
+        OutputSample(" [1] says so", content=" [1] says so"),
+        OutputSample("[f(1), now()]", content="f(1), now()]"),
+        OutputSample("[f(a=g())]", content="f(a=g())]"),
+        OutputSample('[now(), f(a="x', content=', f(a="x', calls=(EMPTY,)),
+        OutputSample("[f(a=[" + "[" * 60, content="f(a=[" + "[" * 60),
     )
 
 
@@ -330,12 +319,12 @@ class TestLlama4Pythonic(OutputParserSuite):
     examples = kit_examples(0.5)
     parser = Llama4Pythonic
     samples = (
-        Sample(
+        OutputSample(
             '<|python_start|>[f(a="<|python_end|>")]<|python_end|>x',
             content="x",
             calls=(("f", {"a": "<|python_end|>"}),),
         ),
-        Sample("[now()]", calls=(EMPTY,)),
+        OutputSample("[now()]", calls=(EMPTY,)),
     )
 
 
@@ -344,7 +333,7 @@ class TestGemma(OutputParserSuite):
     parser = Gemma
     special_tokens = Gemma.required_tokens
     samples = (
-        Sample(
+        OutputSample(
             "<|channel>thought\nSo<channel|>ok<|tool_call>call:get_weather{"
             'city:<|"|>Paris, <b><|"|>,days:[1,2.5],unit:None}<tool_call|><|tool_call>call:now{}'
             "<tool_call|>",
@@ -352,11 +341,11 @@ class TestGemma(OutputParserSuite):
             "ok",
             (WEATHER, EMPTY),
         ),
-        Sample(
+        OutputSample(
             '<|tool_call>call:f{a:<|"|>"{\\\n<|"|>,b:{c:true}}<tool_call|>',
             calls=(("f", {"a": '"{\\\n', "b": {"c": True}}),),
         ),
-        Sample("<|channel>thought\n<channel|>Hello", content="Hello"),
-        Sample('<|tool_call>call:f{a:<|"|>x<tool_call|>y', content="y"),
-        Sample("thought\nSo<channel|>Yes", "So", "Yes", reasoning_open=True),
+        OutputSample("<|channel>thought\n<channel|>Hello", content="Hello"),
+        OutputSample('<|tool_call>call:f{a:<|"|>x<tool_call|>y', content="y"),
+        OutputSample("thought\nSo<channel|>Yes", "So", "Yes", reasoning_open=True),
     )

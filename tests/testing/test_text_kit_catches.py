@@ -1,9 +1,9 @@
-"""Tokenizers, parsers, sinks and publishers with one mistake each fail their rule, in words."""
+"""Tokenizers, sinks and publishers with one mistake each fail their rule, in words."""
 
 from __future__ import annotations
 
 import pytest
-from support.broken import parsers, publishers, sinks, tokenizers
+from support.broken import publishers, sinks, tokenizers
 from support.kit_suites import (
     assert_fails,
     attributes_of,
@@ -15,7 +15,6 @@ from support.kit_suites import (
 
 from hardpoint.testing import (
     KVEventPublisherSuite,
-    ReasoningParserSuite,
     StatSinkSuite,
     TokenizerSuite,
 )
@@ -49,29 +48,6 @@ TOKENIZERS = [
     (tokenizers.FillsMessages, "reads_only", "reads only", "apply_chat_template changed what"),
     (tokenizers.Remembers, "memory", "memory", r"grew from \d+ to \d+ elements while 100 texts"),
     (tokenizers.DecodesAllAgain, "speed", "speed", r"a token of a stream of 1000 cost \d+ micr"),
-]  # fmt: skip
-
-PARSERS = [
-    (parsers.WithoutContract, "contract", "contract", "add `contract = 1` to its class body"),
-    (parsers.FarMarkers, "markers", "markers", r"start marker \[151667\] .* is 0 to 256"),
-    (parsers.TextMarkers, "markers", "markers", "the start marker .*'<'; the vocabulary"),
-    (parsers.PairOfMarkers, "markers", "markers", r"returned \(\[1\], \[2\]\), no ReasoningMark"),
-    (parsers.EqualMarkers, "markers", "markers", "so that reasoning never ends"),
-    (parsers.ChangingMarkers, "markers", "markers", r"markers returned \(.*, called again \("),
-    (parsers.MarkersByText, "markers", "markers", "called again"),
-    (parsers.OtherTags, "agreement", "agreement", "by its markers .* they are"),
-    (parsers.IgnoresCutOff, "agreement", "agreement", "became the reasoning None and the content"),
-    (parsers.NeedsStart, "agreement", "agreement", "became the reasoning None and the content"),
-    (parsers.KeepsTags, "agreement", "agreement", "became the reasoning '<think>"),
-    (parsers.DropsTheBeginning, "nothing_lost", "nothing lost", "became the reasoning"),
-    (parsers.Strips, "nothing_lost", "nothing lost", "became the reasoning"),
-    (parsers.Exchanges, "nothing_lost", "nothing lost", "which is in another order"),
-    (parsers.RaisesWithoutMarkers, "without_markers", "nothing", r"raised ValueError: not enough"),
-    (parsers.ReturnsText, "without_markers", "nothing", r"split\(''\) returned ''"),
-    (parsers.SplitsAtLines, "without_markers", "nothing", "which has no marker, became the reas"),
-    (parsers.GoesOn, "independent", "independent", "after other texts, and .* in a new instance"),
-    (parsers.SplitsByDefaults, "arguments", "agreement", "thought.*by its markers"),
-    (parsers.Remembers, "memory", "memory", r"grew from \d+ to \d+ elements while 100 texts"),
 ]  # fmt: skip
 
 SINKS = [
@@ -131,7 +107,6 @@ class Subscribed(KVEventPublisherSuite):
 
 SUITES = [
     (TokenizerSuite, "tokenizer", TOKENIZERS),
-    (ReasoningParserSuite, "parser", PARSERS),
     (StatSinkSuite, "sink", SINKS),
     (Subscribed, "publisher", PUBLISHERS),
 ]
@@ -139,9 +114,6 @@ BROKEN = [(suite, attribute, *sample) for suite, attribute, found in SUITES for 
 
 RIGHT = [
     (TokenizerSuite, "tokenizer", tokenizers.Bytes),
-    (ReasoningParserSuite, "parser", parsers.Tags),
-    (ReasoningParserSuite, "parser", parsers.MarkersAlone),
-    (ReasoningParserSuite, "parser", parsers.NamedTags),
     (StatSinkSuite, "sink", sinks.Totals),
     (Subscribed, "publisher", publishers.Queued),
 ]

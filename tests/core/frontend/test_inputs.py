@@ -8,7 +8,7 @@ import pytest
 from support.internals import input_processor_of
 
 from hardpoint import RequestError, SamplingParams
-from hardpoint.builtin_plugins.reasoning import ThinkTags
+from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
 from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.plugins import EngineCoreRequest, hookimpl
 from hardpoint.testing import ScriptedClock, scripted_engine
@@ -186,7 +186,7 @@ class TestReasoning:
     def test_a_parser_that_fails_is_named(self, scripted):
         plugins = {"enable": [{"use": f"{__name__}:Mute", "name": "mute"}]}
         engine = scripted_engine(scripted, {"plugins": plugins, "reasoning": {"parser": "mute"}})
-        words = "reasoning parser 'mute': its markers failed: OSError: lost them"
+        words = "output parser 'mute': its markers failed: OSError: lost them"
         with pytest.raises(RequestError, match=words):
             engine.add_request("r", "x", GREEDY)
         assert not engine.has_unfinished_requests()

@@ -111,7 +111,7 @@ ARGUMENTS = {
     "temperature": {"temperature": 0.8},
     "top_k": {"top_k": 12},
     "min_p": {"min_p": 0.02},
-    "thinking_budget": {"thinking_token_budget": 3, "opening": [4], "closing": [9, 10]},
+    "thinking_budget": {"thinking_token_budget": 3, "markers": {"start": [[4]], "end": [[9, 10]]}},
 }
 
 

@@ -9,6 +9,7 @@ from hardpoint.plugins import (
     ContentText,
     OutputParser,
     ParserRequest,
+    ReasoningMarkers,
     ReasoningText,
     ToolCallArguments,
     ToolCallBegin,
@@ -16,15 +17,15 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.output_format import Content, FormatParser, Reasoning, State
 from hardpoint.plugins.output_json import JsonCalls
-from hardpoint.testing.text.output_parser_suite import Sample
+from hardpoint.testing import OutputSample
 
 START, END = "<think>", "</think>"
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>'
 SAMPLES = (
-    Sample(f"{START}So <b{END}Yes{CALL}", "So <b", "Yes", (("f", {"a": "</tool_call>"}),)),
-    Sample(f"{START}cut </thi", "cut </thi"),
-    Sample("Hello", content="Hello"),
-    Sample(f"So{END}Yes", "So", "Yes", reasoning_open=True),
+    OutputSample(f"{START}So <b{END}Yes{CALL}", "So <b", "Yes", (("f", {"a": "</tool_call>"}),)),
+    OutputSample(f"{START}cut </thi", "cut </thi"),
+    OutputSample("Hello", content="Hello"),
+    OutputSample(f"So{END}Yes", "So", "Yes", reasoning_open=True),
 )
 
 
@@ -52,8 +53,12 @@ class Forwarding:
     def feed(self, text):
         return self.state.feed(text)
 
-    def feed_token(self, token_id):
-        return self.state.feed_token(token_id)
+    @property
+    def in_reasoning(self):
+        return self.state.in_reasoning
+
+    def feed_token(self, token_id, text):
+        return self.state.feed_token(token_id, text)
 
     def finish(self):
         return self.state.finish()
@@ -83,7 +88,7 @@ class NoMarkersOverPieces(_Wrapped):
 
     class State(Forwarding):
         def feed(self, text):
-            return [*self.state.feed(text), *self.state.flush()]
+            return [*self.state.feed(text), *self.state._flush()]
 
 
 class SplitsWords(_Wrapped):
@@ -102,6 +107,15 @@ class OtherTags(Right):
     def states(self):
         states = super().states()
         return {**states, "content": State(Content, {"<reason>": "thinking"})}
+
+
+class OtherMarkers(Right):
+    """Its markers are those of another format."""
+
+    contract = 1
+
+    def markers(self):
+        return ReasoningMarkers(start=self.encoded("<reason>"), end=self.encoded(END))
 
 
 class MarkersInStrings(Right):
@@ -202,7 +216,9 @@ class _SharedState:
         self.parser.held += text
         return []
 
-    def feed_token(self, token_id):
+    in_reasoning = False
+
+    def feed_token(self, token_id, text):
         return []
 
     def finish(self):
@@ -285,7 +301,7 @@ class TypedTokens(_Wrapped):
             events = []
             for part in re.split(f"({START}|{END})", text):
                 known = ids.get(part) in self.parser.token_ids
-                events += self.state.feed_token(ids[part]) if known else self.state.feed(part)
+                events += self.state.feed_token(ids[part], part) if known else self.state.feed(part)
             return events
 
 

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from hardpoint.builtin_plugins.logits.thinking_budget import ThinkingBudget
+from hardpoint.plugins import ReasoningMarkers
 from support.builtins.fake_rows import FakeRows, build, request_of, rows_of
 
 START, END = [1], [2]
 LONG_START, LONG_END = [1, 3], [2, 4, 2, 5]
+
+
+def markers(start=START, end=END):
+    return ReasoningMarkers(
+        start=(tuple(start),) if start else (), end=(tuple(end),) if end else ()
+    )
 
 
 def processor():
@@ -23,8 +30,7 @@ class Request:
             prompt,
             output,
             thinking_token_budget=budget,
-            opening=start,
-            closing=end,
+            markers=markers(start, end),
         )
         rows_of(self.processor, self.request)
 

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from hardpoint import plugins
-from hardpoint.plugins import Meta, ReasoningMarkers, ReasoningParser, Sampler, SchedulingPolicy
+from hardpoint.plugins import Meta, Sampler, SchedulingPolicy
+from hardpoint.plugins.output_format import Content, FormatParser, Reasoning, State
 
 
 class Classes(SchedulingPolicy):
@@ -87,10 +88,12 @@ class Rank(Sampler):
         return order.gather(1, rows.tensor("rank")).squeeze(1)
 
 
-class Tagged(ReasoningParser):
+class Tagged(FormatParser):
     """Thinking stands between tags that a request may name."""
 
     contract = 1
+    roles = ("reasoning",)
+    reasoning = "thinking"
 
     class Arguments(plugins.Arguments):
         tag: Annotated[str, Meta(min_length=1)] = "think"
@@ -104,7 +107,9 @@ class Tagged(ReasoningParser):
     def close(self):
         self.OPEN.remove(self)
 
-    def markers(self):
-        encode = self.context.tokenizer.encode
+    def states(self):
         tag = self.arguments.tag
-        return ReasoningMarkers(encode(f"<{tag}>"), encode(f"</{tag}>"))
+        return {
+            "content": State(Content, {f"<{tag}>": "thinking"}),
+            "thinking": State(Reasoning, {f"</{tag}>": "content"}),
+        }

@@ -1,0 +1,241 @@
+"""Conversations: messages and tools as chat templates and output parsers get them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import typing as t
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from hardpoint.plugins import RequestError, Tokenizer, typed
+from hardpoint.plugins.errors import shown
+
+from .prompts import copied, is_list
+
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any] | Callable[..., Any]]
+"""Tools as OpenAI's API has them, or Python functions."""
+ToolChoice = Literal["none", "auto"]
+"""Whether the model may call the tools."""
+
+_NAME = "expected letters, digits, '_', '-' and '.', at most 128"
+_ARGUMENT = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s+(.*)")
+_SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Yields|Raises|Example|Examples|Note):")
+
+
+class Function(msgspec.Struct, kw_only=True):
+    """A function that a model may call.
+
+    Attributes:
+        name: of the function.
+        description: what it does, for the model.
+        parameters: JSON schema of its arguments, an object.
+        strict: whether calls have to keep to the schema.
+    """
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,128}\Z")]
+    description: str | msgspec.UnsetType = msgspec.UNSET
+    parameters: dict[str, Any] = {}
+    strict: bool | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class Tool(typed.Strict):
+    """A tool that a model may call, as OpenAI's API has it."""
+
+    type: Literal["function"]
+    function: Function
+
+
+def read_tools(tools: Any) -> list[Tool]:
+    """Return tools, checked.
+
+    Args:
+        tools: a list of JSON schemas or functions.
+
+    Raises:
+        RequestError: one of them is neither, or two have the same name.
+    """
+    if not is_list(tools):
+        raise RequestError(f"tools: expected a list of tools, got {type(tools).__name__}")
+    read: dict[str, Tool] = {}
+    for index, given in enumerate(copied(tools, "tools")):
+        path = f"tools[{index}]"
+        tool = _of_function(given, path) if callable(given) else _of_schema(given, path)
+        if (name := tool.function.name) in read:
+            other = list(read).index(name)
+            raise RequestError(f"{path}.function.name: {name!r} is the name of tools[{other}], too")
+        read[name] = tool
+    return list(read.values())
+
+
+def _of_schema(given: Any, path: str) -> Tool:
+    tool = typed.convert(given, Tool, path=path, error=RequestError)
+    schema, place = tool.function.parameters, f"{path}.function.parameters"
+    if schema.get("type", "object") != "object":
+        raise RequestError(
+            f'{place}.type: expected "object", for arguments have names, got '
+            f"{shown(schema['type'])}"
+        )
+    for key, type_, words in (("properties", dict, "an object"), ("required", list, "a list")):
+        if not isinstance(schema.get(key, type_()), type_):
+            raise RequestError(f"{place}.{key}: expected {words}, got {shown(schema[key])}")
+    return tool
+
+
+def _of_function(function: Callable[..., Any], path: str) -> Tool:
+    """Return the tool of a Python function, from its signature and its docstring."""
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        hints = t.get_type_hints(function, include_extras=True)
+        parameters = inspect.signature(function).parameters.values()
+    except (NameError, TypeError, ValueError) as cause:
+        raise RequestError(f"{path}: the signature of {name}() cannot be read: {cause}") from cause
+    description, about = _described(inspect.getdoc(function) or "")
+    fields: list[Any] = []
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise RequestError(f"{path}: {name}() has *{parameter.name}; expected named parameters")
+        if parameter.name not in hints:
+            raise RequestError(f"{path}: the parameter {parameter.name!r} of {name}() has no type")
+        hint = hints[parameter.name]
+        if parameter.name in about:
+            hint = Annotated[hint, Meta(description=about[parameter.name])]
+        if parameter.default is parameter.empty:
+            fields.append((parameter.name, hint))
+        else:
+            default = msgspec.field(default_factory=lambda value=parameter.default: value)
+            fields.append((parameter.name, hint, default))
+    try:
+        arguments = msgspec.defstruct(name, fields, kw_only=True)
+        (reference,), components = msgspec.json.schema_components(
+            [arguments], ref_template="#/$defs/{name}"
+        )
+    except (TypeError, ValueError) as cause:
+        raise RequestError(f"{path}: the types of {name}() have no JSON schema: {cause}") from cause
+    schema = components.pop(reference["$ref"].removeprefix("#/$defs/"))
+    schema.pop("title", None)
+    if components:
+        schema["$defs"] = components
+    return typed.convert(
+        {
+            "type": "function",
+            "function": {"name": name, "description": description, "parameters": schema},
+        },
+        Tool,
+        path=path,
+        error=RequestError,
+    )
+
+
+def _described(docstring: str) -> tuple[str, dict[str, str]]:
+    """Return what a docstring in Google's style says of a function, and of each parameter."""
+    summary: list[str] = []
+    about: dict[str, str] = {}
+    section, name = "", ""
+    for line in docstring.splitlines():
+        if found := _SECTION.match(line):
+            section = found[1]
+        elif not section:
+            summary.append(line)
+        elif section in ("Args", "Arguments", "Parameters") and line.strip():
+            if found := _ARGUMENT.match(line.strip()):
+                name = found[1]
+                about[name] = found[2]
+            elif name:
+                about[name] += f" {line.strip()}"
+    return "\n".join(summary).strip(), about
+
+
+def read_messages(messages: Any) -> Any:
+    """Return the messages of a conversation as plain data; the tokenizer checks their form.
+
+    Content in parts is joined, and arguments of earlier tool calls that are JSON text become
+    objects, as chat templates want both.
+
+    Raises:
+        RequestError: a message holds what is no plain data, a text that UTF-8 cannot hold, or a
+            part that is no text.
+    """
+    plain = typed.convert(messages, object, path="messages", error=RequestError)
+    if not isinstance(plain, list):
+        return plain
+    return [
+        _read_message(message, f"messages[{index}]") if isinstance(message, dict) else message
+        for index, message in enumerate(plain)
+    ]
+
+
+def _read_message(message: dict[str, Any], path: str) -> dict[str, Any]:
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(content, list):
+        parts = [_text_of(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
+        message = {**message, "content": "\n".join(parts)}
+    if isinstance(calls, list):
+        message = {**message, "tool_calls": list(map(_with_object, calls))}
+    return message
+
+
+def _text_of(part: Any, path: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise RequestError(f'{path}: expected {{"type": "text", "text": ...}}, got {shown(part)}')
+    if part.get("type") != "text":
+        raise RequestError(f'{path}.type: expected "text", got {shown(part.get("type"))}')
+    if not isinstance(part.get("text"), str):
+        raise RequestError(f"{path}.text: expected a string, got {shown(part.get('text'))}")
+    text: str = part["text"]
+    return text
+
+
+def _with_object(call: Any) -> Any:
+    """Return a tool call with its arguments as an object, where they are the JSON text of one."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(function["arguments"], type=dict[str, Any])
+    except msgspec.DecodeError:  # a template may show what the model wrote
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+class Chat:
+    """How conversations become prompts.
+
+    Attributes:
+        schemas: JSON schemas of the arguments of the tools that the model may call, by name; None
+            without tools.
+    """
+
+    def __init__(self, tools: Any = None, tool_choice: Any = "auto") -> None:
+        """Check the tools.
+
+        Raises:
+            RequestError: they are malformed, or the choice is.
+        """
+        read = [] if tools is None else read_tools(tools)
+        _check_choice(tool_choice)
+        shown_tools = [] if tool_choice == "none" else read
+        self._tools = [msgspec.to_builtins(tool) for tool in shown_tools]
+        self.schemas = {tool.function.name: tool.function.parameters for tool in shown_tools} or None
+
+    def rendered(self, tokenizer: Tokenizer, messages: Any) -> Mapping[str, Any]:
+        """Return a conversation as a prompt that is tokenised already.
+
+        Raises:
+            RequestError: the model has no chat template, or it refuses the messages.
+        """
+        text = tokenizer.apply_chat_template(read_messages(messages), tools=self._tools or None)
+        # The template writes the special tokens itself.
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return {"type": "token", "prompt_token_ids": ids, "prompt": text}
+
+
+def _check_choice(choice: Any) -> None:
+    if choice not in ("none", "auto"):
+        raise RequestError(f'tool_choice: expected "none" or "auto", got {shown(choice)}')

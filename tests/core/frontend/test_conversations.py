@@ -1,0 +1,170 @@
+"""Conversations: messages and tools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from hardpoint import LLM, RequestError, SamplingParams
+from hardpoint.core.frontend.chat import Chat, read_messages
+from hardpoint.testing import scripted_config, write_scripted_model
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Tell the weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+@dataclass
+class Place:
+    city: str
+    country: str = "FR"
+
+
+def get_weather(place: Place, unit: Literal["C", "F"] = "C", days: list[int] = []):  # noqa: B006
+    """Tell the weather
+    of a place.
+
+    Args:
+        place: where,
+            for example Paris.
+        unit (str): of the temperature.
+
+    Returns:
+        Text.
+    """
+
+
+def test_a_function_is_a_tool():
+    chat = Chat([get_weather])
+    (tool,) = chat._tools
+    function = tool["function"]
+    assert (tool["type"], function["name"]) == ("function", "get_weather")
+    assert function["description"] == "Tell the weather\nof a place."
+    schema = function["parameters"]
+    assert chat.schemas == {"get_weather": schema}
+    assert (schema["type"], schema["required"]) == ("object", ["place"])
+    assert schema["properties"]["unit"]["enum"] == ["C", "F"]
+    assert schema["properties"]["unit"]["description"] == "of the temperature."
+    assert schema["properties"]["days"] == {"type": "array", "items": {"type": "integer"}, "default": []}
+    assert "where, for example Paris." in str(schema["properties"]["place"])
+    assert schema["$defs"]["Place"]["required"] == ["city"]
+
+
+def test_a_schema_is_a_tool():
+    chat = Chat([WEATHER])
+    assert chat._tools == [WEATHER]
+    assert chat.schemas == {"get_weather": WEATHER["function"]["parameters"]}
+    assert Chat([WEATHER], "none").schemas is None
+
+
+def untyped(x):
+    pass
+
+
+def several(*x: int):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("tools", "words"),
+    [
+        ({}, "tools: expected a list of tools, got dict"),
+        ([5], r"tools\[0\]: expected"),
+        ([{"type": "x", "function": {"name": "f"}}], r"tools\[0\].type: expected"),
+        ([{"type": "function"}], r"tools\[0\].*function"),
+        ([{"type": "function", "function": {"name": "a b"}}], r"tools\[0\].function.name: expected"),
+        (
+            [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
+            r"tools\[0\].function.parameters.type: expected \"object\".*got 'array'",
+        ),
+        (
+            [{"type": "function", "function": {"name": "f", "parameters": {"properties": []}}}],
+            r"tools\[0\].function.parameters.properties: expected an object, got \[\]",
+        ),
+        ([WEATHER, get_weather], r"tools\[1\].function.name: 'get_weather' is the name of tools\[0\]"),
+        ([untyped], r"tools\[0\]: the parameter 'x' of untyped\(\) has no type"),
+        ([several], r"tools\[0\]: several\(\) has \*x; expected named parameters"),
+    ],
+)
+def test_what_is_no_tool_is_refused(tools, words):
+    with pytest.raises(RequestError, match=words):
+        Chat(tools)
+
+
+def test_the_choice_is_checked():
+    with pytest.raises(RequestError, match='tool_choice: expected "none" or "auto", got 5'):
+        Chat([WEATHER], 5)
+
+
+def test_parts_of_content_are_joined():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    (message,) = read_messages([{"role": "user", "content": parts}])
+    assert message == {"role": "user", "content": "a\nb"}
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"type": "image_url"}, r"messages\[0\].content\[0\].type: expected \"text\", got 'image_url'"),
+        ({"type": "text"}, r"messages\[0\].content\[0\].text: expected a string, got None"),
+        (5, r"messages\[0\].content\[0\]: expected .*, got 5"),
+    ],
+)
+def test_other_parts_are_refused(part, words):
+    with pytest.raises(RequestError, match=words):
+        read_messages([{"role": "user", "content": [part]}])
+
+
+def test_arguments_of_earlier_calls_are_objects():
+    def message(arguments):
+        return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+    assert read_messages([message('{"a": 1}')]) == [message({"a": 1})]
+    for arguments in ({"a": 1}, "{", "[1]"):
+        assert read_messages([message(arguments)]) == [message(arguments)]
+
+
+MESSAGES = [{"role": "user", "content": "What time is it?"}]
+CALL = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+
+
+def now():
+    """Tell the time."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = write_scripted_model(tmp_path_factory.mktemp("m"))
+    with LLM(config=scripted_config(folder)) as llm:
+        with_tools, without = (
+            llm.apply_chat_template(MESSAGES, tools=tools)["prompt"] for tools in ([now], None)
+        )
+    assert "now" in with_tools
+    return write_scripted_model(folder, {with_tools: f"Wait.{CALL}", without: f"No.{CALL}"})
+
+
+def test_chat_with_tools(folder):
+    params = SamplingParams(max_tokens=99)
+    with LLM(config=scripted_config(folder, {"tools": {"parser": "hermes"}})) as llm:
+        (output,) = llm.chat(MESSAGES, params, tools=[now])
+        (completion,) = output.outputs
+        assert (completion.content, completion.finish_reason) == ("Wait.", "tool_calls")
+        assert [(call.name, call.arguments) for call in completion.tool_calls] == [("now", "{}")]
+        (output,) = llm.chat(MESSAGES, params, tools=[now], tool_choice="none")
+        assert output.outputs[0].content == f"No.{CALL}"
+        parts = [o.outputs[0] for o in llm.stream_chat(MESSAGES, params, tools=[now], timeout=60)]
+        assert "".join(part.content or "" for part in parts) == "Wait."
+        assert parts[-1].finish_reason == "tool_calls"
+
+
+def test_tools_without_a_parser_are_refused(folder):
+    with LLM(config=scripted_config(folder)) as llm:
+        with pytest.raises(RequestError, match=r"tools: no parser finds .* set tools\.parser"):
+            llm.chat(MESSAGES, tools=[now])

@@ -1,0 +1,293 @@
+"""Reasoning, content and tool calls of outputs, through an engine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.plugins.arguments import Tagged
+
+from hardpoint import RequestError, RequestOutputKind, SamplingParams
+from hardpoint.builtin_plugins.parsers.harmony import Harmony
+from hardpoint.builtin_plugins.parsers.json_calls import Hermes
+from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
+from hardpoint.core.frontend.input_processor import RequestExtras
+from hardpoint.plugins.errors import ConfigError, PluginContractError
+from hardpoint.testing import scripted_engine, write_scripted_model
+
+HERE = __name__
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": [2]}}</tool_call>'
+BAD = '<tool_call>{"name": "add", "arguments": {"a": tru}}</tool_call>'
+REPLIES = {
+    "why": "<think>Hm, é.</think>Because.",
+    "call": f"<think>I add.</think>Wait. {CALL}{CALL}",
+    "bad": f"<think>I add.</think>Wait. {BAD} Done.",
+    "open<think>": "Hm.</think>Because.",
+    "plain": "Hello.",
+}
+HARMONY = (
+    "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'
+)
+PARSERS = {"reasoning": {"parser": "think_tags"}, "tools": {"parser": "hermes"}}
+TOOLS = RequestExtras(tools={"add": {"type": "object"}})
+KINDS = list(RequestOutputKind)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_scripted_model(tmp_path_factory.mktemp("m"), REPLIES)
+
+
+@pytest.fixture
+def open_engine(folder):
+    opened = []
+
+    def open_it(extra=None, model=folder):
+        opened.append(scripted_engine(model, PARSERS if extra is None else extra))
+        return opened[-1]
+
+    yield open_it
+    for engine in opened:
+        engine.close()
+
+
+def completions(engine, prompt, extras=TOOLS, kind=RequestOutputKind.FINAL_ONLY, **fields):
+    """Return the outputs of a request, each of one completion."""
+    fields = {"max_tokens": 200, "temperature": 0.0} | fields
+    engine.add_request("r", prompt, SamplingParams(output_kind=kind, **fields), extras)
+    found = []
+    while engine.has_unfinished_requests():
+        found += [c for output in engine.step() for c in output.outputs]
+    return found
+
+
+def joined(outputs, kind):
+    """Return reasoning, content and (name, arguments) of each call."""
+    if kind is not RequestOutputKind.DELTA:
+        last = outputs[-1]
+        calls = [(c.name, c.arguments) for c in last.tool_calls or ()]
+        return last.reasoning, last.content, calls
+    calls: list[list[str]] = []
+    for output in outputs:
+        for call in output.tool_calls or ():
+            if call.index == len(calls):
+                assert call.id
+                calls.append([call.name, ""])
+            else:
+                assert (call.id, call.name) == (None, None)
+            calls[call.index][1] += call.arguments
+    reasoning, content = ("".join(getattr(o, name) or "" for o in outputs) for name in PARTS)
+    return reasoning or None, content or None, [tuple(call) for call in calls]
+
+
+PARTS = ("reasoning", "content")
+ARGUMENTS = '{"a": 1, "b": [2]}'
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(
+    ("prompt", "parts"),
+    [
+        ("why", ("Hm, é.", "Because.", [])),
+        ("call", ("I add.", "Wait. ", [("add", ARGUMENTS)] * 2)),
+        ("open<think>", ("Hm.", "Because.", [])),
+        ("plain", (None, "Hello.", [])),
+    ],
+)
+def test_the_parts_of_an_output(open_engine, prompt, parts, kind):
+    outputs = completions(open_engine(), prompt, kind=kind)
+    assert joined(outputs, kind) == parts
+    assert outputs[-1].finish_reason == ("tool_calls" if parts[2] else "stop")
+    assert outputs[-1].warning is None
+    for output in outputs:
+        assert output.tool_calls is None or output.tool_calls
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_several_completions(open_engine, in_process):
+    engine = open_engine(PARSERS | {"engine": {"in_process": in_process}})
+    (first, second) = completions(engine, "call", n=2)
+    assert joined([first], None) == joined([second], None) == (
+        "I add.", "Wait. ", [("add", ARGUMENTS)] * 2
+    )  # fmt: skip
+    ids = {call.id for c in (first, second) for call in c.tool_calls}
+    assert len(ids) == 4
+
+
+def test_without_tools_a_call_is_content(open_engine):
+    (output,) = completions(open_engine(), "call", RequestExtras())
+    assert (output.reasoning, output.content) == ("I add.", f"Wait. {CALL}{CALL}")
+    assert (output.tool_calls, output.finish_reason) == (None, "stop")
+
+
+def test_without_parsers_the_text_is_content(open_engine):
+    (output,) = completions(open_engine({}), "call")
+    assert output.content == output.text == REPLIES["call"]
+    assert output.reasoning is output.tool_calls is None
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_malformed_call_is_content_with_a_warning(open_engine, kind):
+    outputs = completions(open_engine(), "bad", kind=kind)
+    reasoning, content, calls = joined(outputs, kind)
+    assert (reasoning, content) == ("I add.", f"Wait. {BAD} Done.")
+    assert outputs[-1].finish_reason == "stop"
+    assert outputs[-1].warning == (
+        "a call is malformed: expected true, false or null"
+    )
+    if kind is not RequestOutputKind.DELTA:  # what was streamed cannot be taken back
+        assert calls == []
+
+
+def test_an_answer_that_is_cut_while_it_thinks_says_so(open_engine):
+    (output,) = completions(open_engine(), "why", max_tokens=12)
+    assert (output.reasoning, output.content) == ("Hm, é"[:3] + "", None)
+    assert output.finish_reason == "length"
+    assert output.warning == "the output ended inside the reasoning"
+
+
+def test_a_call_that_is_cut_is_no_call(open_engine):
+    (output,) = completions(open_engine(), "call", max_tokens=60)
+    assert output.tool_calls is None
+    assert output.finish_reason == "length"
+    assert output.content == output.text.partition("</think>")[2]
+    assert output.warning == "a call is malformed: the output ended inside it"
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_stop_string_ends_the_parts(open_engine, kind):
+    outputs = completions(open_engine(), "why", kind=kind, stop=["caus"])
+    assert joined(outputs, kind) == ("Hm, é.", "Be", [])
+
+
+def test_an_aborted_request_keeps_its_parts(open_engine):
+    engine = open_engine()
+    params = SamplingParams(max_tokens=200, temperature=0.0)
+    engine.add_request("r", "why", params, TOOLS)
+    for _ in range(12):
+        outputs = engine.step()
+    engine.abort_request("r")
+    outputs = engine.step() or outputs
+    assert outputs[-1].outputs[0].reasoning
+
+
+class TestSpecialTokens:
+    @pytest.fixture(scope="class")
+    def model(self, tmp_path_factory):
+        special = (*Harmony.required_tokens, "<|constrain|>", "<|return|>")
+        folder = tmp_path_factory.mktemp("m")
+        return write_scripted_model(folder, {"h": HARMONY}, special_tokens=special)
+
+    @pytest.mark.parametrize("kind", KINDS, ids=str)
+    @pytest.mark.parametrize("skip", [True, False])
+    def test_they_are_markers_whether_the_text_has_them_or_not(
+        self, open_engine, model, kind, skip
+    ):
+        engine = open_engine(
+            {"reasoning": {"parser": "harmony"}, "tools": {"parser": "harmony"}}, model
+        )
+        outputs = completions(engine, "h", kind=kind, skip_special_tokens=skip)
+        assert joined(outputs, kind) == ("I add.", None, [("add", '{"a": 1}')])
+        assert outputs[-1].finish_reason == "tool_calls"
+        text = "".join(o.text for o in outputs) if "DELTA" in str(kind) else outputs[-1].text
+        assert ("<|channel|>" in text) is not skip
+
+    def test_a_marker_may_be_the_stop_token(self, open_engine, model):
+        engine = open_engine({"tools": {"parser": "harmony"}}, model)
+        tokenizer = engine.parts.tokenizer
+        stop = [tokenizer.special_tokens["<|call|>"]]
+        (output,) = completions(engine, "h", stop_token_ids=stop)
+        assert json.loads(output.tool_calls[0].arguments) == {"a": 1}
+        assert (output.finish_reason, output.stop_reason) == ("tool_calls", stop[0])
+
+    def test_one_role_alone(self, open_engine, model):
+        (output,) = completions(open_engine({"reasoning": {"parser": "harmony"}}, model), "h")
+        assert (output.reasoning, output.tool_calls) == ("I add.", None)
+        assert output.content == '{"a": 1}'
+        (output,) = completions(open_engine({"tools": {"parser": "harmony"}}, model), "h")
+        assert (output.reasoning, output.content) == (None, "I add.")
+        assert output.tool_calls[0].name == "add"
+
+    def test_a_tokenizer_that_lacks_them_is_refused(self, open_engine):
+        with pytest.raises(ConfigError, match=r"plugin\.harmony: the format needs special tokens"):
+            open_engine({"tools": {"parser": "harmony"}})
+
+
+class Raising(Hermes):
+    """Fails in the middle of some outputs."""
+
+    contract = 1
+
+    def open(self, request):
+        state = super().open(request)
+        feed = state.feed
+
+        def failing(text):
+            if "Wait" in text or "Because" in text:
+                raise KeyError("lost")
+            return feed(text)
+
+        state.feed = failing
+        return state
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_parser_that_fails_ends_its_request_alone(open_engine, kind):
+    raising = {"enable": [{"use": f"{HERE}:Raising", "name": "raising"}]}
+    engine = open_engine(
+        PARSERS | {"plugins": raising, "tools": {"parser": "raising"}}
+    )
+    params = SamplingParams(max_tokens=200, temperature=0.0, output_kind=kind)
+    engine.add_request("fine", "plain", params, TOOLS)
+    engine.add_request("bad", "why", params, TOOLS)
+    ends, texts = {}, {"fine": "", "bad": ""}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            (completion,) = output.outputs
+            is_delta = kind is RequestOutputKind.DELTA
+            before = texts[output.request_id] if is_delta else ""
+            texts[output.request_id] = before + completion.text
+            ends[output.request_id] = completion
+    assert (ends["fine"].finish_reason, texts["fine"]) == ("stop", "Hello.")
+    if kind is RequestOutputKind.FINAL_ONLY:
+        assert ends["bad"].finish_reason == "error"
+        assert "plugin 'raising'" in ends["bad"].error
+        assert "its feed failed: KeyError: 'lost'" in ends["bad"].error
+        assert texts["bad"] == REPLIES["why"]
+        assert engine.health().faults == {"raising": 1}
+
+
+class Roleless(ThinkTags):
+    contract = 1
+    roles = ()
+
+
+@pytest.mark.parametrize(
+    ("table", "use", "words"),
+    [
+        ("reasoning", f"{HERE}:Raising", "no component 'raising' is enabled"),
+        ("tools", f"{HERE}:Roleless", "its roles must be some of reasoning, tools, got ()"),
+    ],
+)
+def test_a_class_serves_its_roles(open_engine, table, use, words):
+    name = "raising" if "Raising" in use else "roleless"
+    with pytest.raises((PluginContractError, RequestError, Exception)) as error:
+        open_engine({"plugins": {"enable": [use]}, table: {"parser": name}})
+    assert words in str(error.value)
+
+
+def test_parsers_of_one_request_are_closed_with_it(open_engine):
+    chosen = {"plugins": {"enable": ["support.plugins.arguments:Tagged"]}}
+    engine = open_engine(chosen | {"reasoning": {"parser": "tagged"}})
+    arguments = {"tagged": {"tag": "think"}}
+    (output,) = completions(engine, "why", plugin_args=arguments)
+    assert output.reasoning == "Hm, é."
+    assert len(Tagged.OPEN) == 1
+    params = SamplingParams(plugin_args=arguments, n=2)
+    for end in (engine.abort_request, engine.forget if hasattr(engine, "forget") else engine.abort_request):
+        engine.add_request("r", "why", params)
+        assert len(Tagged.OPEN) == 3
+        end("r")
+        engine.step()
+        assert len(Tagged.OPEN) == 1

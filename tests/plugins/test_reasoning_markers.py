@@ -1,0 +1,102 @@
+"""Where reasoning begins and ends in token ids."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hardpoint.plugins import ReasoningMarkers, ReasoningTracker
+
+SEQUENCES = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple)
+MARKERS = st.builds(
+    ReasoningMarkers,
+    start=st.lists(SEQUENCES, max_size=3, unique=True).map(tuple),
+    end=st.lists(SEQUENCES, max_size=3, unique=True).map(tuple),
+).filter(lambda markers: not set(markers.start) & set(markers.end))
+TOKENS = st.lists(st.integers(0, 3), max_size=16)
+
+
+def inside_of(markers, tokens, inside):
+    """Return whether tokens end inside reasoning: every marker is looked for at every place."""
+    for end in range(1, len(tokens) + 1):
+        found = [
+            (len(marker), begins)
+            for sequences, begins in ((markers.start, True), (markers.end, False))
+            for marker in sequences
+            if tuple(tokens[max(end - len(marker), 0) : end]) == marker
+        ]
+        if found:
+            inside = max(found)[1]
+    return inside
+
+
+@given(markers=MARKERS, prompt=TOKENS, output=TOKENS, begins_open=st.booleans())
+def test_a_tracker_finds_what_a_search_finds(markers, prompt, output, begins_open):
+    markers = ReasoningMarkers(markers.start, markers.end, begins_open)
+    tracker = ReasoningTracker(markers)
+    position = tracker.after(prompt)
+    inside = begins_open or inside_of(markers, prompt, inside=False)
+    assert position.inside == markers.is_open(prompt) == inside
+    for count, token in enumerate(output, start=1):
+        before, position = position, tracker.advance(position, token)
+        assert tracker.advance(before, token) == position
+        together = [*prompt, *output[:count]]
+        since = len(prompt) + count
+        # Only markers that end in the output change what the prompt decided.
+        found = [
+            (len(marker), begins)
+            for sequences, begins in ((markers.start, True), (markers.end, False))
+            for marker in sequences
+            if tuple(together[max(since - len(marker), 0) : since]) == marker
+        ]
+        inside = max(found)[1] if found else inside
+        assert position.inside == inside
+
+
+@given(markers=MARKERS, prompt=TOKENS)
+def test_the_end_that_is_forced_goes_on_from_what_was_begun(markers, prompt):
+    if not markers.end:
+        return
+    tracker = ReasoningTracker(markers)
+    marker = markers.end[0]
+    position = tracker.after(prompt)
+    token = tracker.next_of_end(position)
+    assert token in marker
+    for _ in range(len(marker)):
+        prompt = [*prompt, tracker.next_of_end(position)]
+        position = tracker.advance(position, prompt[-1])
+        if tuple(prompt[-len(marker) :]) == marker:
+            return
+    pytest.fail(f"{marker} is not complete in {prompt}")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "since"),
+    [([7, 1, 7], 2), ([1, 2], None), ([1, 2, 1], 3), ([4, 4, 9], 2), ([], None), ([2], None)],
+)
+def test_since_when_a_prompt_is_inside(prompt, since):
+    markers = ReasoningMarkers(start=((1,), (4, 4)), end=((2,), (3, 3)))
+    assert markers.thinking_since(prompt) == since
+    assert markers.is_open(prompt) is (since is not None)
+
+
+def test_the_last_marker_of_a_prompt_may_end_it():
+    markers = ReasoningMarkers(start=((1,),), end=((2,),))
+    assert [markers.ended(prompt) for prompt in ([1, 2, 7], [2, 1], [7], [2])] == [
+        True, False, False, True
+    ]  # fmt: skip
+
+
+def test_equal_bytes_across_tokens_are_no_marker():
+    markers = ReasoningMarkers(start=((1 << 32,),))
+    assert markers.thinking_since([0, 1, 1]) is None
+
+
+def test_without_markers_nothing_is_reasoning():
+    tracker = ReasoningTracker(ReasoningMarkers())
+    position = tracker.after([1, 2])
+    assert tracker.advance(position, 5) is position
+    assert not position.inside
+    with pytest.raises(IndexError):
+        tracker.next_of_end(position)

@@ -149,7 +149,7 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
         extras = make_extras(priority=priority, timeout=timeout, tags=tags, cache_salt=cache_salt)
         return self._engine.generate(prompt, sampling_params, request_id, extras)
 
-    async def chat(
+    async def chat(  # noqa: PLR0913 - as `generate`, and the tools
         self,
         messages: Messages,
         sampling_params: SamplingParams | None = None,
@@ -168,8 +168,8 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
 
         Args:
             messages: `[{"role": "user", "content": "..."}, ...]`.
-            tools: that the model may call: OpenAI's `{"type": "function", ...}`, or Python functions
-                with typed parameters.
+            tools: that the model may call: OpenAI's `{"type": "function", ...}`, or Python
+                functions with typed parameters.
             tool_choice: "none" shows the model no tools.
             sampling_params, request_id, priority, timeout, tags, cache_salt: as for `generate`.
 

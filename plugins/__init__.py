@@ -66,6 +66,7 @@ from .model import (
     WeightLoader,
 )
 from .ops import Ops, OpsContext, Recorded
+from .output_parser import OutputParser, OutputParserContext, ParserRequest
 from .params import RepetitionDetection, RequestOutputKind, SamplingParams
 from .plan import (
     CachedRequests,
@@ -74,19 +75,6 @@ from .plan import (
     NewRequest,
     RequestFault,
     SchedulerOutput,
-)
-from .output_parser import (
-    ContentText,
-    MalformedText,
-    OutputEvent,
-    OutputParser,
-    OutputParserContext,
-    OutputState,
-    ParserRequest,
-    ReasoningText,
-    ToolCallArguments,
-    ToolCallBegin,
-    ToolCallEnd,
 )
 from .request import Request, RequestStatus
 from .requests import (
@@ -220,20 +208,12 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "Tokenizer",
     "TokenizerContext",
     # Output parsers: provisional
-    "ContentText",
-    "MalformedText",
-    "OutputEvent",
     "OutputParser",
     "OutputParserContext",
-    "OutputState",
     "ParserRequest",
     "ReasoningMarkers",
     "ReasoningPosition",
-    "ReasoningText",
     "ReasoningTracker",
-    "ToolCallArguments",
-    "ToolCallBegin",
-    "ToolCallEnd",
     # Stat sinks: stable
     "IterationStats",
     "PrefixCacheStats",

@@ -47,7 +47,8 @@ class ReasoningMarkers(msgspec.Struct, frozen=True):
 def _last(markers: Sequence[Sequence[int]], token_ids: Sequence[int]) -> tuple[int, int]:
     """Return the index after the marker that ends last, and its length; (0, 0) without any."""
     text = array("q", token_ids).tobytes() if markers else b""
-    return max(((_end_of_last(marker, text), len(marker)) for marker in markers), default=(0, 0))
+    ends = [(end, len(marker)) for marker in markers if (end := _end_of_last(marker, text))]
+    return max(ends, default=(0, 0))
 
 
 def _end_of_last(marker: Sequence[int], text: bytes) -> int:
@@ -87,7 +88,7 @@ class ReasoningTracker:
         kinds |= dict.fromkeys(filter(None, markers.start), True)
         self._longest = max(map(len, kinds), default=0)
         self._paths: list[tuple[int, ...]] = [()]  # by node: the beginning that it stands for
-        nodes = {(): 0}
+        nodes: dict[tuple[int, ...], int] = {(): 0}
         for marker in kinds:
             for length in range(1, len(marker) + 1):
                 if nodes.setdefault(marker[:length], len(nodes)) == len(self._paths):
@@ -98,6 +99,13 @@ class ReasoningTracker:
             for path in self._paths
         ]
         self._begins = [_kind(kinds, path) for path in self._paths]
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the markers are the same."""
+        return isinstance(other, ReasoningTracker) and self.markers == other.markers
+
+    def __hash__(self) -> int:
+        return hash(self.markers)
 
     def after(self, prompt: Sequence[int]) -> ReasoningPosition:
         """Return the position after a prompt."""

@@ -8,26 +8,28 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hardpoint.plugins import (
-    ContentText,
     HardpointError,
-    MalformedText,
-    OutputEvent,
     OutputParser,
     OutputParserContext,
-    OutputState,
     ParserRequest,
     ReasoningMarkers,
-    ReasoningText,
     RequestError,
     Tokenizer,
-    ToolCallArguments,
-    ToolCallBegin,
-    ToolCallEnd,
     typed,
 )
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.errors import PluginFaultError, shown
 from hardpoint.plugins.manifest import PluginEntry, Source
+from hardpoint.plugins.output_parser import (
+    ContentText,
+    MalformedText,
+    OutputEvent,
+    OutputState,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallBegin,
+    ToolCallEnd,
+)
 from hardpoint.plugins.tokenizer import DecodeStream
 
 from .blame import describe, raise_unless_fault, responsible
@@ -227,7 +229,7 @@ class GuardedOutputParser(_Guard, OutputParser):
             markers = self._refusing("markers", self._parser.markers)
             if not isinstance(markers, ReasoningMarkers):
                 wrong = f"its markers returned {shown(markers)}, expected ReasoningMarkers"
-                raise self._refusal(wrong)
+                raise self._refused(wrong)
             self._markers = ReasoningMarkers(
                 start=self._sequences(markers.start),
                 end=self._sequences(markers.end),
@@ -260,14 +262,14 @@ class GuardedOutputParser(_Guard, OutputParser):
             sequences = list(markers)
         except TypeError:
             wrong = f"its markers returned {shown(markers)}, expected sequences of token ids"
-            raise self._refusal(wrong) from None
+            raise self._refused(wrong) from None
         return tuple(tuple(self._checked_ids("markers", ids)) for ids in sequences)
 
     def _checked_ids(self, method: str, ids: Any) -> list[int]:
         try:
             return self._ids(method, ids, self._vocab_size)
         except PluginFaultError as fault:
-            raise self._refusal(str(fault).removeprefix(f"{self._source}: ")) from fault
+            raise self._refused(str(fault).removeprefix(f"{self._source}: ")) from fault
 
     def _refusing(self, method: str, call: Callable[[], T]) -> T:
         """Call a method on behalf of a request that is refused if it fails."""
@@ -277,11 +279,11 @@ class GuardedOutputParser(_Guard, OutputParser):
             raise_unless_fault(cause)
             source, method = responsible(cause, self._source, method)
             name = self.name if source is self._source else source.name
-            words = f"its {method} failed: {describe(cause)}"
-            raise RequestError(f"output parser {name!r}: {words}") from cause
+            reason = f"its {method} failed: {describe(cause)}"
+            raise RequestError(f"output parser {name!r}: {reason}") from cause
 
-    def _refusal(self, words: str) -> RequestError:
-        return RequestError(f"output parser {self.name!r}: {words}")
+    def _refused(self, reason: str) -> RequestError:
+        return RequestError(f"output parser {self.name!r}: {reason}")
 
 
 class GuardedOutputState:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from hardpoint.plugins import RequestError, SamplingParams
+from hardpoint.plugins import CompletionOutput, RequestError, SamplingParams
 from hardpoint.plugins.commands import Generator
 
 __all__ = ["Conversation", "Message", "Output", "is_dumb_terminal", "notice", "read_messages"]
@@ -81,11 +81,7 @@ class Conversation:
         try:
             for result in generator.stream(prompt, params):
                 for new in result.outputs:
-                    if new.reasoning:
-                        output.write(new.reasoning, reasoning=True)
-                    if new.content:
-                        output.write(new.content)
-                        answer += new.content
+                    answer += _written(new, output)
                     tokens += len(new.token_ids)
                     cut = new.finish_reason == "length"
                     if new.finish_reason == "error":
@@ -168,6 +164,15 @@ class Conversation:
             raise RequestError(f"{path} cannot be written: {error.strerror}") from None
         except ValueError as error:  # a NUL in the path
             raise RequestError(f"{str(path)!r} cannot be written: {error}") from None
+
+
+def _written(new: CompletionOutput, output: Output) -> str:
+    """Write the new part of an answer; return it without the reasoning."""
+    if new.reasoning:
+        output.write(new.reasoning, reasoning=True)
+    if new.content:
+        output.write(new.content)
+    return new.content or ""
 
 
 def read_messages(path: Path) -> list[Message]:

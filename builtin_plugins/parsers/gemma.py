@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 import msgspec
 
-from hardpoint.plugins import OutputEvent, ReasoningText
 from hardpoint.plugins.output_format import (
     Body,
     Content,
@@ -18,6 +17,10 @@ from hardpoint.plugins.output_format import (
     ToolName,
 )
 from hardpoint.plugins.output_json import JsonArguments
+from hardpoint.plugins.output_parser import (
+    OutputEvent,
+    ReasoningText,
+)
 
 _QUOTE = '<|"|>'
 

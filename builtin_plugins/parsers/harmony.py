@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hardpoint.plugins import ContentText, OutputEvent, ReasoningMarkers
+from hardpoint.plugins import ReasoningMarkers
 from hardpoint.plugins.output_format import (
     Between,
     Body,
@@ -15,6 +15,10 @@ from hardpoint.plugins.output_format import (
     State,
 )
 from hardpoint.plugins.output_json import JsonArguments
+from hardpoint.plugins.output_parser import (
+    ContentText,
+    OutputEvent,
+)
 
 _TOOL = "to=functions."
 _LONGEST = 512

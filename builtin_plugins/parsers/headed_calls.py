@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hardpoint.plugins import OutputEvent
 from hardpoint.plugins.output_format import (
     Between,
     Body,
@@ -18,6 +17,9 @@ from hardpoint.plugins.output_format import (
     ToolName,
 )
 from hardpoint.plugins.output_json import JsonArguments, JsonCalls
+from hardpoint.plugins.output_parser import (
+    OutputEvent,
+)
 
 
 class KimiK2(FormatParser):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hardpoint.plugins import OutputEvent
 from hardpoint.plugins.output_format import Beginning, Body, Content, FormatParser, State
 from hardpoint.plugins.output_json import JsonCalls
+from hardpoint.plugins.output_parser import (
+    OutputEvent,
+)
 
 
 class Hermes(FormatParser):

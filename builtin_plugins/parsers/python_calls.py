@@ -7,13 +7,17 @@ import json
 import re
 from collections.abc import Mapping
 
-from hardpoint.plugins import ContentText, OutputEvent, ToolCallArguments
 from hardpoint.plugins.output_format import (
     Body,
     Content,
     FormatParser,
     OpenOutput,
     State,
+)
+from hardpoint.plugins.output_parser import (
+    ContentText,
+    OutputEvent,
+    ToolCallArguments,
 )
 
 

@@ -65,7 +65,7 @@ class ThinkTags(FormatParser):
             "content": State(Content, {self.options.start: "thinking"}),
             "thinking": State(Reasoning, {self.options.end: "content"}),
         }
+
     def markers(self) -> ReasoningMarkers:
         """Return the token ids of the tags; often one token each."""
         return msgspec.structs.replace(super().markers(), begins_open=self.options.starts_inside)
-

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import msgspec
 
-from hardpoint.plugins import OutputEvent, ToolCallArguments
 from hardpoint.plugins.output_format import (
     Between,
     Body,
@@ -19,6 +18,10 @@ from hardpoint.plugins.output_format import (
     ToolName,
 )
 from hardpoint.plugins.output_json import is_json
+from hardpoint.plugins.output_parser import (
+    OutputEvent,
+    ToolCallArguments,
+)
 
 
 class Qwen3Coder(FormatParser):

@@ -141,8 +141,8 @@ class TransformersTokenizer(Tokenizer):
             )
         if tools and "tools" not in source:
             raise RequestError(
-                f"tools: the chat template of {self.context.files.name!r} does not show tools to the "
-                f"model"
+                f"tools: the chat template of {self.context.files.name!r} does not show the model "
+                f"any tools"
             )
         return self._chat.render(
             messages,

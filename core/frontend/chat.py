@@ -80,9 +80,9 @@ def _of_schema(given: Any, path: str) -> Tool:
             f'{place}.type: expected "object", for arguments have names, got '
             f"{shown(schema['type'])}"
         )
-    for key, type_, words in (("properties", dict, "an object"), ("required", list, "a list")):
+    for key, type_, expected in (("properties", dict, "an object"), ("required", list, "a list")):
         if not isinstance(schema.get(key, type_()), type_):
-            raise RequestError(f"{place}.{key}: expected {words}, got {shown(schema[key])}")
+            raise RequestError(f"{place}.{key}: expected {expected}, got {shown(schema[key])}")
     return tool
 
 
@@ -104,11 +104,9 @@ def _of_function(function: Callable[..., Any], path: str) -> Tool:
         hint = hints[parameter.name]
         if parameter.name in about:
             hint = Annotated[hint, Meta(description=about[parameter.name])]
-        if parameter.default is parameter.empty:
-            fields.append((parameter.name, hint))
-        else:
-            default = msgspec.field(default_factory=lambda value=parameter.default: value)
-            fields.append((parameter.name, hint, default))
+        required = parameter.default is parameter.empty
+        # The default itself may be of any type, and the model need not know it.
+        fields.append((parameter.name, hint) if required else (parameter.name, hint, msgspec.UNSET))
     try:
         arguments = msgspec.defstruct(name, fields, kw_only=True)
         (reference,), components = msgspec.json.schema_components(
@@ -208,6 +206,7 @@ class Chat:
     """How conversations become prompts.
 
     Attributes:
+        tools: that the model may call, as OpenAI's API has them.
         schemas: JSON schemas of the arguments of the tools that the model may call, by name; None
             without tools.
     """
@@ -221,8 +220,10 @@ class Chat:
         read = [] if tools is None else read_tools(tools)
         _check_choice(tool_choice)
         shown_tools = [] if tool_choice == "none" else read
-        self._tools = [msgspec.to_builtins(tool) for tool in shown_tools]
-        self.schemas = {tool.function.name: tool.function.parameters for tool in shown_tools} or None
+        self.tools = [msgspec.to_builtins(tool) for tool in shown_tools]
+        self.schemas = {
+            tool.function.name: tool.function.parameters for tool in shown_tools
+        } or None
 
     def rendered(self, tokenizer: Tokenizer, messages: Any) -> Mapping[str, Any]:
         """Return a conversation as a prompt that is tokenised already.
@@ -230,7 +231,7 @@ class Chat:
         Raises:
             RequestError: the model has no chat template, or it refuses the messages.
         """
-        text = tokenizer.apply_chat_template(read_messages(messages), tools=self._tools or None)
+        text = tokenizer.apply_chat_template(read_messages(messages), tools=self.tools or None)
         # The template writes the special tokens itself.
         ids = tokenizer.encode(text, add_special_tokens=False)
         return {"type": "token", "prompt_token_ids": ids, "prompt": text}

@@ -75,9 +75,8 @@ class Detokenizer:
         """
         before = self._num_tokens
         self._num_tokens += len(token_ids)
-        ending = token_ids[-1] if ended_by_token and not self._keep_stop else None
-        if ending is not None:
-            token_ids = token_ids[:-1]
+        ending = token_ids[-1:] if ended_by_token and not self._keep_stop else ()
+        token_ids = token_ids[: len(token_ids) - len(ending)]
         step = self._stream.step
         for count, token in enumerate(token_ids, start=1):
             try:
@@ -104,9 +103,14 @@ class Detokenizer:
                 self._pending = [token]
             else:
                 self._pending.append(token)
-        if ending in self.special:
-            self._mark(ending, "")
+        self._mark_ending(ending)
         return None
+
+    def _mark_ending(self, ending: Sequence[int]) -> None:
+        """Note a stop token whose text is left out."""
+        for token in ending:
+            if token in self.special:
+                self._mark(token, "")
 
     def _mark(self, token: int, piece: str) -> None:
         """Note where a special token is; a piece may end with its text."""

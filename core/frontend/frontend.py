@@ -230,8 +230,8 @@ class Frontend:
         self._check_task("generate")
         if extras.tools and not self._finds_tools:
             raise RequestError(
-                'tools: no parser finds calls in what the model writes; set tools.parser ("hermes", '
-                "for example)"
+                "tools: no parser finds calls in what the model writes; set tools.parser "
+                '("hermes", for example)'
             )
         arrived = self._clock() if arrived is None else arrived
         if isinstance(prompt, EngineCoreRequest):

@@ -97,6 +97,7 @@ def _append(held: CompletionOutput, new: CompletionOutput) -> None:
     held.error, held.error_kind = new.error, new.error_kind
     held.metrics = new.metrics
 
+
 def _joined(held: str | None, new: str | None) -> str | None:
     return new if held is None else held + (new or "")
 
@@ -108,4 +109,3 @@ def _append_call(held: CompletionOutput, new: ToolCall) -> None:
         calls[-1].arguments += new.arguments
     else:
         calls.append(new)
-

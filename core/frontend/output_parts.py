@@ -8,21 +8,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hardpoint.plugins import (
+    OutputParser,
+    ParserRequest,
+    ReasoningMarkers,
+    Tokenizer,
+)
+from hardpoint.plugins.manifest import PluginEntry
+from hardpoint.plugins.output_parser import (
     ContentText,
     MalformedText,
     OutputEvent,
-    OutputParser,
     OutputState,
-    ParserRequest,
-    ReasoningMarkers,
     ReasoningText,
-    Tokenizer,
+    Role,
     ToolCallArguments,
     ToolCallBegin,
     ToolCallEnd,
 )
-from hardpoint.plugins.manifest import PluginEntry
-from hardpoint.plugins.output_parser import Role
 from hardpoint.plugins.requests import ToolCall
 from hardpoint.registry.guards import GuardedOutputParser
 from hardpoint.registry.plugin_set import PluginSet
@@ -55,10 +57,12 @@ class OutputParsers:
         Raises:
             RequestError: a parser failed.
         """
-        self._tokenizer, self._by_kind, self._own = tokenizer, by_kind, list(own)
+        self._tokenizer, self._by_kind, self._to_close = tokenizer, by_kind, list(own)
         self.reasoning = by_kind.get("reasoning_parsers")
         self.tools = by_kind.get("tool_parsers")
-        self._reasoning_ids = frozenset[int]() if self.reasoning is None else self.reasoning.token_ids
+        self._reasoning_ids = (
+            frozenset[int]() if self.reasoning is None else self.reasoning.token_ids
+        )
         ids = frozenset[int]().union(*(parser.token_ids for parser in by_kind.values()))
         texts = {token: text for text, token in tokenizer.special_tokens.items()} if ids else {}
         self.special: Mapping[int, str] = {token: texts.get(token, "") for token in ids}
@@ -72,8 +76,10 @@ class OutputParsers:
 
     def entries(self, plugins: PluginSet) -> list[PluginEntry]:
         """Return the entry of each parser; of one of both roles, that of reasoning."""
-        kinds = {id(parser): kind for kind, parser in reversed(self._by_kind.items())}
-        return [plugins.get(kind, self._by_kind[kind].name) for kind in kinds.values()]
+        found: dict[GuardedOutputParser, PluginEntry] = {}
+        for kind, parser in self._by_kind.items():
+            found.setdefault(parser, plugins.get(kind, parser.name))
+        return list(found.values())
 
     def __bool__(self) -> bool:
         return bool(self._by_kind)
@@ -81,12 +87,12 @@ class OutputParsers:
     @property
     def components(self) -> list[GuardedOutputParser]:
         """Each parser once."""
-        return list({id(parser): parser for parser in self._by_kind.values()}.values())
+        return list(dict.fromkeys(self._by_kind.values()))
 
     def close(self) -> None:
         """Close the parsers that are of one request alone, once."""
-        while self._own:
-            self._own.pop().close()
+        while self._to_close:
+            self._to_close.pop().close()
 
     @property
     def markers(self) -> ReasoningMarkers | None:
@@ -307,13 +313,13 @@ class OutputParts:
     def pop(self) -> tuple[str | None, str | None, list[ToolCall] | None]:
         """Return reasoning, content and tool calls: all of them, or what is new; None is none."""
         reasoning, content = "".join(self._reasoning), "".join(self._content)
-        calls = [shown for call in self._calls if (shown := self._shown(call))]
+        calls = [shown for call in self._calls if (shown := self._part_of(call))]
         if self._delta:
             self._reasoning, self._content = [], []
             self._calls = self._calls[-1:] if self._in_call else []
         return reasoning or None, content or None, calls or None
 
-    def _shown(self, call: _Call) -> ToolCall | None:
+    def _part_of(self, call: _Call) -> ToolCall | None:
         arguments = "".join(call.arguments)
         if not self._delta:
             return ToolCall(index=call.index, id=call.id, name=call.name, arguments=arguments)

@@ -96,9 +96,7 @@ class OutputProcessor:
             state = PoolingState(request, parent)
         else:
             interval = self._stream_interval
-            state = RequestState(
-                request, prompt, parent, self._tokenizer, interval, parsers, tools
-            )
+            state = RequestState(request, prompt, parent, self._tokenizer, interval, parsers, tools)
         if self._statistics is not None:
             state.figures = RequestFigures(request, arrived)
         self._states[request_id] = state

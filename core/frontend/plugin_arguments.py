@@ -261,9 +261,7 @@ class PluginArguments:
         with contextlib.closing(self.parsers(request)) as parsers:
             return parsers.markers
 
-    def _open_parser(
-        self, entry: PluginEntry, arguments: typed.Arguments
-    ) -> GuardedOutputParser:
+    def _open_parser(self, entry: PluginEntry, arguments: typed.Arguments) -> GuardedOutputParser:
         try:
             return open_parser(self._plugins, entry, self._tokenizer, self._vocab_size, arguments)
         except HardpointError as cause:

@@ -316,9 +316,7 @@ class RequestState:
             self._sent_prompt = len(self._prompt_logprobs)
         return shown
 
-    def _parse(
-        self, output: OutputParts, completion: CompletionOutput, *, finished: bool
-    ) -> None:
+    def _parse(self, output: OutputParts, completion: CompletionOutput, *, finished: bool) -> None:
         """Fill in what the parser finds in the text.
 
         Raises:

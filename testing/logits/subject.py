@@ -17,7 +17,7 @@ from hardpoint.plugins import (
     LogitsContext,
     LogitsRequest,
     PrepareContext,
-    ReasoningParser,
+    ReasoningMarkers,
     SamplingParams,
     Tokenizer,
     typed,
@@ -105,7 +105,7 @@ class Subject:
     vocab_size: int
     stop_token_ids: tuple[int, ...]
     tokenizer: Tokenizer | None = None
-    reasoning: ReasoningParser | None = None
+    reasoning: ReasoningMarkers | None = None
     rejections: list[str] = field(default_factory=list)
 
     @property

@@ -13,7 +13,7 @@ from hypothesis.errors import Unsatisfiable
 from hardpoint.plugins import (
     Phase,
     Reads,
-    ReasoningParser,
+    ReasoningMarkers,
     SamplingParams,
     Tokenizer,
 )
@@ -54,7 +54,7 @@ class LogitsProcessorSuite(ConformanceSuite):
     vocab_size: ClassVar[int] = 131
     stop_token_ids: ClassVar[tuple[int, ...]] = (2, 5)
     tokenizer: ClassVar[Tokenizer | None] = None
-    reasoning: ClassVar[ReasoningParser | None] = None
+    reasoning: ClassVar[ReasoningMarkers | None] = None
     budget_us_per_row: ClassVar[float | None] = 2000.0
     budget_vocab_size: ClassVar[int] = 32_000
 

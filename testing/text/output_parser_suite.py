@@ -13,24 +13,26 @@ from typing import Any, ClassVar
 from hypothesis import strategies as st
 
 from hardpoint.plugins import (
-    ContentText,
-    MalformedText,
-    OutputEvent,
     OutputParser,
     OutputParserContext,
-    OutputState,
     ParserRequest,
     ReasoningMarkers,
-    ReasoningText,
     ReasoningTracker,
     Tokenizer,
-    ToolCallArguments,
-    ToolCallBegin,
-    ToolCallEnd,
 )
 from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.output_parser import join_events
+from hardpoint.plugins.output_parser import (
+    ContentText,
+    MalformedText,
+    OutputEvent,
+    OutputState,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallBegin,
+    ToolCallEnd,
+    join_events,
+)
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import load_tokenizer
 from hardpoint.testing.snapshots import count_elements

@@ -7,10 +7,12 @@ import pytest
 from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
 from hardpoint.plugins import (
     ConfigError,
-    ContentText,
     OutputParserContext,
     ParserRequest,
     ReasoningMarkers,
+)
+from hardpoint.plugins.output_parser import (
+    ContentText,
     ReasoningText,
 )
 

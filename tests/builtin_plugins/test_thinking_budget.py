@@ -130,9 +130,7 @@ class TestStateMachine:
 class TestForcingLogits:
     def rows(self, processor, *budgets, output=(7,)):
         requests = [
-            request_of(
-                processor, [1], output, markers=markers(), thinking_token_budget=budget
-            )
+            request_of(processor, [1], output, markers=markers(), thinking_token_budget=budget)
             for budget in budgets
         ]
         return rows_of(processor, *requests)

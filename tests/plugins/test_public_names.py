@@ -12,10 +12,16 @@ from hardpoint import plugins
 from hardpoint.plugins.kinds import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
-PUBLIC = tuple(
-    ["hardpoint.plugins"]
-    + [f"hardpoint.plugins.{name}" for name in ("commands", "hf_config", "models", "typed")]
+MODULES = (
+    "commands",
+    "hf_config",
+    "models",
+    "output_format",
+    "output_json",
+    "output_parser",
+    "typed",
 )
+PUBLIC = tuple(["hardpoint.plugins"] + [f"hardpoint.plugins.{name}" for name in MODULES])
 MOST_NAMES = 110
 AUTHORS = [*(ROOT / "builtin_plugins").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
 CALLERS = ("core", "registry", "api", "builtin_plugins", "plugins")

@@ -11,17 +11,15 @@ import pytest
 from hardpoint import RequestError, SamplingParams
 from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
 from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
-from hardpoint.plugins import (
+from hardpoint.plugins import OutputParserContext, ParserRequest, ReasoningMarkers
+from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.plugins.output_parser import (
     ContentText,
     MalformedText,
-    OutputParserContext,
-    ParserRequest,
-    ReasoningMarkers,
     ToolCallArguments,
     ToolCallBegin,
     ToolCallEnd,
 )
-from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.registry.guards import GuardedOutputParser, GuardedTokenizer
 from hardpoint.testing import scripted_engine
 
@@ -104,7 +102,10 @@ def refusing(*_, **__):
     ("markers", "words"),
     [
         (returning(([1], [2])), "returned ([1], [2]), expected ReasoningMarkers"),
-        (returning(ReasoningMarkers(["<a>"], ["<b>"])), "returned '<a>', expected token ids: TypeErr"),
+        (
+            returning(ReasoningMarkers(["<a>"], ["<b>"])),
+            "returned '<a>', expected token ids: TypeErr",
+        ),
         (returning(ReasoningMarkers([[9]], [[1]])), "returned 9, expected token ids from 0 to 8"),
         (failing, "failed: LookupError: lost"),
     ],
@@ -277,7 +278,10 @@ def state(give):
         (returning(None), "failed: TypeError: 'NoneType' object is not iterable"),
         (returning(["x"]), "gave 'x' outside of a call, expected other events"),
         (returning([ContentText(None)]), "gave ContentText(text=None) outside of a call"),
-        (returning([ToolCallArguments("{}")]), "gave ToolCallArguments(text='{}') outside of a call"),
+        (
+            returning([ToolCallArguments("{}")]),
+            "gave ToolCallArguments(text='{}') outside of a call",
+        ),
         (returning([ToolCallEnd()]), "gave ToolCallEnd() outside of a call"),
         (returning([ToolCallBegin("")]), "gave ToolCallBegin(name='', id=None) outside of a call"),
         (returning([ToolCallBegin("f")] * 2), "id=None) inside a call, expected other events"),
@@ -303,7 +307,7 @@ def test_a_reasoning_parser_without_markers_is_named(scripted):
         "reasoning": {"parser": "lost"},
     }
     engine = scripted_engine(scripted, extra)
-    words = r"^reasoning parser 'lost': its markers returned 1000000000, expected token ids from 0"
+    words = r"^output parser 'lost': its markers returned 1000000000, expected token ids from 0"
     for fields in ({}, {"thinking_token_budget": 3}):
         with pytest.raises(RequestError, match=words):
             engine.add_request("r", "x", SamplingParams(**fields))

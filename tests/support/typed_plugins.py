@@ -17,16 +17,18 @@ from hardpoint.plugins import (
     AttentionStep,
     Edits,
     KVSpec,
-    Phase,
     OutputParser,
-    OutputState,
     ParserRequest,
+    Phase,
     Request,
     Rows,
     Sampler,
     SamplingRows,
     SchedulingPolicy,
     SparseLogitsProcessor,
+)
+from hardpoint.plugins.output_parser import (
+    OutputState,
 )
 
 

@@ -28,6 +28,9 @@ pytest_plugins = ["hardpoint.testing"]
 WEATHER = ("get_weather", {"city": "Paris, <b>", "days": [1, 2.5], "unit": None})
 ARGUMENTS = '{"city": "Paris, <b>", "days": [1, 2.5], "unit": null}'
 EMPTY = ("now", {})
+CUT = '<tool_call>{"name": "f", "arguments": {"a": [1, {"b": tr'
+BAD = '<tool_call>{"name": "f", "arguments": {"a": tru}}</tool_call>!'
+NAMELESS = '<tool_call>{"arguments": {}}</tool_call>'
 SCHEMAS = {
     "get_weather": {
         "properties": {
@@ -75,10 +78,10 @@ class TestHermes(OutputParserSuite):
             "</tool_call>",
             calls=(("f", {"a": '</tool_call>"<tool_call>'}),),
         ),
-        OutputSample('<tool_call>{"name": "f", "arguments": {"a": [1, {"b": tr', content=""),
-        OutputSample('<tool_call>{"name": "f", "arguments": {"a": tru}}</tool_call>!', content="}}!"),
-        OutputSample("<tool_call>no JSON</tool_call>", content="no JSON"),
-        OutputSample('<tool_call>{"arguments": {}}</tool_call>', content='{"arguments": {}' + "}"),
+        OutputSample(CUT, content=CUT),
+        OutputSample(BAD, content=BAD),
+        OutputSample("<tool_call>no JSON</tool_call>", content="<tool_call>no JSON</tool_call>"),
+        OutputSample(NAMELESS, content=NAMELESS),
         OutputSample("1 <tool_call and 2", content="1 <tool_call and 2"),
     )
 
@@ -96,7 +99,9 @@ class TestLlama3Json(OutputParserSuite):
         ),
         OutputSample('{"name":"f","parameters":"{\\"x\\":1}"}', calls=(("f", {"x": 1}),)),
         OutputSample(' Hello {"name"', content=' Hello {"name"'),
-        OutputSample('{"name": "\\ud800", "parameters"', content='{"name": "\\ud800", "parameters"'),
+        OutputSample(
+            '{"name": "\\ud800", "parameters"', content='{"name": "\\ud800", "parameters"'
+        ),
     )
 
 
@@ -161,7 +166,9 @@ class TestDeepSeekV31(OutputParserSuite):
             content="x",
             calls=(WEATHER, EMPTY),
         ),
-        OutputSample("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{"),
+        OutputSample(
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{", content="now{"
+        ),
     )
 
 
@@ -269,8 +276,10 @@ class TestQwen3Coder(OutputParserSuite):
             calls=(("f", {"a": "x </function> <parameter=", "b": True}),),
         ),
         OutputSample("<tool_call><function=now></tool_call>z", content="z", calls=(EMPTY,)),
-        OutputSample("<tool_call><function=now></function", content=""),
-        OutputSample("<tool_call>hm</tool_call>", content="hm"),
+        OutputSample(
+            "<tool_call><function=now></function", content="<tool_call><function=now></function"
+        ),
+        OutputSample("<tool_call>hm</tool_call>", content="<tool_call>hm</tool_call>"),
     )
 
 
@@ -308,10 +317,10 @@ class TestPythonic(OutputParserSuite):
             calls=(("f", {"a": "])'\\d", "b": {"x": [-1, True]}}),),
         ),
         OutputSample(" [1] says so", content=" [1] says so"),
-        OutputSample("[f(1), now()]", content="f(1), now()]"),
-        OutputSample("[f(a=g())]", content="f(a=g())]"),
+        OutputSample("[f(1), now()]", content="[f(1), now()]"),
+        OutputSample("[f(a=g())]", content="[f(a=g())]"),
         OutputSample('[now(), f(a="x', content=', f(a="x', calls=(EMPTY,)),
-        OutputSample("[f(a=[" + "[" * 60, content="f(a=[" + "[" * 60),
+        OutputSample("[f(a=[" + "[" * 60, content="[f(a=[" + "[" * 60),
     )
 
 
@@ -346,6 +355,6 @@ class TestGemma(OutputParserSuite):
             calls=(("f", {"a": '"{\\\n', "b": {"c": True}}),),
         ),
         OutputSample("<|channel>thought\n<channel|>Hello", content="Hello"),
-        OutputSample('<|tool_call>call:f{a:<|"|>x<tool_call|>y', content="y"),
+        OutputSample('<|tool_call>call:f{a:<|"|>x<tool_call|>y', content="call:f{a:xy"),
         OutputSample("thought\nSo<channel|>Yes", "So", "Yes", reasoning_open=True),
     )

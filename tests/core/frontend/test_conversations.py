@@ -43,7 +43,7 @@ def get_weather(place: Place, unit: Literal["C", "F"] = "C", days: list[int] = [
 
 def test_a_function_is_a_tool():
     chat = Chat([get_weather])
-    (tool,) = chat._tools
+    (tool,) = chat.tools
     function = tool["function"]
     assert (tool["type"], function["name"]) == ("function", "get_weather")
     assert function["description"] == "Tell the weather\nof a place."
@@ -52,14 +52,14 @@ def test_a_function_is_a_tool():
     assert (schema["type"], schema["required"]) == ("object", ["place"])
     assert schema["properties"]["unit"]["enum"] == ["C", "F"]
     assert schema["properties"]["unit"]["description"] == "of the temperature."
-    assert schema["properties"]["days"] == {"type": "array", "items": {"type": "integer"}, "default": []}
+    assert schema["properties"]["days"] == {"type": "array", "items": {"type": "integer"}}
     assert "where, for example Paris." in str(schema["properties"]["place"])
     assert schema["$defs"]["Place"]["required"] == ["city"]
 
 
 def test_a_schema_is_a_tool():
     chat = Chat([WEATHER])
-    assert chat._tools == [WEATHER]
+    assert chat.tools == [WEATHER]
     assert chat.schemas == {"get_weather": WEATHER["function"]["parameters"]}
     assert Chat([WEATHER], "none").schemas is None
 
@@ -79,7 +79,10 @@ def several(*x: int):
         ([5], r"tools\[0\]: expected"),
         ([{"type": "x", "function": {"name": "f"}}], r"tools\[0\].type: expected"),
         ([{"type": "function"}], r"tools\[0\].*function"),
-        ([{"type": "function", "function": {"name": "a b"}}], r"tools\[0\].function.name: expected"),
+        (
+            [{"type": "function", "function": {"name": "a b"}}],
+            r"tools\[0\].function.name: expected",
+        ),
         (
             [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
             r"tools\[0\].function.parameters.type: expected \"object\".*got 'array'",
@@ -88,7 +91,10 @@ def several(*x: int):
             [{"type": "function", "function": {"name": "f", "parameters": {"properties": []}}}],
             r"tools\[0\].function.parameters.properties: expected an object, got \[\]",
         ),
-        ([WEATHER, get_weather], r"tools\[1\].function.name: 'get_weather' is the name of tools\[0\]"),
+        (
+            [WEATHER, get_weather],
+            r"tools\[1\].function.name: 'get_weather' is the name of tools\[0\]",
+        ),
         ([untyped], r"tools\[0\]: the parameter 'x' of untyped\(\) has no type"),
         ([several], r"tools\[0\]: several\(\) has \*x; expected named parameters"),
     ],
@@ -112,7 +118,10 @@ def test_parts_of_content_are_joined():
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        ({"type": "image_url"}, r"messages\[0\].content\[0\].type: expected \"text\", got 'image_url'"),
+        (
+            {"type": "image_url"},
+            r"messages\[0\].content\[0\].type: expected \"text\", got 'image_url'",
+        ),
         ({"type": "text"}, r"messages\[0\].content\[0\].text: expected a string, got None"),
         (5, r"messages\[0\].content\[0\]: expected .*, got 5"),
     ],
@@ -124,7 +133,10 @@ def test_other_parts_are_refused(part, words):
 
 def test_arguments_of_earlier_calls_are_objects():
     def message(arguments):
-        return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+        return {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
+        }
 
     assert read_messages([message('{"a": 1}')]) == [message({"a": 1})]
     for arguments in ({"a": 1}, "{", "[1]"):
@@ -165,6 +177,6 @@ def test_chat_with_tools(folder):
 
 
 def test_tools_without_a_parser_are_refused(folder):
-    with LLM(config=scripted_config(folder)) as llm:
-        with pytest.raises(RequestError, match=r"tools: no parser finds .* set tools\.parser"):
-            llm.chat(MESSAGES, tools=[now])
+    words = r"tools: no parser finds .* set tools\.parser"
+    with LLM(config=scripted_config(folder)) as llm, pytest.raises(RequestError, match=words):
+        llm.chat(MESSAGES, tools=[now])

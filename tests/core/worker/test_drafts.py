@@ -34,6 +34,7 @@ from hardpoint.plugins import (
     LogitsProcessor,
     LogitsRequest,
     Phase,
+    ReasoningMarkers,
     SamplerContext,
     TensorSpec,
 )
@@ -111,7 +112,10 @@ ARGUMENTS = {
     "temperature": {"temperature": 0.8},
     "top_k": {"top_k": 12},
     "min_p": {"min_p": 0.02},
-    "thinking_budget": {"thinking_token_budget": 3, "markers": {"start": [[4]], "end": [[9, 10]]}},
+    "thinking_budget": {
+        "thinking_token_budget": 3,
+        "markers": ReasoningMarkers(((4,),), ((9, 10),)),
+    },
 }
 
 

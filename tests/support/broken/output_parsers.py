@@ -5,18 +5,16 @@ from __future__ import annotations
 import re
 
 from hardpoint.builtin_plugins.parsers.json_calls import Hermes
-from hardpoint.plugins import (
+from hardpoint.plugins import OutputParser, ParserRequest, ReasoningMarkers
+from hardpoint.plugins.output_format import Content, FormatParser, Reasoning, State
+from hardpoint.plugins.output_json import JsonCalls
+from hardpoint.plugins.output_parser import (
     ContentText,
-    OutputParser,
-    ParserRequest,
-    ReasoningMarkers,
     ReasoningText,
     ToolCallArguments,
     ToolCallBegin,
     ToolCallEnd,
 )
-from hardpoint.plugins.output_format import Content, FormatParser, Reasoning, State
-from hardpoint.plugins.output_json import JsonCalls
 from hardpoint.testing import OutputSample
 
 START, END = "<think>", "</think>"
@@ -88,7 +86,7 @@ class NoMarkersOverPieces(_Wrapped):
 
     class State(Forwarding):
         def feed(self, text):
-            return [*self.state.feed(text), *self.state._flush()]
+            return [*self.state.feed(text), *self.state.feed_token(-1, "")]
 
 
 class SplitsWords(_Wrapped):

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 from hardpoint.core.build import build_engine
 from hardpoint.core.config import config_from
 from hardpoint.core.engine.utility_calls import SyncControlCalls
-from hardpoint.core.frontend.chat import Chat, Messages, ToolChoice, Tools
 from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.plugin_health import Health
@@ -28,6 +27,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.errors import shown
 
+from .chat import Chat, Messages, ToolChoice, Tools
 from .open_model import OpenModel
 from .progress import ProgressDisplay, draw_outputs, shows_progress
 from .requests import (

@@ -6,7 +6,7 @@ import itertools
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from .errors import ConfigError
@@ -63,8 +63,13 @@ class OpenOutput:
     _from: int = 0  # where the call begins in the piece
 
     def begin_call(self, events: list[OutputEvent]) -> None:
-        """Begin the call of `tool`, if the output has its name."""
-        if self.tool:
+        """Begin the call of `tool`, if the output has its name.
+
+        Where no calls are to be found, it fails at once: its text is content.
+        """
+        if "tools" not in self.request.roles:
+            self.fail_call("", events)
+        elif self.tool:
             events.append(ToolCallBegin(self.tool, self.call_id))
             self.in_call = True
         self.call_id = None
@@ -86,14 +91,14 @@ class OpenOutput:
         text = "".join(self._text) + self._piece[self._from :]
         self.failed = f"a call is malformed: {reason}"
         if text or self.in_call:
-            events.append(MalformedText(text, self.failed))
+            events.append(self._void(text))
         self._text, self._piece, self._from = [], "", 0
         self.in_call, self.tool, self.call_id = False, "", None
 
     def feed_call(self, body: Body, piece: str, events: list[OutputEvent]) -> int:
         """Feed the body of a call, and keep its text, which is content if the call fails."""
         if self.failed:
-            events.append(MalformedText(piece, self.failed))
+            events.append(self._void(piece))
             return len(piece)
         self._piece, self._from = piece, 0
         taken = body.feed(piece, events)
@@ -108,7 +113,13 @@ class OpenOutput:
         if not self.failed:
             self._text.append(text)
         elif text:
-            events.append(MalformedText(text, self.failed))
+            events.append(self._void(text))
+
+    def _void(self, text: str) -> OutputEvent:
+        """Return the event of text of a call that failed."""
+        return (
+            MalformedText(text, self.failed) if "tools" in self.request.roles else ContentText(text)
+        )
 
     def enter(self, body: Body) -> None:
         """Forget a call that failed where something new starts, and its text outside of calls."""
@@ -180,7 +191,8 @@ class Reasoning(Body):
 
     def feed(self, text: str, events: list[OutputEvent]) -> int:
         """Take all of it."""
-        events.append(ReasoningText(text))
+        is_found = "reasoning" in self.output.request.roles
+        events.append(ReasoningText(text) if is_found else ContentText(text))
         return len(text)
 
 
@@ -322,6 +334,10 @@ class FormatParser(OutputParser):
             )
         self._states = self.states()
         self._table = _compile(self._states, context.tokenizer)
+        self._without_reasoning = self._table
+        if self.reasoning is not None:
+            others = {n: _without(state, self.reasoning) for n, state in self._states.items()}
+            self._without_reasoning = _compile(others, context.tokenizer)
 
     @abstractmethod
     def states(self) -> Mapping[str, State]:
@@ -358,6 +374,8 @@ class FormatParser(OutputParser):
     def open(self, request: ParserRequest) -> OutputState:
         """Return the state of a new output."""
         first = next(iter(self._states))
+        if "reasoning" not in request.roles:
+            return _FormatState(self._without_reasoning, first, request)
         if request.reasoning_open and self.reasoning is not None:
             first = self.reasoning
         return _FormatState(self._table, first, request)
@@ -380,6 +398,11 @@ class _Compiled:
     search: Callable[[str, int], re.Match[str] | None] | None
     by_text: Mapping[str, str | None]
     by_id: Mapping[int, str | None]
+
+
+def _without(state: State, name: str) -> State:
+    """Return a state without the moves to another one."""
+    return replace(state, moves={text: to for text, to in state.moves.items() if to != name})
 
 
 def _compile(states: Mapping[str, State], tokenizer: Tokenizer) -> dict[str, _Compiled]:
@@ -419,7 +442,7 @@ class _FormatState:
     @property
     def in_reasoning(self) -> bool:
         """Whether the state is one of reasoning."""
-        return isinstance(self._body, Reasoning)
+        return isinstance(self._body, Reasoning) and "reasoning" in self._output.request.roles
 
     def feed(self, text: str) -> Sequence[OutputEvent]:
         """Take text, but for an end that may begin a marker."""

@@ -376,6 +376,7 @@ class JsonCalls(Body):
             reason = self._stopped(stop, text, at, events)
             if reason:
                 self.output.fail_call(reason, events)
+            if self.output.failed:
                 return len(text)
             if stop is Stop.DONE:
                 self._ended = True
@@ -429,7 +430,7 @@ class JsonCalls(Body):
             self._begun = True
             self.output.tool = name
             self.output.begin_call(events)
-            if self._waiting:
+            if self._waiting and self.output.in_call:
                 events.append(ToolCallArguments("".join(self._waiting)))
         elif capture == "text":  # JSON in a string, or null
             arguments = "{}" if value == "null" else (_decoded_string(value) or "").strip(_SPACE)

@@ -113,10 +113,12 @@ class ParserRequest:
     """A request whose output is to be parsed.
 
     Attributes:
+        roles: what is to be found; the text of anything else is content.
         reasoning_open: whether the output begins inside reasoning, by the markers and the prompt.
         tools: JSON schemas of arguments, by the name of the tool.
     """
 
+    roles: tuple[Role, ...] = ("reasoning", "tools")
     reasoning_open: bool = False
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 

@@ -189,8 +189,9 @@ class _PythonCalls(Body):
         self._parts, self._length, self._code_length = [], 0, 0
         self.output.tool = name.strip()
         self.output.begin_call(events)
-        events.append(ToolCallArguments(arguments))
-        self.output.end_call(events, at)
+        if self.output.in_call:
+            events.append(ToolCallArguments(arguments))
+            self.output.end_call(events, at)
         return ""
 
     def close(self, events: list[OutputEvent], *, cut: bool) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hardpoint.plugins import (
-    OutputParser,
     ParserRequest,
     ReasoningMarkers,
     Tokenizer,
@@ -20,7 +19,6 @@ from hardpoint.plugins.output_parser import (
     OutputEvent,
     OutputState,
     ReasoningText,
-    Role,
     ToolCallArguments,
     ToolCallBegin,
     ToolCallEnd,
@@ -117,57 +115,19 @@ class OutputParsers:
         """
         markers = self.markers
         is_open = markers is not None and markers.is_open(prompt_token_ids)
-        given = ParserRequest(reasoning_open=is_open, tools=tools or {})
         with_tools = None if tools is None else self.tools
-        if with_tools is None:
-            return None if self.reasoning is None else _open_one(self.reasoning, given, "reasoning")
-        if self.reasoning is with_tools:
-            return with_tools.open(given)
-        tool_calls = _open_one(with_tools, ParserRequest(tools=tools or {}), "tools")
-        if self.reasoning is None:
-            return tool_calls
-        reasoning = _open_one(self.reasoning, given, "reasoning")
+        if self.reasoning is not None and self.reasoning is with_tools:
+            both = ParserRequest(reasoning_open=is_open, tools=tools or {})
+            return with_tools.open(both)
+        found = reasoning = tool_calls = None
+        if self.reasoning is not None:
+            request = ParserRequest(roles=("reasoning",), reasoning_open=is_open)
+            found = reasoning = self.reasoning.open(request)
+        if with_tools is not None:
+            found = tool_calls = with_tools.open(ParserRequest(roles=("tools",), tools=tools or {}))
+        if reasoning is None or tool_calls is None:
+            return found
         return _ChainedState(reasoning, self._reasoning_ids, tool_calls)
-
-
-def _open_one(parser: OutputParser, request: ParserRequest, role: Role) -> OutputState:
-    """Return the state of a parser in one of its roles."""
-    state = parser.open(request)
-    return state if parser.roles == (role,) else _OneRole(state, role)
-
-
-class _OneRole:
-    """The state of a parser of which one role is on: what it finds by the other is content."""
-
-    def __init__(self, state: OutputState, role: Role) -> None:
-        self._state, self._role = state, role
-
-    @property
-    def in_reasoning(self) -> bool:
-        return self._role == "reasoning" and self._state.in_reasoning
-
-    def feed(self, text: str) -> Sequence[OutputEvent]:
-        return self._kept(self._state.feed(text))
-
-    def feed_token(self, token_id: int, text: str) -> Sequence[OutputEvent]:
-        return self._kept(self._state.feed_token(token_id, text))
-
-    def finish(self) -> Sequence[OutputEvent]:
-        return self._kept(self._state.finish())
-
-    def _kept(self, events: Iterable[OutputEvent]) -> list[OutputEvent]:
-        kept: list[OutputEvent] = []
-        for event in events:
-            match event:
-                case ReasoningText(text) if self._role == "tools":
-                    kept.append(ContentText(text))
-                case ToolCallArguments(text) | MalformedText(text, _) if self._role == "reasoning":
-                    kept.append(ContentText(text))
-                case ToolCallBegin() | ToolCallEnd() if self._role == "reasoning":
-                    pass
-                case _:
-                    kept.append(event)
-        return kept
 
 
 class _ChainedState:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,12 +15,16 @@ from typing import Any, ClassVar
 from hypothesis import strategies as st
 
 from hardpoint.plugins import (
+    DecodeStream,
+    ModelFiles,
     OutputParser,
     OutputParserContext,
     ParserRequest,
     ReasoningMarkers,
     ReasoningTracker,
+    RequestError,
     Tokenizer,
+    TokenizerContext,
 )
 from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.component import Component
@@ -28,6 +34,7 @@ from hardpoint.plugins.output_parser import (
     OutputEvent,
     OutputState,
     ReasoningText,
+    Role,
     ToolCallArguments,
     ToolCallBegin,
     ToolCallEnd,
@@ -37,7 +44,6 @@ from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import load_tokenizer
 from hardpoint.testing.snapshots import count_elements
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
-from hardpoint.testing.text.byte_tokenizer import ByteTokenizer
 
 __all__ = ["OutputParserSuite", "OutputSample"]
 
@@ -78,6 +84,10 @@ MARKERS = Rule(
     "return every sequence that leads to reasoning and from it; grammars and thinking budgets go "
     "by them",
 )
+ROLES = Rule(
+    "roles: where one role is on, what the other would find is content",
+    "give events of the roles in ParserRequest.roles alone",
+)
 LINEAR = Rule(
     "linear: a character takes the same time, however long the output is",
     "look at every character once: no search from the beginning, no growing string that is copied",
@@ -85,6 +95,7 @@ LINEAR = Rule(
 
 _MICROSECONDS = 5.0  # per character; a usual format takes 0.1 to 1
 _LENGTH = 1 << 18  # of an adversarial text; what copies it all for a token takes far too long
+_NUM_BYTES = 256  # token ids of ByteTokenizer that are bytes
 
 
 @dataclass(frozen=True)
@@ -184,6 +195,10 @@ class OutputParserSuite(ComponentSuite):
     def test_markers(self) -> None:
         """At every token of a sample, the markers and the state agree on what is reasoning."""
         self._run_checks(MARKERS.text, *(lambda s=s: self._check_markers(s) for s in self.samples))
+
+    def test_roles(self) -> None:
+        """A parser of two roles finds with each alone what it finds with both."""
+        self._run_checks(ROLES.text, *(lambda s=s: self._check_roles(s) for s in self.samples))
 
     def test_independent(self) -> None:
         """Two outputs that come in turns are parsed as each alone."""
@@ -384,6 +399,28 @@ class OutputParserSuite(ComponentSuite):
                     f"in_reasoning {_inside(state.in_reasoning)}"
                 )
 
+    def _check_roles(self, sample: OutputSample) -> None:
+        if len(self.parser.roles) == 1:
+            return
+        both = self._parsed(sample)
+        finds: tuple[tuple[Role, tuple[type, ...]], ...] = (
+            ("reasoning", (ReasoningText,)),
+            ("tools", (ToolCallBegin, ToolCallArguments, ToolCallEnd, MalformedText)),
+        )
+        for role, types in finds:
+            if role == "tools" and sample.reasoning_open:
+                continue  # without reasoning, the output begins elsewhere
+            request = ParserRequest(
+                roles=(role,), reasoning_open=sample.reasoning_open, tools=sample.tools
+            )
+            found = self._events(request, self._pieces(sample.text))
+            wanted = [event for event in both if isinstance(event, types)]
+            if [event for event in found if not isinstance(event, ContentText)] != wanted:
+                raise ROLES.violation(
+                    f"{sample.text!r} with the role {role!r} alone became {short_repr(found)}, and "
+                    f"with both {short_repr(both)}"
+                )
+
     def _check_calls(self, text: str, events: Sequence[OutputEvent]) -> None:
         arguments: str | None = None
         for event in events:
@@ -512,3 +549,79 @@ def _is_object(text: str) -> bool:
         return isinstance(json.loads(text), dict)
     except ValueError:
         return False
+
+
+class ByteTokenizer(Tokenizer):
+    """One token per byte, and one per special token."""
+
+    contract = 1
+
+    def __init__(self, special_tokens: Sequence[str]) -> None:
+        """Give the special tokens the ids after the bytes."""
+        files = ModelFiles(name="bytes", path=Path())
+        super().__init__(TokenizerContext(name="bytes", options=self.Options(), files=files))
+        self._special = {text: _NUM_BYTES + i for i, text in enumerate(special_tokens)}
+        ordered = sorted(special_tokens, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+        self._texts = {token_id: text for text, token_id in self._special.items()}
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of bytes and special tokens."""
+        return _NUM_BYTES + len(self._special)
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The ids of the special tokens."""
+        return self._special
+
+    @property
+    def eos_token_ids(self) -> Sequence[int]:
+        """None."""
+        return ()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:  # noqa: ARG002
+        """Return the ids of special tokens and of the bytes between."""
+        ids: list[int] = []
+        at = 0
+        for found in self._pattern.finditer(text):
+            ids += [*text[at : found.start()].encode(), self._special[found.group()]]
+            at = found.end()
+        return [*ids, *text[at:].encode()]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text."""
+        stream = _ByteStream({} if skip_special_tokens else self._texts)
+        return "".join(stream.step(token) or "" for token in token_ids)
+
+    def decode_stream(
+        self,
+        prompt_token_ids: Sequence[int],  # noqa: ARG002
+        *,
+        skip_special_tokens: bool = True,
+    ) -> DecodeStream:
+        """Return a decoder."""
+        return _ByteStream({} if skip_special_tokens else self._texts)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],  # noqa: ARG002
+        *,
+        add_generation_prompt: bool = True,  # noqa: ARG002
+        template: str | None = None,  # noqa: ARG002
+        tools: Sequence[Mapping[str, Any]] | None = None,  # noqa: ARG002
+    ) -> str:
+        """Raise RequestError: there is no template."""
+        raise RequestError("the tokenizer has no chat template")
+
+
+class _ByteStream:
+    def __init__(self, texts: Mapping[int, str]) -> None:
+        self._texts = texts
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def step(self, token_id: int) -> str | None:
+        """Return the text that the token completes."""
+        if token_id >= _NUM_BYTES:
+            return self._texts.get(token_id)
+        return self._decoder.decode(bytes([token_id])) or None

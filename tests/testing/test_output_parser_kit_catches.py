@@ -32,6 +32,7 @@ BROKEN = [
     (parsers.OneState, "independent", "independent", "in turns with another output became"),
     (parsers.SharesTheBuffer, "independent", "independent", "in turns with another output became"),
     (parsers.TypedTokens, "tokens", "tokens", "as a text without special tokens became"),
+    (parsers.IgnoresRoles, "roles", "roles", "with the role 'reasoning' alone became"),
     (parsers.OtherMarkers, "markers", "markers", "by the markers .* outside of reasoning, by"),
     (parsers.ParsesAllAgain, "linear", "linear", "it had taken more than 5 microseconds"),
     (parsers.Remembers, "memory", "memory", r"grew from \d+ to \d+ elements while 400 outputs"),

@@ -209,7 +209,7 @@ class TestSpecialTokens:
             open_engine({"reasoning": {"parser": "harmony"}}, model), "h", RequestExtras()
         )
         assert (output.reasoning, output.tool_calls) == ("I add.", None)
-        assert output.content == '{"a": 1}'
+        assert output.content == 'assistantcommentary to=functions.add json{"a": 1}'
         (output,) = completions(open_engine({"tools": {"parser": "harmony"}}, model), "h")
         assert (output.reasoning, output.content) == (None, "I add.")
         assert output.tool_calls[0].name == "add"

@@ -116,6 +116,15 @@ class OtherMarkers(Right):
         return ReasoningMarkers(start=self.encoded("<reason>"), end=self.encoded(END))
 
 
+class IgnoresRoles(Right):
+    """Finds both, always."""
+
+    contract = 1
+
+    def open(self, request):
+        return super().open(ParserRequest(reasoning_open=request.reasoning_open))
+
+
 class MarkersInStrings(Right):
     """Finds markers in strings, too."""
 

@@ -11,10 +11,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from hardpoint.core.frontend.prompts import copied, is_list
 from hardpoint.plugins import RequestError, Tokenizer, typed
 from hardpoint.plugins.errors import shown
-
-from .prompts import copied, is_list
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any] | Callable[..., Any]]

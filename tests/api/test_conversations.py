@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 
 from hardpoint import LLM, RequestError, SamplingParams
-from hardpoint.core.frontend.chat import Chat, read_messages
+from hardpoint.chat import Chat, read_messages
 from hardpoint.testing import scripted_config, write_scripted_model
 
 WEATHER = {

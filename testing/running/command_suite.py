@@ -62,7 +62,9 @@ class ScriptedGenerator:
         """Yield a piece of text, then the last one."""
         text = prompt if isinstance(prompt, str) else None
         for piece, reason in ((" abc", None), (" abc", "length")):
-            new = CompletionOutput(index=0, text=piece, token_ids=[32], finish_reason=reason)
+            new = CompletionOutput(
+                index=0, text=piece, content=piece, token_ids=[32], finish_reason=reason
+            )
             yield RequestOutput(
                 request_id="r",
                 prompt=text,

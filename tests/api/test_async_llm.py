@@ -403,3 +403,28 @@ class TestBesides:
             return [(await collect(llm.generate(p, GREEDY)))[-1].outputs[0].text for p in prompts]
 
         assert run(main) == expected
+
+
+async def chat_outputs(llm, **options):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    return [output.outputs[0] async for output in llm.chat(messages, DELTAS, **options)]
+
+
+def test_chat(run):
+    async def main(llm):
+        parts = await chat_outputs(llm, timeout=60, priority=1)
+        assert sum(len(part.token_ids) for part in parts) == 20
+        assert "".join(part.content or "" for part in parts) == "".join(p.text for p in parts)
+        with pytest.raises(RequestError, match="tools: no parser finds calls"):
+            await chat_outputs(llm, tools=[main_tool])
+        with pytest.raises(RequestError, match="messages: expected"):
+            async for _ in llm.chat("Hi"):
+                pass
+        async for _ in llm.chat([{"role": "user", "content": "Hi"}], endless()):
+            break
+
+    run(main)
+
+
+def main_tool(city: str):
+    """Tell the weather."""

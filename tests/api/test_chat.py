@@ -33,6 +33,15 @@ def test_chat_keeps_the_conversation(monkeypatch, capsys):
     assert generator.closed
 
 
+def test_chat_shows_reasoning_and_does_not_send_it_again(monkeypatch, capsys):
+    thought = delta("<think>Hm", content=None, reasoning="Hm")
+    more = delta(".</think>Yes", content="Yes", reasoning=".")
+    generator = FakeGenerator([[thought, more], ["b"]])
+    assert chat(monkeypatch, "one\ntwo\n", generator) == 0
+    assert capsys.readouterr().out == "Hm.\nYes\nb\n"
+    assert [m["content"] for m in generator.asked[1][0]] == ["one", "Yes", "two"]
+
+
 def test_chat_forgets_and_leaves(monkeypatch):
     generator = FakeGenerator([["a"], ["b"]])
     assert chat(monkeypatch, "one\n/reset\ntwo\n/exit\nthree\n", generator) == 0
@@ -293,6 +302,22 @@ def wrapped(text, columns, pieces=1):
         output.write(text[start : start + pieces])
     output.end()
     return screen.getvalue()
+
+
+def test_reasoning_is_dim_and_ends_with_its_line(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    screen = io.StringIO()
+    output = WrappedOutput(screen, 10)
+    for text, reasoning in (("so it", True), (" is ", True), ("Yes, it is.", False)):
+        output.write(text, reasoning=reasoning)
+    output.end()
+    assert screen.getvalue() == "\x1b[2mso it is\n\x1b[0mYes, it\nis.\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    screen = io.StringIO()
+    output = WrappedOutput(screen, 10)
+    output.write("so", reasoning=True)
+    output.end()
+    assert screen.getvalue() == "so\n"
 
 
 @pytest.mark.parametrize("pieces", [1, 3, 1000])

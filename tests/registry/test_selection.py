@@ -9,6 +9,7 @@ from hardpoint.plugins import (
     ConfigError,
     KVEventPublisher,
     LogitsProcessor,
+    OutputParser,
     Sampler,
     SchedulingPolicy,
     StatSink,
@@ -344,3 +345,56 @@ class TestLists:
             installed.resolve(plugins={"enable": ["log"]})
         with pytest.raises(PluginNotFoundError, match=r"stats.sinks\[0\]: no stat_sinks component"):
             installed.resolve(stats={"sinks": ["lgo"]})
+
+
+KINDS = ("reasoning_parsers", "tool_parsers")
+BOTH = ("reasoning", "tools")
+
+
+def parser(*roles):
+    return component(OutputParser, roles=roles)
+
+
+class TestRoles:
+    """An output parser of both roles is one component of two kinds."""
+
+    def offer(self, installed, distribution="acme-pack", name="plan"):
+        installed.offer(f"tool_parsers/{name}", parser(*BOTH), distribution=distribution)
+        value = installed.found[-1].value
+        installed.found.append(
+            InstalledPlugin(KINDS[0], name, value, distribution, installed.found[-1].version)
+        )
+        return value
+
+    @pytest.mark.parametrize("by_name", [True, False])
+    def test_it_is_enabled_under_each(self, installed, by_name):
+        value = self.offer(installed)
+        plugins = installed.resolve(plugins={"enable": ["plan" if by_name else value]})
+        assert [on(plugins).get(f"{kind}/plan") for kind in KINDS] == [value, value]
+        plugins = installed.resolve(plugins={"enable": ["tool_parsers/plan"]})
+        assert [f"{kind}/plan" in on(plugins) for kind in KINDS] == [False, True]
+
+    def test_by_fqcn_without_an_entry_point(self, installed):
+        installed.module("loose", Plan=parser(*BOTH), Tools=parser("tools"))
+        enable = ["loose:Plan", {"use": "loose:Tools", "name": "calls"}]
+        plugins = installed.resolve(plugins={"enable": enable})
+        found = set(on(plugins)) - DEFAULTS
+        assert found == {"reasoning_parsers/plan", "tool_parsers/plan", "tool_parsers/calls"}
+
+    def test_it_is_disabled_and_replaced_as_one(self, installed):
+        self.offer(installed, "hardpoint")
+        installed.module("loose", Better=parser(*BOTH), Tools=parser("tools"))
+        plugins = installed.resolve(plugins={"disable": ["plan"]})
+        assert set(on(plugins)) == DEFAULTS
+        plugins = installed.resolve(plugins={"disable": ["tool_parsers/plan"]})
+        assert set(on(plugins)) == DEFAULTS | {"reasoning_parsers/plan"}
+        plugins = installed.resolve(plugins={"replace": {"plan": "loose:Better"}})
+        assert {on(plugins)[f"{kind}/plan"] for kind in KINDS} == {"loose:Better"}
+        with pytest.raises(PluginContractError, match="as one of reasoning_parsers it needs"):
+            installed.resolve(plugins={"replace": {"plan": "loose:Tools"}})
+
+    def test_a_group_whose_role_it_lacks_is_refused(self, installed):
+        installed.offer("reasoning_parsers/calls", parser("tools"))
+        words = "as one of reasoning_parsers it needs 'reasoning' among its roles, got"
+        with pytest.raises(PluginContractError, match=words):
+            installed.resolve(plugins={"enable": ["calls"]})

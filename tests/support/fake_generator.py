@@ -52,6 +52,7 @@ class FakeGenerator:
 
 
 def delta(text, finish_reason=None, index=0, **fields):
+    fields = {"content": text or None} | fields
     new = CompletionOutput(
         index=index,
         text=text,

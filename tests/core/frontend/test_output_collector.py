@@ -12,6 +12,7 @@ from support.searching import examples
 
 from hardpoint import CompletionOutput, Logprob, RequestOutput, RequestOutputKind
 from hardpoint.core.frontend.output_collector import RequestOutputCollector
+from hardpoint.plugins.requests import ToolCall
 from hardpoint.plugins.stats import RequestMetrics
 
 DELTA, CUMULATIVE, FINAL_ONLY = (
@@ -40,7 +41,25 @@ def logprobs(token: int) -> list:
     return [{token: Logprob(-float(token), 1, "x")}]
 
 
+def call(index, arguments, name=None):
+    return ToolCall(index=index, id=name and f"call_{name}", name=name, arguments=arguments)
+
+
 class TestDeltas:
+    def test_their_parts_are_joined(self):
+        collector = RequestOutputCollector(DELTA)
+        first = completion(reasoning="So", tool_calls=None)
+        second = completion(reasoning=".", content="Yes", tool_calls=[call(0, "{", "f")])
+        third = completion(content="!", tool_calls=[call(0, "}"), call(1, "", "g")], warning="w")
+        for one in (first, second, third):
+            collector.put(output(one))
+        (held,) = collector.get_nowait().outputs
+        assert (held.reasoning, held.content, held.warning) == ("So.", "Yes!", "w")
+        assert [(c.index, c.id, c.name, c.arguments) for c in held.tool_calls] == [
+            (0, "call_f", "f", "{}"),
+            (1, "call_g", "g", ""),
+        ]
+
     def test_the_first_is_held_as_it_is(self):
         collector, first = RequestOutputCollector(DELTA), output(completion())
         collector.put(first)

@@ -286,6 +286,9 @@ class GuardedOutputParser(_Guard, OutputParser):
         return RequestError(f"output parser {self.name!r}: {reason}")
 
 
+_TEXTS = frozenset({ContentText, ReasoningText})
+
+
 class GuardedOutputState:
     """The state of an output; what it raises, or gives and must not, names its parser."""
 
@@ -305,40 +308,56 @@ class GuardedOutputState:
 
     def feed(self, text: str) -> Sequence[OutputEvent]:
         """Take a piece of text."""
-        return self._events("feed", text)
+        try:
+            events = self._state.feed(text)
+        except BaseException as cause:
+            raise_unless_fault(cause)
+            raise self._parser.fault("feed", cause) from cause
+        return self._checked("feed", events)
 
     def feed_token(self, token_id: int, text: str) -> Sequence[OutputEvent]:
         """Take a special token."""
-        return self._events("feed_token", token_id, text)
+        try:
+            events = self._state.feed_token(token_id, text)
+        except BaseException as cause:
+            raise_unless_fault(cause)
+            raise self._parser.fault("feed_token", cause) from cause
+        return self._checked("feed_token", events)
 
     def finish(self) -> Sequence[OutputEvent]:
         """End the output."""
-        return self._events("finish")
-
-    def _events(self, method: str, *args: Any) -> list[OutputEvent]:
         try:
-            events: list[OutputEvent] = list(getattr(self._state, method)(*args))
+            events = self._state.finish()
         except BaseException as cause:
             raise_unless_fault(cause)
-            raise self._parser.fault(method, cause) from cause
+            raise self._parser.fault("finish", cause) from cause
+        return self._checked("finish", events)
+
+    def _checked(self, method: str, events: Sequence[OutputEvent]) -> Sequence[OutputEvent]:
+        """Return events if they are some, in an order in which they may come."""
+        if not isinstance(events, list | tuple):
+            raise self._parser.fault(method, f"returned {shown(events)}, expected a list of events")
         for event in events:
-            match event:
-                case ContentText(str()) | ReasoningText(str()):
-                    pass
-                case ToolCallArguments(str()) if self._in_call:
-                    pass
-                case ToolCallBegin(str() as name, str() | None) if name and not self._in_call:
-                    self._in_call = True
-                case ToolCallEnd() if self._in_call:
-                    self._in_call = False
-                case MalformedText(str(), str()):
-                    self._in_call = False
-                case _:
-                    where = "inside" if self._in_call else "outside of"
-                    raise self._parser.fault(
-                        method, f"gave {shown(event)} {where} a call, expected other events"
-                    )
+            kind = type(event)
+            is_text = kind in _TEXTS or (kind is ToolCallArguments and self._in_call)
+            if not (is_text and type(event.text) is str):
+                self._check(method, event)
         return events
+
+    def _check(self, method: str, event: OutputEvent) -> None:
+        """Check an event, and whether it begins or ends a call."""
+        match event:
+            case ToolCallBegin(str() as name, str() | None) if name and not self._in_call:
+                self._in_call = True
+            case ToolCallEnd() if self._in_call:
+                self._in_call = False
+            case MalformedText(str(), str()):
+                self._in_call = False
+            case _:
+                where = "inside" if self._in_call else "outside of"
+                raise self._parser.fault(
+                    method, f"gave {shown(event)} {where} a call, expected other events"
+                )
 
 
 def open_parser(

@@ -13,8 +13,16 @@ import pytest
 from support.processes import ROOT, run
 from support.source_tree import FOLDERS, classes, defined_names, functions, modules, tree
 
-from hardpoint.plugins import EngineConfig, LogitsProcessor
+from hardpoint.plugins import EngineConfig, LogitsProcessor, OutputParserContext, ParserRequest
+from hardpoint.plugins.output_parser import (
+    ContentText,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallBegin,
+    join_events,
+)
 from hardpoint.registry.plugin_set import resolve_plugins
+from hardpoint.testing.text.output_parser_suite import ByteTokenizer
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"^# file: (\S+)\n")
@@ -80,6 +88,52 @@ def test_every_built_in_logits_processor_has_a_page_that_is_true(name, cls):
 def test_the_index_of_built_ins_is_in_the_order_in_which_they_run():
     index = (DOCS / "builtins" / "README.md").read_text()
     assert re.findall(r"\| \[(\w+)\]\(\1\.md\)", index) == [name for name, _ in PROCESSORS]
+
+
+PARSERS = {
+    entry.name: resolve_plugins(EngineConfig()).target(entry)
+    for kind in ("reasoning_parsers", "tool_parsers")
+    for entry in resolve_plugins(EngineConfig()).entries(kind)
+}
+
+
+def parts_of(cls, text: str) -> list[str]:
+    """Return what an output parser finds in an output, as pages show it."""
+    tokenizer = ByteTokenizer(cls.required_tokens)
+    parser = cls(OutputParserContext(name="it", options=cls.Options(), tokenizer=tokenizer))
+    state = parser.open(ParserRequest())
+    stream = tokenizer.decode_stream([])
+    events = []
+    for token in tokenizer.encode(text):
+        is_marker = token in parser.token_ids
+        events += state.feed_token(token, "") if is_marker else state.feed(stream.step(token) or "")
+    lines = []
+    for event in join_events([*events, *state.finish()]):
+        match event:
+            case ReasoningText(found):
+                lines.append(f"reasoning: {found}")
+            case ContentText(found):
+                lines.append(f"content: {found}")
+            case ToolCallBegin(name):
+                lines.append(f"call: {name} ")
+            case ToolCallArguments(found):
+                lines[-1] += found
+    return [line.replace("\n", "\\n") for line in lines]
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_every_built_in_output_parser_has_a_page_that_is_true(name):
+    cls, text = PARSERS[name], (DOCS / "builtins" / f"{name}.md").read_text()
+    table = dict(re.findall(r"^\| ([\w ]+) \| (.*) \|$", text, re.MULTILINE))
+    assert table["Finds"] == ", ".join(cls.roles)
+    needs = table["Special tokens it needs"]
+    assert (needs == "none") == (not cls.required_tokens)
+    assert needs == "all of them" or all(f"`{t}`" in needs for t in cls.required_tokens)
+    assert table["Source"]
+    (output,) = re.findall(r"^(`{3,4})output\n(.*?)\n\1$", text, re.MULTILINE | re.DOTALL)
+    (parts,) = re.findall(r"^```parts\n(.*?)\n```$", text, re.MULTILINE | re.DOTALL)
+    assert parts_of(cls, output[1]) == parts.splitlines()
+    assert f"(builtins/{name}.md)" in (DOCS / "reasoning-and-tools.md").read_text()
 
 
 def public_classes() -> set[str]:

@@ -275,7 +275,7 @@ def state(give):
     ("give", "words"),
     [
         (failing, "failed: LookupError: lost"),
-        (returning(None), "failed: TypeError: 'NoneType' object is not iterable"),
+        (returning(None), "returned None, expected a list of events"),
         (returning(["x"]), "gave 'x' outside of a call, expected other events"),
         (returning([ContentText(None)]), "gave ContentText(text=None) outside of a call"),
         (

@@ -67,6 +67,10 @@ EOS = Rule(
     "eos: an end-of-sequence token is a token of its own",
     "name special tokens only, which stand for no text",
 )
+SPECIAL = Rule(
+    "special tokens: each is encoded as its id alone, and decoded to its text",
+    "name in special_tokens only what encode finds as one token in any text",
+)
 UNKNOWN = Rule(
     "unknown tokens: ids that only the model has are decoded as no text",
     "skip ids from vocab_size on: models often have more rows than the tokenizer has tokens",
@@ -275,6 +279,10 @@ class TokenizerSuite(ComponentSuite):
         if self._subject.eos_token_ids:
             self._search(EOS.text, 100, check, text=self._texts)
 
+    def test_special_tokens(self) -> None:
+        """Each special token has an id of its own, which its text and no other gives."""
+        self._run_checks(SPECIAL.text, self._check_special)
+
     def test_reads_only(self) -> None:
         """Token ids and messages that a method gets stay as they are."""
 
@@ -456,6 +464,18 @@ class TokenizerSuite(ComponentSuite):
                 raise EOS.violation(
                     f"eos_token_ids has token {token}, which is the text {text!r} even where "
                     f"special tokens are skipped"
+                )
+
+    def _check_special(self) -> None:
+        subject = self._subject
+        for text, token in subject.special_tokens.items():
+            self._check_token(token, "special_tokens")
+            ids = subject.encode(text, add_special_tokens=False)
+            shown = subject.decode([token], skip_special_tokens=False)
+            if list(ids) != [token] or shown.strip() != text.strip():
+                raise SPECIAL.violation(
+                    f"special_tokens has {text!r} as token {token}; it is encoded as "
+                    f"{short_repr(ids)}, and the token is decoded to {shown!r}"
                 )
 
     def _check_memory(self) -> None:

@@ -45,6 +45,7 @@ TOKENIZERS = [
     (tokenizers.EndsAtNewlines, "eos", "eos", r"token 10, which is the text '\\n' even where"),
     (tokenizers.EndsBeyond, "eos", "vocabulary", "eos_token_ids has the token id 300, vocab"),
     (tokenizers.ClearsIds, "reads_only", "reads only", "decode changed what it was given"),
+    (tokenizers.NamesText, "special_tokens", "special tokens", "as token 60; it is encoded as"),
     (tokenizers.FillsMessages, "reads_only", "reads only", "apply_chat_template changed what"),
     (tokenizers.Remembers, "memory", "memory", r"grew from \d+ to \d+ elements while 100 texts"),
     (tokenizers.DecodesAllAgain, "speed", "speed", r"a token of a stream of 1000 cost \d+ micr"),

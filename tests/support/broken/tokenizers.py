@@ -231,6 +231,13 @@ class EndsBeyond(Bytes):
     eos_token_ids = (300,)
 
 
+class NamesText(Bytes):
+    """Its special tokens are ordinary text."""
+
+    contract = 1
+    special_tokens = {"<think>": 60}
+
+
 class ClearsIds(Bytes):
     contract = 1
 

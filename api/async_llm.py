@@ -149,7 +149,7 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
         extras = make_extras(priority=priority, timeout=timeout, tags=tags, cache_salt=cache_salt)
         return self._engine.generate(prompt, sampling_params, request_id, extras)
 
-    async def chat(  # noqa: PLR0913 - as `generate`, and the tools
+    async def chat(  # noqa: PLR0913 - as `generate`, and what templates take
         self,
         messages: Messages,
         sampling_params: SamplingParams | None = None,
@@ -157,6 +157,9 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
         *,
         tools: Tools | None = None,
         tool_choice: ToolChoice = "auto",
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
         timeout: float | None = None,
         tags: Mapping[str, str] | None = None,
@@ -171,6 +174,11 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
             tools: that the model may call: OpenAI's `{"type": "function", ...}`, or Python
                 functions with typed parameters.
             tool_choice: "none" shows the model no tools.
+            add_generation_prompt: whether the prompt ends with the beginning of an answer; None is
+                unless the last message is continued.
+            continue_final_message: the model goes on with the last message, of the assistant.
+            chat_template_kwargs: variables of the template that the operator allows, such as
+                `{"enable_thinking": False}`.
             sampling_params, request_id, priority, timeout, tags, cache_salt: as for `generate`.
 
         Raises:
@@ -178,7 +186,13 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
                 malformed, or there is no tool parser.
             OverloadedError, EngineDeadError, EngineClosedError: as `generate`.
         """
-        chat = Chat(tools, tool_choice)
+        chat = Chat(
+            tools,
+            tool_choice,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         prompt = await asyncio.to_thread(chat.rendered, self.tokenizer, messages)
         extras = make_extras(
             priority=priority,

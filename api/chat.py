@@ -210,11 +210,19 @@ class Chat:
             without tools.
     """
 
-    def __init__(self, tools: Any = None, tool_choice: Any = "auto") -> None:
-        """Check the tools.
+    def __init__(
+        self,
+        tools: Any = None,
+        tool_choice: Any = "auto",
+        *,
+        add_generation_prompt: Any = None,
+        continue_final_message: Any = False,
+        chat_template_kwargs: Any = None,
+    ) -> None:
+        """Check what a caller gives.
 
         Raises:
-            RequestError: they are malformed, or the choice is.
+            RequestError: the tools or another argument is malformed.
         """
         read = [] if tools is None else read_tools(tools)
         _check_choice(tool_choice)
@@ -223,6 +231,25 @@ class Chat:
         self.schemas = {
             tool.function.name: tool.function.parameters for tool in shown_tools
         } or None
+        _check_flag("add_generation_prompt", add_generation_prompt, bool | None)
+        _check_flag("continue_final_message", continue_final_message, bool)
+        if add_generation_prompt and continue_final_message:
+            raise RequestError(
+                "continue_final_message: expected false where add_generation_prompt is true, for "
+                "the prompt ends with the last message or with the beginning of another one"
+            )
+        self._begins = not continue_final_message
+        if add_generation_prompt is not None:
+            self._begins = add_generation_prompt
+        self._continues = continue_final_message
+        self._variables: dict[str, Any] = {}
+        if chat_template_kwargs is not None:
+            self._variables = typed.convert(
+                chat_template_kwargs,
+                dict[str, Any],
+                path="chat_template_kwargs",
+                error=RequestError,
+            )
 
     def rendered(self, tokenizer: Tokenizer, messages: Any) -> Mapping[str, Any]:
         """Return a conversation as a prompt that is tokenised already.
@@ -230,10 +257,21 @@ class Chat:
         Raises:
             RequestError: the model has no chat template, or it refuses the messages.
         """
-        text = tokenizer.apply_chat_template(read_messages(messages), tools=self.tools or None)
+        text = tokenizer.apply_chat_template(
+            read_messages(messages),
+            add_generation_prompt=self._begins,
+            tools=self.tools or None,
+            continue_final_message=self._continues,
+            variables=self._variables or None,
+        )
         # The template writes the special tokens itself.
         ids = tokenizer.encode(text, add_special_tokens=False)
         return {"type": "token", "prompt_token_ids": ids, "prompt": text}
+
+
+def _check_flag(name: str, value: Any, type_: Any) -> None:
+    if not isinstance(value, type_):
+        raise RequestError(f"{name}: expected true or false, got {shown(value)}")
 
 
 def _check_choice(choice: Any) -> None:

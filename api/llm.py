@@ -155,13 +155,16 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         )
         return self._run(self._calls.add(requests))
 
-    def chat(
+    def chat(  # noqa: PLR0913 - as `generate`, and what templates take
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Tools | None = None,
         tool_choice: ToolChoice = "auto",
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int | Sequence[int] = 0,
         timeout: float | Sequence[float | None] | None = None,
         tags: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
@@ -175,6 +178,11 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
             tools: that the model may call in any of them: OpenAI's `{"type": "function", ...}`, or
                 Python functions with typed parameters.
             tool_choice: "none" shows the model no tools.
+            add_generation_prompt: whether the prompt ends with the beginning of an answer; None is
+                unless the last message is continued.
+            continue_final_message: the model goes on with the last message, of the assistant.
+            chat_template_kwargs: variables of the template that the operator allows, such as
+                `{"enable_thinking": False}`.
             priority, timeout, tags, cache_salt: as for `generate`.
 
         Raises:
@@ -189,7 +197,13 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         listed = copied(messages, "messages")
         single = not listed or isinstance(listed[0], Mapping)
         conversations: Sequence[Any] = [listed] if single else listed
-        chat = Chat(tools, tool_choice)
+        chat = Chat(
+            tools,
+            tool_choice,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         requests = make_requests(
             [self._rendered(conversation, chat) for conversation in conversations],
             self.default_sampling_params() if sampling_params is None else sampling_params,
@@ -264,13 +278,16 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         given = (request(prompt, params) for prompt, params in requests)
         return UnorderedCall(self._calls, given, window).outputs()
 
-    def stream_chat(
+    def stream_chat(  # noqa: PLR0913 - as `stream`, and what templates take
         self,
         messages: Messages,
         sampling_params: SamplingParams | None = None,
         *,
         tools: Tools | None = None,
         tool_choice: ToolChoice = "auto",
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
         timeout: float | None = None,
         tags: Mapping[str, str] | None = None,
@@ -279,13 +296,20 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         """Answer one conversation; iterate over what it returns for outputs as they come.
 
         Args:
-            messages, tools, tool_choice: as for `chat`.
+            messages, tools, tool_choice, add_generation_prompt, continue_final_message,
+                chat_template_kwargs: as for `chat`.
             sampling_params, priority, timeout, tags, cache_salt: as for `stream`.
 
         Raises:
             RequestError, OverloadedError: as `chat` and `stream`.
         """
-        chat = Chat(tools, tool_choice)
+        chat = Chat(
+            tools,
+            tool_choice,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         extras = make_extras(
             priority=priority,
             timeout=timeout,
@@ -296,14 +320,26 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         return self._stream(self._rendered(messages, chat), sampling_params, extras)
 
     def apply_chat_template(
-        self, messages: Messages, *, tools: Tools | None = None
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Mapping[str, Any]:
         """Return a conversation as a prompt: `prompt` is its text, `prompt_token_ids` its ids.
 
         Raises:
             RequestError: the model has no chat template, or it refuses the messages.
         """
-        return self._rendered(messages, Chat(tools))
+        chat = Chat(
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self._rendered(messages, chat)
 
     def _rendered(self, messages: Messages, chat: Chat) -> Mapping[str, Any]:
         with self._engine.lock:

@@ -94,6 +94,8 @@ class Tokenizer(Component):
         add_generation_prompt: bool = True,
         template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt text for a conversation.
 
@@ -101,7 +103,11 @@ class Tokenizer(Component):
             messages: mappings with `role` and `content`.
             add_generation_prompt: whether the text ends with the beginning of an answer.
             template: instead of the model's.
-            tools: that the model may call, as OpenAI's API has them; left out without any.
+            tools: that the model may call, as OpenAI's API has them. This and the following are
+                left out where a caller does not use them.
+            continue_final_message: the text ends with the last message, which the model goes on
+                with.
+            variables: further variables of the template, such as `enable_thinking`.
 
         Raises:
             RequestError: the model has no chat template, or the template refuses the messages.

@@ -194,17 +194,23 @@ class GuardedTokenizer(_Guard, Tokenizer):
         add_generation_prompt: bool = True,
         template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt text for a conversation."""
         apply = self._tokenizer.apply_chat_template
-        with_tools = {"tools": tools} if tools else {}
+        more = {
+            "tools": tools,
+            "continue_final_message": continue_final_message,
+            "variables": variables,
+        }
         text = self._call(
             "apply_chat_template",
             apply,
             messages,
             add_generation_prompt=add_generation_prompt,
             template=template,
-            **with_tools,
+            **{name: value for name, value in more.items() if value},
         )
         return self._text("apply_chat_template", text)
 

@@ -21,6 +21,7 @@ from hardpoint.builtin_plugins.loaders.files import (
 from hardpoint.builtin_plugins.loaders.gguf_file import open_gguf
 from hardpoint.plugins import (
     Annotated,
+    ConfigError,
     DecodeStream,
     Meta,
     ModelError,
@@ -56,12 +57,24 @@ class TransformersTokenizer(Tokenizer):
     contract = 1
 
     class Options(plugins.Options):
-        """Limits of chat templates, which are programs of the model's author.
+        """Chat templates, which are programs of the model's author, and their limits.
 
         Attributes:
+            chat_template: path of a Jinja file that takes the place of the model's template.
+            template_variables: that callers may set, by `chat_template_kwargs`.
             template_seconds: that rendering a conversation may take.
             template_characters: of a conversation's text.
         """
+
+        chat_template: Annotated[str, Meta(min_length=1)] | None = None
+        template_variables: tuple[str, ...] = (
+            "enable_thinking",
+            "thinking",
+            "reasoning_effort",
+            "documents",
+            "date_string",
+            "model_identity",
+        )
 
         template_seconds: Annotated[float, Meta(gt=0, le=3600)] = 2.0
         template_characters: Annotated[int, Meta(gt=0, le=1 << 28)] = 10_000_000
@@ -82,6 +95,8 @@ class TransformersTokenizer(Tokenizer):
             skip: TokenTexts(files.tokenizer, skip_special_tokens=skip) for skip in (False, True)
         }
         self._chat_template = files.chat_template
+        if self.options.chat_template is not None:
+            self._chat_template = self._own_template(Path(self.options.chat_template))
         self._chat = ChatRenderer(self.options.template_seconds, self.options.template_characters)
         self._special = files.special
         eos = files.special.get("eos_token")
@@ -125,6 +140,8 @@ class TransformersTokenizer(Tokenizer):
         add_generation_prompt: bool = True,
         template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt text of a conversation; `template` overrides the model's.
 
@@ -144,16 +161,74 @@ class TransformersTokenizer(Tokenizer):
                 f"tools: the chat template of {self.context.files.name!r} does not show the model "
                 f"any tools"
             )
-        return self._chat.render(
-            messages,
-            source,
-            add_generation_prompt=add_generation_prompt,
-            variables=self._special | ({"tools": tools} if tools else {}),
+        for name in variables or ():
+            if name not in self.options.template_variables:
+                allowed = ", ".join(self.options.template_variables) or "none"
+                raise RequestError(
+                    f"chat_template_kwargs.{name}: expected a variable that is allowed: {allowed} "
+                    f"(the option template_variables of the tokenizer)"
+                )
+        given = {**self._special, **(variables or {}), **({"tools": tools} if tools else {})}
+        if continue_final_message:
+            messages = _with_end_mark(messages)
+        text = self._chat.render(
+            messages, source, add_generation_prompt=add_generation_prompt, variables=given
         )
+        return _up_to_end_mark(text) if continue_final_message else text
+
+    def _own_template(self, path: Path) -> str:
+        """Return the template that the operator names.
+
+        Raises:
+            ConfigError: its file cannot be read.
+        """
+        try:
+            return read_text(path)
+        except ModelError as cause:
+            raise ConfigError(f"plugin.{self.name}.chat_template: {cause}") from cause
 
     def close(self) -> None:
         """End the process that renders chat templates."""
         self._chat.close()
+
+
+_END_MARK = "<the final message ends here>"
+
+
+def _with_end_mark(messages: Any) -> Any:
+    """Return messages whose last one, of the assistant, ends with a mark.
+
+    Raises:
+        RequestError: the last one is no text of the assistant.
+    """
+    last = messages[-1] if isinstance(messages, Sequence) and messages else None
+    if not isinstance(last, Mapping) or last.get("role") != "assistant":
+        role = last.get("role") if isinstance(last, Mapping) else last
+        raise RequestError(
+            f'messages: continue_final_message needs a last message of the role "assistant", '
+            f"got {role!r}"
+        )
+    if not isinstance(last.get("content"), str):
+        raise RequestError(
+            f"messages[{len(messages) - 1}].content: expected a string to continue, got "
+            f"{last.get('content')!r}"
+        )
+    return [*messages[:-1], {**last, "content": last["content"] + _END_MARK}]
+
+
+def _up_to_end_mark(text: str) -> str:
+    """Return a conversation up to the end of its last message.
+
+    Raises:
+        RequestError: the template does not show it.
+    """
+    before, mark, _ = text.rpartition(_END_MARK)
+    if not mark:
+        raise RequestError(
+            "messages: continue_final_message: the chat template does not show the last message "
+            "as it is"
+        )
+    return before
 
 
 def _read_gguf(path: Path) -> _Files:

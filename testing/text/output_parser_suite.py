@@ -609,7 +609,7 @@ class ByteTokenizer(Tokenizer):
         *,
         add_generation_prompt: bool = True,  # noqa: ARG002
         template: str | None = None,  # noqa: ARG002
-        tools: Sequence[Mapping[str, Any]] | None = None,  # noqa: ARG002
+        **options: Any,  # noqa: ARG002
     ) -> str:
         """Raise RequestError: there is no template."""
         raise RequestError("the tokenizer has no chat template")

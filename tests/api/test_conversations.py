@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from hardpoint import LLM, RequestError, SamplingParams
+from hardpoint import LLM, ConfigError, RequestError, SamplingParams
 from hardpoint.chat import Chat, read_messages
 from hardpoint.testing import scripted_config, write_scripted_model
 
@@ -180,3 +180,61 @@ def test_tools_without_a_parser_are_refused(folder):
     words = r"tools: no parser finds .* set tools\.parser"
     with LLM(config=scripted_config(folder)) as llm, pytest.raises(RequestError, match=words):
         llm.chat(MESSAGES, tools=[now])
+
+
+PREFILLED = [*MESSAGES, {"role": "assistant", "content": "It is "}]
+
+
+def test_the_last_message_may_be_continued(folder):
+    with LLM(config=scripted_config(folder)) as llm:
+        prompt = llm.apply_chat_template(PREFILLED, continue_final_message=True)["prompt"]
+        assert prompt.endswith("assistant: It is ")
+        assert "final message" not in prompt
+        whole = llm.apply_chat_template(PREFILLED, add_generation_prompt=False)["prompt"]
+        assert whole == f"{prompt}\n"
+        (output,) = llm.chat(PREFILLED, SamplingParams(max_tokens=2), continue_final_message=True)
+        assert output.prompt == prompt
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "words"),
+    [
+        (MESSAGES, {}, "needs a last message of the role \"assistant\", got 'user'"),
+        ([], {}, 'needs a last message of the role "assistant", got None'),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}],
+            {},
+            r"messages\[0\].content: expected a string to continue, got None",
+        ),
+        (PREFILLED, {"add_generation_prompt": True}, "expected false where add_generation_prompt"),
+        (PREFILLED, {"add_generation_prompt": 1}, "add_generation_prompt: expected true or false"),
+    ],
+)
+def test_what_cannot_be_continued(folder, messages, options, words):
+    with LLM(config=scripted_config(folder)) as llm, pytest.raises(RequestError, match=words):
+        llm.apply_chat_template(messages, continue_final_message=True, **options)
+
+
+def test_variables_of_the_operators_template(folder, tmp_path):
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ enable_thinking }}: {{ messages[0].content }}")
+    chosen = {"plugin": {"transformers": {"chat_template": str(template)}}}
+    with LLM(config=scripted_config(folder, chosen)) as llm:
+        text = llm.apply_chat_template(MESSAGES, chat_template_kwargs={"enable_thinking": False})
+        assert text["prompt"] == "False: What time is it?"
+        with pytest.raises(
+            RequestError, match=r"chat_template_kwargs\.messages: expected a variable that is all"
+        ):
+            llm.apply_chat_template(MESSAGES, chat_template_kwargs={"messages": []})
+        with pytest.raises(RequestError, match=r"tools: the chat template of .* does not show"):
+            llm.apply_chat_template(MESSAGES, tools=[now])
+        with pytest.raises(RequestError, match="chat_template_kwargs: expected a table"):
+            llm.apply_chat_template(MESSAGES, chat_template_kwargs=5)
+        with pytest.raises(RequestError, match="does not show the last message as it is"):
+            llm.apply_chat_template(PREFILLED, continue_final_message=True)
+
+
+def test_an_operators_template_that_is_not_there(folder):
+    chosen = {"plugin": {"transformers": {"chat_template": "no/such.jinja"}}}
+    with pytest.raises(ConfigError, match=r"plugin\.transformers\.chat_template: .*such\.jinja"):
+        LLM(config=scripted_config(folder, chosen))

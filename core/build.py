@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from hardpoint.core.frontend.output_parts import OutputParsers
 from hardpoint.core.frontend.statistics import Statistics, open_statistics
 from hardpoint.core.worker.threads import short_spin
 from hardpoint.plugins import (
+    ConfigError,
     EngineConfig,
     ModelFiles,
     SamplingParams,
@@ -37,6 +39,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Progress
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.read_only import read_only
 from hardpoint.plugins.typed import join_path
 from hardpoint.registry.discovery import installed_version
@@ -316,15 +319,47 @@ def _tokenizer(
 def _output_parsers(
     config: EngineConfig, plugins: PluginSet, tokenizer: Tokenizer, vocab_size: int
 ) -> OutputParsers:
-    named = {"reasoning_parsers": config.reasoning.parser, "tool_parsers": config.tools.parser}
     opened: dict[tuple[str, str], GuardedOutputParser] = {}
     by_kind = {}
-    for kind, name in named.items():
-        if name is None:
+    for kind, name in (
+        ("reasoning_parsers", config.reasoning.parser),
+        ("tool_parsers", config.tools.parser),
+    ):
+        entry = _named_parser(kind, name, plugins, tokenizer)
+        if entry is None:
             continue
-        entry = plugins.get(kind, name)
         key = (entry.name, entry.value)  # a class of both roles is one component
-        if key not in opened:
-            opened[key] = open_parser(plugins, entry, tokenizer, vocab_size)
+        try:
+            if key not in opened:
+                opened[key] = open_parser(plugins, entry, tokenizer, vocab_size)
+        except ConfigError as cause:
+            if name != "auto":
+                raise
+            _log.warning(
+                "%s: the chat template shows %r, which is left out: %s", kind, entry.name, cause
+            )
+            continue
         by_kind[kind] = opened[key]
     return OutputParsers(tokenizer, by_kind)
+
+
+def _named_parser(
+    kind: str, name: str, plugins: PluginSet, tokenizer: Tokenizer
+) -> PluginEntry | None:
+    """Return the parser that the configuration names, or that the chat template shows."""
+    if name == "none":
+        return None
+    if name != "auto":
+        return plugins.get(kind, name)
+    template = tokenizer.chat_template or ""
+    fitting = [
+        (sum(map(len, marks)), entry)
+        for entry in plugins.entries(kind)
+        if template and (marks := plugins.target(entry).template_marks)
+        if all(mark in template for mark in marks)
+    ]
+    if not fitting:
+        return None
+    _, entry = max(fitting, key=operator.itemgetter(0))
+    _log.info("%s: %s, for the model's chat template shows its markers", kind, entry.name)
+    return entry

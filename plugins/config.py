@@ -236,20 +236,22 @@ class ReasoningConfig(Strict):
     """Reasoning in the model's output.
 
     Attributes:
-        parser: name of a reasoning parser; None is a model without reasoning.
+        parser: name of a reasoning parser; "auto" is the one that the model's chat template shows,
+            if it shows one, and "none" is none.
     """
 
-    parser: Name | None = None
+    parser: Name = "auto"
 
 
 class ToolsConfig(Strict):
     """Calls of tools in the model's output.
 
     Attributes:
-        parser: name of a tool parser; None is a model that calls no tools.
+        parser: name of a tool parser; "auto" is the one that the model's chat template shows, if
+            it shows one, and "none" is none.
     """
 
-    parser: Name | None = None
+    parser: Name = "auto"
 
 
 class TokenizerConfig(Strict):

@@ -146,9 +146,13 @@ class OutputParser(ComponentWithArguments):
         roles: what it finds. It can be enabled under the kind of each: `reasoning_parsers`,
             `tool_parsers`. Where two parsers are enabled, the content that the reasoning parser
             finds is parsed for tools.
+        template_marks: texts that the chat templates of its models have, all of them: where the
+            configuration says "auto", the parser with the most of them is chosen. Without any, it
+            never is.
     """
 
     roles: ClassVar[tuple[Role, ...]]
+    template_marks: ClassVar[tuple[str, ...]] = ()
     context: OutputParserContext
 
     def __init__(self, context: OutputParserContext) -> None:

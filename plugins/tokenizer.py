@@ -59,6 +59,11 @@ class Tokenizer(Component):
         return {}
 
     @property
+    def chat_template(self) -> str | None:
+        """The source of the chat template, if there is one; it shows which formats it is for."""
+        return None
+
+    @property
     @abstractmethod
     def eos_token_ids(self) -> Sequence[int]:
         """End-of-sequence tokens of the tokenizer; may be empty."""

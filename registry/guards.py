@@ -157,6 +157,16 @@ class GuardedTokenizer(_Guard, Tokenizer):
         return {text: token for text, token in tokens.items() if 0 <= token < self._vocab_size}
 
     @property
+    def chat_template(self) -> str | None:
+        """The source of the chat template, if there is one.
+
+        Raises:
+            PluginFaultError: the tokenizer failed.
+        """
+        source = self._call("chat_template", lambda: self._tokenizer.chat_template)
+        return None if source is None else self._text("chat_template", source)
+
+    @property
     def eos_token_ids(self) -> Sequence[int]:
         """The end-of-sequence tokens."""
         ids = self._call("eos_token_ids", lambda: self._tokenizer.eos_token_ids)

@@ -34,6 +34,7 @@ class Gemma(FormatParser):
 
     contract = 1
     roles = ("reasoning", "tools")
+    template_marks = ("<|tool_call>",)
     reasoning = "thinking"
     required_tokens = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", _QUOTE)
 

@@ -36,6 +36,7 @@ class Harmony(FormatParser):
 
     contract = 1
     roles = ("reasoning", "tools")
+    template_marks = ("<|channel|>", "<|message|>", "<|call|>")
     reasoning = "analysis"
     required_tokens = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>")
 

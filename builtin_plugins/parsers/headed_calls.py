@@ -30,6 +30,7 @@ class KimiK2(FormatParser):
 
     contract = 1
     roles = ("tools",)
+    template_marks = ("<|tool_calls_section_begin|>",)
     required_tokens = (
         "<|tool_calls_section_begin|>",
         "<|tool_call_begin|>",
@@ -73,6 +74,7 @@ class DeepSeekV3(FormatParser):
 
     contract = 1
     roles = ("tools",)
+    template_marks = ("<｜tool▁calls▁begin｜>", "```json")
     required_tokens = _DEEPSEEK
 
     def states(self) -> Mapping[str, State]:
@@ -93,6 +95,7 @@ class DeepSeekV31(FormatParser):
 
     contract = 1
     roles = ("tools",)
+    template_marks = ("<｜tool▁calls▁begin｜>",)
     required_tokens = _DEEPSEEK
 
     def states(self) -> Mapping[str, State]:
@@ -115,6 +118,7 @@ class Mistral(FormatParser):
 
     contract = 1
     roles = ("reasoning", "tools")
+    template_marks = ("[TOOL_CALLS]",)
     reasoning = "thinking"
     required_tokens = ("[TOOL_CALLS]",)
 
@@ -168,6 +172,7 @@ class Granite(FormatParser):
 
     contract = 1
     roles = ("reasoning", "tools")
+    template_marks = ("<|tool_call|>", "<response>")
     reasoning = "thinking"
 
     def states(self) -> Mapping[str, State]:
@@ -190,6 +195,7 @@ class Granite32(FormatParser):
 
     contract = 1
     roles = ("reasoning", "tools")
+    template_marks = ("Here is my thought process:",)
     reasoning = "thinking"
 
     def states(self) -> Mapping[str, State]:

@@ -16,6 +16,7 @@ class Hermes(FormatParser):
 
     contract = 1
     roles = ("tools",)
+    template_marks = ("<tool_call>", '"arguments"')
 
     def states(self) -> Mapping[str, State]:
         """Return content and call."""
@@ -45,6 +46,7 @@ class Llama3Json(Json):
     """Llama 3.1 to 3.3: `{"name": ..., "parameters": {...}}`, several separated by `;`."""
 
     contract = 1
+    template_marks = ('"parameters": dictionary',)
 
     def states(self) -> Mapping[str, State]:
         """Return those of `json`, and the marker that may come first."""

@@ -29,6 +29,7 @@ class Pythonic(FormatParser):
 
     contract = 1
     roles = ("tools",)
+    template_marks = ("[func_name1(",)
 
     def states(self) -> Mapping[str, State]:
         """Return calls and content."""
@@ -43,6 +44,7 @@ class Llama4Pythonic(FormatParser):
 
     contract = 1
     roles = ("tools",)
+    template_marks = ("<|python_start|>",)
 
     def states(self) -> Mapping[str, State]:
         """Return calls and content."""

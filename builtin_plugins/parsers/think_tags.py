@@ -28,6 +28,7 @@ class ThinkTags(FormatParser):
 
     contract = 1
     roles = ("reasoning",)
+    template_marks = ("<think>", "</think>")
     reasoning = "thinking"
 
     class Options(plugins.Options):

@@ -34,6 +34,7 @@ class Qwen3Coder(FormatParser):
 
     contract = 1
     roles = ("tools",)
+    template_marks = ("<tool_call>", "<function=", "<parameter=")
 
     def states(self) -> Mapping[str, State]:
         """Return content and the parts of a call."""
@@ -46,6 +47,7 @@ class SeedOss(FormatParser):
 
     contract = 1
     roles = ("reasoning", "tools")
+    template_marks = ("<seed:tool_call>",)
     reasoning = "thinking"
 
     def states(self) -> Mapping[str, State]:

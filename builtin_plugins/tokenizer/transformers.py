@@ -115,6 +115,11 @@ class TransformersTokenizer(Tokenizer):
         return {token.content: token_id for token_id, token in added.items()}
 
     @property
+    def chat_template(self) -> str | None:
+        """The operator's template, or the model's."""
+        return self._chat_template
+
+    @property
     def eos_token_ids(self) -> Sequence[int]:
         """The `eos_token` of the files, if they have one."""
         return self._eos

@@ -294,3 +294,33 @@ def test_parsers_of_one_request_are_closed_with_it(open_engine):
         engine.abort_requests(["r"])
         engine.step()
         assert len(Tagged.OPEN) == 1
+
+
+TEMPLATES = {
+    "qwen3": (
+        '<tool_call>{"name": ..., "arguments": ...}</tool_call> <think></think>',
+        "think_tags",
+        "hermes",
+    ),
+    "qwen3_coder": ("<tool_call><function=f><parameter=p>", None, "qwen3_coder"),
+    "granite_3_3": ("<|tool_call|> <think></think> <response></response>", "granite", "granite"),
+    "glm": ("<tool_call>{name}<arg_key> <think></think>", "think_tags", None),
+    "none": ("{{ messages }}", None, None),
+    "gpt_oss": ("<|channel|><|message|><|call|>", None, None),  # the tokenizer lacks them
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_chat_template_shows_the_format(tmp_path, open_engine, caplog, name):
+    template, reasoning, tools = TEMPLATES[name]
+    folder = write_scripted_model(tmp_path / "m")
+    (folder / "chat_template.jinja").write_text("{# " + template + " #}")
+    with caplog.at_level("INFO", logger="hardpoint"):
+        parsers = open_engine({}, folder).parts.parsers
+    found = [parser and parser.name for parser in (parsers.reasoning, parsers.tools)]
+    assert found == [reasoning, tools]
+    said = [f"_parsers: {name}, for the model's chat template shows" for name in found if name]
+    assert all(line in caplog.text for line in said)
+    assert ("is left out: plugin.harmony: the format needs" in caplog.text) == (name == "gpt_oss")
+    off = {"reasoning": {"parser": "none"}, "tools": {"parser": "none"}}
+    assert not open_engine(off, folder).parts.parsers

@@ -245,14 +245,17 @@ class PluginArguments:
         Raises:
             RequestError: one that has the request's arguments cannot be created.
         """
+        users = [user for user in self._parsers if user.key in request.plugin_args]
+        if not users:
+            return self._shared
         own: dict[str, GuardedOutputParser] = {}
         with contextlib.ExitStack() as undo:
-            for user in self._parsers:
-                if user.key in request.plugin_args:
-                    arguments = _checked(user, request.plugin_args[user.key])
-                    own[user.entry.kind] = self._open_parser(user.entry, arguments)
-                    undo.callback(own[user.entry.kind].close)
-            parsers = self._shared.with_own(own) if own else self._shared
+            for user in users:
+                arguments = _checked(user, request.plugin_args[user.key])
+                own[user.entry.kind] = self._open_parser(user.entry, arguments)
+                undo.callback(own[user.entry.kind].close)
+            parsers = self._shared.with_own(own)
+            _ = parsers.markers  # a parser that fails refuses the request, and no output
             undo.pop_all()
         return parsers
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from inspect import isabstract, isclass
 from typing import Any, ClassVar
 
 from .errors import ConfigError
@@ -36,6 +37,7 @@ __all__ = [
     "Reasoning",
     "State",
     "ToolName",
+    "Whole",
 ]
 
 
@@ -61,6 +63,11 @@ class OpenOutput:
     _text: list[str] = field(default_factory=list)  # of the call, before the piece being fed
     _piece: str = ""
     _from: int = 0  # where the call begins in the piece
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """JSON schema of the arguments of `tool`; empty if the request does not have the tool."""
+        return self.request.tools.get(self.tool, {})
 
     def begin_call(self, events: list[OutputEvent]) -> None:
         """Begin the call of `tool`, if the output has its name.
@@ -108,34 +115,42 @@ class OpenOutput:
         self._piece, self._from = "", 0
         return taken
 
-    def pass_marker(self, text: str, events: list[OutputEvent]) -> None:
-        """Keep the text of a marker in a call; in one that failed it is content."""
-        if not self.failed:
-            self._text.append(text)
-        elif text:
-            events.append(self._void(text))
-
     def _void(self, text: str) -> OutputEvent:
         """Return the event of text of a call that failed."""
         return (
             MalformedText(text, self.failed) if "tools" in self.request.roles else ContentText(text)
         )
 
-    def enter(self, body: Body) -> None:
-        """Forget a call that failed where something new starts, and its text outside of calls."""
+    def enter(self, before: Body, body: Body, marker: str, events: list[OutputEvent]) -> None:
+        """Go from one body to another, at a marker.
+
+        A marker that starts a call is part of it, and of one that failed otherwise.
+        """
+        reasons = "reasoning" in self.request.roles
+        if marker and self.failed and not (body.is_start and body.is_call):
+            events.append(self._void(marker))
+        elif (
+            marker
+            and not reasons
+            and (isinstance(before, Reasoning) or isinstance(body, Reasoning))
+        ):
+            events.append(ContentText(marker))
         if body.is_start:
             self.failed = ""
         if not body.is_call:
             self._text = []
+        elif not self.failed:
+            self._text.append(marker)
 
 
-class Body:
+class Body(ABC):
     """What the text of a state means; a new one each time that the state is entered.
 
     Attributes:
         next: the state to go to when the body ends, or at a marker that leads to None.
         is_call: whether its text is part of a call, or may become one.
-        is_start: whether a call, or something else, starts here: one that failed before is over.
+        is_start: whether a call, or something else, starts here: one that failed before is over,
+            and the marker before it is part of it.
     """
 
     next: str | None = None
@@ -146,7 +161,7 @@ class Body:
         """Begin."""
         self.output = output
 
-    def open(self, events: list[OutputEvent]) -> None:
+    def open(self, events: list[OutputEvent]) -> None:  # noqa: B027 - most need none
         """Add the events of entering the state."""
 
     @property
@@ -162,7 +177,7 @@ class Body:
             How many characters it took: fewer than all of them where the body ends.
         """
 
-    def close(self, events: list[OutputEvent], *, cut: bool) -> None:
+    def close(self, events: list[OutputEvent], *, cut: bool) -> None:  # noqa: B027 - as `open`
         """End the body.
 
         Args:
@@ -240,13 +255,34 @@ class Ignored(Body):
 class Between(Body):
     """White space between calls or messages, which is left out; other text is malformed."""
 
-    is_start = True
-
     def feed(self, text: str, events: list[OutputEvent]) -> int:
         """Take all of it."""
         if not text.isspace():
             self.output.fail_call("there is text where one is expected", events)
         return len(text)
+
+
+class Whole(Body):
+    """Text that is needed as a whole: `take` gets it when the body ends."""
+
+    def __init__(self, output: OpenOutput) -> None:
+        """Begin with none."""
+        super().__init__(output)
+        self._parts: list[str] = []
+
+    def feed(self, text: str, events: list[OutputEvent]) -> int:  # noqa: ARG002
+        """Take all of it."""
+        self._parts.append(text)
+        return len(text)
+
+    @abstractmethod
+    def take(self, text: str, events: list[OutputEvent]) -> None:
+        """Take the whole text, and add its events."""
+
+    def close(self, events: list[OutputEvent], *, cut: bool) -> None:
+        """Give the text, unless the output ends here."""
+        if not cut:
+            self.take("".join(self._parts), events)
 
 
 class ToolName(Body):
@@ -323,6 +359,7 @@ class FormatParser(OutputParser):
 
         Raises:
             ConfigError: the tokenizer lacks one that has to be there.
+            ValueError: the table is wrong.
         """
         super().__init__(context)
         special = context.tokenizer.special_tokens
@@ -333,11 +370,8 @@ class FormatParser(OutputParser):
                 f"tokenizer lacks: {', '.join(missing)}"
             )
         self._states = self.states()
+        _check_table(self._states, self.reasoning)
         self._table = _compile(self._states, context.tokenizer)
-        self._without_reasoning = self._table
-        if self.reasoning is not None:
-            others = {n: _without(state, self.reasoning) for n, state in self._states.items()}
-            self._without_reasoning = _compile(others, context.tokenizer)
 
     @abstractmethod
     def states(self) -> Mapping[str, State]:
@@ -374,8 +408,6 @@ class FormatParser(OutputParser):
     def open(self, request: ParserRequest) -> OutputState:
         """Return the state of a new output."""
         first = next(iter(self._states))
-        if "reasoning" not in request.roles:
-            return _FormatState(self._without_reasoning, first, request)
         if request.reasoning_open and self.reasoning is not None:
             first = self.reasoning
         return _FormatState(self._table, first, request)
@@ -400,9 +432,30 @@ class _Compiled:
     by_id: Mapping[int, str | None]
 
 
-def _without(state: State, name: str) -> State:
-    """Return a state without the moves to another one."""
-    return replace(state, moves={text: to for text, to in state.moves.items() if to != name})
+def _check_table(states: Mapping[str, State], reasoning: str | None) -> None:
+    """Check that a table of states leads nowhere else.
+
+    Raises:
+        ValueError: saying which state is wrong.
+    """
+    if not states:
+        raise ValueError("states() returned none; an output begins in the first one")
+    for name, state in states.items():
+        if not isinstance(state, State):
+            raise ValueError(f"the state {name!r}: expected a State, got {state!r}")
+        if isabstract(state.body):
+            raise ValueError(f"the state {name!r}: its body {state.body.__name__} has no feed")
+        for marker, to in (*state.moves.items(), ("then", state.then)):
+            if to is not None and to not in states:
+                raise ValueError(f"the state {name!r}: {marker!r} leads to {to!r}, which is none")
+        if "" in state.moves:
+            raise ValueError(f"the state {name!r}: expected markers, got an empty one")
+        if isclass(state.body) and issubclass(state.body, Reasoning) and reasoning is None:
+            raise ValueError(
+                f"the state {name!r} is reasoning: add reasoning = {name!r}"
+            )
+    if reasoning is not None and reasoning not in states:
+        raise ValueError(f"reasoning: expected the name of a state, got {reasoning!r}")
 
 
 def _compile(states: Mapping[str, State], tokenizer: Tokenizer) -> dict[str, _Compiled]:
@@ -436,6 +489,7 @@ class _FormatState:
     def __init__(self, table: Mapping[str, _Compiled], first: str, request: ParserRequest) -> None:
         self._table, self._output = table, OpenOutput(request)
         self._held = ""  # the end of the text, which may begin a marker
+        self._idle = 0  # bodies that took nothing, one after another
         self._state = table[first]
         self._body = self._state.body(self._output)
 
@@ -479,21 +533,28 @@ class _FormatState:
         """Give the body text; return where it ended, which leads to the next state."""
         body, piece = self._body, text[at:end]
         if body.is_call:
-            taken = at + self._output.feed_call(body, piece, events)
+            taken = self._output.feed_call(body, piece, events)
         else:
-            taken = at + body.feed(piece, events)
-        if taken < end:
-            self._leave(self._body.next or self._state.then, events)
-        return taken
+            taken = body.feed(piece, events)
+        if not 0 <= taken <= len(piece):
+            raise ValueError(
+                f"the body of the state {self._state.name!r} took {taken} characters of "
+                f"{len(piece)}"
+            )
+        self._idle = 0 if taken else self._idle + 1
+        if self._idle > len(self._table):
+            raise ValueError(f"the state {self._state.name!r} takes no text, and leads to itself")
+        if taken < len(piece):
+            self._leave(body.next or self._state.then, events)
+        return at + taken
 
     def _leave(self, name: str | None, events: list[OutputEvent], marker: str = "") -> None:
         before, output = self._body, self._output
         if not output.failed:
             before.close(events, cut=False)
-        output.pass_marker(marker, events)
         self._state = self._table[name or before.next or self._state.name]
         self._body = self._state.body(output)
-        output.enter(self._body)
+        output.enter(before, self._body, marker, events)
         if not output.failed:
             self._body.open(events)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from enum import Enum, auto
 
 import msgspec
@@ -14,7 +14,7 @@ from .output_parser import (
     ToolCallArguments,
 )
 
-__all__ = ["JsonArguments", "JsonCalls", "JsonText", "is_json"]
+__all__ = ["JsonArguments", "JsonCalls", "JsonText", "is_json", "json_value", "quoted"]
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _SPACE = " \t\n\r"
@@ -342,6 +342,7 @@ class JsonCalls(Body):
         self._json: JsonText | None = None
         self._is_list = False
         self._ended = False
+        self._count = 0  # of complete calls
         self._next_call()
 
     def _next_call(self) -> None:
@@ -405,7 +406,7 @@ class JsonCalls(Body):
             return self._member_ended(events)
         if stop is (Stop.ITEM if self._is_list else Stop.DONE):
             return self._call_ended(events, at)
-        return ""
+        return "expected a call" if stop is Stop.DONE and not self._count else ""
 
     def _member_begins(self, character: str) -> str:
         assert self._json is not None
@@ -448,12 +449,13 @@ class JsonCalls(Body):
         if not self._has_arguments:
             events.append(ToolCallArguments("{}"))
         self.output.end_call(events, at)
+        self._count += 1
         self._next_call()
         return ""
 
     def close(self, events: list[OutputEvent], *, cut: bool) -> None:
         """End the calls."""
-        if self._json is not None and not self._ended:
+        if not self._ended:
             reason = "the output ended inside it" if cut else "it is not complete"
             self.output.fail_call(reason, events)
 
@@ -463,3 +465,45 @@ def is_json(text: str, first: str = "") -> bool:
     json = JsonText()
     at, _ = json.feed(text)
     return at == len(text) and json.is_done and text.startswith(first)
+
+
+def _types(schema: object) -> set[str]:
+    """Return the types that a parameter's schema names at its top; none if it leaves them open."""
+    if not isinstance(schema, Mapping):
+        return set()
+    named = schema.get("type")
+    types = {named} if isinstance(named, str) else set(named or ())
+    for key in ("anyOf", "oneOf"):
+        for choice in schema.get(key) or ():
+            types |= _types(choice)
+    return types
+
+
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_TYPES = {"{": "object", "[": "array", '"': "text", "t": "boolean", "f": "boolean", "n": "null"}
+
+
+def json_value(text: str, schema: object = None) -> str:
+    """Return the JSON of a value that a model wrote as it likes.
+
+    It is the text itself if that is JSON of a type that the schema names, or of any type without a
+    schema; `True`, `False` and `None` are Python's for it. Else it is the text as a string.
+
+    Args:
+        text: of the value.
+        schema: JSON schema of the value; None leaves its type open.
+    """
+    types = _types(schema)
+    found = text.strip()
+    if "string" not in types:
+        found = _WORDS.get(found, found)
+    if (types and types <= {"string"}) or not is_json(found):
+        return quoted(text)
+    kind = _TYPES.get(found[0], "number" if set(".eE") & set(found) else "integer")
+    wanted = {*types, "integer"} if "number" in types else types
+    return quoted(text) if "string" in types and kind not in wanted else found
+
+
+def quoted(text: str) -> str:
+    """Return a text as a JSON string; half of a surrogate pair becomes a question mark."""
+    return msgspec.json.encode(text.encode(errors="replace").decode()).decode()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-import msgspec
-
 from hardpoint.plugins.output_format import (
     Body,
     Content,
@@ -16,10 +14,9 @@ from hardpoint.plugins.output_format import (
     State,
     ToolName,
 )
-from hardpoint.plugins.output_json import JsonArguments
+from hardpoint.plugins.output_json import JsonArguments, quoted
 from hardpoint.plugins.output_parser import (
     OutputEvent,
-    ReasoningText,
 )
 
 _QUOTE = '<|"|>'
@@ -69,12 +66,12 @@ class _Thinking(Reasoning):
             self._head = head
         else:
             self._head = None
-            events.append(ReasoningText(head.removeprefix(self._NAME)))
+            super().feed(head.removeprefix(self._NAME), events)
         return len(text)
 
     def close(self, events: list[OutputEvent], *, cut: bool) -> None:  # noqa: ARG002
         if self._head and not self._NAME.startswith(self._head):
-            events.append(ReasoningText(self._head))
+            super().feed(self._head, events)
 
 
 class _Name(ToolName):
@@ -113,7 +110,7 @@ class _Arguments(Body):
     def _end_word(self, events: list[OutputEvent], *, is_key: bool = False) -> None:
         word, self._word = "".join(self._word), []
         if word:
-            self._json.feed(_quoted(word) if is_key else _WORDS.get(word, word), events)
+            self._json.feed(quoted(word) if is_key else _WORDS.get(word, word), events)
 
     def close(self, events: list[OutputEvent], *, cut: bool) -> None:
         if not cut:
@@ -142,7 +139,7 @@ class _Text(Body):
         self._json.feed('"', events)
 
     def feed(self, text: str, events: list[OutputEvent]) -> int:
-        self._json.feed(_quoted(text)[1:-1], events)
+        self._json.feed(quoted(text)[1:-1], events)
         return len(text)
 
     def close(self, events: list[OutputEvent], *, cut: bool) -> None:
@@ -164,7 +161,3 @@ class _End(Body):
 
     def feed(self, text: str, events: list[OutputEvent]) -> int:  # noqa: ARG002
         return 0
-
-
-def _quoted(text: str) -> str:
-    return msgspec.json.encode(text.encode(errors="replace").decode()).decode()

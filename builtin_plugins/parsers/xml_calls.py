@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import msgspec
-
 from hardpoint.plugins.output_format import (
     Between,
-    Body,
     Content,
     FormatParser,
     Ignored,
-    OpenOutput,
     Reasoning,
     State,
     ToolName,
+    Whole,
 )
-from hardpoint.plugins.output_json import is_json
+from hardpoint.plugins.output_json import json_value, quoted
 from hardpoint.plugins.output_parser import (
     OutputEvent,
     ToolCallArguments,
@@ -83,44 +80,23 @@ class _Opened(Ignored):
         self.output.notes["separator"] = "{"
 
 
-class _Key(Body):
+class _Key(Whole):
     """The name of a parameter."""
 
-    def __init__(self, output: OpenOutput) -> None:
-        super().__init__(output)
-        self._text = ""
-
-    def feed(self, text: str, events: list[OutputEvent]) -> int:
-        self._text += text
-        if len(self._text) > ToolName.longest:
-            self.output.fail_call("the name of a parameter is too long", events)
-        return len(text)
-
-    def close(self, events: list[OutputEvent], *, cut: bool) -> None:  # noqa: ARG002
-        self.output.notes["key"] = self._text.strip()
+    def take(self, text: str, events: list[OutputEvent]) -> None:  # noqa: ARG002
+        self.output.notes["key"] = text.strip()
 
 
-class _Value(Body):
+class _Value(Whole):
     """The value of a parameter, which is passed on when it is complete."""
 
-    def __init__(self, output: OpenOutput) -> None:
-        super().__init__(output)
-        self._parts: list[str] = []
-
-    def feed(self, text: str, events: list[OutputEvent]) -> int:  # noqa: ARG002
-        self._parts.append(text)
-        return len(text)
-
-    def close(self, events: list[OutputEvent], *, cut: bool) -> None:
-        text = "".join(self._parts)
-        if not cut:
-            notes, key = self.output.notes, self.output.notes["key"]
-            schema = self.output.request.tools.get(self.output.tool, {})
-            properties = schema.get("properties")
-            types = _types(properties.get(key) if isinstance(properties, Mapping) else None)
-            value = _as_json(text.removeprefix("\n").removesuffix("\n"), types)
-            events.append(ToolCallArguments(f"{notes['separator']}{_quoted(key)}: {value}"))
-            notes["separator"] = ", "
+    def take(self, text: str, events: list[OutputEvent]) -> None:
+        notes, key = self.output.notes, self.output.notes["key"]
+        properties = self.output.schema.get("properties")
+        schema = properties.get(key) if isinstance(properties, Mapping) else None
+        value = json_value(text.removeprefix("\n").removesuffix("\n"), schema)
+        events.append(ToolCallArguments(f"{notes['separator']}{quoted(key)}: {value}"))
+        notes["separator"] = ", "
 
 
 class _End(Ignored):
@@ -138,35 +114,3 @@ class _After(Content):
 
     def open(self, events: list[OutputEvent]) -> None:
         _End.open(self, events)  # type: ignore[arg-type]
-
-
-def _types(schema: object) -> set[str]:
-    """Return the types that a parameter's schema names at its top; none if it leaves them open."""
-    if not isinstance(schema, Mapping):
-        return set()
-    named = schema.get("type")
-    types = {named} if isinstance(named, str) else set(named or ())
-    for key in ("anyOf", "oneOf"):
-        for choice in schema.get(key) or ():
-            types |= _types(choice)
-    return types
-
-
-_WORDS = {"True": "true", "False": "false", "None": "null"}
-_TYPES = {"{": "object", "[": "array", '"': "text", "t": "boolean", "f": "boolean", "n": "null"}
-
-
-def _as_json(text: str, types: set[str]) -> str:
-    """Return a parameter's text as JSON: as it is if it is JSON of a wanted type, else a string."""
-    found = text.strip()
-    if "string" not in types:
-        found = _WORDS.get(found, found)
-    if (types and types <= {"string"}) or not is_json(found):
-        return _quoted(text)
-    kind = _TYPES.get(found[0], "number" if set(".eE") & set(found) else "integer")
-    wanted = {*types, "integer"} if "number" in types else types
-    return _quoted(text) if "string" in types and kind not in wanted else found
-
-
-def _quoted(text: str) -> str:
-    return msgspec.json.encode(text.encode(errors="replace").decode()).decode()

@@ -228,6 +228,8 @@ class Frontend:
             raise RequestError(f"request_id: expected a string, got {type(request_id).__name__}")
         typed.check_text(request_id, "request_id", RequestError)
         self._check_task("generate")
+        if extras is not NO_EXTRAS:
+            extras = typed.convert(extras, RequestExtras, path="", error=RequestError)
         if extras.tools and not self._finds_tools:
             raise RequestError(
                 "tools: no parser finds calls in what the model writes; set tools.parser "

@@ -119,8 +119,6 @@ class InputProcessor:
             RequestError: naming the field, its value and the expected one.
         """
         params = self.checked(params)
-        if extras is not NO_EXTRAS:
-            extras = typed.convert(extras, RequestExtras, path="", error=RequestError)
         given = read_prompt(prompt)
         salt = given.cache_salt if extras.cache_salt is None else extras.cache_salt
         times = (extras.arrival_time, given.arrival_time, arrival_time)

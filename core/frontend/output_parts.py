@@ -124,7 +124,9 @@ class OutputParsers:
             request = ParserRequest(roles=("reasoning",), reasoning_open=is_open)
             found = reasoning = self.reasoning.open(request)
         if with_tools is not None:
-            found = tool_calls = with_tools.open(ParserRequest(roles=("tools",), tools=tools or {}))
+            inside = reasoning is None and with_tools.markers().is_open(prompt_token_ids)
+            request = ParserRequest(roles=("tools",), reasoning_open=inside, tools=tools or {})
+            found = tool_calls = with_tools.open(request)
         if reasoning is None or tool_calls is None:
             return found
         return _ChainedState(reasoning, self._reasoning_ids, tool_calls)

@@ -56,7 +56,7 @@ SPLITS = Rule(
 )
 SAMPLES = Rule(
     "samples: each sample has the reasoning, content and calls that it states",
-    "compare the parser's markers with the sample's text",
+    "compare what became of the text with what the sample states: is it the parser or the sample?",
 )
 ANY_TEXT = Rule(
     "any text: a parser takes every text, and gives events only",
@@ -107,6 +107,7 @@ class OutputSample:
         reasoning: of it.
         content: of it.
         calls: name and arguments of each.
+        malformed: whether a call in it is malformed; its text is content.
         reasoning_open: whether the prompt ends inside reasoning.
         tools: JSON schemas of arguments by the name of the tool, for formats that need them.
     """
@@ -115,6 +116,7 @@ class OutputSample:
     reasoning: str = ""
     content: str = ""
     calls: Sequence[tuple[str, Mapping[str, Any]]] = ()
+    malformed: bool = False
     reasoning_open: bool = False
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -153,6 +155,7 @@ class OutputParserSuite(ComponentSuite):
         self._run_checks(
             "contract: the loader can check and build the class",
             lambda: reject_replaced_tests(type(self), OutputParserSuite),
+            self._check_has_samples,
             self._check_contract,
             lambda: self._make().close(),
         )
@@ -308,17 +311,32 @@ class OutputParserSuite(ComponentSuite):
     def _parsed(self, sample: OutputSample) -> list[OutputEvent]:
         return self._events(sample.request, self._pieces(sample.text))
 
+    def _check_has_samples(self) -> None:
+        if not self.samples:
+            raise Violation(
+                "samples is empty, so nothing would be checked",
+                "set `samples` of the test class to outputs as the model writes them: usual ones, "
+                "malformed ones and cut ones",
+            )
+
     def _check_sample(self, sample: OutputSample) -> None:
         events = self._parsed(sample)
         self._check_calls(repr(sample.text), events)
         reasoning = "".join(e.text for e in events if isinstance(e, ReasoningText))
         content = "".join(e.text for e in events if isinstance(e, ContentText | MalformedText))
-        found = (reasoning, content, _calls(events))
-        stated = (sample.reasoning, sample.content, [(n, dict(a)) for n, a in sample.calls])
-        if found != stated:
-            raise SAMPLES.violation(
-                f"{sample.text!r} became {short_repr(found)}, stated are {short_repr(stated)}"
-            )
+        malformed = any(isinstance(e, MalformedText) for e in events)
+        calls = [(name, dict(arguments)) for name, arguments in sample.calls]
+        for part, found, stated in (
+            ("reasoning", reasoning, sample.reasoning),
+            ("content", content, sample.content),
+            ("calls", _calls(events), calls),
+            ("malformed", malformed, sample.malformed),
+        ):
+            if found != stated:
+                raise SAMPLES.violation(
+                    f"{sample.text!r}: its {part} became {short_repr(found)}, stated is "
+                    f"{short_repr(stated)}"
+                )
 
     def _check_splits(self, sample: OutputSample) -> None:
         whole, text = self._parsed(sample), sample.text
@@ -419,6 +437,13 @@ class OutputParserSuite(ComponentSuite):
                 raise ROLES.violation(
                     f"{sample.text!r} with the role {role!r} alone became {short_repr(found)}, and "
                     f"with both {short_repr(both)}"
+                )
+            content = "".join(e.text for e in found if isinstance(e, ContentText | MalformedText))
+            lost = [name for name, _ in sample.calls if role == "reasoning" and name not in content]
+            if lost or (role == "tools" and sample.reasoning not in content):
+                raise ROLES.violation(
+                    f"{sample.text!r} with the role {role!r} alone has the content {content!r}, "
+                    f"which lacks {lost or sample.reasoning!r}"
                 )
 
     def _check_calls(self, text: str, events: Sequence[OutputEvent]) -> None:

@@ -30,6 +30,7 @@ ARGUMENTS = '{"city": "Paris, <b>", "days": [1, 2.5], "unit": null}'
 EMPTY = ("now", {})
 CUT = '<tool_call>{"name": "f", "arguments": {"a": [1, {"b": tr'
 BAD = '<tool_call>{"name": "f", "arguments": {"a": tru}}</tool_call>!'
+CALL = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 NAMELESS = '<tool_call>{"arguments": {}}</tool_call>'
 SCHEMAS = {
     "get_weather": {
@@ -78,10 +79,16 @@ class TestHermes(OutputParserSuite):
             "</tool_call>",
             calls=(("f", {"a": '</tool_call>"<tool_call>'}),),
         ),
-        OutputSample(CUT, content=CUT),
-        OutputSample(BAD, content=BAD),
-        OutputSample("<tool_call>no JSON</tool_call>", content="<tool_call>no JSON</tool_call>"),
-        OutputSample(NAMELESS, content=NAMELESS),
+        OutputSample(CUT, content=CUT, malformed=True),
+        OutputSample(BAD, content=BAD, malformed=True),
+        OutputSample(
+            "<tool_call>no JSON</tool_call>",
+            content="<tool_call>no JSON</tool_call>",
+            malformed=True,
+        ),
+        OutputSample(NAMELESS, content=NAMELESS, malformed=True),
+        OutputSample("<tool_call></tool_call>", content="<tool_call></tool_call>", malformed=True),
+        OutputSample(f"{BAD}{CALL}!", content=f"{BAD}!", calls=(EMPTY,), malformed=True),
         OutputSample("1 <tool_call and 2", content="1 <tool_call and 2"),
     )
 
@@ -100,7 +107,9 @@ class TestLlama3Json(OutputParserSuite):
         OutputSample('{"name":"f","parameters":"{\\"x\\":1}"}', calls=(("f", {"x": 1}),)),
         OutputSample(' Hello {"name"', content=' Hello {"name"'),
         OutputSample(
-            '{"name": "\\ud800", "parameters"', content='{"name": "\\ud800", "parameters"'
+            '{"name": "\\ud800", "parameters"',
+            content='{"name": "\\ud800", "parameters"',
+            malformed=True,
         ),
     )
 
@@ -135,6 +144,7 @@ class TestKimiK2(OutputParserSuite):
             "<|tool_calls_section_begin|>so <|tool_call_begin|><|tool_call_argument_begin|>{}"
             "<|tool_call_end|>",
             content="so {}",
+            malformed=True,
         ),
     )
 
@@ -167,7 +177,9 @@ class TestDeepSeekV31(OutputParserSuite):
             calls=(WEATHER, EMPTY),
         ),
         OutputSample(
-            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{", content="now{"
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{",
+            content="now{",
+            malformed=True,
         ),
     )
 
@@ -184,7 +196,12 @@ class TestMistral(OutputParserSuite):
             "ok",
             (WEATHER, EMPTY),
         ),
-        OutputSample("[TOOL_CALLS]now[CALL_ID]a{}[TOOL_CALLS]{}", content="{}", calls=(EMPTY,)),
+        OutputSample(
+            "[TOOL_CALLS]now[CALL_ID]a{}[TOOL_CALLS]{}",
+            content="{}",
+            calls=(EMPTY,),
+            malformed=True,
+        ),
     )
 
     def test_ids(self):
@@ -253,7 +270,7 @@ class TestHarmony(OutputParserSuite):
             calls=(EMPTY,),
         ),
         OutputSample("Hello", content="Hello"),
-        OutputSample("So<|end|>no<|start|>a", "So", "no", reasoning_open=True),
+        OutputSample("So<|end|>no<|start|>a", "So", "no", reasoning_open=True, malformed=True),
     )
 
 
@@ -277,9 +294,19 @@ class TestQwen3Coder(OutputParserSuite):
         ),
         OutputSample("<tool_call><function=now></tool_call>z", content="z", calls=(EMPTY,)),
         OutputSample(
-            "<tool_call><function=now></function", content="<tool_call><function=now></function"
+            "<tool_call><function=now></function",
+            content="<tool_call><function=now></function",
+            malformed=True,
         ),
-        OutputSample("<tool_call>hm</tool_call>", content="<tool_call>hm</tool_call>"),
+        OutputSample(
+            "<tool_call>hm</tool_call>", content="<tool_call>hm</tool_call>", malformed=True
+        ),
+        OutputSample(
+            "<tool_call>hm<function=now></function></tool_call>",
+            content="<tool_call>hm",
+            calls=(EMPTY,),
+            malformed=True,
+        ),
     )
 
 
@@ -303,6 +330,18 @@ class TestSeedOss(OutputParserSuite):
     )
 
 
+class TestCallsInReasoning(OutputParserSuite):
+    examples = kit_examples(0.3)
+    parser = SeedOss
+    samples = (
+        OutputSample(
+            "<seed:think>I write <seed:tool_call> soon.</seed:think>Hi",
+            "I write <seed:tool_call> soon.",
+            "Hi",
+        ),
+    )
+
+
 class TestPythonic(OutputParserSuite):
     examples = kit_examples()
     parser = Pythonic
@@ -317,10 +356,10 @@ class TestPythonic(OutputParserSuite):
             calls=(("f", {"a": "])'\\d", "b": {"x": [-1, True]}}),),
         ),
         OutputSample(" [1] says so", content=" [1] says so"),
-        OutputSample("[f(1), now()]", content="[f(1), now()]"),
-        OutputSample("[f(a=g())]", content="[f(a=g())]"),
-        OutputSample('[now(), f(a="x', content=', f(a="x', calls=(EMPTY,)),
-        OutputSample("[f(a=[" + "[" * 60, content="[f(a=[" + "[" * 60),
+        OutputSample("[f(1), now()]", content="[f(1), now()]", malformed=True),
+        OutputSample("[f(a=g())]", content="[f(a=g())]", malformed=True),
+        OutputSample('[now(), f(a="x', content=', f(a="x', calls=(EMPTY,), malformed=True),
+        OutputSample("[f(a=[" + "[" * 60, content="[f(a=[" + "[" * 60, malformed=True),
     )
 
 
@@ -355,6 +394,8 @@ class TestGemma(OutputParserSuite):
             calls=(("f", {"a": '"{\\\n', "b": {"c": True}}),),
         ),
         OutputSample("<|channel>thought\n<channel|>Hello", content="Hello"),
-        OutputSample('<|tool_call>call:f{a:<|"|>x<tool_call|>y', content="call:f{a:xy"),
+        OutputSample(
+            '<|tool_call>call:f{a:<|"|>x<tool_call|>y', content="call:f{a:xy", malformed=True
+        ),
         OutputSample("thought\nSo<channel|>Yes", "So", "Yes", reasoning_open=True),
     )

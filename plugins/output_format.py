@@ -451,9 +451,7 @@ def _check_table(states: Mapping[str, State], reasoning: str | None) -> None:
         if "" in state.moves:
             raise ValueError(f"the state {name!r}: expected markers, got an empty one")
         if isclass(state.body) and issubclass(state.body, Reasoning) and reasoning is None:
-            raise ValueError(
-                f"the state {name!r} is reasoning: add reasoning = {name!r}"
-            )
+            raise ValueError(f"the state {name!r} is reasoning: add reasoning = {name!r}")
     if reasoning is not None and reasoning not in states:
         raise ValueError(f"reasoning: expected the name of a state, got {reasoning!r}")
 

@@ -263,7 +263,7 @@ class Between(Body):
 
 
 class Whole(Body):
-    """Text that is needed as a whole: `take` gets it when the body ends."""
+    """Text that is needed as a whole: `finish` gets it when the body ends."""
 
     def __init__(self, output: OpenOutput) -> None:
         """Begin with none."""
@@ -276,13 +276,13 @@ class Whole(Body):
         return len(text)
 
     @abstractmethod
-    def take(self, text: str, events: list[OutputEvent]) -> None:
+    def finish(self, text: str, events: list[OutputEvent]) -> None:
         """Take the whole text, and add its events."""
 
     def close(self, events: list[OutputEvent], *, cut: bool) -> None:
         """Give the text, unless the output ends here."""
         if not cut:
-            self.take("".join(self._parts), events)
+            self.finish("".join(self._parts), events)
 
 
 class ToolName(Body):

@@ -83,14 +83,14 @@ class _Opened(Ignored):
 class _Key(Whole):
     """The name of a parameter."""
 
-    def take(self, text: str, events: list[OutputEvent]) -> None:  # noqa: ARG002
+    def finish(self, text: str, events: list[OutputEvent]) -> None:  # noqa: ARG002
         self.output.notes["key"] = text.strip()
 
 
 class _Value(Whole):
     """The value of a parameter, which is passed on when it is complete."""
 
-    def take(self, text: str, events: list[OutputEvent]) -> None:
+    def finish(self, text: str, events: list[OutputEvent]) -> None:
         notes, key = self.output.notes, self.output.notes["key"]
         properties = self.output.schema.get("properties")
         schema = properties.get(key) if isinstance(properties, Mapping) else None

@@ -56,7 +56,7 @@ SPLITS = Rule(
 )
 SAMPLES = Rule(
     "samples: each sample has the reasoning, content and calls that it states",
-    "compare what became of the text with what the sample states: is it the parser or the sample?",
+    "compare the result with what the sample states: is it the parser or the sample?",
 )
 ANY_TEXT = Rule(
     "any text: a parser takes every text, and gives events only",

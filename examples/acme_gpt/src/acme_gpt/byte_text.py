@@ -66,6 +66,7 @@ class ByteText(Tokenizer):
         *,
         add_generation_prompt: bool = True,
         template: str | None = None,
+        **options: object,  # noqa: ARG002
     ) -> str:
         """Return `role: content` per line."""
         if template is not None:

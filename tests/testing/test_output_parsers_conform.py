@@ -44,7 +44,7 @@ SCHEMAS = {
 
 
 class TestThinkTags(OutputParserSuite):
-    examples = kit_examples()
+    examples = kit_examples(0.3)
     parser = ThinkTags
     samples = (
         OutputSample(
@@ -65,7 +65,7 @@ class TestSpecialThinkTags(OutputParserSuite):
 
 
 class TestHermes(OutputParserSuite):
-    examples = kit_examples()
+    examples = kit_examples(0.3)
     parser = Hermes
     samples = (
         OutputSample(
@@ -94,7 +94,7 @@ class TestHermes(OutputParserSuite):
 
 
 class TestLlama3Json(OutputParserSuite):
-    examples = kit_examples()
+    examples = kit_examples(0.3)
     parser = Llama3Json
     special_tokens = ("<|python_tag|>",)
     samples = (
@@ -115,7 +115,7 @@ class TestLlama3Json(OutputParserSuite):
 
 
 class TestJson(OutputParserSuite):
-    examples = kit_examples()
+    examples = kit_examples(0.3)
     parser = Json
     samples = (
         OutputSample(
@@ -128,7 +128,7 @@ class TestJson(OutputParserSuite):
 
 
 class TestKimiK2(OutputParserSuite):
-    examples = kit_examples()
+    examples = kit_examples(0.3)
     parser = KimiK2
     special_tokens = KimiK2.required_tokens
     samples = (
@@ -150,7 +150,7 @@ class TestKimiK2(OutputParserSuite):
 
 
 class TestDeepSeekV3(OutputParserSuite):
-    examples = kit_examples()
+    examples = kit_examples(0.3)
     parser = DeepSeekV3
     special_tokens = DeepSeekV3.required_tokens
     samples = (
@@ -165,7 +165,7 @@ class TestDeepSeekV3(OutputParserSuite):
 
 
 class TestDeepSeekV31(OutputParserSuite):
-    examples = kit_examples()
+    examples = kit_examples(0.3)
     parser = DeepSeekV31
     special_tokens = DeepSeekV31.required_tokens
     samples = (
@@ -185,7 +185,7 @@ class TestDeepSeekV31(OutputParserSuite):
 
 
 class TestMistral(OutputParserSuite):
-    examples = kit_examples()
+    examples = kit_examples(0.3)
     parser = Mistral
     special_tokens = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
     samples = (
@@ -228,7 +228,7 @@ class TestOldMistral(OutputParserSuite):
 
 
 class TestGranite(OutputParserSuite):
-    examples = kit_examples()
+    examples = kit_examples(0.3)
     parser = Granite
     samples = (
         OutputSample("<think>So</think><response>Yes</response>", "So", "Yes"),
@@ -252,7 +252,7 @@ class TestGranite32(OutputParserSuite):
 
 
 class TestHarmony(OutputParserSuite):
-    examples = kit_examples()
+    examples = kit_examples(0.3)
     parser = Harmony
     special_tokens = (*Harmony.required_tokens, "<|return|>", "<|constrain|>")
     samples = (
@@ -275,7 +275,7 @@ class TestHarmony(OutputParserSuite):
 
 
 class TestQwen3Coder(OutputParserSuite):
-    examples = kit_examples()
+    examples = kit_examples(0.3)
     parser = Qwen3Coder
     samples = (
         OutputSample(
@@ -343,7 +343,7 @@ class TestCallsInReasoning(OutputParserSuite):
 
 
 class TestPythonic(OutputParserSuite):
-    examples = kit_examples()
+    examples = kit_examples(0.3)
     parser = Pythonic
     samples = (
         OutputSample(
@@ -377,7 +377,7 @@ class TestLlama4Pythonic(OutputParserSuite):
 
 
 class TestGemma(OutputParserSuite):
-    examples = kit_examples()
+    examples = kit_examples(0.3)
     parser = Gemma
     special_tokens = Gemma.required_tokens
     samples = (

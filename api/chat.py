@@ -21,7 +21,6 @@ Tools = Sequence[Mapping[str, Any] | Callable[..., Any]]
 ToolChoice = Literal["none", "auto"]
 """Whether the model may call the tools."""
 
-_NAME = "expected letters, digits, '_', '-' and '.', at most 128"
 _ARGUMENT = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s+(.*)")
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Yields|Raises|Example|Examples|Note):")
 

@@ -271,7 +271,8 @@ class GuardedOutputParser(_Guard, OutputParser):
         Raises:
             PluginFaultError: the parser failed.
         """
-        return GuardedOutputState(self, self._call("open", self._parser.open, request))
+        state = self._call("open", self._parser.open, request)
+        return self._call("open", GuardedOutputState, self, state)
 
     def _sequences(self, markers: Any) -> tuple[tuple[int, ...], ...]:
         try:
@@ -311,43 +312,28 @@ class GuardedOutputState:
     def __init__(self, parser: GuardedOutputParser, state: OutputState) -> None:
         """Wrap the state of a parser."""
         self._parser, self._state = parser, state
+        self._call = parser._call
+        # Looked up once: they are called for each token.
+        self._feed, self._feed_token, self._finish = state.feed, state.feed_token, state.finish
         self._in_call = False
 
     @property
     def in_reasoning(self) -> bool:
         """Whether the output is inside reasoning."""
-        try:
-            return bool(self._state.in_reasoning)
-        except BaseException as cause:
-            raise_unless_fault(cause)
-            raise self._parser.fault("in_reasoning", cause) from cause
+        return bool(self._call("in_reasoning", lambda: self._state.in_reasoning))
 
     def feed(self, text: str) -> Sequence[OutputEvent]:
         """Take a piece of text."""
-        try:
-            events = self._state.feed(text)
-        except BaseException as cause:
-            raise_unless_fault(cause)
-            raise self._parser.fault("feed", cause) from cause
-        return self._checked("feed", events)
+        return self._checked("feed", self._call("feed", self._feed, text))
 
     def feed_token(self, token_id: int, text: str) -> Sequence[OutputEvent]:
         """Take a special token."""
-        try:
-            events = self._state.feed_token(token_id, text)
-        except BaseException as cause:
-            raise_unless_fault(cause)
-            raise self._parser.fault("feed_token", cause) from cause
+        events = self._call("feed_token", self._feed_token, token_id, text)
         return self._checked("feed_token", events)
 
     def finish(self) -> Sequence[OutputEvent]:
         """End the output."""
-        try:
-            events = self._state.finish()
-        except BaseException as cause:
-            raise_unless_fault(cause)
-            raise self._parser.fault("finish", cause) from cause
-        return self._checked("finish", events)
+        return self._checked("finish", self._call("finish", self._finish))
 
     def _checked(self, method: str, events: Sequence[OutputEvent]) -> Sequence[OutputEvent]:
         """Return events if they are some, in an order in which they may come."""

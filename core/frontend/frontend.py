@@ -289,7 +289,11 @@ class Frontend:
                 # A time to come would give negative latencies.
                 since = child.arrival_time if child.arrival_time <= arrived else arrived
                 parsers = self._arguments.parsers(child)
-                self.output.add_request(child, text, parent, since, parsers or None, tools)
+                try:
+                    self.output.add_request(child, text, parent, since, parsers or None, tools)
+                except BaseException:
+                    parsers.close()
+                    raise
                 registered.append(child.request_id)
         except BaseException:
             self.output.drop(registered, FinishReason.ERROR)

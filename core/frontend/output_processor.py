@@ -90,6 +90,8 @@ class OutputProcessor:
             if known.parts is None:
                 raise RequestError(f"request_id: {request_id!r} is the id of a live request")
             known.parts.add(request, prompt)
+            if parsers is not None:  # the first part has its own
+                parsers.close()
             return
         state: _State
         if request.pooling_params is not None:

@@ -266,6 +266,8 @@ class Odd:
     def feed(self, text):
         return self.give(text)
 
+    feed_token = finish = None
+
 
 def state(give):
     return parser(None, lambda request: Odd(give)).open(ParserRequest())
@@ -292,6 +294,12 @@ def test_events(give, words):
         state(give).feed("x")
     assert str(error.value).startswith("plugin 'mine': its feed ")
     assert words in str(error.value)
+
+
+def test_a_state_that_is_none_is_named():
+    words = "plugin 'mine': its open failed: AttributeError: 'str' object has no attribute 'feed'"
+    with pytest.raises(PluginFaultError, match=words):
+        parser(None, lambda request: "x").open(ParserRequest())
 
 
 def test_events_of_a_call_pass():

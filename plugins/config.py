@@ -254,6 +254,24 @@ class ToolsConfig(Strict):
     parser: Name = "auto"
 
 
+class GrammarConfig(Strict):
+    """Structured output.
+
+    Attributes:
+        use: name of the grammar backend of requests that name none.
+        compile_seconds: maximum time to compile a grammar; the request ends with an error after
+            that.
+        max_bytes: maximum size of a request's schema, grammar or other description.
+        cache_size: compiled grammars that are kept; those that were used least recently are
+            dropped.
+    """
+
+    use: Name = "llguidance"
+    compile_seconds: PositiveSeconds = 10.0
+    max_bytes: Count = 1 << 20
+    cache_size: Count = 128
+
+
 class TokenizerConfig(Strict):
     """The tokenizer.
 
@@ -319,6 +337,7 @@ class EngineConfig(Strict):
     tokenizer: TokenizerConfig = TokenizerConfig()
     reasoning: ReasoningConfig = ReasoningConfig()
     tools: ToolsConfig = ToolsConfig()
+    grammar: GrammarConfig = GrammarConfig()
     load: LoadConfig = LoadConfig()
     weight_cache: WeightCacheConfig = WeightCacheConfig()
     plugin: dict[str, dict[str, Any]] = {}

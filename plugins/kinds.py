@@ -8,6 +8,7 @@ from enum import Enum
 from .arguments import ComponentWithArguments
 from .component import Component
 from .executor import Executor
+from .grammars import GrammarBackend
 from .kv_cache import EvictionPolicy, KVEventPublisher
 from .logits import (
     BatchLogitsProcessor,
@@ -242,6 +243,15 @@ KINDS: dict[str, Kind] = {
             suite="TokenizerSuite",
         ),
         Kind(
+            name="grammars",
+            interface=GrammarBackend,
+            number=Number.BY_NAME,
+            processes=(Process.FRONTEND, Process.ENGINE),
+            fault_scope=FaultScope.REQUEST,
+            summary="Say which tokens may come next in structured output.",
+            suite="GrammarSuite",
+        ),
+        Kind(
             name="reasoning_parsers",
             interface=OutputParser,
             number=Number.BY_NAME,
@@ -288,7 +298,6 @@ PLANNED: dict[str, str] = {
     "kv_connectors": "kv_connector",
     "quantizations": "quantization",
     "speculators": "speculator",
-    "grammars": "grammar",
     "balancers": "balancer",
 }
 """Kinds of the design that this version does not have, with the configuration table that will

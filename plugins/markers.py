@@ -21,11 +21,17 @@ class ReasoningMarkers(msgspec.Struct, frozen=True):
         start: sequences, each of which begins reasoning.
         end: sequences, each of which ends it; a thinking budget forces the first one.
         begins_open: whether every output begins inside reasoning, whatever its prompt ends with.
+        message_prefix: the tokens from the end of reasoning to the next message, in formats whose
+            outputs consist of messages. What the prompt ends with of them is not repeated.
+        content_prefix: the tokens from there to the text of an answer, such as the header of a
+            message. A grammar begins after both.
     """
 
     start: tuple[tuple[int, ...], ...] = ()
     end: tuple[tuple[int, ...], ...] = ()
     begins_open: bool = False
+    message_prefix: tuple[int, ...] = ()
+    content_prefix: tuple[int, ...] = ()
 
     def is_open(self, prompt: Sequence[int]) -> bool:
         """Return whether an output after this prompt begins inside reasoning."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 from .arguments import ComponentWithArguments, prepared_type
 from .component import Context
 from .markers import ReasoningMarkers
+from .structured import Format
 from .tokenizer import Tokenizer
 
 __all__ = [
@@ -173,6 +174,29 @@ class OutputParser(ComponentWithArguments):
     def token_ids(self) -> frozenset[int]:
         """Special tokens that states take as ids, so that no text can pass for them."""
         return frozenset()
+
+    def call_format(
+        self,
+        tools: Mapping[str, Mapping[str, Any]],
+        *,
+        required: bool,
+        parallel: bool = True,
+    ) -> Format:
+        """Return what an answer with calls of tools is, for a grammar.
+
+        It begins where the answer does, after `markers().message_prefix`. Every text of it is
+        parsed to calls whose arguments fit their schemas, and to content.
+
+        Args:
+            tools: JSON schemas of arguments, by the name of the tool; at least one.
+            required: whether the answer is one call or more, and nothing else. Otherwise it is
+                free text in which only calls are constrained.
+            parallel: whether there may be several calls.
+
+        Raises:
+            NotImplementedError: the parser gives no grammar.
+        """
+        raise NotImplementedError(f"the tool parser {self.name!r} gives no grammar of its calls")
 
     @abstractmethod
     def open(self, request: ParserRequest) -> OutputState:

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from .errors import RequestError, reason_of, shown
+from .structured import StructuredOutputs
 from .typed import Strict, convert
 
 __all__ = ["PoolingParams", "RepetitionDetection", "RequestOutputKind", "SamplingParams"]
@@ -78,6 +79,8 @@ class SamplingParams(Strict, omit_defaults=True):
         repetition_detection: end the request when its output loops; None never does.
         thinking_token_budget: maximum tokens between the reasoning parser's markers; then the end
             marker is forced. None is no limit.
+        structured: what the answer must be: JSON of a schema, for example. A mapping with the
+            fields of `StructuredOutputs` will do.
         logits_processors: callables `(output_ids, logits)` or `(prompt_ids, output_ids, logits)`
             that return the logits [vocab] of this request; only if the engine runs in the caller's
             process. Otherwise enable a factory of such callables as a plugin.
@@ -110,6 +113,7 @@ class SamplingParams(Strict, omit_defaults=True):
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     repetition_detection: RepetitionDetection | None = None
     thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None
+    structured: StructuredOutputs | None = None
     logits_processors: list[Any] = []
     plugin_args: dict[str, Any] = {}
 
@@ -129,7 +133,12 @@ class SamplingParams(Strict, omit_defaults=True):
         Raises:
             RequestError: naming the field, its value and what would be right.
         """
-        plain = msgspec.structs.replace(self, logits_processors=[])  # functions are no data
+        structured = self.structured
+        if structured is not None:  # which may hold a type
+            structured = StructuredOutputs.checked(structured)
+        plain = msgspec.structs.replace(  # functions are no data
+            self, logits_processors=[], structured=structured
+        )
         params = convert(plain, SamplingParams, path="", error=RequestError)
         callables = _callables(self.logits_processors)
         if params.max_tokens is not None and params.min_tokens > params.max_tokens:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .component import Component, Context
+from .grammars import Vocabulary
 from .model import ModelFiles
 
 __all__ = ["DecodeStream", "Tokenizer", "TokenizerContext"]
@@ -57,6 +58,17 @@ class Tokenizer(Component):
         Special and added tokens. By default there are none.
         """
         return {}
+
+    def vocabulary(self) -> Vocabulary:
+        """Return the bytes of each token, for grammars; called once, if any backend is enabled.
+
+        The tokens of `encode(text)` joined are the text's bytes, but for what the tokenizer adds
+        or changes itself, such as a space at the beginning.
+
+        Raises:
+            NotImplementedError: the tokenizer does not say; requests with grammars are refused.
+        """
+        raise NotImplementedError(f"the tokenizer {self.name!r} has no vocabulary()")
 
     @property
     def chat_template(self) -> str | None:

@@ -1,0 +1,137 @@
+"""Grammar backends: which tokens may come next in structured output."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+import msgspec
+
+from .component import Component, Context
+from .structured import StructuredFormat, StructuredOutputs
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["GrammarBackend", "GrammarContext", "GrammarState", "Vocabulary"]
+
+
+class Vocabulary(msgspec.Struct, frozen=True, dict=True):
+    """The bytes of each token.
+
+    Attributes:
+        tokens: by id; what a token adds to the text as UTF-8, of which it may be a part. Empty
+            bytes for an id that adds none, which no grammar allows.
+        special: ids of special tokens, in order. Grammars never take one for its text, which
+            `tokens` has nevertheless.
+    """
+
+    tokens: tuple[bytes, ...]
+    special: tuple[int, ...] = ()
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the content, in hexadecimal."""
+        return hashlib.sha256(msgspec.msgpack.encode((self.tokens, self.special))).hexdigest()
+
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """The ids of special tokens by their texts."""
+        return {self.tokens[token].decode(errors="replace"): token for token in self.special}
+
+    def split(self, text: str) -> list[str | int]:
+        """Return a text with the special tokens in it, longest first, as ids."""
+        parts: list[str | int] = [text]
+        for name in sorted(filter(None, self.special_ids), key=len, reverse=True):
+            if name in text:
+                token = self.special_ids[name]
+                parts = [piece for part in parts for piece in _split(part, name, token)]
+        return parts
+
+
+def _split(part: str | int, name: str, token: int) -> list[str | int]:
+    if isinstance(part, int):
+        return [part]
+    pieces: list[str | int] = []
+    for index, text in enumerate(part.split(name)):
+        if index:
+            pieces.append(token)
+        if text:
+            pieces.append(text)
+    return pieces
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrammarContext(Context["GrammarBackend"]):
+    """Context of a grammar backend.
+
+    Attributes:
+        vocabulary: the tokenizer's.
+        vocab_size: of the model, at least as large.
+        compile_seconds: after which the engine gives up a compilation. A backend that runs it
+            in another process ends it by then.
+    """
+
+    vocabulary: Vocabulary
+    vocab_size: int
+    compile_seconds: float = 10.0
+
+
+class GrammarState(Protocol):
+    """A position in the text of one grammar.
+
+    It is used by one thread at a time, which need not be the one that compiled the grammar.
+    """
+
+    def fill_bitmask(self, row: np.ndarray) -> bool:
+        """Set the bits of the tokens that may come next; return whether the text may end here.
+
+        Bits of special tokens that end a text need not be set: the engine allows those of the
+        request where the text may end. If it may not end and no token may come, the request ends
+        with an error.
+
+        Args:
+            row: int32 [ceil(vocab_size / 32)], all zero; token t is bit t % 32 of row[t // 32].
+        """
+
+    def advance(self, token_id: int) -> bool:
+        """Take a token; return False, and stay, if the grammar does not allow it.
+
+        Raises:
+            ValueError: the grammar cannot go on, for a reason that the request's error gives.
+        """
+
+    def rollback(self, count: int) -> None:
+        """Undo the last `count` tokens taken, at most as many as a step has drafts."""
+
+    def fork(self) -> GrammarState:
+        """Return a copy that goes on by itself. The engine calls it in one thread at a time."""
+
+
+class GrammarBackend(Component):
+    """Compiles grammars, in the engine.
+
+    Faults end the request that the grammar is for.
+
+    Attributes:
+        formats: the fields of `StructuredOutputs` that it compiles.
+    """
+
+    context: GrammarContext
+    formats: ClassVar[Sequence[StructuredFormat]]
+
+    @abstractmethod
+    def compile(self, structured: StructuredOutputs) -> GrammarState:
+        """Return the state before the first token, which the engine forks for each request.
+
+        Runs beside the engine's steps, in several threads at once; grammars are cached by their
+        content.
+
+        Raises:
+            ValueError: it cannot be compiled; the message becomes the request's error. It names
+                what is wrong, such as the keywords of a schema that are not supported.
+        """

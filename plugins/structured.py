@@ -1,0 +1,343 @@
+"""Structured output: what the text of an answer must be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from .errors import RequestError, reason_of, shown
+from .typed import Strict, convert
+
+__all__ = [
+    "AnyText",
+    "Choice",
+    "ConstString",
+    "EmbeddedGrammar",
+    "Format",
+    "JsonSchema",
+    "Optional",
+    "Plus",
+    "Regex",
+    "Sequence",
+    "SpecialToken",
+    "Star",
+    "StructuralTag",
+    "StructuredFormat",
+    "StructuredOutputs",
+    "Tag",
+    "TagsWithSeparator",
+    "TriggeredTags",
+    "walk_formats",
+]
+
+StructuredFormat = Literal["json", "json_object", "regex", "grammar", "choice", "structural_tag"]
+"""How structured output is described: the fields of `StructuredOutputs`, one of which is given."""
+
+FORMATS: tuple[StructuredFormat, ...] = (
+    "json",
+    "json_object",
+    "regex",
+    "grammar",
+    "choice",
+    "structural_tag",
+)
+
+MAX_DEPTH = 200
+"""Of schemas and tags: what nests deeper is refused, before anything recurses into it."""
+
+NonEmpty = Annotated[str, Meta(min_length=1)]
+
+
+class ConstString(Strict, tag_field="type", tag="const_string"):
+    """A text. Special tokens in it are matched by id."""
+
+    value: str
+
+
+class SpecialToken(Strict, tag_field="type", tag="token"):
+    """A special token, by its text or id."""
+
+    token: str | int
+
+
+class JsonSchema(Strict, tag_field="type", tag="json_schema"):
+    """JSON that a schema describes."""
+
+    json_schema: dict[str, Any] | bool
+
+
+class Regex(Strict, tag_field="type", tag="regex"):
+    """Text that a regular expression matches, whole."""
+
+    pattern: NonEmpty
+
+
+class EmbeddedGrammar(Strict, tag_field="type", tag="grammar"):
+    """Text of a grammar, as for `StructuredOutputs.grammar`."""
+
+    grammar: NonEmpty
+
+
+class AnyText(Strict, tag_field="type", tag="any_text"):
+    """Any text, up to what follows it; it has no special tokens."""
+
+
+class Sequence(Strict, tag_field="type", tag="sequence"):
+    """One after the other."""
+
+    elements: Annotated[list[Format], Meta(min_length=1)]
+
+
+class Choice(Strict, tag_field="type", tag="or"):
+    """One of several."""
+
+    elements: Annotated[list[Format], Meta(min_length=1)]
+
+
+class Optional(Strict, tag_field="type", tag="optional"):
+    """Once, or not at all."""
+
+    content: Format
+
+
+class Star(Strict, tag_field="type", tag="star"):
+    """Any number of times."""
+
+    content: Format
+
+
+class Plus(Strict, tag_field="type", tag="plus"):
+    """Once or more."""
+
+    content: Format
+
+
+class Tag(Strict, tag_field="type", tag="tag"):
+    """A content between two texts, either of which may be empty or a special token."""
+
+    begin: str | SpecialToken
+    content: Format
+    end: str | SpecialToken = ""
+
+
+class TriggeredTags(Strict, tag_field="type", tag="triggered_tags"):
+    """Any text, in which each trigger begins a tag.
+
+    Attributes:
+        triggers: texts; each tag's `begin` begins with one of them.
+        at_least_one: whether the text begins with a tag.
+        stop_after_first: whether nothing follows the first tag.
+    """
+
+    triggers: Annotated[list[NonEmpty], Meta(min_length=1)]
+    tags: Annotated[list[Tag], Meta(min_length=1)]
+    at_least_one: bool = False
+    stop_after_first: bool = False
+
+
+class TagsWithSeparator(Strict, tag_field="type", tag="tags_with_separator"):
+    """Tags, with a text between them."""
+
+    tags: Annotated[list[Tag], Meta(min_length=1)]
+    separator: str
+    at_least_one: bool = False
+    stop_after_first: bool = False
+
+
+Format = (
+    ConstString
+    | SpecialToken
+    | JsonSchema
+    | Regex
+    | EmbeddedGrammar
+    | AnyText
+    | Sequence
+    | Choice
+    | Optional
+    | Star
+    | Plus
+    | Tag
+    | TriggeredTags
+    | TagsWithSeparator
+)
+"""A part of a structural tag, told apart by `type`."""
+
+
+class StructuralTag(Strict, tag_field="type", tag="structural_tag"):
+    """A text made of parts, in the JSON form that vLLM and xgrammar have for it."""
+
+    format: Format
+
+
+class StructuredOutputs(Strict, omit_defaults=True):
+    """What the answer must be. One of the first six fields is given.
+
+    The answer is what follows the reasoning. It ends where it is complete, with a token that ends
+    the request.
+
+    Attributes:
+        json: a JSON schema: a mapping, its JSON text, or a msgspec or pydantic type.
+        json_object: any JSON object.
+        regex: a regular expression that matches the whole answer.
+        grammar: a context-free grammar in the syntax of Lark or GBNF.
+        choice: texts, one of which is the answer.
+        structural_tag: a text made of parts, such as tool calls among free text.
+        backend: name of the grammar backend; None is `grammar.use`.
+        lenient: take a JSON schema with keywords that the backend cannot enforce. They are left
+            out of the grammar; the finished answer is validated against the whole schema, and
+            `CompletionOutput.validation_error` says what is wrong with it.
+    """
+
+    json: dict[str, Any] | bool | None = None
+    json_object: bool = False
+    regex: NonEmpty | None = None
+    grammar: NonEmpty | None = None
+    choice: Annotated[list[NonEmpty], Meta(min_length=1)] | None = None
+    structural_tag: StructuralTag | None = None
+    backend: NonEmpty | None = None
+    lenient: bool = False
+
+    @property
+    def format(self) -> StructuredFormat:
+        """Which of the fields is given."""
+        return next(name for name in FORMATS if getattr(self, name) not in (None, False))
+
+    @classmethod
+    def checked(cls, given: Any, path: str = "structured") -> StructuredOutputs:
+        """Return what a request gives, checked.
+
+        Args:
+            given: a StructuredOutputs, or a mapping with its fields; `json` may be a text or a
+                type.
+            path: of it, for errors.
+
+        Raises:
+            RequestError: naming the field.
+        """
+        if isinstance(given, StructuredOutputs):
+            given = {name: getattr(given, name) for name in given.__struct_fields__}
+        if not isinstance(given, Mapping):
+            raise RequestError(
+                f"{path}: expected a mapping with one of {', '.join(FORMATS)}, got {shown(given)}"
+            )
+        fields = dict(given)
+        if fields.get("json") is not None:
+            fields["json"] = _schema(fields["json"], f"{path}.json")
+            if fields["json"] is False:  # which `format` would take for a field that is not given
+                raise RequestError(f"{path}.json: no JSON fits the schema false")
+        tag = fields.get("structural_tag")
+        if tag is not None:
+            fields["structural_tag"] = _structural_tag(tag, f"{path}.structural_tag")
+        for name in ("json", "structural_tag"):
+            _check_depth(fields.get(name), f"{path}.{name}")
+        checked = convert(fields, cls, path=path, error=RequestError)
+        found = [name for name in FORMATS if getattr(checked, name) not in (None, False)]
+        if len(found) != 1:
+            got = " and ".join(found) or "none of them"
+            raise RequestError(f"{path}: expected one of {', '.join(FORMATS)}, got {got}")
+        if checked.lenient and found != ["json"]:
+            raise RequestError(f"{path}.lenient: it is for json alone, got {found[0]}")
+        if checked.structural_tag is not None:
+            _check_tags(checked.structural_tag.format, f"{path}.structural_tag")
+        return checked
+
+
+def walk_formats(format: Format) -> Iterator[Format]:
+    """Yield a part of a structural tag, and all parts in it."""
+    pending: list[Format] = [format]
+    while pending:
+        part = pending.pop()
+        yield part
+        match part:
+            case Sequence() | Choice():
+                pending += part.elements
+            case Optional() | Star() | Plus() | Tag():
+                pending.append(part.content)
+            case TriggeredTags() | TagsWithSeparator():
+                pending += part.tags
+
+
+def _schema(given: Any, path: str) -> Any:
+    """Return a schema as plain data."""
+    if isinstance(given, str | bytes):
+        try:
+            return json.loads(given)
+        except (ValueError, RecursionError) as cause:
+            raise RequestError(f"{path}: expected JSON, got {shown(given)}: {cause}") from None
+    if isinstance(given, Mapping | bool):
+        return given
+    try:
+        if isinstance(make := getattr(given, "model_json_schema", None), type(None)):
+            return msgspec.json.schema(given)
+        return make()
+    except Exception as cause:
+        raise RequestError(
+            f"{path}: expected a JSON schema (a mapping or its text), or a msgspec or pydantic "
+            f"type, got {shown(given)}: {reason_of(cause)}"
+        ) from None
+
+
+def _structural_tag(given: Any, path: str) -> Any:
+    """Return a structural tag as plain data in its newer form."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError) as cause:
+            raise RequestError(f"{path}: expected JSON, got {shown(given)}: {cause}") from None
+    if not isinstance(given, Mapping) or "structures" not in given:
+        return given
+    try:  # the form before: tags with a schema each
+        tags = [
+            {
+                "type": "tag",
+                "begin": one["begin"],
+                "content": {"type": "json_schema", "json_schema": one["schema"]},
+                "end": one["end"],
+            }
+            for one in given["structures"]
+        ]
+        triggers = given["triggers"]
+    except (KeyError, TypeError) as cause:
+        raise RequestError(
+            f"{path}: expected structures with begin, schema and end, and triggers; lacks {cause}"
+        ) from None
+    return {
+        "type": "structural_tag",
+        "format": {"type": "triggered_tags", "triggers": triggers, "tags": tags},
+    }
+
+
+def _check_depth(value: Any, path: str) -> None:
+    """Refuse data that nests too deeply for what recurses into it."""
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise RequestError(f"{path}: expected at most {MAX_DEPTH} levels, got more")
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, Mapping):
+                inner += item.values()
+            elif isinstance(item, list | tuple):
+                inner += item
+            elif isinstance(item, msgspec.Struct):
+                inner += (getattr(item, name) for name in item.__struct_fields__)
+        level = inner
+
+
+def _check_tags(format: Format, path: str) -> None:
+    """Check that each trigger begins tags, and each tag begins with a trigger."""
+    for part in walk_formats(format):
+        if not isinstance(part, TriggeredTags):
+            continue
+        for tag in part.tags:
+            begin = tag.begin if isinstance(tag.begin, str) else str(tag.begin.token)
+            if not any(begin.startswith(trigger) for trigger in part.triggers):
+                raise RequestError(
+                    f"{path}: expected tags whose begin starts with one of the triggers "
+                    f"{part.triggers}, got {begin!r}"
+                )

@@ -1,0 +1,217 @@
+"""Structural tags in llguidance's dialect of Lark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, Literal, NamedTuple
+
+from hardpoint.plugins.grammars import Vocabulary
+from hardpoint.plugins.structured import (
+    AnyText,
+    Choice,
+    ConstString,
+    EmbeddedGrammar,
+    Format,
+    JsonSchema,
+    Optional,
+    Plus,
+    Regex,
+    SpecialToken,
+    Star,
+    StructuralTag,
+    Tag,
+    TagsWithSeparator,
+    TriggeredTags,
+)
+from hardpoint.plugins.structured import Sequence as SequenceFormat
+from llguidance import regex_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
+
+_TEXT = "/(?s:.*)/"
+
+
+class _Item(NamedTuple):
+    """A part of a rule.
+
+    Attributes:
+        kind: a text, a special token in Lark's syntax, any text, or another expression.
+        source: the text, or the expression.
+    """
+
+    kind: Literal["text", "token", "any", "rule"]
+    source: str = ""
+
+
+class LarkWriter:
+    """Writes the grammar of one structural tag."""
+
+    def __init__(self, vocabulary: Vocabulary, schema_options: Mapping[str, Any]) -> None:
+        """Start without rules.
+
+        Args:
+            vocabulary: whose special tokens are matched by id.
+            schema_options: of llguidance for JSON schemas.
+        """
+        self._vocabulary = vocabulary
+        self._schema_options = dict(schema_options)
+        self._rules: list[str] = []
+        self._embedded: list[dict[str, str]] = []
+
+    def grammar(self, tag: StructuralTag) -> str:
+        """Return the grammar as llguidance reads it.
+
+        Raises:
+            ValueError: a part cannot be expressed.
+        """
+        start = self._sequence(self._items(tag.format))
+        lark = "\n".join([f"start: {start}", *self._rules, ""])
+        main: dict[str, str] = {"name": "start", "lark_grammar": lark}
+        return json.dumps({"grammars": [main, *self._embedded]})
+
+    def _rule(self, body: str, attribute: str = "") -> str:
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{attribute}: {body}")
+        return name
+
+    def _sequence(self, items: Sequence[_Item]) -> str:
+        """Return the expression of items one after the other."""
+        parts: list[str] = []
+        before: _Item | None = None
+        for item, after in zip_longest(items, items[1:]):
+            match item.kind:
+                case "text" if before is not None and before.kind == "any":
+                    # Ends the free text as soon as it comes.
+                    parts.append(self._rule(f"{_TEXT} {_quoted(item.source)}", "[lazy]"))
+                case "text":
+                    parts.append(_quoted(item.source))
+                case "any" if after is None or after.kind == "token":
+                    parts.append(_TEXT)
+                case "any" if after.kind != "text":
+                    raise ValueError(
+                        "any_text: expected a text or a special token after it, or nothing"
+                    )
+                case "any":
+                    pass
+                case _:
+                    parts.append(item.source)
+            before = item
+        return " ".join(parts) or '""'
+
+    def _items(self, format: Format) -> list[_Item]:
+        match format:
+            case ConstString(value=text):
+                return self._text(text)
+            case SpecialToken(token=token):
+                return [self._token(token)]
+            case AnyText():
+                return [_Item("any")]
+            case SequenceFormat(elements=elements):
+                return [item for part in elements for item in self._items(part)]
+            case Tag(begin=begin, content=content, end=end):
+                return [*self._text(begin), *self._items(content), *self._text(end)]
+            case _:
+                return [_Item("rule", self._expression(format))]
+
+    def _expression(self, format: Format) -> str:
+        match format:
+            case JsonSchema(json_schema=schema):
+                return self._rule(f"%json {json.dumps(self._with_options(schema))}")
+            case Regex(pattern=pattern):
+                return self._rule(f"/{regex_to_lark(pattern, use_ascii='')}/")
+            case EmbeddedGrammar(grammar=source):
+                name = f"g{len(self._embedded)}"
+                self._embedded.append({"name": name, "lark_grammar": any_to_lark(source)})
+                return f"@{name}"
+            case Choice(elements=elements):
+                return self._any_of(self._grouped(part) for part in elements)
+            case Optional(content=content):
+                return f"({self._grouped(content)})?"
+            case Star(content=content):
+                return f"({self._grouped(content)})*"
+            case Plus(content=content):
+                return f"({self._grouped(content)})+"
+            case TagsWithSeparator():
+                return self._separated(format)
+            case TriggeredTags():
+                return self._triggered(format)
+            case _:
+                return self._grouped(format)
+
+    def _grouped(self, format: Format) -> str:
+        return self._rule(self._sequence(self._items(format)))
+
+    def _any_of(self, expressions: Iterable[str]) -> str:
+        return f"({' | '.join(expressions)})"
+
+    def _separated(self, format: TagsWithSeparator) -> str:
+        tag = self._rule(self._any_of(self._grouped(tag) for tag in format.tags))
+        more = self._sequence([*self._text(format.separator), _Item("rule", tag)])
+        body = tag if format.stop_after_first else f"{tag} ({more})*"
+        return f"({body})" if format.at_least_one else f"({body})?"
+
+    def _triggered(self, format: TriggeredTags) -> str:
+        triggers = sorted(format.triggers, key=len, reverse=True)
+        by_trigger: dict[str, list[str]] = {}
+        for tag in format.tags:
+            begin = self._text(tag.begin)
+            whole = self._vocabulary_text(begin)
+            trigger = next(trigger for trigger in triggers if whole.startswith(trigger))
+            rest = [*self._text(whole[len(trigger) :]), *self._items(tag.content)]
+            expression = self._rule(self._sequence([*rest, *self._text(tag.end)]))
+            by_trigger.setdefault(trigger, []).append(expression)
+        tagged = []
+        for trigger, rests in by_trigger.items():
+            found = self._sequence([_Item("any"), *self._text(trigger)])
+            tagged.append(self._rule(f"{found} {self._any_of(rests)}"))
+        later = self._rule(self._any_of(tagged))
+        tail = self._rule(_TEXT)
+        if not format.at_least_one:
+            return f"({tail} | {later})" if format.stop_after_first else f"({later})* {tail}"
+        first = self._rule(self._any_of(self._grouped(tag) for tag in format.tags))
+        return first if format.stop_after_first else f"{first} ({later})* {tail}"
+
+    def _vocabulary_text(self, items: Sequence[_Item]) -> str:
+        """Return the text of items, that of special tokens included."""
+        tokens = self._vocabulary.tokens
+        return "".join(
+            tokens[int(item.source[2:-2])].decode(errors="replace")
+            if item.kind == "token"
+            else item.source
+            for item in items
+        )
+
+    def _text(self, text: str | SpecialToken) -> list[_Item]:
+        if isinstance(text, SpecialToken):
+            return [self._token(text.token)]
+        return [
+            _token(part) if isinstance(part, int) else _Item("text", part)
+            for part in self._vocabulary.split(text)
+            if part != ""
+        ]
+
+    def _token(self, token: str | int) -> _Item:
+        vocabulary = self._vocabulary
+        if isinstance(token, str):
+            if token not in vocabulary.special_ids:
+                raise ValueError(f"token: the tokenizer has no special token {token!r}")
+            return _token(vocabulary.special_ids[token])
+        if not 0 <= token < len(vocabulary.tokens):
+            raise ValueError(
+                f"token: expected an id from 0 to {len(vocabulary.tokens) - 1}, got {token}"
+            )
+        return _token(token)
+
+    def _with_options(self, schema: Any) -> Any:
+        if not isinstance(schema, Mapping):
+            return schema
+        return {**schema, "x-guidance": self._schema_options}
+
+
+def _token(token: int) -> _Item:
+    return _Item("token", f"<[{token}]>")
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

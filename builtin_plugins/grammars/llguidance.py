@@ -1,0 +1,185 @@
+"""llguidance: grammars whose masks are made as they are needed."""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from typing import Annotated, Any
+
+import numpy as np
+
+from hardpoint import plugins
+from hardpoint.plugins import Meta
+from hardpoint.plugins.grammars import GrammarBackend, GrammarContext, GrammarState, Vocabulary
+from hardpoint.plugins.structured import StructuredOutputs
+
+
+_MAX_ITEMS = 10_000
+"""Of one row of llguidance's parser: what an object with 2000 optional properties needs."""
+
+
+class LLGuidance(GrammarBackend):
+    """llguidance (https://github.com/guidance-ai/llguidance): strict, and quick to compile.
+
+    What a JSON schema says is enforced, or the schema is refused with the keywords that are not
+    supported. Grammars are Lark's, in llguidance's dialect, or GBNF.
+    """
+
+    contract = 1
+    formats = ("json", "json_object", "regex", "grammar", "choice", "structural_tag")
+
+    class Options(plugins.Options):
+        """White space in JSON, and limits of one grammar.
+
+        Attributes:
+            max_whitespace: characters of white space between two parts of JSON; 0 is none.
+            max_lexer_states: of a grammar's lexer; a state has 1 to 2 KB.
+        """
+
+        max_whitespace: Annotated[int, Meta(ge=0, le=1000)] = 64
+        max_lexer_states: Annotated[int, Meta(ge=100)] = 50_000
+
+    options: Options
+
+    def __init__(self, context: GrammarContext) -> None:
+        """Read nothing yet: the library's trie of the vocabulary is made for the first grammar."""
+        super().__init__(context)
+        self._lock = threading.Lock()
+        self._made: Any = None
+
+    def compile(self, structured: StructuredOutputs) -> GrammarState:
+        """Return the state before the first token.
+
+        Raises:
+            ValueError: the grammar is wrong, not supported or too large.
+        """
+        # Imported on use: most engines get no request with a grammar.
+        import llguidance  # noqa: PLC0415
+
+        limits = llguidance.LLParserLimits(
+            max_lexer_states=self.options.max_lexer_states,
+            max_items_in_row=_MAX_ITEMS,
+            verbose_errors=False,
+        )
+        matcher = llguidance.LLMatcher(
+            self._tokenizer(), self._grammar(structured), log_level=0, limits=limits
+        )
+        if matcher.is_error():
+            raise ValueError(_one_line(matcher.get_error()))
+        return _State(matcher, len(self.context.vocabulary.tokens))
+
+    def _grammar(self, structured: StructuredOutputs) -> str:
+        """Return a grammar as llguidance reads it."""
+        from llguidance import LLMatcher  # noqa: PLC0415
+        from llguidance.gbnf_to_lark import any_to_lark  # noqa: PLC0415
+
+        from .lark import LarkWriter  # noqa: PLC0415
+
+        options = self._schema_options(lenient=structured.lenient)
+        match structured.format:
+            case "json":
+                assert structured.json is not None
+                schema = json.dumps({} if structured.json is True else structured.json)
+                return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+            case "json_object":
+                return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=options)
+            case "regex":
+                return LLMatcher.grammar_from_regex(structured.regex)
+            case "grammar":
+                return LLMatcher.grammar_from_lark(any_to_lark(structured.grammar))
+            case "choice":
+                assert structured.choice is not None
+                texts = (json.dumps(text, ensure_ascii=False) for text in structured.choice)
+                return LLMatcher.grammar_from_lark(f"start: ANY\nANY: {' | '.join(texts)}")
+            case "structural_tag":
+                assert structured.structural_tag is not None
+                writer = LarkWriter(self.context.vocabulary, options)
+                return writer.grammar(structured.structural_tag)
+
+    def _schema_options(self, *, lenient: bool) -> dict[str, Any]:
+        longest = self.options.max_whitespace
+        options: dict[str, Any] = {"lenient": lenient, "coerce_one_of": lenient}
+        if longest:
+            options["whitespace_pattern"] = rf"[\x20\x0A\x0D\x09]{{1,{longest}}}"
+        else:
+            options["whitespace_flexible"] = False
+        return options
+
+    def _tokenizer(self) -> Any:
+        """Return llguidance's own form of the vocabulary."""
+        from llguidance import LLTokenizer, TokenizerWrapper  # noqa: PLC0415
+
+        with self._lock:
+            if self._made is None:
+                self._made = LLTokenizer(
+                    TokenizerWrapper(_Tokens(self.context.vocabulary)), slices=None
+                )
+            return self._made
+
+
+class _Tokens:
+    """The vocabulary as llguidance wants it, with a token more: the end of the text."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        end = len(vocabulary.tokens)
+        self.eos_token_id = end
+        self.tokens = [*vocabulary.tokens, b"<the text ends>"]
+        self.special_token_ids = [*vocabulary.special, end]
+        self._ids = {token: index for index, token in enumerate(vocabulary.tokens) if token}
+        self._longest = functools.reduce(max, map(len, vocabulary.tokens), 1)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Return tokens of a text, the longest first; masks do not depend on which."""
+        ids, at = [], 0
+        while at < len(text):
+            longest = min(self._longest, len(text) - at)
+            length = next(
+                n for n in range(longest, -1, -1) if text[at : at + n] in self._ids or not n
+            )
+            if length:
+                ids.append(self._ids[text[at : at + length]])
+            at += length or 1
+        return ids
+
+
+class _State:
+    """A matcher of llguidance."""
+
+    def __init__(self, matcher: Any, end: int) -> None:
+        self._matcher = matcher
+        self._end = end  # the id of the token that ends the text
+        self._words = np.zeros(end // 32 + 1, dtype=np.int32)
+
+    def fill_bitmask(self, row: np.ndarray) -> bool:
+        words, end = self._words, self._end
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        bit = np.int32(1 << end % 32 if end % 32 < 31 else -(1 << 31))
+        can_end = bool(words[-1] & bit)
+        words[-1] &= ~bit
+        row[: len(words)] = words[: len(row)]
+        return can_end
+
+    def advance(self, token_id: int) -> bool:
+        if self._matcher.try_consume_tokens([token_id]):
+            return True
+        self._check()
+        return False
+
+    def rollback(self, count: int) -> None:
+        self._matcher.rollback(count)
+        self._check()
+
+    def fork(self) -> GrammarState:
+        return _State(self._matcher.deep_copy(), self._end)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ValueError(_one_line(self._matcher.get_error()))
+
+
+def _one_line(message: str) -> str:
+    """Return a message in one line, cut where it shows a whole grammar."""
+    return " ".join(message.split())[:500]

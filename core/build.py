@@ -39,6 +39,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Progress
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.read_only import read_only
 from hardpoint.plugins.typed import join_path
@@ -113,7 +114,13 @@ def build_engine(
         with prepared.closed_on_error(), naming_plugin(prepared.spec.plugins):
             from hardpoint.core.engine.build import build_core  # noqa: PLC0415 - needs torch
 
-            built = build_core(prepared.spec, prepared.hooks, prepared.config_sources, clock)
+            built = build_core(
+                prepared.spec,
+                prepared.hooks,
+                prepared.config_sources,
+                clock,
+                vocabulary=prepared.vocabulary,
+            )
             parts = prepared.parts(InprocClient(built.core), built.size)
     else:
         with _spawned() as spawned:
@@ -163,6 +170,8 @@ class _Prepared:
     parsers: OutputParsers
     clock: Callable[[], float]
     statistics: Statistics | None
+    vocabulary: Vocabulary | None
+    why_no_grammars: str | None
 
     @contextlib.contextmanager
     def closed_on_error(self) -> Iterator[None]:
@@ -203,6 +212,7 @@ class _Prepared:
             components=[spec.loader, self.tokenizer, *self.parsers.components],
             clock=self.clock,
             statistics=self.statistics,
+            why_no_grammars=self.why_no_grammars,
         )
 
 
@@ -224,8 +234,19 @@ def _prepare(
         spec = prepare_worker(config, plugins, config_sources, progress)
     tokenizer = _tokenizer(config, plugins, spec.loader.context.files, spec.model_config.vocab_size)
     parsers = _output_parsers(config, plugins, tokenizer, spec.model_config.vocab_size)
+    vocabulary, why_no_grammars = _vocabulary(config, plugins, tokenizer)
     statistics = open_statistics(config, plugins, clock)
-    return _Prepared(config_sources, hooks, spec, tokenizer, parsers, clock, statistics)
+    return _Prepared(
+        config_sources,
+        hooks,
+        spec,
+        tokenizer,
+        parsers,
+        clock,
+        statistics,
+        vocabulary,
+        why_no_grammars,
+    )
 
 
 @contextlib.contextmanager
@@ -252,6 +273,7 @@ def _in_own_process(
         manifest=spec.plugins.manifest,
         log_level=_log_level(),
         interpreter=interpreter,
+        vocabulary=prepared.vocabulary,
     )
     with prepared.closed_on_error():
         client = ProcessClient(start, sink, process)
@@ -314,6 +336,23 @@ def _tokenizer(
     guarded = GuardedTokenizer(tokenizer, entry.source, vocab_size)
     guarded.check()
     return guarded
+
+
+def _vocabulary(
+    config: EngineConfig, plugins: PluginSet, tokenizer: Tokenizer
+) -> tuple[Vocabulary | None, str | None]:
+    """Return the vocabulary for grammars, or None and why there are none.
+
+    Raises:
+        PluginNotFoundError: the backend that the configuration names is not enabled.
+    """
+    if not plugins.entries("grammars"):
+        return None, "no grammar backend is enabled"
+    plugins.get("grammars", config.grammar.use)
+    try:
+        return tokenizer.vocabulary(), None
+    except NotImplementedError as cause:
+        return None, str(cause)
 
 
 def _output_parsers(

@@ -53,6 +53,7 @@ _ARGUMENTS = {
     "keep_top_k": "plpll",
     "keep_top_p": "plpll",
     "keep_near": "plpll",
+    "keep_tokens": "plpplll",
 }
 _RETURNS = dict.fromkeys(("packed_size", "attention_block", "attention_plan"), ctypes.c_long)
 

@@ -176,6 +176,22 @@ class Ops(Component):
         """
         return logits.argmax(-1)
 
+    def keep_tokens(self, logits: torch.Tensor, rows: torch.Tensor, bitmask: torch.Tensor) -> None:
+        """Set the logits of some rows to -inf, in place, but for the tokens of a bitmask.
+
+        Args:
+            logits: to change.
+            rows: int64 [n], each once.
+            bitmask: int32 [n, ceil(vocab / 32)]; token t stays where bit t % 32 of column t // 32
+                is set.
+        """
+        import torch  # noqa: PLC0415 - the contract is imported without it
+
+        places = torch.arange(32, dtype=torch.int32, device=bitmask.device)
+        for row, words in zip(rows.tolist(), bitmask, strict=True):  # one by one: 32 bytes a word
+            bits = ((words.unsqueeze(1) >> places) & 1).flatten()[: logits.shape[1]]
+            logits[row].masked_fill_(bits == 0, -math.inf)
+
     def keep_top_k(self, logits: torch.Tensor, k: torch.Tensor, largest_k: int) -> None:
         """Set the logits below each row's k-th largest one to -inf, in place.
 

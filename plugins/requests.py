@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from .markers import ReasoningMarkers
 from .params import PoolingParams, SamplingParams
 from .stats import RequestMetrics, SchedulerStats
 
@@ -102,6 +103,8 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
         resumable: whether more of its prompt may follow.
         reasoning_ended: whether the last reasoning marker in the prompt ends the reasoning; None
             without a reasoning parser.
+        reasoning_markers: the token ids that enclose reasoning, by which a grammar knows where the
+            answer begins; None for a request without a grammar or without a reasoning parser.
         pooling_params: of a pooling request, which generates no tokens; of `params`, only
             `output_kind` is used.
         prompt_embeds: a tensor [tokens, hidden] instead of token ids.
@@ -131,6 +134,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
     trace_headers: dict[str, str] | None = None
     resumable: bool = False
     reasoning_ended: bool | None = None
+    reasoning_markers: ReasoningMarkers | None = None
     pooling_params: PoolingParams | None = None
     prompt_embeds: Any = None
     prompt_is_token_ids: list[bool] | None = None

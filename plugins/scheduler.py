@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from .component import Component, Context
 from .errors import ConfigError
 from .kv_cache import BlockIds, KVCacheManager
-from .plan import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
+from .plan import ModelRunnerOutput, SchedulerOutput
 from .request import Request
 from .requests import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from .scheduling_policy import SchedulingPolicy
@@ -102,7 +102,11 @@ class EncoderCache(Protocol):
 
 
 class Grammars(Protocol):
-    """The grammars of structured output: which requests have one, and the tokens allowed."""
+    """The grammars of structured output, for a scheduler: which requests have one.
+
+    The engine follows the tokens of a request by its `output_token_ids`, and forgets the requests
+    that a plan says have ended.
+    """
 
     def uses(self, request: Request) -> bool:
         """Return whether a grammar constrains a request."""
@@ -112,12 +116,6 @@ class Grammars(Protocol):
 
         Raises:
             RequestError: it cannot be compiled; the request ends with this message.
-        """
-
-    def bitmask(self, plan: SchedulerOutput) -> GrammarBitmask | None:
-        """Return the tokens that may be sampled in a step; None for all.
-
-        Called while the model runs, and only if `plan.structured_request_ids` is not empty.
         """
 
 

@@ -43,17 +43,8 @@ class UniprocExecutor(Executor):
     def sample_tokens(
         self, plan: SchedulerOutput, bitmask: GrammarBitmask | None = None
     ) -> Future[ModelRunnerOutput]:
-        """Sample from the model's last logits.
-
-        Raises:
-            NotImplementedError: grammars constrain a request.
-        """
-        if bitmask is not None:
-            raise NotImplementedError(
-                f"the executor {self.name!r} applies no grammars, got a bitmask for "
-                f"{', '.join(dict.fromkeys(bitmask.request_ids))}"
-            )
-        return _done(lambda: self._worker.sample_tokens(plan))
+        """Sample from the model's last logits."""
+        return _done(lambda: self._worker.sample_tokens(plan, bitmask))
 
     def collective_rpc(
         self,

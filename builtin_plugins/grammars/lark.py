@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
+from llguidance import regex_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
+
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.structured import (
     AnyText,
@@ -26,8 +29,6 @@ from hardpoint.plugins.structured import (
     TriggeredTags,
 )
 from hardpoint.plugins.structured import Sequence as SequenceFormat
-from llguidance import regex_to_lark
-from llguidance.gbnf_to_lark import any_to_lark
 
 _TEXT = "/(?s:.*)/"
 

@@ -14,7 +14,6 @@ from hardpoint.plugins import Meta
 from hardpoint.plugins.grammars import GrammarBackend, GrammarContext, GrammarState, Vocabulary
 from hardpoint.plugins.structured import StructuredOutputs
 
-
 _MAX_ITEMS = 10_000
 """Of one row of llguidance's parser: what an object with 2000 optional properties needs."""
 
@@ -66,7 +65,12 @@ class LLGuidance(GrammarBackend):
             self._tokenizer(), self._grammar(structured), log_level=0, limits=limits
         )
         if matcher.is_error():
-            raise ValueError(_one_line(matcher.get_error()))
+            message = _one_line(matcher.get_error())
+            if "Unimplemented keys" in message and not structured.lenient:
+                message += "; with `lenient`, they are left out, and the answer is validated"
+            raise ValueError(message)
+        if structured.format in ("json", "json_object") and matcher.is_accepting():
+            raise ValueError("no JSON fits the schema")  # it refers to itself alone
         return _State(matcher, len(self.context.vocabulary.tokens))
 
     def _grammar(self, structured: StructuredOutputs) -> str:

@@ -46,6 +46,7 @@ class NativeOps(Ops):
         self._keep_top_k = library.function("keep_top_k", None)
         self._keep_top_p = library.function("keep_top_p", None)
         self._keep_near = library.function("keep_near", None)
+        self._keep_tokens = library.function("keep_tokens", None)
 
     def describe(self) -> str:
         """Return the name and the instruction set."""
@@ -150,6 +151,17 @@ class NativeOps(Ops):
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """Return each row's most likely token."""
         return self._chosen(logits, None, None, None)
+
+    def keep_tokens(self, logits: torch.Tensor, rows: torch.Tensor, bitmask: torch.Tensor) -> None:
+        """Set the logits of some rows to -inf, in place, but for the tokens of a bitmask."""
+        lines = logits if logits.stride(1) == 1 else logits.contiguous()
+        masks = bitmask if bitmask.stride(1) == 1 else bitmask.contiguous()
+        self._keep_tokens(
+            lines.data_ptr(), lines.stride(0), rows.data_ptr(), masks.data_ptr(), masks.stride(0),
+            len(rows), lines.shape[1],
+        )  # fmt: skip
+        if lines is not logits:
+            logits.copy_(lines)
 
     def keep_top_k(self, logits: torch.Tensor, k: torch.Tensor, largest_k: int) -> None:  # noqa: ARG002
         """Set the logits below each row's k-th largest one to -inf, in place."""

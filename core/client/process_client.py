@@ -25,6 +25,7 @@ from hardpoint.core.wire import EngineCoreReadyResponse, RequestType
 from hardpoint.plugins import EngineConfig, EngineCoreOutputs, EngineCoreRequest
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.errors import EngineClosedError, EngineDeadError, EngineTimeoutError
+from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.kinds import KINDS, Process
 from hardpoint.plugins.manifest import Manifest, PluginEntry
 
@@ -47,6 +48,7 @@ class EngineStart:
     Attributes:
         log_level: of its logger.
         engine_index: the number of the engine, from 0; its ZMQ identity.
+        vocabulary: of the tokenizer, for grammars; None is an engine without them.
         interpreter: the Python to start. A restart uses it again, for by then the program may be
             in another directory.
     """
@@ -56,6 +58,7 @@ class EngineStart:
     manifest: Manifest
     log_level: str = "WARNING"
     engine_index: int = 0
+    vocabulary: Vocabulary | None = None
     interpreter: Interpreter = field(default_factory=Interpreter.current)
 
 
@@ -211,6 +214,7 @@ def _launch(start: EngineStart, sockets: EngineSockets) -> Launch:
         main_objects=main_objects(entry.value for entry in entries),
         log_level=start.log_level,
         engine_index=start.engine_index,
+        vocabulary=start.vocabulary,
         folder=str(sockets.folder),
     )
 

@@ -24,13 +24,13 @@ from hardpoint.plugins import (
     Executor,
     ExecutorContext,
     PublisherContext,
-    Scheduler,
     SchedulerContext,
     StepRecord,
     WorkerInfo,
 )
 from hardpoint.plugins.config import ConfigSources, KVCacheConfig
 from hardpoint.plugins.errors import PluginContractError, PluginFaultError
+from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.read_only import read_only
 from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.registry.discovery import is_third_party
@@ -38,6 +38,7 @@ from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
 
 from .core import EngineCore
+from .grammars import GrammarManager
 from .kv_events import KVEventFanout
 from .policy import PolicySlot
 from .step import EngineCoreParts
@@ -87,6 +88,7 @@ def build_core(
     config_sources: ConfigSources,
     clock: _Clock,
     activity: Activity | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> BuiltCore:
     """Load the model and build the engine core. If a part fails, the others are closed.
 
@@ -96,6 +98,7 @@ def build_core(
         config_sources: for messages.
         clock: seconds.
         activity: records what the engine does; None is in memory of this process.
+        vocabulary: of the tokenizer, for grammars; None is an engine without them.
 
     Raises:
         ConfigError: the KV cache does not fit; the message says what would.
@@ -113,13 +116,30 @@ def build_core(
         blocks = BlockMetadata(clock)
         eviction = _eviction_policy(plugins, blocks, clock)
         undo.callback(eviction.close)
+        grammars = None
+        if vocabulary is not None:
+            vocab_size = spec.model_config.vocab_size
+            grammars = GrammarManager(plugins, config.grammar, vocabulary, vocab_size)
+            undo.callback(grammars.close)
         executor = _executor(spec, activity)
         undo.callback(executor.close)
         info, size, config = _start(executor, spec, config_sources)
         limits = _limits(config, size, executor)
         kv_cache = _kv_cache(config.kv_cache, size.num_blocks, plugins, eviction, blocks, faults)
         record = _recorder(hooks, faults)
-        scheduler = _scheduler(config, plugins, limits, kv_cache, policy, clock, record)
+        scheduler = plugins.create(
+            plugins.one("schedulers"),
+            SchedulerContext,
+            limits=limits,
+            kv_cache=kv_cache,
+            policy=policy.policy,
+            clock=clock,
+            watermark=config.kv_cache.watermark,
+            policy_fault=policy.report_fault,
+            grammars=grammars,
+            record=record,
+            log_stats=config.stats.on,
+        )
         parts = EngineCoreParts(
             scheduler,
             executor,
@@ -132,6 +152,7 @@ def build_core(
             components=[eviction],
             config=config,
             log_stats=config.stats.on,
+            grammars=grammars,
             step_log=StepLog() if config.engine.log_steps else None,
             sleep_levels=info.sleep_levels,
             activity=activity,
@@ -172,29 +193,6 @@ def _kv_cache(
         hash_algorithm=config.hash_algorithm,
         eviction=Eviction(eviction, faults.reporter(entry.source), blocks),
         events=bool(plugins.entries("kv_event_publishers")),
-    )
-
-
-def _scheduler(
-    config: EngineConfig,
-    plugins: PluginSet,
-    limits: SchedulerLimits,
-    kv_cache: BlockManager,
-    policy: PolicySlot,
-    clock: _Clock,
-    record: Callable[[StepRecord], None] | None,
-) -> Scheduler:
-    return plugins.create(
-        plugins.one("schedulers"),
-        SchedulerContext,
-        limits=limits,
-        kv_cache=kv_cache,
-        policy=policy.policy,
-        clock=clock,
-        watermark=config.kv_cache.watermark,
-        policy_fault=policy.report_fault,
-        record=record,
-        log_stats=config.stats.on,
     )
 
 

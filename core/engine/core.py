@@ -73,6 +73,8 @@ class EngineCore(EngineUtilities):
         """
         if live_request(self._scheduler, request.request_id) is not None:
             raise RequestError(f"request_id: {request.request_id!r} is the id of a live request")
+        if request.params.structured is not None and self._parts.grammars is None:
+            raise RequestError("structured: this engine has no grammars, for it got no vocabulary")
         self._parts.policy.take_arguments(request)
         # Not the client's: its clock may be another one, and it could jump the queue.
         request.arrival_time = self._scheduler.context.clock() if arrived is None else arrived
@@ -158,6 +160,8 @@ class EngineCore(EngineUtilities):
     def close(self) -> None:
         """Release workers, model and cache."""
         parts = self._parts
+        if parts.grammars is not None:
+            parts.grammars.close()
         self._pause.fail_pending("the engine was closed")
         with contextlib.ExitStack() as stack:  # closes each part, even if another one raises
             stack.callback(close_all, parts.components)

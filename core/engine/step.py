@@ -24,10 +24,10 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.errors import PluginFaultError
-from hardpoint.plugins.scheduler import Grammars
 from hardpoint.registry.blame import is_fault, raise_unless_fault
 
 from .batch_queue import Batch, BatchQueue, start_batch, with_drafts
+from .grammars import GrammarManager
 from .kv_events import KVEventFanout
 from .policy import PolicySlot
 from .step_check import ResultCheck, checked, no_result, plan_defect, result_of
@@ -69,7 +69,7 @@ class EngineCoreParts:
     components: Sequence[Component] = ()
     config: EngineConfig | None = None
     log_stats: bool = False
-    grammars: Grammars | None = None
+    grammars: GrammarManager | None = None
     step_log: StepLog | None = None
     sleep_levels: tuple[int, ...] = (1, 2)
     activity: Activity = field(default_factory=Activity)
@@ -203,6 +203,8 @@ class StepRunner:
         self._activity.begin_step(self._batches.request_ids(plan))
         if events := self._parts.kv_cache.take_events():
             self._parts.kv_events.publish(events)
+        if (grammars := self._parts.grammars) is not None and plan.finished_request_ids:
+            grammars.finish(plan.finished_request_ids)
         future = self._executor.execute_model(plan)
         return checked(future, Future, self._parts.executor_label, "execute_model")
 
@@ -218,6 +220,10 @@ class StepRunner:
 
     def _update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> Outputs:
         """Pass a result to the scheduler; end the requests for which it is not as planned."""
+        if self._parts.grammars is not None:
+            for request_id, fault in self._parts.grammars.pop_faults(plan).items():
+                result.sampled_token_ids.pop(request_id, None)
+                result.faults.setdefault(request_id, fault)
         for request_id, fault in self._check.check(plan, result).items():
             self._parts.faults.note("executor", fault.message, consequence="its request ends")
             if request_id not in plan.num_scheduled_tokens:  # the scheduler looks at no others
@@ -237,6 +243,8 @@ class StepRunner:
     def _complete_step(self, plan: SchedulerOutput, outputs: Outputs) -> tuple[Outputs, bool]:
         """Log a step and fetch its drafts; return its outputs and whether it computed any token."""
         executed = plan.total_num_scheduled_tokens > 0
+        if not executed and self._parts.grammars is not None:
+            self._parts.grammars.wait()
         self._activity.end_step()
         self._parts.faults.check_slow()
         if self._parts.step_log is not None:

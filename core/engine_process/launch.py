@@ -16,6 +16,7 @@ import msgspec
 
 from hardpoint.core.engine_process.main_module.main_pickle import dumps
 from hardpoint.plugins import HardpointError
+from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.manifest import Manifest
 
 LAUNCH_PROTOCOL = 1
@@ -32,6 +33,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         main_objects: objects of the parent's `__main__`, from `main_objects`.
         log_level: of the logger "hardpoint".
         engine_index: the number of the engine, from 0.
+        vocabulary: of the tokenizer, for grammars; None is an engine without them.
         folder: of the parent's sockets; the engine removes it if the parent has ended without
             doing so. Empty for none.
         protocol: version of this message.
@@ -44,6 +46,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     main_objects: bytes = b""
     log_level: str = "INFO"
     engine_index: int = 0
+    vocabulary: Vocabulary | None = None
     folder: str = ""
     protocol: int = LAUNCH_PROTOCOL
 

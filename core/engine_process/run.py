@@ -139,7 +139,14 @@ def run_engine(launch: Launch, watch: ParentWatch) -> None:
         closing.callback(spec.loader.close)
         activity = Activity.open(Path(launch.folder)) if launch.folder else None
         with naming_plugin(plugins):
-            built = build_core(spec, plugins.hooks(), config_sources, time.monotonic, activity)
+            built = build_core(
+                spec,
+                plugins.hooks(),
+                config_sources,
+                time.monotonic,
+                activity,
+                launch.vocabulary,
+            )
         closing.callback(built.core.close)
         _serve(launch, watch, spec, built, closing)
 

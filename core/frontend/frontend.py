@@ -70,6 +70,7 @@ class EngineParts:
         components: closed with the engine, last one first.
         clock: seconds; gives requests their arrival times.
         statistics: closed with the engine; None if they are off.
+        why_no_grammars: the reason if the engine has no grammars; None if it has.
     """
 
     config: EngineConfig
@@ -84,6 +85,7 @@ class EngineParts:
     components: Sequence[Component]
     clock: Callable[[], float]
     statistics: Statistics | None = None
+    why_no_grammars: str | None = None
 
     def with_policy(
         self, use: str | type[SchedulingPolicy], options: Mapping[str, Any]
@@ -164,6 +166,8 @@ class Frontend:
             parts.model_config.vocab_size,
             parts.tokenizer,
             parts.parsers,
+            config.grammar,
+            parts.why_no_grammars,
         )
         self.input = InputProcessor(
             parts.model_config,

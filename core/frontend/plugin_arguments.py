@@ -20,9 +20,11 @@ from hardpoint.plugins import (
     typed,
 )
 from hardpoint.plugins.arguments import ComponentWithArguments, prepared_type
+from hardpoint.plugins.config import GrammarConfig
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.read_only import ReadOnlyList, read_only
+from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.guards import GuardedOutputParser, open_parser
 from hardpoint.registry.plugin_set import PluginSet
@@ -99,12 +101,17 @@ class PluginArguments:
         vocab_size: int,
         tokenizer: Tokenizer,
         parsers: OutputParsers,
+        grammar: GrammarConfig,
+        why_no_grammars: str | None = None,
     ) -> None:
         """Load the classes; instances of most live elsewhere.
 
         Args:
             parsers: of requests that give them no arguments.
+            grammar: how structured output is configured.
+            why_no_grammars: the reason if the engine has no grammars; None if it has.
         """
+        self._grammar, self._why_no_grammars = grammar, why_no_grammars
         self._health = health
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
@@ -194,7 +201,47 @@ class PluginArguments:
         markers = self._markers_of(request)
         if markers is not None:
             request.reasoning_ended = markers.ended(request.prompt_token_ids)
+        if request.params.structured is not None:
+            self._check_structured(request, request.params.structured)
+            if request.reasoning_markers is None:
+                request.reasoning_markers = markers
         request.plugin_args |= self._resolved(request, self._users, given, markers)
+
+    def _check_structured(self, request: EngineCoreRequest, structured: StructuredOutputs) -> None:
+        """Refuse a grammar that no backend compiles, or whose end no token could show.
+
+        Raises:
+            RequestError: naming the field.
+        """
+        if self._why_no_grammars is not None:
+            raise RequestError(f"structured: this engine has no grammars: {self._why_no_grammars}")
+        name = structured.backend or self._grammar.use
+        entry = self._plugins.find("grammars", name)
+        if entry is None:
+            known = [entry.name for entry in self._plugins.entries("grammars")]
+            raise RequestError(
+                f"structured.backend: expected an enabled grammar backend "
+                f"({', '.join(sorted(known))}), got {name!r}{typed.suggest(name, known)}"
+                f"{self._plugins.hint(name, 'grammars')}"
+            )
+        formats = self._plugins.target(entry).formats
+        if structured.format not in formats:
+            raise RequestError(
+                f"structured.{structured.format}: the grammar backend {name!r} takes "
+                f"{', '.join(formats)}"
+            )
+        size = len(msgspec.msgpack.encode(structured))
+        if size > self._grammar.max_bytes:
+            raise RequestError(
+                f"structured.{structured.format}: expected at most {self._grammar.max_bytes} "
+                f"bytes (grammar.max_bytes), got {size}"
+            )
+        if not request.stop_token_ids:
+            why = "ignore_eos is true" if request.params.ignore_eos else "the model has none"
+            raise RequestError(
+                f"structured: it needs a token that ends the output, but {why}, and "
+                f"stop_token_ids is empty"
+            )
 
     def _resolved(
         self,

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from hardpoint.core.activity import PluginCalls
+from hardpoint.core.worker.sampling.grammar_mask import GrammarMask
 from hardpoint.core.worker.sampling.logprobs import gather_logprobs
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
 from hardpoint.plugins import (
     EngineCoreRequest,
     ForwardBatch,
+    GrammarBitmask,
     HardpointError,
     LogitsRequest,
     ModelRunnerOutput,
@@ -176,6 +178,7 @@ class ModelRunner:
         self._calls = calls
         self._attention = attention
         self._sampling = sampling
+        self._ops = ops
         can_record = is_replayable(ops) and model.is_replayable and attention.is_replayable
         self._replays = _Replays(model, ops, can_record=can_record and not enforce_eager)
         self._allocated: InputBatch | None = None
@@ -235,8 +238,12 @@ class ModelRunner:
         return None
 
     @torch.inference_mode()
-    def sample(self) -> ModelRunnerOutput:
-        """Sample from the hidden states that `execute` computed."""
+    def sample(self, bitmask: GrammarBitmask | None = None) -> ModelRunnerOutput:
+        """Sample from the hidden states that `execute` computed.
+
+        Args:
+            bitmask: tokens that grammars allow.
+        """
         assert self._pending is not None, "sample() without an execute() that returned None"
         (step, hidden), self._pending = self._pending, None
         output = ModelRunnerOutput(prompt_logprobs=self._prompt_logprobs(step, hidden))
@@ -250,7 +257,7 @@ class ModelRunner:
             if len(indices) < len(hidden):
                 last = torch.from_numpy(step.attention.query_starts[1:][indices] - 1)
                 hidden = hidden[last.to(self._device)]
-            self._choose(hidden, [step.requests[index] for index in indices], output)
+            self._choose(hidden, [step.requests[index] for index in indices], output, bitmask)
         return output
 
     def plugin_meters(self) -> dict[str, PluginMeter]:
@@ -258,13 +265,18 @@ class ModelRunner:
         return self._sampling.pipeline.meters()
 
     def _choose(
-        self, hidden: torch.Tensor, requests: list[LogitsRequest], output: ModelRunnerOutput
+        self,
+        hidden: torch.Tensor,
+        requests: list[LogitsRequest],
+        output: ModelRunnerOutput,
+        bitmask: GrammarBitmask | None,
     ) -> None:
         """Sample a token per request, and append it to the batch and the processors' states."""
         sampled = self._sampling.run(
             self._logits(hidden),
             requests,
             lambda: self._compute_logits(hidden).to(torch.float32, copy=True),
+            None if bitmask is None else GrammarMask(bitmask, requests, self._ops),
         )
         output.faults |= sampled.faults
         batch = self._batch

@@ -20,6 +20,7 @@ from hardpoint.plugins import (
     AttentionBackend,
     AttentionContext,
     EngineConfig,
+    GrammarBitmask,
     HardpointError,
     LogitsContext,
     Model,
@@ -214,10 +215,14 @@ class LocalWorker:
             self._name_memory(error)
             raise
 
-    def sample_tokens(self, plan: SchedulerOutput) -> ModelRunnerOutput:  # noqa: ARG002
-        """Sample the tokens of a step whose model has run."""
+    def sample_tokens(
+        self,
+        plan: SchedulerOutput,  # noqa: ARG002
+        bitmask: GrammarBitmask | None = None,
+    ) -> ModelRunnerOutput:
+        """Sample the tokens of a step whose model has run, of those that the bitmask allows."""
         try:
-            return self.runner.sample()
+            return self.runner.sample(bitmask)
         except (MemoryError, RuntimeError) as error:
             self._name_memory(error)
             raise

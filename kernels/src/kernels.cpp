@@ -122,6 +122,10 @@ void hp_keep_top_k(float* x, long stride, const int64_t* k, long rows, long widt
 void hp_keep_top_p(float* x, long stride, const float* p, long rows, long width) {
   vocabulary::keep_top_p(x, stride, p, rows, width);
 }
+void hp_keep_tokens(float* x, long stride, const int64_t* rows, const uint32_t* words,
+                    long word_stride, long count, long width) {
+  vocabulary::keep_tokens(x, stride, rows, words, word_stride, count, width);
+}
 void hp_keep_near(float* x, long stride, const float* distance, long rows, long width) {
   vocabulary::keep_near(x, stride, distance, rows, width);
 }

@@ -260,6 +260,23 @@ INLINE void mask_below(float* x, long width, float threshold) {
     if (x[i] < threshold) x[i] = NONE;
 }
 
+// Of each row rows[i], keep the tokens whose bit is set in words[i * word_stride ...].
+inline void keep_tokens(float* x, long stride, const int64_t* rows, const uint32_t* words,
+                        long word_stride, long count, long width) {
+  for_each_row(count, width, [=](long index) {
+    float* logits = x + rows[index] * stride;
+    const uint32_t* bits = words + index * word_stride;
+    for (long i = 0; i < width; i += 32) {
+      uint32_t word = bits[i / 32];
+      long end = std::min(width - i, 32L);
+      if (word == 0)
+        for (long j = 0; j < end; j++) logits[i + j] = NONE;
+      else if (word != 0xFFFFFFFFu)
+        for (long j = 0; j < end; j++) logits[i + j] = word >> j & 1 ? logits[i + j] : NONE;
+    }
+  });
+}
+
 // Keep the logits that are at most `distance` below the row's largest one.
 inline void keep_near(float* x, long stride, const float* distance, long rows, long width) {
   for_each_row(rows, width, [=](long row) {

@@ -12,6 +12,7 @@ import torch
 from hardpoint.plugins import LogitsRequest, RequestFault
 
 from .fault_isolation import Recompute
+from .grammar_mask import GrammarMask
 from .pipeline import LogitsPipeline
 from .sampling_stage import SamplingStage
 
@@ -69,6 +70,7 @@ def verify_in_turn(
     drafts: Sequence[Sequence[int]],
     recompute: Recompute,
     scratch_row: int,
+    mask: GrammarMask | None = None,
 ) -> list[Verified]:
     """Verify drafts of requests with processors that observe: one position after the other.
 
@@ -82,6 +84,7 @@ def verify_in_turn(
         drafts: the tokens drafted for each; may be empty.
         recompute: returns the logits of all rows, in the order of `with_drafts`.
         scratch_row: first row beyond the batch, for the views' device state.
+        mask: of the rows that a grammar constrains, in the same order.
 
     Raises:
         PluginContractError: an enabled processor does not support drafts.
@@ -94,9 +97,11 @@ def verify_in_turn(
     logits = recompute()
     depth = 0
     while views:
-        rows = torch.tensor([starts[index] + depth for index in views], device=logits.device)
+        at = [starts[index] + depth for index in views]
+        rows = torch.tensor(at, device=logits.device)
         again = functools.partial(_some_rows, recompute, rows)
-        sampled = stage.run(logits[rows], list(views.values()), again)
+        part = None if mask is None else mask.rows(at)
+        sampled = stage.run(logits[rows], list(views.values()), again, part)
         forks: list[tuple[LogitsRequest, LogitsRequest, int]] = []
         following: dict[int, LogitsRequest] = {}
         for row, (index, view) in enumerate(views.items()):

@@ -8,6 +8,7 @@ import torch
 
 from hardpoint.plugins import BatchLogitsProcessor, LogitsRequest, RequestFault
 
+from .grammar_mask import GrammarMask
 from .pipeline import Faults, LogitsPipeline
 from .processor_runner import ActiveRows, ProcessorError, ProcessorRunner, row_is_finite
 
@@ -26,7 +27,11 @@ class FaultIsolation:
     """
 
     def __init__(
-        self, pipeline: LogitsPipeline, requests: list[LogitsRequest], recompute: Recompute
+        self,
+        pipeline: LogitsPipeline,
+        requests: list[LogitsRequest],
+        recompute: Recompute,
+        mask: GrammarMask | None = None,
     ) -> None:
         """Start with no isolated processor.
 
@@ -34,13 +39,20 @@ class FaultIsolation:
             pipeline: whose processors run.
             requests: one per row of the step.
             recompute: returns the step's logits.
+            mask: of the rows that a grammar constrains.
         """
         self.faults: Faults = {}
+        self._mask = mask
         self._pipeline = pipeline
         self._requests = requests
         self._recompute = recompute
         # By name; what an isolated processor raised when it ran for all of its rows at once.
         self._isolated: dict[str, BaseException | None] = {}
+
+    def recompute(self) -> torch.Tensor:
+        """Return the step's logits again, as the processors get them."""
+        logits = self._recompute()
+        return logits if self._mask is None else self._mask.apply(logits)
 
     def isolate(self, name: str, error: BaseException | None = None) -> None:
         """Isolate a processor; the first `error` of a processor is kept."""
@@ -65,21 +77,24 @@ class FaultIsolation:
                 return self._apply(logits, check_batch_level=check_batch_level)
             except ProcessorError as error:
                 self.isolate(error.runner.name, error.cause)
-                logits = self._recompute()
+                logits = self.recompute()
 
-    def find_fault(self, logits: torch.Tensor, request: LogitsRequest) -> RequestFault | None:
+    def find_fault(self, logits: torch.Tensor, index: int) -> RequestFault | None:
         """Return the fault of what damages a row by itself, None if nothing does.
 
         Batch-level processors are not tried, because they cannot run on one row.
 
         Args:
-            logits: float32 [vocab], as the model gave them.
-            request: whose row it is.
+            logits: float32 [rows, vocab], of `recompute`.
+            index: of the row.
         """
-        if not row_is_finite(logits):
-            return RequestFault("the model gave logits that are NaN, infinite or all -inf")
-        row = logits.unsqueeze(0).clone()
-        applied: list[str] = []
+        request = self._requests[index]
+        masked = self._mask is not None and index in self._mask
+        if not row_is_finite(logits[index]):
+            after = ", or -inf for each token that its grammar allows" if masked else ""
+            return RequestFault(f"the model gave logits that are NaN, infinite or all -inf{after}")
+        row = logits[index : index + 1].clone()
+        applied = ["the grammar of `structured`"] if masked else []
         for runner in self._pipeline.runners:
             single = self._pipeline.single_row(runner, request)
             if single is None or _is_batch_level(runner):

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from hardpoint.core.activity import PluginCalls
-from hardpoint.plugins import LogitsRequest, RequestFault, Sampler, SamplingRows
+from hardpoint.plugins import LogitsRequest, Phase, RequestFault, Sampler, SamplingRows
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.requests import TokenLogprobs
 from hardpoint.registry.tensor_checks import shown
 
 from .fault_isolation import FaultIsolation, Recompute
+from .grammar_mask import GrammarMask
 from .logprobs import gather_logprobs
 from .pipeline import Faults, LogitsPipeline
 from .processor_runner import ProcessorError
@@ -104,7 +105,11 @@ class SamplingStage:
         self._seeds = torch.empty(0, dtype=torch.int64, device=device)
 
     def run(
-        self, logits: torch.Tensor, requests: list[LogitsRequest], recompute: Recompute
+        self,
+        logits: torch.Tensor,
+        requests: list[LogitsRequest],
+        recompute: Recompute,
+        mask: GrammarMask | None = None,
     ) -> Sampled:
         """Choose a token per row.
 
@@ -112,6 +117,7 @@ class SamplingStage:
             logits: float32 [rows, vocab]; edited in place.
             requests: one per row.
             recompute: returns the same logits again.
+            mask: of the rows that a grammar constrains.
 
         Raises:
             PluginFaultError: the sampler failed, or a plugin whose faults end the engine.
@@ -120,19 +126,24 @@ class SamplingStage:
         keep_raw = with_logprobs and not self._processed_logprobs
         raw = logits[with_logprobs] if keep_raw else None  # a copy
         isolation: FaultIsolation | None = None
+        if mask is not None:
+            mask.apply(logits)
         try:
             # The normal pass.
             choice = self._choose(self.pipeline.apply(logits, requests), requests)
         except ProcessorError as error:
-            isolation = FaultIsolation(self.pipeline, requests, recompute)
-            choice = self._isolate_pass(recompute(), requests, isolation, error)
+            isolation = FaultIsolation(self.pipeline, requests, recompute, mask)
+            choice = self._isolate_pass(requests, isolation, error)
         if choice.bad_rows:
             if isolation is None:
-                isolation = FaultIsolation(self.pipeline, requests, recompute)
-            choice = self._check_pass(choice, requests, isolation, recompute)
+                isolation = FaultIsolation(self.pipeline, requests, recompute, mask)
+            choice = self._check_pass(choice, requests, isolation)
         result = Sampled(choice.tokens, choice.device_ids)
         if isolation is not None:
             result.faults = isolation.faults
+        for row in () if mask is None else mask.forbidden(choice.tokens):
+            fault = self._forced(requests[row], choice.tokens[row])
+            result.faults.setdefault(requests[row].request_id, fault)
         if observing := self.pipeline.observing_rows(requests):
             rows = choice.logits[observing].log_softmax(-1)
             chosen = choice.device_ids[observing].unsqueeze(1)
@@ -145,22 +156,27 @@ class SamplingStage:
             result.logprobs = dict(zip(with_logprobs, entries, strict=True))
         return result
 
+    def _forced(self, request: LogitsRequest, token: int) -> RequestFault:
+        """Return the fault of a request for which a processor chose what its grammar forbids."""
+        used = [runner for runner in self.pipeline.runners if runner.name in request.arguments]
+        forcing = [r for r in used if r.processor.phase is Phase.FORCE] or used
+        names = " or ".join(runner.name for runner in forcing) or self.sampler.name
+        return RequestFault(
+            f"{names} forced the token {token}, which the grammar of `structured` forbids",
+            forcing[0].name if len(forcing) == 1 else None,
+        )
+
     def _isolate_pass(
-        self,
-        logits: torch.Tensor,
-        requests: list[LogitsRequest],
-        isolation: FaultIsolation,
-        error: ProcessorError,
+        self, requests: list[LogitsRequest], isolation: FaultIsolation, error: ProcessorError
     ) -> _Choice:
         isolation.isolate(error.runner.name, error.cause)
-        return self._choose(isolation.run(logits), requests, isolation.faults)
+        return self._choose(isolation.run(isolation.recompute()), requests, isolation.faults)
 
     def _check_pass(
         self,
         choice: _Choice,
         requests: list[LogitsRequest],
         isolation: FaultIsolation,
-        recompute: Recompute,
     ) -> _Choice:
         """Find the fault of each bad row and choose again, until no row is bad.
 
@@ -169,10 +185,10 @@ class SamplingStage:
         """
         is_checked = False
         while choice.bad_rows:
-            logits = recompute()
+            logits = isolation.recompute()
             for row in choice.bad_rows:
                 request = requests[row]
-                fault = isolation.find_fault(logits[row], request)
+                fault = isolation.find_fault(logits, row)
                 if fault is None and is_checked:
                     fault = RequestFault(
                         f"sampler {self.sampler.name!r} chose a token that the logits do not "

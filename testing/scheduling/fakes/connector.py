@@ -8,7 +8,6 @@ from typing import Any
 
 from hardpoint.plugins import (
     BlockIds,
-    GrammarBitmask,
     ModelRunnerOutput,
     Request,
     RequestError,
@@ -219,10 +218,6 @@ class ScriptedGrammars:
         if script.fails:
             raise RequestError(f"grammar: the grammar of {request.request_id!r} cannot be compiled")
         return True
-
-    def bitmask(self, plan: SchedulerOutput) -> GrammarBitmask | None:  # noqa: ARG002
-        """Return None: every token is allowed."""
-        return None
 
 
 @dataclass

@@ -256,14 +256,14 @@ class _At(NamedTuple):
         position: among the markers of reasoning.
         starts: what is left of each marker that may begin reasoning here.
         prefix: tokens that are left before the text of the answer; None where it has not begun.
-        state: of the grammar, which `count` tokens have advanced.
+        state: of the grammar, which `num_advanced` tokens have advanced.
     """
 
     position: ReasoningPosition
     starts: tuple[tuple[int, ...], ...]
     prefix: tuple[int, ...] | None
     state: GrammarState
-    count: int
+    num_advanced: int
 
 
 class Answer:
@@ -292,9 +292,9 @@ class Answer:
         self._prefix = markers.message_prefix + markers.content_prefix
         prompt = source.prompt_token_ids
         position = self._tracker.after(prompt)
-        if position.inside:
-            starts, prefix = (), None
-        else:
+        starts: tuple[tuple[int, ...], ...] = ()
+        prefix = None
+        if not position.inside:
             starts = tuple(filter(None, markers.start))
             prefix = self._prefix[_overlap(prompt, markers.message_prefix) :]
         self._at = _At(position, starts, prefix, compiled.fork(), 0)
@@ -399,8 +399,8 @@ class Answer:
         """Undo tokens, for drafts are not accepted yet."""
         if self._at is before:
             return
-        if self._at.state is before.state and self._at.count > before.count:
-            before.state.rollback(self._at.count - before.count)
+        if self._at.state is before.state and self._at.num_advanced > before.num_advanced:
+            before.state.rollback(self._at.num_advanced - before.num_advanced)
         self._at = before
 
 

@@ -114,7 +114,7 @@ def test_a_second_use_needs_a_name(installed, refusal):
             "quantizations/foo",
             ": 'quantizations/foo': this Hardpoint has no quantizations yet; kinds here: logits_",
         ),
-        ("guess", "_guess:Thing): this Hardpoint has no quantizations yet; kinds here: logits_"),
+        ("guess", "_guess:Thing): this Hardpoint has no speculators yet; kinds here: logits_"),
         ("beam", "_beam:Thing): this Hardpoint has no teleporters; kinds here: logits_"),
         ("sampler/best", "no sampler (did you mean 'samplers'?); kinds here: logits_processors, "),
     ],

@@ -50,7 +50,7 @@ class TokenTexts(dict[int, str | None]):
         if (text := self[token_id]) is not None:
             return text.encode()
         token = self.tokenizer.id_to_token(token_id) or ""
-        table = _byte_of_character()
+        table = byte_of_character()
         if all(character in table for character in token):
             return bytes(table[character] for character in token)
         return token.encode()  # an added token is plain text
@@ -155,7 +155,7 @@ class TokenStream:
 
 
 @cache
-def _byte_of_character() -> dict[str, int]:
+def byte_of_character() -> dict[str, int]:
     """Return the byte of each character of a byte-level vocabulary.
 
     Printable bytes are their own characters, the others are U+0100 and up in order, as in GPT-2's

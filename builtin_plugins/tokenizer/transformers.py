@@ -29,11 +29,13 @@ from hardpoint.plugins import (
     Tokenizer,
     TokenizerContext,
 )
+from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.hf_config import short
 
 from .chat_template import ChatRenderer
 from .gguf import build_gguf_tokenizer, special_tokens
 from .stream import TokenTexts
+from .vocabulary import num_token_ids, read_vocabulary
 
 _MAX_GROWTH = 256
 _VOCABULARIES = ("vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
@@ -91,6 +93,7 @@ class TransformersTokenizer(Tokenizer):
         files.tokenizer.no_truncation()
         files.tokenizer.no_padding()
         self._tokenizer = files.tokenizer
+        self._num_token_ids = num_token_ids(files.tokenizer)
         self._texts = {
             skip: TokenTexts(files.tokenizer, skip_special_tokens=skip) for skip in (False, True)
         }
@@ -105,14 +108,25 @@ class TransformersTokenizer(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids, special and added ones included."""
-        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+        """The number of token ids, special and added ones included, and ids without a token."""
+        return self._num_token_ids
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
         """The special and added tokens of the files."""
         added = self._tokenizer.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items()}
+
+    def vocabulary(self) -> Vocabulary:
+        """Return the bytes of each token, as the files' decoder makes them.
+
+        Added tokens that are not special are decoded as others are. If the result is no text, they
+        have their own.
+
+        Raises:
+            NotImplementedError: the decoder is of a kind whose tokens have no bytes of their own.
+        """
+        return read_vocabulary(self._tokenizer, self._num_token_ids)
 
     @property
     def chat_template(self) -> str | None:

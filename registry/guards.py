@@ -19,6 +19,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.errors import PluginFaultError, shown
+from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.manifest import PluginEntry, Source
 from hardpoint.plugins.output_parser import (
     ContentText,
@@ -39,6 +40,9 @@ T = TypeVar("T")
 
 _MAY_REFUSE = frozenset({"encode", "apply_chat_template"})
 """Methods whose RequestError is for the caller; a RequestError of another method is a fault."""
+
+_MAY_LACK = frozenset({"vocab_size", "vocabulary"})
+"""Methods of tokenizers that need not say anything, and raise NotImplementedError then."""
 
 
 class _Guard(Component):
@@ -75,9 +79,11 @@ class _Guard(Component):
             return call(*args, **options)
         except BaseException as cause:
             raise_unless_fault(cause)
-            # A fault that names another plugin passes, as does the refusal of a request.
-            if isinstance(cause, PluginFaultError) or (
-                isinstance(cause, RequestError) and method in _MAY_REFUSE
+            # A fault that names another plugin passes, as does what the contract allows.
+            if (
+                isinstance(cause, PluginFaultError)
+                or (isinstance(cause, RequestError) and method in _MAY_REFUSE)
+                or (isinstance(cause, NotImplementedError) and method in _MAY_LACK)
             ):
                 raise
             raise self.fault(method, cause) from cause
@@ -130,13 +136,7 @@ class GuardedTokenizer(_Guard, Tokenizer):
         Raises:
             NotImplementedError: the tokenizer does not say.
         """
-        try:
-            size = self._tokenizer.vocab_size
-        except NotImplementedError:
-            raise
-        except BaseException as cause:
-            raise_unless_fault(cause)
-            raise self.fault("vocab_size", cause) from cause
+        size = self._call("vocab_size", lambda: self._tokenizer.vocab_size)
         if type(size) is not int or size < 1:
             raise self.fault("vocab_size", f"returned {shown(size)}, expected a number of tokens")
         return size
@@ -155,6 +155,31 @@ class GuardedTokenizer(_Guard, Tokenizer):
                 raise self.fault("special_tokens", wrong)
         # Files may have more tokens than the model.
         return {text: token for text, token in tokens.items() if 0 <= token < self._vocab_size}
+
+    def vocabulary(self) -> Vocabulary:
+        """Return the bytes of each token that the model has.
+
+        Raises:
+            NotImplementedError: the tokenizer does not say.
+            PluginFaultError: the tokenizer failed.
+        """
+        found = self._call("vocabulary", self._tokenizer.vocabulary)
+        if not isinstance(found, Vocabulary):
+            raise self.fault("vocabulary", f"returned {shown(found)}, expected a Vocabulary")
+        tokens = found.tokens
+        if not isinstance(tokens, tuple):
+            wrong = f"returned tokens in a {type(tokens).__name__}, expected a tuple of bytes"
+            raise self.fault("vocabulary", wrong)
+        for token in tokens:
+            if type(token) is not bytes:
+                wrong = f"returned the token {shown(token)}, expected a tuple of bytes"
+                raise self.fault("vocabulary", wrong)
+        special = sorted(set(self._ids("vocabulary", found.special, len(tokens))))
+        # Files may have more tokens than the model.
+        limit = self._vocab_size
+        return Vocabulary(
+            tokens=tokens[:limit], special=tuple(token for token in special if token < limit)
+        )
 
     @property
     def chat_template(self) -> str | None:

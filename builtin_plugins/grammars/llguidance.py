@@ -153,19 +153,19 @@ class _State:
     def __init__(self, matcher: Any, end: int) -> None:
         self._matcher = matcher
         self._end = end  # the id of the token that ends the text
-        self._words = np.zeros(end // 32 + 1, dtype=np.int32)
+        self._columns = np.zeros(end // 32 + 1, dtype=np.int32)
 
     def fill_bitmask(self, row: np.ndarray) -> bool:
-        words, end = self._words, self._end
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        columns, end = self._columns, self._end
+        self._matcher.unsafe_compute_mask_ptr(columns.ctypes.data, columns.nbytes)
         bit = np.int32(1 << end % 32 if end % 32 < 31 else -(1 << 31))
-        can_end = bool(words[-1] & bit)
-        words[-1] &= ~bit
-        row[: len(words)] = words[: len(row)]
+        can_end = bool(columns[-1] & bit)
+        columns[-1] &= ~bit
+        row[: len(columns)] = columns[: len(row)]
         return can_end
 
     def can_end(self) -> bool:
-        return self.fill_bitmask(self._words.copy())
+        return self.fill_bitmask(self._columns.copy())
 
     def advance(self, token_id: int) -> bool:
         if self._matcher.try_consume_tokens([token_id]):

@@ -1,4 +1,4 @@
-"""The grammars of an engine's requests: compiled beside the steps, followed token by token."""
+"""The grammars of an engine's requests: compiled in threads, followed token by token."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class GrammarManager:
             self._compilations.wait(_WAIT_S)
 
     def close(self) -> None:
-        """Close the backends. Compilations under way are left alone; nobody waits for them."""
+        """Close the backends. Compilations under way are left alone."""
         self._compilations.close()
         close_all(list(self._backends.values()))
 
@@ -309,7 +309,7 @@ class Answer:
         """Set the bits of the tokens that may come next, and after each draft.
 
         Args:
-            rows: int32 [1 + drafts, words], all zero. Rows after a draft that the grammar forbids
+            rows: int32 [1 + drafts, columns], all zero. Rows after a draft that the grammar forbids
                 allow everything, for no token is chosen there.
             drafts: tokens after the output so far.
 
@@ -368,15 +368,9 @@ class Answer:
             else:
                 prefix = None
         if prefix is None and not starts:
-            return token in self._ends and self._can_end()
+            return token in self._ends
         self._at = _At(position, starts, prefix, state, count)
         return True
-
-    def _can_end(self) -> bool:
-        """Return whether the answer may end here."""
-        at = self._at
-        words = np.zeros(-(-(max(self._ends, default=0) + 1) // 32), dtype=np.int32)
-        return at.prefix == () and at.state.fill_bitmask(words)
 
     def _fill(self, row: np.ndarray) -> None:
         at = self._at
@@ -489,7 +483,7 @@ class _Compilations:
             return job.state
 
     def leave(self, key: str, request_id: str) -> None:
-        """Forget that a request waits; what nobody waits for does not begin."""
+        """Forget that a request waits; what none waits for does not begin."""
         with self._changed:
             if (job := self._jobs.get(key)) is not None:
                 job.waiting.discard(request_id)

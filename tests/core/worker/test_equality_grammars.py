@@ -10,7 +10,8 @@ import pytest
 from support.driving import FINAL, alone, run, varied_jobs
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.testing import load_tokenizer, scripted_config, scripted_engine
+from hardpoint.testing import scripted_config, scripted_engine
+from hardpoint.testing.engine_access import load_tokenizer
 from hardpoint.testing.scripted import EOS
 
 POINT = {

@@ -58,6 +58,10 @@ FEATURES = [
 """Of scripted requests: byte b of the printable ones is token b - 33."""
 
 
+COMPACT = {"plugin": {"llguidance": {"max_whitespace": 0}}}
+"""Random tokens would be white space mostly."""
+
+
 def jobs(count=20):
     structured = [
         (f"g{index}", prompt, SamplingParams(max_tokens=60, **FEATURES[index % 10], **FINAL))
@@ -69,7 +73,7 @@ def jobs(count=20):
 
 @pytest.fixture(scope="module")
 def expected(scripted):
-    engine = scripted_engine(scripted)
+    engine = scripted_engine(scripted, COMPACT)
     yield alone(engine, jobs())
     engine.close()
 
@@ -90,13 +94,13 @@ STACKS = {
 @pytest.mark.parametrize("extra", STACKS.values(), ids=STACKS)
 @pytest.mark.parametrize("per_step", [None, 2])
 def test_batched_equals_alone(scripted, expected, extra, per_step):
-    engine = scripted_engine(scripted, extra)
+    engine = scripted_engine(scripted, {**COMPACT, **extra})
     assert run(engine, jobs(), per_step) == expected
     engine.close()
 
 
 def test_in_a_process_of_its_own(scripted, expected):
-    config = scripted_config(scripted, {"engine": {"in_process": False}})
+    config = scripted_config(scripted, {**COMPACT, "engine": {"in_process": False}})
     with LLM(config=config) as llm:
         names, prompts, params = zip(*jobs(), strict=True)
         outputs = llm.generate(list(prompts), list(params))
@@ -106,7 +110,7 @@ def test_in_a_process_of_its_own(scripted, expected):
 
 
 def test_requests_without_a_grammar_get_the_tokens_of_a_batch_without_any(scripted, expected):
-    engine = scripted_engine(scripted)
+    engine = scripted_engine(scripted, COMPACT)
     free = run(engine, varied_jobs(20))
     assert {name: expected[name] for name in free} == free
     engine.close()

@@ -43,11 +43,11 @@ class Choices:
         self.grammar, self.rests = grammar, rests
 
     def fill_bitmask(self, row: np.ndarray) -> bool:
-        words = row.view(np.uint32)
+        bits = row.view(np.uint32)
         for rest in self.rests[-1]:
             for size in range(1, min(len(rest), self.grammar.longest) + 1):
                 for token in self.grammar.ids.get(rest[:size], ()):
-                    words[token // 32] |= 1 << token % 32
+                    bits[token // 32] |= 1 << token % 32
         return b"" in self.rests[-1]
 
     def advance(self, token_id: int) -> bool:

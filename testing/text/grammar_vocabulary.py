@@ -56,9 +56,9 @@ def large_vocabulary(texts: Sequence[str], size: int) -> Vocabulary:
     small = build_vocabulary(texts, ())
     known = dict.fromkeys(small.tokens)
     syllables = [a + b for a in "bcdfghklmnprst" for b in ("a", "e", "i", "o", "u", "an", "er")]
-    words = ("".join(parts) for n in (2, 3) for parts in itertools.product(syllables, repeat=n))
+    syllabic = ("".join(parts) for n in (2, 3) for parts in itertools.product(syllables, repeat=n))
     tokens = list(small.tokens)
-    for number, word in enumerate(words):
+    for number, word in enumerate(syllabic):
         token = (word, f" {word}", f" {word.title()}", f'"{word}', str(number))[number % 5].encode()
         if len(tokens) == size:
             break

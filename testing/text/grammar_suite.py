@@ -328,7 +328,11 @@ class GrammarSuite(ComponentSuite):
         return ids
 
     def _move(self, state: GrammarState, token: int, where: str) -> None:
-        """Advance by a token that is allowed."""
+        """Advance by a token that is allowed.
+
+        Raises:
+            Violation: it is refused.
+        """
         if (moved := state.advance(token)) is not True:
             raise ADVANCE.violation(
                 f"{where}, advance({self._tokens.name(token)}) returned {moved!r}; the token is "

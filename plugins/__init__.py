@@ -210,6 +210,9 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "DecodeStream",
     "Tokenizer",
     "TokenizerContext",
+    # Grammar backends: provisional
+    "GrammarBackend",
+    "GrammarContext",
     # Output parsers: provisional
     "OutputParser",
     "OutputParserContext",

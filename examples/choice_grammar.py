@@ -1,7 +1,8 @@
 """A minimal grammar backend: the answer is one of several texts.
 
-Select it with `grammar.use = "choice_grammar:ChoiceGrammar"`. It compiles `choice` alone, and
-refuses other formats. `hardpoint.testing.GrammarSuite` checks it.
+Enable it with `plugins.enable = ["choice_grammar:ChoiceGrammar"]`; then a request may name it:
+`structured={"choice": [...], "backend": "choice_grammar"}`. It compiles `choice` alone.
+`hardpoint.testing.GrammarSuite` checks it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from hardpoint.plugins import GrammarBackend, GrammarContext
-from hardpoint.plugins.grammars import GrammarState
+from hardpoint.plugins.grammars import GrammarState, allow_tokens
 from hardpoint.plugins.structured import StructuredOutputs
 
 
@@ -43,11 +44,9 @@ class Choices:
         self.grammar, self.rests = grammar, rests
 
     def fill_bitmask(self, row: np.ndarray) -> bool:
-        bits = row.view(np.uint32)
         for rest in self.rests[-1]:
             for size in range(1, min(len(rest), self.grammar.longest) + 1):
-                for token in self.grammar.ids.get(rest[:size], ()):
-                    bits[token // 32] |= 1 << token % 32
+                allow_tokens(row, self.grammar.ids.get(rest[:size], ()))
         return b"" in self.rests[-1]
 
     def advance(self, token_id: int) -> bool:

@@ -437,8 +437,8 @@ class GrammarSuite(ComponentSuite):
         for path, state in self._positions(sample, root):
             where = self._where(sample, path)
             mask = self._allowed(sample, self._mask(state), where)
-            mask -= {*self._tokens.vocabulary.special}
-            by_bytes = {*allowed(state, tree)}
+            special = {*self._tokens.vocabulary.special}
+            mask, by_bytes = mask - special, {*allowed(state, tree)} - special
             for token in sorted(mask ^ by_bytes):
                 verb = "allows" if token in mask else "does not allow"
                 other = "are not" if token in mask else "are"

@@ -14,11 +14,13 @@ from hardpoint.plugins.kinds import KINDS
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
     "commands",
+    "grammars",
     "hf_config",
     "models",
     "output_format",
     "output_json",
     "output_parser",
+    "structured",
     "typed",
 )
 PUBLIC = tuple(["hardpoint.plugins"] + [f"hardpoint.plugins.{name}" for name in MODULES])

@@ -69,8 +69,8 @@ class CompileProcess:
             raise ValueError("the engine is closed")
         if time.monotonic() - begin >= seconds:
             raise ValueError(
-                f"compiling it with xgrammar takes more than {self._seconds:g} s "
-                f"(grammar.compile_seconds)"
+                f"compiling it with xgrammar took {self._seconds:g} s, and was not done; "
+                f"grammar.compile_seconds is the limit"
             )
         raise ValueError(memory_error(self._start_message.max_bytes))  # or a fault of the library
 

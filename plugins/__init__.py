@@ -18,6 +18,7 @@ from .component import is_replayable
 from .config import EngineConfig
 from .errors import ConfigError, HardpointError, ModelError, OverloadedError, RequestError
 from .executor import Executor, ExecutorContext, WorkerInfo
+from .grammars import GrammarBackend, GrammarContext
 from .hooks import hookimpl
 from .kv_cache import (
     AllBlocksCleared,
@@ -157,7 +158,9 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "EngineCoreOutput",
     "EngineCoreOutputs",
     "EngineCoreRequest",
+    "GrammarBackend",
     "GrammarBitmask",
+    "GrammarContext",
     "ModelRunnerOutput",
     "NewRequest",
     "PauseState",

@@ -55,8 +55,15 @@ class Worker(Protocol):
                 the worker cannot serve.
         """
 
-    def sample_tokens(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Sample the tokens of a step whose `execute_model` returned None."""
+    def sample_tokens(
+        self, plan: SchedulerOutput, bitmask: GrammarBitmask | None = None
+    ) -> ModelRunnerOutput:
+        """Sample the tokens of a step whose `execute_model` returned None.
+
+        Args:
+            plan: of that call.
+            bitmask: as the executor got it.
+        """
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """Set the maximum length of a request; called before `initialize_cache`."""

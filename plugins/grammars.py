@@ -128,7 +128,7 @@ class GrammarBackend(Component):
     def compile(self, structured: StructuredOutputs) -> GrammarState:
         """Return the state before the first token, which the engine forks for each request.
 
-        Runs beside the engine's steps, in several threads at once; grammars are cached by their
+        Runs while the engine makes steps, in several threads at once; grammars are cached by their
         content.
 
         Raises:

@@ -188,8 +188,8 @@ class Ops(Component):
         import torch  # noqa: PLC0415 - the contract is imported without it
 
         places = torch.arange(32, dtype=torch.int32, device=bitmask.device)
-        for row, words in zip(rows.tolist(), bitmask, strict=True):  # one by one: 32 bytes a word
-            bits = ((words.unsqueeze(1) >> places) & 1).flatten()[: logits.shape[1]]
+        for row, columns in zip(rows.tolist(), bitmask, strict=True):  # one by one: 32 bytes a word
+            bits = ((columns.unsqueeze(1) >> places) & 1).flatten()[: logits.shape[1]]
             logits[row].masked_fill_(bits == 0, -math.inf)
 
     def keep_top_k(self, logits: torch.Tensor, k: torch.Tensor, largest_k: int) -> None:

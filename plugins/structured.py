@@ -164,7 +164,7 @@ Format = (
     | TriggeredTags
     | TagsWithSeparator
 )
-"""A part of a structural tag, told apart by `type`."""
+"""A part of a structural tag, `type` says which."""
 
 
 class StructuralTag(Strict, tag_field="type", tag="structural_tag"):

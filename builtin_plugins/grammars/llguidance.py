@@ -12,7 +12,7 @@ import numpy as np
 from hardpoint import plugins
 from hardpoint.plugins import Meta
 from hardpoint.plugins.grammars import GrammarBackend, GrammarContext, GrammarState, Vocabulary
-from hardpoint.plugins.structured import StructuredOutputs
+from hardpoint.plugins.structured import StructuralTag, StructuredOutputs
 
 _MAX_ITEMS = 10_000
 """Of one row of llguidance's parser: what an object with 2000 optional properties needs."""
@@ -69,9 +69,10 @@ class LLGuidance(GrammarBackend):
             if "Unimplemented keys" in message and not structured.lenient:
                 message += "; with `lenient`, they are left out, and the answer is validated"
             raise ValueError(message)
-        if structured.format in ("json", "json_object") and matcher.is_accepting():
+        state = _State(matcher, len(self.context.vocabulary.tokens))
+        if structured.format in ("json", "json_object") and state.can_end():
             raise ValueError("no JSON fits the schema")  # it refers to itself alone
-        return _State(matcher, len(self.context.vocabulary.tokens))
+        return state
 
     def _grammar(self, structured: StructuredOutputs) -> str:
         """Return a grammar as llguidance reads it."""
@@ -81,27 +82,24 @@ class LLGuidance(GrammarBackend):
         from .lark import LarkWriter  # noqa: PLC0415
 
         options = self._schema_options(lenient=structured.lenient)
-        match structured.format:
-            case "json":
-                assert structured.json is not None
-                schema = json.dumps({} if structured.json is True else structured.json)
-                return LLMatcher.grammar_from_json_schema(schema, overrides=options)
-            case "json_object":
+        match structured:
+            case StructuredOutputs(json=dict() | True as schema):
+                text = json.dumps({} if schema is True else schema)
+                return LLMatcher.grammar_from_json_schema(text, overrides=options)
+            case StructuredOutputs(json_object=True):
                 return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=options)
-            case "regex":
-                return LLMatcher.grammar_from_regex(structured.regex)
-            case "grammar":
-                return LLMatcher.grammar_from_lark(any_to_lark(structured.grammar))
-            case "choice":
-                assert structured.choice is not None
-                texts = (json.dumps(text, ensure_ascii=False) for text in structured.choice)
+            case StructuredOutputs(regex=str(regex)):
+                return LLMatcher.grammar_from_regex(regex)
+            case StructuredOutputs(grammar=str(grammar)):
+                return LLMatcher.grammar_from_lark(any_to_lark(grammar))
+            case StructuredOutputs(choice=list(choice)):
+                texts = (json.dumps(text, ensure_ascii=False) for text in choice)
                 return LLMatcher.grammar_from_lark(f"start: ANY\nANY: {' | '.join(texts)}")
-            case "structural_tag":
-                assert structured.structural_tag is not None
-                writer = LarkWriter(self.context.vocabulary, options)
-                return writer.grammar(structured.structural_tag)
+            case StructuredOutputs(structural_tag=StructuralTag() as tag):
+                return LarkWriter(self.context.vocabulary, options).grammar(tag)
+        raise ValueError(f"expected one of {', '.join(self.formats)}")
 
-    def _schema_options(self, *, lenient: bool) -> dict[str, Any]:
+    def _schema_options(self, *, lenient: bool) -> Any:
         longest = self.options.max_whitespace
         options: dict[str, Any] = {"lenient": lenient, "coerce_one_of": lenient}
         if longest:
@@ -155,16 +153,19 @@ class _State:
     def __init__(self, matcher: Any, end: int) -> None:
         self._matcher = matcher
         self._end = end  # the id of the token that ends the text
-        self._words = np.zeros(end // 32 + 1, dtype=np.int32)
+        self._columns = np.zeros(end // 32 + 1, dtype=np.int32)
 
     def fill_bitmask(self, row: np.ndarray) -> bool:
-        words, end = self._words, self._end
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        columns, end = self._columns, self._end
+        self._matcher.unsafe_compute_mask_ptr(columns.ctypes.data, columns.nbytes)
         bit = np.int32(1 << end % 32 if end % 32 < 31 else -(1 << 31))
-        can_end = bool(words[-1] & bit)
-        words[-1] &= ~bit
-        row[: len(words)] = words[: len(row)]
+        can_end = bool(columns[-1] & bit)
+        columns[-1] &= ~bit
+        row[: len(columns)] = columns[: len(row)]
         return can_end
+
+    def can_end(self) -> bool:
+        return self.fill_bitmask(self._columns.copy())
 
     def advance(self, token_id: int) -> bool:
         if self._matcher.try_consume_tokens([token_id]):

@@ -1,4 +1,4 @@
-"""The grammars of an engine's requests: compiled beside the steps, followed token by token."""
+"""The grammars of an engine's requests: compiled in threads, followed token by token."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class GrammarManager:
             self._compilations.wait(_WAIT_S)
 
     def close(self) -> None:
-        """Close the backends. Compilations under way are left alone; nobody waits for them."""
+        """Close the backends. Compilations under way are left alone."""
         self._compilations.close()
         close_all(list(self._backends.values()))
 
@@ -256,14 +256,14 @@ class _At(NamedTuple):
         position: among the markers of reasoning.
         starts: what is left of each marker that may begin reasoning here.
         prefix: tokens that are left before the text of the answer; None where it has not begun.
-        state: of the grammar, which `count` tokens have advanced.
+        state: of the grammar, which `num_advanced` tokens have advanced.
     """
 
     position: ReasoningPosition
     starts: tuple[tuple[int, ...], ...]
     prefix: tuple[int, ...] | None
     state: GrammarState
-    count: int
+    num_advanced: int
 
 
 class Answer:
@@ -292,9 +292,9 @@ class Answer:
         self._prefix = markers.message_prefix + markers.content_prefix
         prompt = source.prompt_token_ids
         position = self._tracker.after(prompt)
-        if position.inside:
-            starts, prefix = (), None
-        else:
+        starts: tuple[tuple[int, ...], ...] = ()
+        prefix = None
+        if not position.inside:
             starts = tuple(filter(None, markers.start))
             prefix = self._prefix[_overlap(prompt, markers.message_prefix) :]
         self._at = _At(position, starts, prefix, compiled.fork(), 0)
@@ -309,7 +309,7 @@ class Answer:
         """Set the bits of the tokens that may come next, and after each draft.
 
         Args:
-            rows: int32 [1 + drafts, words], all zero. Rows after a draft that the grammar forbids
+            rows: int32 [1 + drafts, columns], all zero. Rows after a draft that the grammar forbids
                 allow everything, for no token is chosen there.
             drafts: tokens after the output so far.
 
@@ -368,15 +368,9 @@ class Answer:
             else:
                 prefix = None
         if prefix is None and not starts:
-            return token in self._ends and self._can_end()
+            return token in self._ends
         self._at = _At(position, starts, prefix, state, count)
         return True
-
-    def _can_end(self) -> bool:
-        """Return whether the answer may end here."""
-        at = self._at
-        words = np.zeros(-(-(max(self._ends, default=0) + 1) // 32), dtype=np.int32)
-        return at.prefix == () and at.state.fill_bitmask(words)
 
     def _fill(self, row: np.ndarray) -> None:
         at = self._at
@@ -399,8 +393,8 @@ class Answer:
         """Undo tokens, for drafts are not accepted yet."""
         if self._at is before:
             return
-        if self._at.state is before.state and self._at.count > before.count:
-            before.state.rollback(self._at.count - before.count)
+        if self._at.state is before.state and self._at.num_advanced > before.num_advanced:
+            before.state.rollback(self._at.num_advanced - before.num_advanced)
         self._at = before
 
 
@@ -489,7 +483,7 @@ class _Compilations:
             return job.state
 
     def leave(self, key: str, request_id: str) -> None:
-        """Forget that a request waits; what nobody waits for does not begin."""
+        """Forget that a request waits; what none waits for does not begin."""
         with self._changed:
             if (job := self._jobs.get(key)) is not None:
                 job.waiting.discard(request_id)

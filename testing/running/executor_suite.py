@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     Executor,
     ExecutorContext,
+    GrammarBitmask,
     ModelRunnerOutput,
     NewRequest,
     SamplingParams,
@@ -113,14 +115,16 @@ class ScriptedWorker:
         self._waiting = plan.step
         return None if plan.total_num_scheduled_tokens else ModelRunnerOutput()
 
-    def sample_tokens(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Return tokens of the step whose `execute_model` ran last."""
+    def sample_tokens(
+        self, plan: SchedulerOutput, bitmask: GrammarBitmask | None = None
+    ) -> ModelRunnerOutput:
+        """Return tokens of the step whose `execute_model` ran last; a bitmask changes them."""
         if plan.step != self._waiting:
             raise RESULTS.violation(
                 f"the worker was to sample step {plan.step} when step {self._waiting} had run last"
             )
         tokens = {
-            request_id: [(self._history + 7 * index + count) % 257]
+            request_id: [(self._history + 7 * index + count + _sum_of(bitmask)) % 257]
             for index, (request_id, count) in enumerate(plan.num_scheduled_tokens.items())
         }
         return ModelRunnerOutput(sampled_token_ids=tokens)
@@ -402,6 +406,18 @@ def _depth(executor: Executor) -> int:
     return depth
 
 
+def _bitmask(plan: SchedulerOutput) -> GrammarBitmask | None:
+    """Return a bitmask for every second step."""
+    names = list(plan.num_scheduled_tokens)
+    if plan.step % 2 or not names:
+        return None
+    return GrammarBitmask(names, np.full((len(names), 9), plan.step, dtype=np.int32))
+
+
+def _sum_of(bitmask: GrammarBitmask | None) -> int:
+    return 0 if bitmask is None else int(bitmask.bitmask.sum()) + len(bitmask.request_ids)
+
+
 def _begin(
     executor: Executor, plan: SchedulerOutput, *, in_pipeline: bool
 ) -> Callable[[], ModelRunnerOutput]:
@@ -409,12 +425,14 @@ def _begin(
     forward = _future(executor.execute_model(plan), "execute_model")
     sampling: Future[Any] | None = None
     if in_pipeline and plan.total_num_scheduled_tokens:
-        sampling = _future(executor.sample_tokens(plan), "sample_tokens")
+        sampling = _future(executor.sample_tokens(plan, _bitmask(plan)), "sample_tokens")
 
     def result() -> ModelRunnerOutput:
         output = _wait(forward, "execute_model")
         if output is None and plan.total_num_scheduled_tokens:
-            later = sampling or _future(executor.sample_tokens(plan), "sample_tokens")
+            later = sampling or _future(
+                executor.sample_tokens(plan, _bitmask(plan)), "sample_tokens"
+            )
             output = _wait(later, "sample_tokens")
         if not isinstance(output, ModelRunnerOutput):
             raise RESULTS.violation(
@@ -429,7 +447,8 @@ def _compare(
     plain: ScriptedWorker, plan: SchedulerOutput, result: Callable[[], ModelRunnerOutput]
 ) -> None:
     """Compare a result with that of a worker that is called directly."""
-    expected = (plain.execute_model(plan) or plain.sample_tokens(plan)).sampled_token_ids
+    sampled = plain.execute_model(plan) or plain.sample_tokens(plan, _bitmask(plan))
+    expected = sampled.sampled_token_ids
     tokens = result().sampled_token_ids
     for request_id in expected.keys() | tokens.keys():
         wanted, got = expected.get(request_id, []), tokens.get(request_id, [])

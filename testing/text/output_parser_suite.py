@@ -28,6 +28,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.component import Component
+from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.output_parser import (
     ContentText,
     MalformedText,
@@ -599,6 +600,14 @@ class ByteTokenizer(Tokenizer):
     def special_tokens(self) -> Mapping[str, int]:
         """The ids of the special tokens."""
         return self._special
+
+    def vocabulary(self) -> Vocabulary:
+        """Return the bytes, and the texts of the special tokens."""
+        texts = (text.encode() for text in self._special)
+        return Vocabulary(
+            tokens=(*(bytes([byte]) for byte in range(_NUM_BYTES)), *texts),
+            special=tuple(self._special.values()),
+        )
 
     @property
     def eos_token_ids(self) -> Sequence[int]:

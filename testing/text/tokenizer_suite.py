@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from hardpoint.plugins import ModelFiles, RequestError, Tokenizer, TokenizerContext
 from hardpoint.plugins.component import Component
+from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.snapshots import count_elements, snapshot
 from hardpoint.testing.suite import (
@@ -30,11 +31,17 @@ from hardpoint.testing.suite import (
 _INCOMPLETE = "\ufffd"
 _THREADS_SECONDS, _THREADS_ROUNDS = 0.3, 3
 _TOKENS = 1000  # of the stream whose speed is measured
+_COMPARED_TOKENS = 3000
 
 VOCABULARY = Rule(
     "vocabulary: token ids are whole numbers from 0 to vocab_size - 1",
     "return ids of the vocabulary alone, and let vocab_size be one more than the largest id; "
     "leave vocab_size out if the tokenizer does not know it",
+)
+TOKEN_BYTES = Rule(
+    "token bytes: vocabulary() has the bytes of each token",
+    "return what a token adds to the text, in UTF-8, of which it may be a part; grammars decide by "
+    "it which tokens may come next",
 )
 ROUND_TRIP = Rule(
     "round trip: decoding what encode returned gives the text again",
@@ -149,6 +156,32 @@ class TokenizerSuite(ComponentSuite):
                 self._check_token(token, f"encode({text!r})")
 
         self._search(VOCABULARY.text, 100, check, text=self._texts, special=st.booleans())
+
+    def test_token_bytes(self) -> None:
+        """The vocabulary's bytes are those of texts, and special tokens are named in it."""
+        vocabulary = self._vocabulary
+        if vocabulary is None:
+            pytest.skip("vocabulary is left out: there are no grammars with this tokenizer")
+        self._run_checks(
+            TOKEN_BYTES.text,
+            partial(self._check_tokens, vocabulary),
+            partial(self._check_special_bytes, vocabulary),
+            partial(self._check_texts_of_tokens, vocabulary),
+        )
+
+        def check(text: str) -> None:
+            ids = self._encoded(text)
+            if not self.lossless:
+                text = self._decoded(ids, False)
+            joined = _bytes_of(vocabulary, ids)
+            if not _is_same_but_for_a_space(joined.decode(errors="surrogateescape"), text):
+                raise TOKEN_BYTES.violation(
+                    f"{text!r} has the tokens {short_repr(ids)}, whose bytes in vocabulary() are "
+                    f"{joined!r}"
+                )
+
+        texts = self._texts.filter(lambda text: _INCOMPLETE not in text)
+        self._search(TOKEN_BYTES.text, 100, check, text=texts)
 
     def test_round_trip(self) -> None:
         """Encoding and decoding lose nothing."""
@@ -340,6 +373,14 @@ class TokenizerSuite(ComponentSuite):
         except NotImplementedError:
             return None
 
+    @cached_property
+    def _vocabulary(self) -> Vocabulary | None:
+        """`vocabulary()`; None if it is left out."""
+        try:
+            return self._subject.vocabulary()
+        except NotImplementedError:
+            return None
+
     def _make(self) -> Tokenizer:
         path = Path(self._empty.name if self.files is None else self.files)
         files = ModelFiles(name=path.name, path=path)
@@ -397,6 +438,65 @@ class TokenizerSuite(ComponentSuite):
             raise VOCABULARY.violation(
                 f"vocab_size is {size}, but token {size} is the text {text!r}: it is too small"
             )
+
+    def _check_tokens(self, vocabulary: Vocabulary) -> None:
+        """Check types and numbers."""
+        size = self._size
+        if not isinstance(vocabulary, Vocabulary):
+            raise TOKEN_BYTES.violation(
+                f"vocabulary() returned {short_repr(vocabulary)}", "return a Vocabulary"
+            )
+        tokens, special = vocabulary.tokens, vocabulary.special
+        if not isinstance(tokens, tuple) or {*map(type, tokens)} != {bytes}:
+            raise TOKEN_BYTES.violation(
+                f"the tokens of vocabulary() are {short_repr(tokens)}", "return a tuple of bytes"
+            )
+        if size is not None and len(tokens) > size:
+            raise TOKEN_BYTES.violation(
+                f"vocabulary() has {len(tokens)} tokens, vocab_size is {size}",
+                "let vocab_size be one more than the largest id",
+            )
+        if list(special) != sorted(set(special)) or not set(special) <= set(range(len(tokens))):
+            raise TOKEN_BYTES.violation(
+                f"the special tokens of vocabulary() are {short_repr(special)}",
+                "name ids that tokens has, in order and once",
+            )
+
+    def _check_special_bytes(self, vocabulary: Vocabulary) -> None:
+        """Check that exactly the tokens that decode skips are special."""
+        names = {token: text for text, token in self._subject.special_tokens.items()}
+        for token in sorted({*names, *vocabulary.special}):
+            is_special = token in vocabulary.special
+            shown, kept = self._decoded([token], False), self._decoded([token], True)
+            if is_special == bool(kept) and (kept or shown):
+                raise TOKEN_BYTES.violation(
+                    f"token {token}, which is {shown!r}, {'is one' if is_special else 'is none'} "
+                    f"of the special tokens of vocabulary(), and decode "
+                    f"{'shows' if kept else 'skips'} it with skip_special_tokens",
+                    "name the tokens that decode skips with skip_special_tokens, no others",
+                )
+            name, found = names.get(token), _bytes_of(vocabulary, [token])
+            if is_special and name is not None and found != name.encode():
+                raise TOKEN_BYTES.violation(
+                    f"token {token} is {name!r} in special_tokens and {found!r} in vocabulary()",
+                    "return the text of a special token as its bytes",
+                )
+
+    def _check_texts_of_tokens(self, vocabulary: Vocabulary) -> None:
+        """Check that tokens of whole characters are decoded to them."""
+        ordinary = sorted({*range(len(vocabulary.tokens))}.difference(vocabulary.special))
+        first = self._encoded("a")
+        before = self._decoded(first, False)
+        for token in ordinary[:: 1 + len(ordinary) // _COMPARED_TOKENS]:
+            with suppress(UnicodeDecodeError):
+                text = vocabulary.tokens[token].decode()
+                alone = self._decoded([token], False)
+                after = self._decoded([*first, token], False)
+                if not _is_same_but_for_a_space(text, alone) and before + text != after:
+                    raise TOKEN_BYTES.violation(
+                        f"token {token} is {text!r} in vocabulary(), and decode makes {alone!r} "
+                        f"of it"
+                    )
 
     def _check_token(self, token: int, where: str) -> None:
         size = self._size
@@ -512,6 +612,16 @@ class TokenizerSuite(ComponentSuite):
                 "decode the newest tokens only, not the whole text in every step; or set "
                 "budget_us_per_token",
             )
+
+
+def _bytes_of(vocabulary: Vocabulary, ids: list[int]) -> bytes:
+    """Return the bytes of tokens; those that the vocabulary has not have none."""
+    return b"".join(b"".join(vocabulary.tokens[token : token + 1]) for token in ids)
+
+
+def _is_same_but_for_a_space(joined: str, text: str) -> bool:
+    """Return whether a text is the other one, or has one more space at an end."""
+    return joined in (text, f" {text}", f"{text} ")
 
 
 def _streamed(tokenizer: Tokenizer, prompt: list[int], ids: Sequence[int], skip: bool) -> str:

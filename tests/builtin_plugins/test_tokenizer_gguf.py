@@ -63,6 +63,9 @@ def test_sentencepiece_goes_through_transformers(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(path)
     assert tokenizer.encode("hi", add_special_tokens=False) == [7]
     assert tokenizer.decode([7]) == "hi"
+    vocabulary = tokenizer.vocabulary()
+    assert vocabulary.tokens[7:] == (b" hi", *(bytes([byte]) for byte in range(256)))
+    assert vocabulary.special == (0, 1, 2)
     assert tokenizer.eos_token_ids == (2,)
 
 

@@ -18,6 +18,8 @@ def test_a_tokenizer_need_not_say_its_vocabulary():
         NotImplementedError, match="the tokenizer 'mine' does not say its vocab_siz"
     ):
         _ = built(Tokenizer, "mine").vocab_size
+    with pytest.raises(NotImplementedError, match=r"the tokenizer 'mine' has no vocabulary\(\)"):
+        built(Tokenizer, "mine").vocabulary()
 
 
 def test_a_cache_without_a_layout_is_not_transferable():

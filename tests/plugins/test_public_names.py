@@ -14,15 +14,17 @@ from hardpoint.plugins.kinds import KINDS
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
     "commands",
+    "grammars",
     "hf_config",
     "models",
     "output_format",
     "output_json",
     "output_parser",
+    "structured",
     "typed",
 )
 PUBLIC = tuple(["hardpoint.plugins"] + [f"hardpoint.plugins.{name}" for name in MODULES])
-MOST_NAMES = 110
+MOST_NAMES = 112
 AUTHORS = [*(ROOT / "builtin_plugins").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
 CALLERS = ("core", "registry", "api", "builtin_plugins", "plugins")
 

@@ -13,6 +13,7 @@ from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
 from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
 from hardpoint.plugins import OutputParserContext, ParserRequest, ReasoningMarkers
 from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.output_parser import (
     ContentText,
     MalformedText,
@@ -94,6 +95,53 @@ def test_other_methods(method, arguments, value, words):
         tokenizer(apply_chat_template=refusing).apply_chat_template([])
 
 
+@pytest.mark.parametrize(
+    ("vocabulary", "words"),
+    [
+        (failing, "failed: LookupError: lost"),
+        (returning([b"a"]), "returned [b'a'], expected a Vocabulary"),
+        (returning(Vocabulary(tokens=[b"a"])), "returned tokens in a list, expected a tuple of b"),
+        (returning(Vocabulary(tokens=(b"a", "b"))), "returned the token 'b', expected a tuple of"),
+        (returning(Vocabulary(tokens=(b"a",), special=(1,))), "returned 1, expected token ids fr"),
+        (returning(Vocabulary(tokens=(b"a",), special=1)), "returned 1, expected token ids: Type"),
+    ],
+)
+def test_vocabulary(vocabulary, words):
+    with pytest.raises(PluginFaultError) as error:
+        tokenizer(vocabulary=vocabulary).vocabulary()
+    assert str(error.value).startswith(f"plugin 'mine': its vocabulary {words}")
+
+
+def test_a_vocabulary_has_the_models_tokens_alone():
+    tokens = tuple(bytes([byte]) for byte in range(65, 80))
+    for length in (3, 9, 10, 15):
+        found = Vocabulary(tokens=tokens[:length], special=(2, 0, length - 1, 2))
+        checked = tokenizer(vocabulary=returning(found)).vocabulary()
+        special = {0, 2, length - 1} if length <= 9 else {0, 2}
+        assert checked == Vocabulary(tokens=tokens[: min(length, 9)], special=(*sorted(special),))
+
+
+@pytest.mark.parametrize("member", ["vocabulary", "vocab_size"])
+def test_what_a_tokenizer_does_not_say_is_no_fault(member):
+    class Silent:
+        context = SimpleNamespace(name="mine", options=None)
+        eos_token_ids = ()
+
+        @property
+        def vocab_size(self):
+            raise NotImplementedError("no size")
+
+        def vocabulary(self):
+            raise NotImplementedError("no bytes")
+
+    guarded = GuardedTokenizer(Silent(), "plugin 'mine'", vocab_size=9)
+    guarded.check()
+    with pytest.raises(NotImplementedError, match="^no (size|bytes)$"):  # the property raises first
+        getattr(guarded, member)()
+    with pytest.raises(PluginFaultError, match="its encode failed: NotImplementedError: never"):
+        tokenizer(encode=raising(NotImplementedError("never"))).encode("x")
+
+
 def refusing(*_, **__):
     raise RequestError("no template")
 
@@ -148,7 +196,7 @@ class Picky(TransformersTokenizer):
 
 
 def raising(error):
-    def step(_):
+    def step(*_, **__):
         raise error
 
     return step

@@ -24,6 +24,7 @@ EXECUTORS = [
     (executors.RunsTwice, "results", "results", r"got token \d+; a worker that ran each step once"),
     (executors.Late, "results", "results", "was to sample step 1 when step 0 had run last"),
     (executors.NoFuture, "results", "futures", "execute_model returned ModelRunnerOutput"),
+    (executors.IgnoresGrammars, "results", "results", r"got token \d+; a worker that ran each"),
     (executors.NeverEnds, "results", "futures", "of sample_tokens was not done after 0.2 s"),
     (executors.NoResults, "calls", "collective_rpc", r"1 workers returned .*_rpc returned \[\]"),
     (executors.CallsTwice, "calls", "collective_rpc", r"returned \[{0, 1000}, {0, 1000}\]"),

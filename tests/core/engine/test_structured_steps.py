@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from support.core.engine_harness import Rig, ScriptedExecutor, expected, interrupt_of_user
 from support.searching import examples
 
-from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.engine.batch_queue import Batch, BatchQueue, with_drafts
-from hardpoint.plugins import ExecutorContext, GrammarBitmask, SchedulerOutput
+from hardpoint.plugins import GrammarBitmask, SchedulerOutput
 from hardpoint.plugins.errors import PluginFaultError
 from hardpoint.plugins.plan import NO_DRAFT, DraftTokenIds
 
@@ -36,6 +35,15 @@ class Masks:
 
     def ready(self, request):
         return True
+
+    def finish(self, request_ids):
+        pass
+
+    def pop_faults(self, plan):
+        return {}
+
+    def wait(self):
+        pass
 
     def bitmask(self, plan):
         self.executor.calls.append(("bitmask", plan.step))
@@ -303,14 +311,6 @@ class TestDrafts:
     def test_every_list_has_an_id(self):
         with pytest.raises(ValueError, match="shorter"):
             DraftTokenIds(["a", "b"], [[1]]).by_request()
-
-
-def test_the_built_in_executor_refuses_a_bitmask_by_name():
-    context = ExecutorContext(name="uniproc", options=None, create_worker=lambda rank: None)
-    executor = UniprocExecutor(context)
-    bitmask = GrammarBitmask(["g1", "g1", "g2"], np.zeros((3, 4), np.int32))
-    with pytest.raises(NotImplementedError, match="'uniproc' applies no grammars, .* g1, g2"):
-        executor.sample_tokens(SchedulerOutput(), bitmask)
 
 
 @examples(40)

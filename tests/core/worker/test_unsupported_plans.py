@@ -1,12 +1,11 @@
 """Workers and executors refuse what they cannot serve, instead of leaving requests to wait."""
 
-import numpy as np
 import pytest
 import torch
 
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 from hardpoint.core.worker.worker import LocalWorker, WorkerSpec
-from hardpoint.plugins import EngineConfig, ExecutorContext, GrammarBitmask, SchedulerOutput
+from hardpoint.plugins import EngineConfig, ExecutorContext, SchedulerOutput
 
 
 @pytest.fixture
@@ -52,13 +51,6 @@ def test_a_worker_refuses_a_plan_that_it_cannot_serve(executor, fields, message)
     with pytest.raises(NotImplementedError) as error:
         future.result(0)
     assert str(error.value) == message
-
-
-def test_an_executor_without_grammars_refuses_a_bitmask(executor):
-    bitmask = GrammarBitmask(["a", "a", "b"], np.zeros((3, 1), dtype=np.int32))
-    message = "the executor 'uniproc' applies no grammars, got a bitmask for a, b"
-    with pytest.raises(NotImplementedError, match=message):
-        executor.sample_tokens(SchedulerOutput(step=3), bitmask)
 
 
 def test_an_executor_without_speculation_refuses_to_be_asked_for_drafts(executor):

@@ -66,6 +66,13 @@ class NoFuture(Kept):
         return self.wrapped.execute_model(plan).result()
 
 
+class IgnoresGrammars(Kept):
+    contract = 1
+
+    def sample_tokens(self, plan, bitmask=None):
+        return self.wrapped.sample_tokens(plan)
+
+
 class NeverEnds(Kept):
     contract = 1
 

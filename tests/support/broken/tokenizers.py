@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 from hardpoint import RequestError
 from hardpoint.plugins import Tokenizer
+from hardpoint.plugins.grammars import Vocabulary
 
 EOS = 256
+BYTES = [bytes([byte]) for byte in range(256)]
 
 
 class ByteStream:
@@ -39,6 +42,9 @@ class Bytes(Tokenizer):
 
     vocab_size = 257
     eos_token_ids = (EOS,)
+
+    def vocabulary(self):
+        return Vocabulary(tokens=(*BYTES, b"<eos>"), special=(EOS,))
 
     def encode(self, text, *, add_special_tokens=True):
         return [*text.encode()]
@@ -101,6 +107,48 @@ class ReturnsBytes(Bytes):
 
     def encode(self, text, **options):
         return text.encode()
+
+
+class CharactersAsBytes(Bytes):
+    """Its vocabulary has the UTF-8 of characters that stand for bytes."""
+
+    contract = 1
+
+    def vocabulary(self):
+        tokens = [chr(byte).encode() for byte in range(256)]
+        return Vocabulary(tokens=(*tokens, b"<eos>"), special=(EOS,))
+
+
+class ReversesBytes(Bytes):
+    """Its vocabulary mistakes the bytes of which longer characters consist."""
+
+    contract = 1
+
+    def vocabulary(self):
+        return Vocabulary(tokens=(*BYTES[:128], *BYTES[:127:-1], b"<eos>"), special=(EOS,))
+
+
+class PaddedVocabulary(Bytes):
+    contract = 1
+
+    def vocabulary(self):
+        return Vocabulary(tokens=(*BYTES, b"<eos>", *[b""] * 63), special=(EOS,))
+
+
+class NothingIsSpecial(OneTooFew):
+    contract = 1
+    vocab_size = 257
+    special_tokens = {"<eos>": EOS}
+
+    def vocabulary(self):
+        return Vocabulary(tokens=(*BYTES, b"<eos>"))
+
+
+class TextIsSpecial(Bytes):
+    contract = 1
+
+    def vocabulary(self):
+        return Vocabulary(tokens=(*BYTES, b"<eos>"), special=(60, EOS))
 
 
 class Ascii(Bytes):
@@ -277,10 +325,15 @@ class DecodesAllAgain(Bytes):
 
 
 class Quadratic:
+    seconds_per_token = 0.5e-6  # at least, on a fast machine too
+
     def __init__(self, tokenizer):
         self.tokenizer, self.ids, self.text = tokenizer, [], ""
 
     def step(self, token):
+        end = time.process_time() + len(self.ids) * self.seconds_per_token
         self.ids.append(token)
         before, self.text = self.text, self.tokenizer.decode(self.ids)
+        while time.process_time() < end:
+            pass
         return self.text[len(before) :]

@@ -12,6 +12,7 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     FinishReason,
     PrefillStats,
+    ReasoningMarkers,
     RequestOutputKind,
     SamplingParams,
     SchedulerStats,
@@ -19,6 +20,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.params import PoolingParams, RepetitionDetection
 from hardpoint.plugins.requests import LoRARequest, MultiModalFeature, TokenLogprobs
 from hardpoint.plugins.stats import PrefixCacheStats
+from hardpoint.plugins.structured import AnyText, StructuralTag, StructuredOutputs
 
 TEXT = st.text(max_size=8)
 TOKENS = st.lists(st.integers(0, 2**31), max_size=20)
@@ -74,6 +76,18 @@ PARAMS = whole(
         min_count=st.integers(2, 9),
     ),
     thinking_token_budget=st.none() | st.integers(0, 99),
+    structured=st.none()
+    | whole(
+        StructuredOutputs,
+        json=st.none() | st.dictionaries(TEXT, PLAIN, max_size=2),
+        json_object=st.booleans(),
+        regex=st.none() | TEXT.filter(bool),
+        grammar=st.none() | TEXT.filter(bool),
+        choice=st.none() | st.lists(TEXT.filter(bool), min_size=1, max_size=2),
+        structural_tag=st.none() | st.just(StructuralTag(format=AnyText())),
+        backend=st.none() | TEXT.filter(bool),
+        lenient=st.booleans(),
+    ),
     logits_processors=st.just([]),  # callables do not travel
     plugin_args=st.dictionaries(TEXT, PLAIN, max_size=2),
 )
@@ -86,6 +100,7 @@ POOLING = whole(
 FEATURES = whole(
     MultiModalFeature, identifier=TEXT, offset=st.integers(0, 9), length=st.integers(1, 9)
 )
+MARKERS = st.lists(TOKENS.map(tuple), max_size=2).map(tuple)
 REQUESTS = whole(
     EngineCoreRequest,
     request_id=TEXT,
@@ -109,6 +124,15 @@ REQUESTS = whole(
     trace_headers=HEADERS,
     resumable=st.booleans(),
     reasoning_ended=st.none() | st.booleans(),
+    reasoning_markers=st.none()
+    | whole(
+        ReasoningMarkers,
+        start=MARKERS,
+        end=MARKERS,
+        begins_open=st.booleans(),
+        message_prefix=TOKENS.map(tuple),
+        content_prefix=TOKENS.map(tuple),
+    ),
     pooling_params=st.none() | POOLING,
     prompt_embeds=PLAIN,
     prompt_is_token_ids=st.none() | st.lists(st.booleans(), max_size=9),

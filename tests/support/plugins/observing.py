@@ -99,7 +99,7 @@ class TwoBatches(Executor):
         return self._thread.submit(self._worker.execute_model, plan)
 
     def sample_tokens(self, plan, bitmask=None) -> Future:
-        return self._thread.submit(self._worker.sample_tokens, plan)
+        return self._thread.submit(self._worker.sample_tokens, plan, bitmask)
 
     def collective_rpc(self, method, args=(), timeout=None):
         return [self._thread.submit(getattr(self._worker, method), *args).result(timeout)]

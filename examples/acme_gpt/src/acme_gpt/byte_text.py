@@ -6,6 +6,7 @@ import codecs
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.plugins import RequestError, Tokenizer
+from hardpoint.plugins.grammars import Vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,6 +35,10 @@ class ByteText(Tokenizer):
     def vocab_size(self) -> int:
         """256 bytes, and the end."""
         return EOS + 1
+
+    def vocabulary(self) -> Vocabulary:
+        """Return the bytes; the end has none."""
+        return Vocabulary(tokens=(*(bytes([byte]) for byte in range(EOS)), b""))
 
     @property
     def eos_token_ids(self) -> Sequence[int]:

@@ -19,7 +19,6 @@ from .structured import ConstString, JsonSchema
 from .structured import Sequence as SequenceFormat
 
 __all__ = [
-    "ANNOTATIONS",
     "JsonArguments",
     "JsonCalls",
     "JsonText",
@@ -30,6 +29,7 @@ __all__ = [
     "named_types",
     "quoted",
     "resolved",
+    "restrictions",
 ]
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
@@ -521,7 +521,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     for _ in range(_MAX_DEPTH):
         if not isinstance(schema, Mapping):
             return schema
-        others = schema.keys() - ANNOTATIONS
+        others = restrictions(schema)
         if others == {"$ref"} and str(schema["$ref"]).startswith("#"):
             schema = _at(root, str(schema["$ref"]), schema)
         elif others == {"allOf"} and len(schema["allOf"]) == 1:
@@ -542,7 +542,7 @@ def _at(root: Mapping[str, Any], pointer: str, otherwise: Any) -> Any:
     return found
 
 
-ANNOTATIONS = frozenset(
+_ANNOTATIONS = frozenset(
     {
         "$anchor",
         "$comment",
@@ -560,7 +560,11 @@ ANNOTATIONS = frozenset(
         "writeOnly",
     }
 )
-"""Keywords of a schema that allow every value."""
+
+
+def restrictions(schema: Mapping[str, Any]) -> set[str]:
+    """Return the keywords of a schema that may refuse a value; the others only describe it."""
+    return {name for name in schema if name not in _ANNOTATIONS and not name.startswith("x-")}
 
 
 def named_types(schema: object) -> set[str]:

@@ -86,7 +86,7 @@ class Gemma(FormatParser):
 class _GemmaLiterals(LiteralGrammar):
     """Names without quotes, and strings between two special tokens."""
 
-    words = {"true": '"true"', "false": '"false"', "null": '("null" | "None")'}
+    literals = {"true": '"true"', "false": '"false"', "null": '("null" | "None")'}
 
     def __init__(self, tool: str, schema: Mapping[str, Any], quote: str) -> None:
         super().__init__(tool, schema)

@@ -115,7 +115,7 @@ def _call(tool: str, schema: Mapping[str, Any]) -> Format:
 
 class _PythonLiterals(LiteralGrammar):
     comma = "/, ?/"
-    words = {"true": '"True"', "false": '"False"', "null": '"None"'}
+    literals = {"true": '"True"', "false": '"False"', "null": '"None"'}
 
     def string(self, schema: Mapping[str, Any]) -> str:
         """Return the expression of strings, in which JSON and Python write escapes the same."""
@@ -128,10 +128,11 @@ class _PythonLiterals(LiteralGrammar):
         return f"{found} | /{quoted}{count}'/"
 
     def constant(self, text: str) -> str:
-        return " | ".join(map(in_lark, dict.fromkeys([json.dumps(text), repr(text)])))
+        texts = dict.fromkeys([json.dumps(text, ensure_ascii=False), repr(text)])
+        return f"({' | '.join(map(in_lark, texts))})"
 
     def key(self, name: str) -> str:
-        return f"({self.constant(name)}) /: ?/"
+        return f"{self.constant(name)} /: ?/"
 
     def any_key(self) -> str:
         return f"{self.json({'type': 'string'})} /: ?/"

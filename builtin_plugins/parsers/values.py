@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from hardpoint.plugins.output_json import ANNOTATIONS, named_types, resolved
+from hardpoint.plugins.output_json import named_types, resolved, restrictions
 from hardpoint.plugins.structured import EmbeddedGrammar, Format, Regex
 
 _TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
@@ -65,14 +65,13 @@ def unsupported(tool: str, keyword: str) -> ValueError:
 
 
 def check_keywords(tool: str, schema: Mapping[str, Any], supported: Iterable[str]) -> None:
-    """Check that a schema has no other keywords, annotations apart.
+    """Check that a schema has no other keywords, but for those that only describe it.
 
     Raises:
         ValueError: naming one.
     """
-    for keyword in sorted(schema.keys() - ANNOTATIONS - {*supported}):
-        if not keyword.startswith("x-"):
-            raise unsupported(tool, keyword)
+    for keyword in sorted(restrictions(schema) - {*supported}):
+        raise unsupported(tool, keyword)
 
 
 def parameters_of(tool: str, schema: Mapping[str, Any]) -> list[Parameter]:
@@ -102,11 +101,11 @@ class LiteralGrammar(ABC):
 
     Attributes:
         comma: what is between two members or items, in Lark.
-        words: the literals of `true`, `false` and `null`, in Lark.
+        literals: of `true`, `false` and `null`, in Lark.
     """
 
     comma: ClassVar[str] = '","'
-    words: ClassVar[Mapping[str, str]]
+    literals: ClassVar[Mapping[str, str]]
 
     def __init__(self, tool: str, schema: Mapping[str, Any]) -> None:
         """Start without rules."""
@@ -204,9 +203,9 @@ class LiteralGrammar(ABC):
                     given["maximum"] = _LARGEST
                 return self.json({"type": kind, **given})
             case "boolean":
-                return f"{self.words['true']} | {self.words['false']}"
+                return f"{self.literals['true']} | {self.literals['false']}"
             case "null":
-                return self.words["null"]
+                return self.literals["null"]
             case "array":
                 return self._array(schema, level)
             case _:
@@ -223,8 +222,8 @@ class LiteralGrammar(ABC):
         if highest == 0:
             return '"[" "]"'
         item = self.value(schema.get("items", True), level)
-        most = "" if highest is None else highest - 1
-        items = f"{item} ({self.comma} {item}){{{max(lowest - 1, 0)},{most}}}"
+        upper = "" if highest is None else highest - 1
+        items = f"{item} ({self.comma} {item}){{{max(lowest - 1, 0)},{upper}}}"
         return f'"[" {items} "]"' if lowest else f'"[" ({items})? "]"'
 
     def _object(self, schema: Mapping[str, Any], level: int) -> str:
@@ -246,7 +245,7 @@ class LiteralGrammar(ABC):
             case str():
                 return self.constant(value)
             case bool() | None:
-                return self.words[json.dumps(value)]
+                return self.literals[json.dumps(value)]
             case int() | float():
                 return in_lark(json.dumps(value))
             case list():

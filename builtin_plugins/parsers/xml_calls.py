@@ -237,7 +237,7 @@ class _Value(Whole):
     def __init__(self, output: OpenOutput) -> None:
         super().__init__(output)
         root = output.schema
-        properties, key = root.get("properties"), output.notes["key"]
+        properties, key = root.get("properties"), output.notes.get("key")  # none: the call failed
         schema = properties.get(key) if isinstance(properties, Mapping) else None
         self._schema = resolved(schema, root)
         types = named_types(self._schema)

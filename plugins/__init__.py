@@ -158,9 +158,7 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "EngineCoreOutput",
     "EngineCoreOutputs",
     "EngineCoreRequest",
-    "GrammarBackend",
     "GrammarBitmask",
-    "GrammarContext",
     "ModelRunnerOutput",
     "NewRequest",
     "PauseState",
@@ -210,6 +208,9 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "DecodeStream",
     "Tokenizer",
     "TokenizerContext",
+    # Grammar backends: provisional
+    "GrammarBackend",
+    "GrammarContext",
     # Output parsers: provisional
     "OutputParser",
     "OutputParserContext",

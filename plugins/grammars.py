@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -17,7 +17,7 @@ from .structured import StructuredFormat, StructuredOutputs
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["GrammarBackend", "GrammarContext", "GrammarState", "Vocabulary"]
+__all__ = ["GrammarBackend", "GrammarContext", "GrammarState", "Vocabulary", "allow_tokens"]
 
 
 class Vocabulary(msgspec.Struct, frozen=True, dict=True):
@@ -65,6 +65,18 @@ def _split(part: str | int, name: str, token: int) -> list[str | int]:
     return pieces
 
 
+def allow_tokens(row: np.ndarray, token_ids: Iterable[int]) -> None:
+    """Set the bits of tokens in a row of a bitmask.
+
+    Args:
+        row: int32 [ceil(vocab_size / 32)].
+        token_ids: below `vocab_size`.
+    """
+    bits = row.view("uint32")
+    for token in token_ids:
+        bits[token // 32] |= 1 << token % 32
+
+
 @dataclass(frozen=True, kw_only=True)
 class GrammarContext(Context["GrammarBackend"]):
     """Context of a grammar backend.
@@ -90,26 +102,36 @@ class GrammarState(Protocol):
     def fill_bitmask(self, row: np.ndarray) -> bool:
         """Set the bits of the tokens that may come next; return whether the text may end here.
 
-        Bits of special tokens that end a text need not be set: the engine allows those of the
-        request where the text may end. If it may not end and no token may come, the request ends
-        with an error.
+        A token may come if its bytes may, however the text is cut into tokens. No special token
+        may, unless the description names it: where the text may end, the engine allows those that
+        end the request.
 
         Args:
             row: int32 [ceil(vocab_size / 32)], all zero; token t is bit t % 32 of row[t // 32].
+                `allow_tokens` sets bits.
+
+        Raises:
+            ValueError: the grammar cannot go on, for a reason that the request's error gives.
         """
 
     def advance(self, token_id: int) -> bool:
         """Take a token; return False, and stay, if the grammar does not allow it.
+
+        Args:
+            token_id: any id below `vocab_size`.
 
         Raises:
             ValueError: the grammar cannot go on, for a reason that the request's error gives.
         """
 
     def rollback(self, count: int) -> None:
-        """Undo the last `count` tokens taken, at most as many as a step has drafts."""
+        """Undo the last `count` tokens taken, at most as many as a step has drafts.
+
+        None that were taken before the state was forked.
+        """
 
     def fork(self) -> GrammarState:
-        """Return a copy that goes on by itself. The engine calls it in one thread at a time."""
+        """Return a copy that goes on by itself, also in another thread at the same time."""
 
 
 class GrammarBackend(Component):
@@ -129,7 +151,7 @@ class GrammarBackend(Component):
         """Return the state before the first token, which the engine forks for each request.
 
         Runs while the engine makes steps, in several threads at once; grammars are cached by their
-        content.
+        content. After `compile_seconds`, first mask included, the engine gives up.
 
         Raises:
             ValueError: it cannot be compiled; the message becomes the request's error. It names

@@ -188,8 +188,8 @@ class StructuredOutputs(Strict, omit_defaults=True):
         structural_tag: a text made of parts, such as tool calls among free text.
         backend: name of the grammar backend; None is `grammar.use`.
         lenient: take a JSON schema with keywords that the backend cannot enforce. They are left
-            out of the grammar; the finished answer is validated against the whole schema, and
-            `CompletionOutput.validation_error` says what is wrong with it.
+            out of the grammar. With `json`, the finished answer is validated against the whole
+            schema, and `CompletionOutput.validation_error` says what is wrong with it.
     """
 
     json: dict[str, Any] | bool | None = None
@@ -239,8 +239,8 @@ class StructuredOutputs(Strict, omit_defaults=True):
         if len(found) != 1:
             got = " and ".join(found) or "none of them"
             raise RequestError(f"{path}: expected one of {', '.join(FORMATS)}, got {got}")
-        if checked.lenient and found != ["json"]:
-            raise RequestError(f"{path}.lenient: it is for json alone, got {found[0]}")
+        if checked.lenient and found[0] not in ("json", "structural_tag"):
+            raise RequestError(f"{path}.lenient: it is for JSON schemas, got {found[0]}")
         if checked.structural_tag is not None:
             _check_tags(checked.structural_tag.format, f"{path}.structural_tag")
         return checked

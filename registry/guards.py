@@ -31,6 +31,7 @@ from hardpoint.plugins.output_parser import (
     ToolCallBegin,
     ToolCallEnd,
 )
+from hardpoint.plugins.structured import Format, StructuralTag
 from hardpoint.plugins.tokenizer import DecodeStream
 
 from .blame import describe, raise_unless_fault, responsible
@@ -275,8 +276,34 @@ class GuardedOutputParser(_Guard, OutputParser):
                 start=self._sequences(markers.start),
                 end=self._sequences(markers.end),
                 begins_open=bool(markers.begins_open),
+                message_prefix=tuple(self._checked_ids("markers", markers.message_prefix)),
+                content_prefix=tuple(self._checked_ids("markers", markers.content_prefix)),
             )
         return self._markers
+
+    def call_format(
+        self, tools: Mapping[str, Mapping[str, Any]], *, required: bool, parallel: bool = True
+    ) -> Format:
+        """Return what an answer with calls of tools is.
+
+        Raises:
+            RequestError: the parser gives no grammar, or none of these tools.
+        """
+
+        def call() -> Format | RequestError:
+            try:
+                return self._parser.call_format(tools, required=required, parallel=parallel)
+            except (NotImplementedError, ValueError) as cause:  # meant for the caller
+                return RequestError(f"tools: output parser {self.name!r}: {cause}")
+
+        made = self._refusing("call_format", call)
+        if isinstance(made, RequestError):
+            raise made
+        path = f"output parser {self.name!r}: its call_format"
+        tag = typed.convert(
+            StructuralTag(format=made), StructuralTag, path=path, error=RequestError
+        )
+        return tag.format
 
     @property
     def token_ids(self) -> frozenset[int]:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from hardpoint.testing.scheduling.policy_suite import SchedulingPolicySuite
     from hardpoint.testing.scheduling.scheduler_suite import SchedulerSuite
     from hardpoint.testing.scheduling.simulator import SchedulerSimulator
+    from hardpoint.testing.text.grammar_suite import GrammarSample, GrammarSuite
     from hardpoint.testing.text.output_parser_suite import OutputParserSuite, OutputSample
     from hardpoint.testing.text.tokenizer_suite import TokenizerSuite
 
@@ -49,6 +50,8 @@ __all__ = [
     "CommandSuite",
     "EvictionPolicySuite",
     "ExecutorSuite",
+    "GrammarSample",
+    "GrammarSuite",
     "HistoryAttention",
     "HookSuite",
     "KVEventPublisherSuite",
@@ -82,6 +85,8 @@ _LAZY = {
     "EvictionPolicySuite": "scheduling.eviction_suite",
     "CommandSuite": "running.command_suite",
     "ExecutorSuite": "running.executor_suite",
+    "GrammarSample": "text.grammar_suite",
+    "GrammarSuite": "text.grammar_suite",
     "HookSuite": "running.hook_suite",
     "KVEventPublisherSuite": "reporting.publisher_suite",
     "LogitsProcessorSuite": "logits.suite",

@@ -30,6 +30,12 @@ from hardpoint.plugins.structured import (
 )
 from hardpoint.plugins.structured import Sequence as SequenceFormat
 
+FREE = '%llguidance {"no_forcing": true}'
+"""The last line of a grammar whose texts may be cut into any tokens.
+
+Without it, one way alone is allowed where a text is certain, and the model cannot choose its own.
+"""
+
 _TEXT = "/(?s:.*)/"
 
 
@@ -67,7 +73,7 @@ class LarkWriter:
             ValueError: a part cannot be expressed.
         """
         start = self._sequence(self._items(tag.format))
-        lark = "\n".join([f"start: {start}", *self._rules, ""])
+        lark = "\n".join([f"start: {start}", *self._rules, FREE, ""])
         main: dict[str, str] = {"name": "start", "lark_grammar": lark}
         return json.dumps({"grammars": [main, *self._embedded]})
 
@@ -123,7 +129,8 @@ class LarkWriter:
                 return self._rule(f"/{regex_to_lark(pattern, use_ascii='')}/")
             case EmbeddedGrammar(grammar=source):
                 name = f"g{len(self._embedded)}"
-                self._embedded.append({"name": name, "lark_grammar": any_to_lark(source)})
+                lark = f"{read_grammar(source)}\n{FREE}\n"
+                self._embedded.append({"name": name, "lark_grammar": lark})
                 return f"@{name}"
             case Choice(elements=elements):
                 return self._any_of(self._grouped(part) for part in elements)
@@ -208,6 +215,18 @@ class LarkWriter:
         if not isinstance(schema, Mapping):
             return schema
         return {**schema, "x-guidance": self._schema_options}
+
+
+def read_grammar(source: str) -> str:
+    """Return a grammar of Lark's or GBNF's syntax in Lark's.
+
+    Raises:
+        ValueError: it is of neither.
+    """
+    try:
+        return any_to_lark(source)
+    except Exception as cause:  # the library raises its own, and plain Exceptions
+        raise ValueError(f"it is neither Lark nor GBNF: {cause}") from cause
 
 
 def _token(token: int) -> _Item:

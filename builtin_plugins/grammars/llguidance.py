@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import threading
 from typing import Annotated, Any
 
@@ -65,7 +66,7 @@ class LLGuidance(GrammarBackend):
             self._tokenizer(), self._grammar(structured), log_level=0, limits=limits
         )
         if matcher.is_error():
-            message = _one_line(matcher.get_error())
+            message = _reason(matcher.get_error())
             if "Unimplemented keys" in message and not structured.lenient:
                 message += "; with `lenient`, they are left out, and the answer is validated"
             raise ValueError(message)
@@ -76,28 +77,30 @@ class LLGuidance(GrammarBackend):
 
     def _grammar(self, structured: StructuredOutputs) -> str:
         """Return a grammar as llguidance reads it."""
-        from llguidance import LLMatcher  # noqa: PLC0415
-        from llguidance.gbnf_to_lark import any_to_lark  # noqa: PLC0415
+        from llguidance import regex_to_lark  # noqa: PLC0415
 
-        from .lark import LarkWriter  # noqa: PLC0415
+        from .lark import FREE, LarkWriter, read_grammar  # noqa: PLC0415
 
         options = self._schema_options(lenient=structured.lenient)
         match structured:
             case StructuredOutputs(json=dict() | True as schema):
-                text = json.dumps({} if schema is True else schema)
-                return LLMatcher.grammar_from_json_schema(text, overrides=options)
+                given = {} if schema is True else schema
+                rest = f"start: %json {json.dumps({**given, 'x-guidance': options})}"
             case StructuredOutputs(json_object=True):
-                return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=options)
+                schema = {"type": "object", "x-guidance": options}
+                rest = f"start: %json {json.dumps(schema)}"
             case StructuredOutputs(regex=str(regex)):
-                return LLMatcher.grammar_from_regex(regex)
+                rest = f"start: /{regex_to_lark(regex, use_ascii='')}/"
             case StructuredOutputs(grammar=str(grammar)):
-                return LLMatcher.grammar_from_lark(any_to_lark(grammar))
+                rest = read_grammar(grammar)
             case StructuredOutputs(choice=list(choice)):
                 texts = (json.dumps(text, ensure_ascii=False) for text in choice)
-                return LLMatcher.grammar_from_lark(f"start: ANY\nANY: {' | '.join(texts)}")
+                rest = f"start: ANY\nANY: {' | '.join(texts)}"
             case StructuredOutputs(structural_tag=StructuralTag() as tag):
                 return LarkWriter(self.context.vocabulary, options).grammar(tag)
-        raise ValueError(f"expected one of {', '.join(self.formats)}")
+            case _:
+                raise ValueError(f"expected one of {', '.join(self.formats)}")
+        return f"{rest}\n{FREE}\n"
 
     def _schema_options(self, *, lenient: bool) -> Any:
         longest = self.options.max_whitespace
@@ -128,7 +131,9 @@ class _Tokens:
     def __init__(self, vocabulary: Vocabulary) -> None:
         end = len(vocabulary.tokens)
         self.eos_token_id = end
-        self.tokens = [*vocabulary.tokens, b"<the text ends>"]
+        # The library marks special tokens with the byte 0xFF, which no text has.
+        texts = (b"" if b"\xff" in token else token for token in vocabulary.tokens)
+        self.tokens = [*texts, b"<the text ends>"]
         self.special_token_ids = [*vocabulary.special, end]
         self._ids = {token: index for index, token in enumerate(vocabulary.tokens) if token}
         self._longest = functools.reduce(max, map(len, vocabulary.tokens), 1)
@@ -168,6 +173,8 @@ class _State:
         return self.fill_bitmask(self._columns.copy())
 
     def advance(self, token_id: int) -> bool:
+        if token_id >= self._end:
+            return False
         if self._matcher.try_consume_tokens([token_id]):
             return True
         self._check()
@@ -182,9 +189,14 @@ class _State:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ValueError(_one_line(self._matcher.get_error()))
+            raise ValueError(_reason(self._matcher.get_error()))
 
 
-def _one_line(message: str) -> str:
-    """Return a message in one line, cut where it shows a whole grammar."""
-    return " ".join(message.split())[:500]
+_PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
+
+
+def _reason(message: str) -> str:
+    """Return what is wrong, in one line, without the library's picture of the grammar."""
+    reason = " ".join(message.partition("\n   1 | ")[0].split())
+    found = _PLACE.match(reason)
+    return (reason[found.end() :] if found and found[2] else reason)[:500]

@@ -26,7 +26,13 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.config import GrammarConfig
 from hardpoint.plugins.errors import PluginFaultError
-from hardpoint.plugins.grammars import GrammarBackend, GrammarContext, GrammarState, Vocabulary
+from hardpoint.plugins.grammars import (
+    GrammarBackend,
+    GrammarContext,
+    GrammarState,
+    Vocabulary,
+    allow_tokens,
+)
 from hardpoint.plugins.plan import NO_DRAFT
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.registry.blame import describe, raise_unless_fault
@@ -328,7 +334,7 @@ class Answer:
         self._fill(rows[0])
         try:
             for index, token in enumerate(drafts, 1):
-                if token == NO_DRAFT or not _is_set(rows[index - 1], token):
+                if token == NO_DRAFT or not _is_allowed(rows[index - 1], token):
                     rows[index:] = -1
                     break
                 if token in self._ends:  # the output ends there
@@ -376,16 +382,16 @@ class Answer:
         at = self._at
         if at.position.inside:
             row[:] = -1
-            _clear(row, self._ends)
+            _forbid(row, self._ends)
             return
         if at.prefix == ():
             can_end = at.state.fill_bitmask(row)
-            _clear(row, self._ends)
+            _forbid(row, self._ends)
             if can_end:
-                _set(row, self._ends)
+                allow_tokens(row, self._ends)
         elif at.prefix:
-            _set(row, at.prefix[:1])
-        _set(row, [marker[0] for marker in at.starts])
+            allow_tokens(row, at.prefix[:1])
+        allow_tokens(row, [marker[0] for marker in at.starts])
         if not row.any():
             raise ValueError("it allows no token after the output so far")
 
@@ -405,24 +411,14 @@ def _overlap(prompt: Sequence[int], prefix: Sequence[int]) -> int:
     return next(ends, 0)
 
 
-def _bit(token: int) -> np.int32:
-    return np.uint32(1 << token % 32).view(np.int32)
-
-
-def _set(row: np.ndarray, tokens: Iterable[int]) -> None:
+def _forbid(row: np.ndarray, tokens: Iterable[int]) -> None:
+    bits = row.view(np.uint32)
     for token in tokens:
-        if token // 32 < len(row):
-            row[token // 32] |= _bit(token)
+        bits[token // 32] &= ~(1 << token % 32) & 0xFFFFFFFF
 
 
-def _clear(row: np.ndarray, tokens: Iterable[int]) -> None:
-    for token in tokens:
-        if token // 32 < len(row):
-            row[token // 32] &= ~_bit(token)
-
-
-def _is_set(row: np.ndarray, token: int) -> bool:
-    return token // 32 < len(row) and bool(row[token // 32] & _bit(token))
+def _is_allowed(row: np.ndarray, token: int) -> bool:
+    return bool(row.view(np.uint32)[token // 32] >> token % 32 & 1)
 
 
 class _Job:

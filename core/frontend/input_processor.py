@@ -20,7 +20,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.read_only import read_only
 
-from .plugin_arguments import PluginArguments
+from .plugin_arguments import CallRules, PluginArguments
 from .prompts import (
     Prompt,
     ReadPrompt,
@@ -43,6 +43,7 @@ class RequestExtras(typed.Strict):
         trace_headers: of the request's trace.
         tools: JSON schemas of the arguments of the tools that the model may call, by name; None
             leaves calls in the text.
+        calls: of the tools that a grammar allows; None leaves the model free.
     """
 
     priority: int = 0
@@ -52,6 +53,7 @@ class RequestExtras(typed.Strict):
     arrival_time: float | None = None
     trace_headers: dict[str, str] | None = None
     tools: dict[str, dict[str, Any]] | None = None
+    calls: CallRules | None = None
 
 
 NO_EXTRAS = RequestExtras()
@@ -136,9 +138,9 @@ class InputProcessor:
             cache_salt=salt,
             trace_headers=extras.trace_headers,
         )
-        fields = self._arguments.resolve(request)
+        fields = self._arguments.resolve(request, extras.tools, extras.calls)
         # The arguments travel resolved; the originals would only travel twice.
-        request.params = msgspec.structs.replace(params, **{**fields, "plugin_args": {}})
+        request.params = msgspec.structs.replace(request.params, **{**fields, "plugin_args": {}})
         return request, given.text
 
     def text_of(self, prompt: Prompt) -> str | None:

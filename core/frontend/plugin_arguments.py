@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from hardpoint.plugins import (
     EngineCoreRequest,
@@ -24,7 +25,7 @@ from hardpoint.plugins.config import GrammarConfig
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.read_only import ReadOnlyList, read_only
-from hardpoint.plugins.structured import StructuredOutputs
+from hardpoint.plugins.structured import StructuralTag, StructuredOutputs
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.guards import GuardedOutputParser, open_parser
 from hardpoint.registry.plugin_set import PluginSet
@@ -58,6 +59,21 @@ _SHAPING_FIELDS = (
     "logits_processors",
 )
 """Fields of SamplingParams that only a logits processor can honour."""
+
+
+class CallRules(typed.Strict):
+    """Which calls of tools a grammar allows.
+
+    Attributes:
+        required: names of the tools, one of which has to be called; None requires no call.
+        strict: names of the tools whose arguments have to fit their schemas, or the request is
+            refused. For others, keywords that the grammar backend cannot enforce are left out.
+        parallel: whether there may be several calls.
+    """
+
+    required: Annotated[list[str], Meta(min_length=1)] | None = None
+    strict: list[str] = []
+    parallel: bool = True
 
 
 @dataclass(frozen=True)
@@ -131,10 +147,20 @@ class PluginArguments:
                 self._by_name.setdefault(name, []).append(user)
         self._honoured = {field for user in self._users for field in user.fields}
 
-    def resolve(self, request: EngineCoreRequest) -> dict[str, Any]:
+    def resolve(
+        self,
+        request: EngineCoreRequest,
+        tools: Mapping[str, Mapping[str, Any]] | None = None,
+        calls: CallRules | None = None,
+    ) -> dict[str, Any]:
         """Fill in, for each component that the request uses, its arguments as plain data.
 
-        Also fills in `reasoning_ended`.
+        Also fills in `reasoning_ended`, and what a grammar needs.
+
+        Args:
+            request: to fill in.
+            tools: JSON schemas of arguments, by the name of the tool.
+            calls: of the tools that a grammar allows.
 
         Returns:
             The fields of parameters that the request gives under `plugin_args`. Not only the
@@ -146,7 +172,7 @@ class PluginArguments:
                 that no enabled plugin can do; or the reasoning parser failed.
         """
         given = self._located(request.params.plugin_args)
-        self._resolve_all(request, given)
+        self._resolve_all(request, given, tools, calls)
         if not given:
             return {}
         resolved = request.plugin_args
@@ -192,13 +218,22 @@ class PluginArguments:
         self._refuse_unhonoured(request.params)
         request.plugin_args |= self._resolved(request, stale, {}, self._markers_of(request))
 
-    def _resolve_all(self, request: EngineCoreRequest, given: Mapping[str, _Given]) -> None:
-        """Fill in the resolved arguments of a request, and whether its reasoning has ended."""
+    def _resolve_all(
+        self,
+        request: EngineCoreRequest,
+        given: Mapping[str, _Given],
+        tools: Mapping[str, Mapping[str, Any]] | None = None,
+        calls: CallRules | None = None,
+    ) -> None:
+        """Fill in the resolved arguments of a request, its grammar, and what concerns reasoning."""
         self._refuse_unhonoured(request.params)
         request.plugin_args = {}
         if self._parsers:
             request.plugin_args = self._resolved(request, self._parsers, given, None)
-        markers = self._markers_of(request)
+        with contextlib.closing(self.parsers(request)) as parsers:
+            markers = parsers.markers
+            if calls is not None and tools:
+                _constrain_calls(request, parsers, tools, calls)
         if markers is not None:
             request.reasoning_ended = markers.ended(request.prompt_token_ids)
         if request.params.structured is not None:
@@ -306,11 +341,6 @@ class PluginArguments:
             undo.pop_all()
         return parsers
 
-    def _markers_of(self, request: EngineCoreRequest) -> ReasoningMarkers | None:
-        """Return the reasoning markers of a request."""
-        with contextlib.closing(self.parsers(request)) as parsers:
-            return parsers.markers
-
     def _open_parser(self, entry: PluginEntry, arguments: typed.Arguments) -> GuardedOutputParser:
         try:
             return open_parser(self._plugins, entry, self._tokenizer, self._vocab_size, arguments)
@@ -371,6 +401,38 @@ class PluginArguments:
                 f"{field}: no enabled logits processor applies it, so {value!r} would be "
                 f"ignored; enable one, or leave it at {getattr(_DEFAULTS, field)!r}"
             )
+
+
+def _constrain_calls(
+    request: EngineCoreRequest,
+    parsers: OutputParsers,
+    tools: Mapping[str, Mapping[str, Any]],
+    calls: CallRules,
+) -> None:
+    """Fill in the grammar of a request whose calls have to keep to one.
+
+    Raises:
+        RequestError: the parser gives no such grammar, or the request has another one.
+    """
+    parser = parsers.tools
+    assert parser is not None, "requests with tools are refused where no parser finds calls"
+    if calls.required is None and request.params.structured is not None:
+        return  # the whole answer is what the request says, and has no calls
+    if request.params.structured is not None:
+        raise RequestError(
+            "tool_choice: it requires a call, and sampling_params.structured another answer; "
+            "expected one of them"
+        )
+    names = tools if calls.required is None else calls.required
+    schemas = {name: tools[name] for name in names}
+    required = calls.required is not None
+    format = parser.call_format(schemas, required=required, parallel=calls.parallel)
+    structured = StructuredOutputs(
+        structural_tag=StructuralTag(format=format), lenient=not schemas.keys() <= set(calls.strict)
+    )
+    request.params = msgspec.structs.replace(request.params, structured=structured)
+    markers = (parsers.reasoning or parser).markers()
+    request.reasoning_markers = msgspec.structs.replace(markers, content_prefix=())
 
 
 def _processor(plugins: PluginSet, entry: PluginEntry) -> _User:

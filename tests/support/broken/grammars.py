@@ -1,0 +1,504 @@
+"""Grammar backends with one mistake each."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+
+from hardpoint.plugins import GrammarBackend
+from hardpoint.testing.text.grammar_samples import KEYWORDS
+
+
+class Finite(GrammarBackend):
+    """A correct one: of `choice`, and of JSON schemas that are an enum of texts."""
+
+    contract = 1
+    formats = ("choice", "json")
+
+    def __init__(self, context):
+        super().__init__(context)
+        vocabulary = context.vocabulary
+        self.texts = [*vocabulary.tokens, *[b""] * (context.vocab_size - len(vocabulary.tokens))]
+        for token in vocabulary.special:
+            self.texts[token] = b""
+        self.longest = max(map(len, self.texts))
+        self.ids = {}
+        for token, text in enumerate(self.texts):
+            self.ids.setdefault(text, []).append(token)
+
+    def compile(self, structured):
+        return State(self, [self.language(structured)])
+
+    def language(self, structured):
+        if structured.choice is not None:
+            return [text.encode() for text in structured.choice]
+        if structured.format != "json":
+            raise ValueError(f"{structured.format}: expected choice or json")
+        schema = structured.json
+        if structured.lenient:  # any text of the suite that a schema allows
+            return [valid.encode() for _, valid, _ in KEYWORDS]
+        if not isinstance(schema, dict) or list(schema) != ["enum"]:
+            raise ValueError("json: expected an enum")
+        if not isinstance(schema["enum"], list):
+            raise ValueError("json.enum: expected a list")
+        return [f'"{text}"'.encode() for text in schema["enum"]]
+
+
+class State:
+    """What is left of each text: a list per token so far."""
+
+    def __init__(self, grammar, rests):
+        self.grammar, self.rests = grammar, rests
+
+    def allowed(self):
+        for rest in self.rests[-1]:
+            for size in range(1, min(len(rest), self.grammar.longest) + 1):
+                yield from self.grammar.ids.get(rest[:size], ())
+
+    def fill_bitmask(self, row):
+        words = row.view(np.uint32)
+        for token in self.allowed():
+            words[token // 32] |= 1 << token % 32
+        return b"" in self.rests[-1]
+
+    def left(self, token_id):
+        text = self.grammar.texts[token_id]
+        return [rest[len(text) :] for rest in self.rests[-1] if text and rest.startswith(text)]
+
+    def advance(self, token_id):
+        if left := self.left(token_id):
+            self.rests.append(left)
+        return bool(left)
+
+    def rollback(self, count):
+        del self.rests[-count:]
+
+    def fork(self):
+        return type(self)(self.grammar, self.rests[:])
+
+
+def with_state(state):
+    """Return what makes `state` the class of a backend's states."""
+
+    def decorate(cls):
+        cls.compile = lambda self, structured: state(self, [self.language(structured)])
+        return cls
+
+    return decorate
+
+
+class WithoutContract(Finite):
+    pass
+
+
+class FirstBytes(State):
+    def allowed(self):
+        """Compare the first byte of tokens alone."""
+        first = {rest[:1] for rest in self.rests[-1] if rest}
+        return [t for t, text in enumerate(self.grammar.texts) if text and text[:1] in first]
+
+
+@with_state(FirstBytes)
+class TooWide(Finite):
+    contract = 1
+
+
+class OneByte(State):
+    def allowed(self):
+        """Allow no token of several bytes."""
+        return [t for t in super().allowed() if len(self.grammar.texts[t]) == 1]
+
+
+@with_state(OneByte)
+class TooNarrow(Finite):
+    contract = 1
+
+
+class FirstIds(State):
+    def allowed(self):
+        """Allow one of two tokens with the same bytes."""
+        return [self.grammar.ids[self.grammar.texts[t]][0] for t in super().allowed()]
+
+
+@with_state(FirstIds)
+class OneIdPerText(Finite):
+    contract = 1
+
+
+class Decoded(State):
+    def allowed(self):
+        """Allow whole characters only."""
+        for token in super().allowed():
+            try:
+                self.grammar.texts[token].decode()
+            except UnicodeDecodeError:
+                continue
+            yield token
+
+
+@with_state(Decoded)
+class WholeCharacters(Finite):
+    contract = 1
+
+
+class Specials(Finite):
+    """Takes special tokens for their texts."""
+
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        for token in context.vocabulary.special:
+            text = context.vocabulary.tokens[token]
+            self.texts[token] = text
+            self.ids.setdefault(text, []).append(token)
+
+
+class AllBits(State):
+    def fill_bitmask(self, row):
+        can_end = super().fill_bitmask(row)
+        row[-1] = -1
+        return can_end
+
+
+@with_state(AllBits)
+class Beyond(Finite):
+    contract = 1
+
+
+class EmptyTokens(State):
+    def allowed(self):
+        yield from super().allowed()
+        yield 0
+
+
+@with_state(EmptyTokens)
+class AllowsEmpty(Finite):
+    contract = 1
+
+
+class EndsOnlyAlone(State):
+    def fill_bitmask(self, row):
+        return super().fill_bitmask(row) and self.rests[-1] == [b""]
+
+
+@with_state(EndsOnlyAlone)
+class EndsTooLate(Finite):
+    contract = 1
+
+
+class EndsAnywhere(State):
+    def fill_bitmask(self, row):
+        super().fill_bitmask(row)
+        return len(self.rests) > 1
+
+
+@with_state(EndsAnywhere)
+class EndsTooEarly(Finite):
+    contract = 1
+
+
+class EndsWithNothing(State):
+    def fill_bitmask(self, row):
+        super().fill_bitmask(row)
+
+
+@with_state(EndsWithNothing)
+class ReturnsNone(Finite):
+    contract = 1
+
+
+class AdvancesWidely(State):
+    def advance(self, token_id):
+        """Accept a token whose first byte is right."""
+        text = self.grammar.texts[token_id][:1]
+        left = [rest[1:] for rest in self.rests[-1] if text and rest.startswith(text)]
+        left = super().left(token_id) or left
+        if left:
+            self.rests.append(left)
+        return bool(left)
+
+
+@with_state(AdvancesWidely)
+class Disagrees(Finite):
+    contract = 1
+
+
+class RaisesForRefused(State):
+    def advance(self, token_id):
+        if not super().advance(token_id):
+            raise ValueError("the token is not allowed")
+        return True
+
+
+@with_state(RaisesForRefused)
+class RaisesInAdvance(Finite):
+    contract = 1
+
+
+class KeepsRefused(State):
+    def advance(self, token_id):
+        left = self.left(token_id)
+        self.rests.append(left)
+        return bool(left)
+
+
+@with_state(KeepsRefused)
+class RefusedChanges(Finite):
+    contract = 1
+
+
+class CountsRefused(State):
+    def advance(self, token_id):
+        left = self.left(token_id)
+        self.rests.append(left or self.rests[-1])
+        return bool(left)
+
+
+@with_state(CountsRefused)
+class RefusedIsUndone(Finite):
+    contract = 1
+
+
+class OneTooFew(State):
+    def rollback(self, count):
+        del self.rests[max(1, len(self.rests) - count + 1) :]
+
+
+@with_state(OneTooFew)
+class RollbackOffByOne(Finite):
+    contract = 1
+
+
+class RefilledStack(State):
+    def rollback(self, count):
+        """Undo tokens of one byte only."""
+        for _ in range(count):
+            left = self.rests.pop()
+            if all(len(a) - len(b) > 3 for a, b in zip(self.rests[-1], left, strict=False)):
+                self.rests.append(left)
+
+
+@with_state(RefilledStack)
+class RollbackForgets(Finite):
+    contract = 1
+
+
+class PendingRollback(State):
+    pending = 0
+
+    def rollback(self, count):
+        """Undo tokens later, and only the last time."""
+        self.pending = count
+
+    def now(self):
+        if self.pending:
+            super().rollback(self.pending)
+        self.pending = 0
+
+    def fill_bitmask(self, row):
+        self.now()
+        return super().fill_bitmask(row)
+
+    def advance(self, token_id):
+        self.now()
+        return super().advance(token_id)
+
+    def fork(self):
+        self.now()
+        return super().fork()
+
+
+@with_state(PendingRollback)
+class RollbackOnce(Finite):
+    contract = 1
+
+
+class SharedStack(State):
+    def fork(self):
+        return type(self)(self.grammar, self.rests)
+
+
+@with_state(SharedStack)
+class ForkShares(Finite):
+    contract = 1
+
+
+class SharedForks(State):
+    """Forks at the same place are one."""
+
+    one = None
+
+    def fork(self):
+        if self.one is None or self.one.rests != self.rests:
+            self.one = type(self)(self.grammar, self.rests[:])
+        return self.one
+
+
+@with_state(SharedForks)
+class ForksAreOne(Finite):
+    contract = 1
+
+
+class Fills(State):
+    filled = 0
+
+    def fill_bitmask(self, row):
+        self.filled += 1
+        can_end = super().fill_bitmask(row)
+        if self.filled % 3 == 0:
+            row[:] = 0
+        return can_end
+
+
+@with_state(Fills)
+class FillChanges(Finite):
+    contract = 1
+
+
+class OneCurrent(Finite):
+    """Keeps the grammar that is compiled in the backend."""
+
+    contract = 1
+
+    def compile(self, structured):
+        self.current = self.language(structured)
+        time.sleep(0.002)
+        return State(self, [self.current])
+
+
+class OwnThread(State):
+    def __init__(self, grammar, rests):
+        super().__init__(grammar, rests)
+        self.thread = threading.get_ident()
+
+    def fill_bitmask(self, row):
+        assert threading.get_ident() == self.thread, "another thread"
+        return super().fill_bitmask(row)
+
+
+@with_state(OwnThread)
+class OneThread(Finite):
+    contract = 1
+
+
+class RaisesTypeError(Finite):
+    contract = 1
+
+    def language(self, structured):
+        if isinstance(structured.json, dict) and "" + structured.json.get("type", ""):
+            raise ValueError("json.type: expected an enum")
+        return super().language(structured)
+
+
+class RefusesWithoutReason(Finite):
+    contract = 1
+
+    def language(self, structured):
+        try:
+            return super().language(structured)
+        except ValueError:
+            raise ValueError from None
+
+
+class AcceptsAnything(Finite):
+    contract = 1
+
+    def language(self, structured):
+        if structured.json is not None and list(structured.json) != ["enum"]:
+            return [b"null"]
+        return super().language(structured)
+
+
+class AcceptsOtherFormats(Finite):
+    contract = 1
+
+    def language(self, structured):
+        if structured.regex is not None:
+            return [structured.regex.encode()]
+        return super().language(structured)
+
+
+class StatesTooMuch(Finite):
+    contract = 1
+    formats = ("choice", "json", "regex")
+
+
+class NoFormats(Finite):
+    contract = 1
+    formats = ()
+
+
+class TakesForever(Finite):
+    contract = 1
+
+    def compile(self, structured):
+        language = self.language(structured)
+        if len(language) > 1000:
+            time.sleep(2)
+        return State(self, [language])
+
+
+class RaisesForLarge(Finite):
+    contract = 1
+
+    def compile(self, structured):
+        language = self.language(structured)
+        if len(language) > 1000:
+            raise RecursionError("too large")
+        return State(self, [language])
+
+
+class IgnoresKeywords(Finite):
+    contract = 1
+
+    def language(self, structured):
+        schema = structured.json
+        if schema is not None and "enum" not in schema:
+            return [text.encode() for _, *both in KEYWORDS for text in both]
+        return super().language(structured)
+
+
+class RefusesLenient(Finite):
+    contract = 1
+
+    def language(self, structured):
+        if structured.lenient:
+            raise ValueError("lenient: expected false")
+        return super().language(structured)
+
+
+class Cached(Finite):
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.compiled = []
+
+    def compile(self, structured):
+        self.compiled.append(State(self, [self.language(structured)]))
+        return self.compiled[-1]
+
+
+class Large(State):
+    def __init__(self, grammar, rests):
+        super().__init__(grammar, rests)
+        self.table = bytearray(1 << 17)
+
+
+@with_state(Large)
+class LargeForks(Finite):
+    contract = 1
+
+
+class AllTokens(State):
+    def allowed(self):
+        """Compare every token with every text, in a slow way."""
+        return [t for t in range(len(self.grammar.texts)) if self.left(t)]
+
+
+@with_state(AllTokens)
+class SlowMasks(Finite):
+    contract = 1

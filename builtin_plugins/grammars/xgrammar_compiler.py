@@ -51,7 +51,7 @@ class CompileProcess:
 
         Args:
             job: the request.
-            seconds: that it may take, without those that the process takes to start.
+            seconds: that it may take; a process that starts takes half of them at most.
 
         Raises:
             ValueError: none came, because of its limits.
@@ -59,9 +59,11 @@ class CompileProcess:
         """
         if self._owner != os.getpid():
             self._process = None
+        called = time.monotonic()
         if self._process is None or self._process.poll() is not None:
             self._start()
         begin = time.monotonic()
+        seconds = max(seconds - (begin - called), seconds / 2)
         answer = self._exchange(msgspec.msgpack.encode(job), seconds)
         if answer is not None:
             return answer

@@ -368,10 +368,7 @@ class RequestState:
         completion = CompletionOutput(
             index=self._request.child_index, text=text, token_ids=tokens, content=text or None
         )
-        if self._output is not None:
-            self._parse(self._output, completion, finished=finished)
-        if self._validated is not None:
-            self._validate(self._validated, completion, finished=finished)
+        self._find_parts(completion, finished=finished)
         if self._logprobs is not None:
             completion.cumulative_logprob = self._cumulative_logprob
             completion.logprobs = self._logprobs[first_token:]
@@ -412,14 +409,16 @@ class RequestState:
         if finished:
             completion.warning = output.warning
 
-    def _validate(
-        self, schema: dict[str, Any] | bool, completion: CompletionOutput, *, finished: bool
-    ) -> None:
-        """Validate the answer, once it is complete."""
+    def _find_parts(self, completion: CompletionOutput, *, finished: bool) -> None:
+        """Find reasoning, content and calls; validate the answer, once it is complete."""
+        if self._output is not None:
+            self._parse(self._output, completion, finished=finished)
+        if self._validated is None:
+            return
         answer = completion.content or ""
         self._answer = self._answer + answer if self._delta else answer
         if finished and self._error is None:
-            completion.validation_error = validation_error(schema, self._answer)
+            completion.validation_error = validation_error(self._validated, self._answer)
 
     def _reason(self) -> str:
         """Return why the output has ended, as the user gets it."""

@@ -334,10 +334,18 @@ def _check_tags(format: Format, path: str) -> None:
     for part in walk_formats(format):
         if not isinstance(part, TriggeredTags):
             continue
-        for tag in part.tags:
-            begin = tag.begin if isinstance(tag.begin, str) else str(tag.begin.token)
+        # The text of an id is the backend's to compare.
+        begins = [
+            begin
+            for tag in part.tags
+            if isinstance(begin := getattr(tag.begin, "token", tag.begin), str)
+        ]
+        for begin in begins:
             if not any(begin.startswith(trigger) for trigger in part.triggers):
                 raise RequestError(
                     f"{path}: expected tags whose begin starts with one of the triggers "
                     f"{part.triggers}, got {begin!r}"
                 )
+        for trigger in part.triggers:
+            if not any(begin.startswith(trigger) for begin in begins):
+                raise RequestError(f"{path}: expected triggers that begin a tag, got {trigger!r}")

@@ -90,9 +90,9 @@ class LarkWriter:
             match item.kind:
                 case "text" if before is not None and before.kind == "any":
                     # Ends the free text as soon as it comes.
-                    parts.append(self._rule(f"{_TEXT} {_quoted(item.source)}", "[lazy]"))
+                    parts.append(self._rule(f"{_TEXT} {quoted(item.source)}", "[lazy]"))
                 case "text":
-                    parts.append(_quoted(item.source))
+                    parts.append(quoted(item.source))
                 case "any" if after is None or after.kind == "token":
                     parts.append(_TEXT)
                 case "any" if after.kind != "text":
@@ -233,5 +233,6 @@ def _token(token: int) -> _Item:
     return _Item("token", f"<[{token}]>")
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+def quoted(text: str) -> str:
+    """Return a text as Lark writes it."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")

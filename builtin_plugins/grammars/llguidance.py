@@ -15,6 +15,8 @@ from hardpoint.plugins import Meta
 from hardpoint.plugins.grammars import GrammarBackend, GrammarContext, GrammarState, Vocabulary
 from hardpoint.plugins.structured import StructuralTag, StructuredOutputs
 
+from .limits import check_limits
+
 _MAX_ITEMS = 10_000
 """Of one row of llguidance's parser: what an object with 2000 optional properties needs."""
 
@@ -57,6 +59,7 @@ class LLGuidance(GrammarBackend):
         # Imported on use: most engines get no request with a grammar.
         import llguidance  # noqa: PLC0415
 
+        check_limits(structured)
         limits = llguidance.LLParserLimits(
             max_lexer_states=self.options.max_lexer_states,
             max_items_in_row=_MAX_ITEMS,
@@ -79,7 +82,7 @@ class LLGuidance(GrammarBackend):
         """Return a grammar as llguidance reads it."""
         from llguidance import regex_to_lark  # noqa: PLC0415
 
-        from .lark import FREE, LarkWriter, read_grammar  # noqa: PLC0415
+        from .lark import FREE, LarkWriter, quoted, read_grammar  # noqa: PLC0415
 
         options = self._schema_options(lenient=structured.lenient)
         match structured:
@@ -94,8 +97,7 @@ class LLGuidance(GrammarBackend):
             case StructuredOutputs(grammar=str(grammar)):
                 rest = read_grammar(grammar)
             case StructuredOutputs(choice=list(choice)):
-                texts = (json.dumps(text, ensure_ascii=False) for text in choice)
-                rest = f"start: ANY\nANY: {' | '.join(texts)}"
+                rest = f"start: ANY\nANY: {' | '.join(map(quoted, choice))}"
             case StructuredOutputs(structural_tag=StructuralTag() as tag):
                 return LarkWriter(self.context.vocabulary, options).grammar(tag)
             case _:
@@ -200,7 +202,8 @@ _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
 
 
 def _reason(message: str) -> str:
-    """Return what is wrong, in one line, without the library's picture of the grammar."""
+    """Return what is wrong, in one line, without the library's picture of the grammar or stack."""
+    message = message.partition("<backtrace>")[0]
     reason = " ".join(message.partition("\n   1 | ")[0].split())
     found = _PLACE.match(reason)
     return (reason[found.end() :] if found and found[2] else reason)[:500]

@@ -44,6 +44,11 @@ _MAX_RUNNING = 2
 _MAX_GIVEN_UP = 4
 """Compilations that took too long and still run; with more, no other begins."""
 
+_STACK_BYTES = 64 << 20
+_STACK_BYTES_PER_BYTE = 1024
+"""Of a compilation, for each byte of what it compiles: compilers recurse into it, and end the
+process where the stack does. What is not used costs no memory."""
+
 _WAIT_S = 0.002
 """For a compilation, in a step without anything to compute; the next step looks for aborts."""
 
@@ -130,7 +135,7 @@ class GrammarManager:
         try:
             backend = self._backend(name)
             return self._compilations.result(
-                key, request_id, lambda: self._compile(backend, structured)
+                key, request_id, lambda: self._compile(backend, structured), _stack_of(structured)
             )
         except HardpointError as cause:
             self._forget(request_id)
@@ -250,9 +255,30 @@ class GrammarManager:
         except BaseException as cause:
             raise_unless_fault(cause)
             raise PluginFaultError(f"{source}: its compile failed: {describe(cause)}") from cause
-        if not can_end and not first.any():
-            raise ValueError("no text of this model's tokens fits it")
+        if not first.any():
+            but = ", but the empty one" if can_end else ""
+            raise ValueError(f"no text of this model's tokens fits it{but}")
         return state
+
+
+class _Text:
+    """A grammar's state, and how many tokens have advanced it."""
+
+    def __init__(self, compiled: GrammarState) -> None:
+        self.state = compiled.fork()
+        self.num_advanced = 0
+
+    def advance(self, token: int) -> bool:
+        """Take a token; return False, and stay, if the grammar does not allow it."""
+        allowed = self.state.advance(token)
+        self.num_advanced += allowed
+        return allowed
+
+    def return_to(self, num_advanced: int) -> None:
+        """Undo the tokens after the first ones."""
+        if (count := self.num_advanced - num_advanced) > 0:
+            self.state.rollback(count)
+            self.num_advanced = num_advanced
 
 
 class _At(NamedTuple):
@@ -262,13 +288,13 @@ class _At(NamedTuple):
         position: among the markers of reasoning.
         starts: what is left of each marker that may begin reasoning here.
         prefix: tokens that are left before the text of the answer; None where it has not begun.
-        state: of the grammar, which `num_advanced` tokens have advanced.
+        text: of the answer, of which there are `num_advanced` tokens here.
     """
 
     position: ReasoningPosition
     starts: tuple[tuple[int, ...], ...]
     prefix: tuple[int, ...] | None
-    state: GrammarState
+    text: _Text
     num_advanced: int
 
 
@@ -303,7 +329,7 @@ class Answer:
         if not position.inside:
             starts = tuple(filter(None, markers.start))
             prefix = self._prefix[_overlap(prompt, markers.message_prefix) :]
-        self._at = _At(position, starts, prefix, compiled.fork(), 0)
+        self._at = _At(position, starts, prefix, _Text(compiled), 0)
         self._seen = 0  # output tokens
 
     @property
@@ -352,30 +378,30 @@ class Answer:
         Raises:
             ValueError: the grammar cannot go on.
         """
-        position, starts, prefix, state, count = self._at
+        position, starts, prefix, text, count = self._at
         if position.inside:
             position = self._tracker.advance(position, token)
             if not position.inside:
                 prefix = self._prefix
-            self._at = _At(position, (), prefix, state, count)
+            self._at = _At(position, (), prefix, text, count)
             return True
         if starts:
             position = self._tracker.advance(position, token)
             if position.inside:
                 # The answer begins again after the reasoning.
-                self._at = _At(position, (), None, self._compiled.fork(), 0)
+                self._at = _At(position, (), None, _Text(self._compiled), 0)
                 return True
             starts = tuple(marker[1:] for marker in starts if marker[0] == token)
         if prefix:
             prefix = prefix[1:] if prefix[0] == token else None
         elif prefix is not None:
-            if state.advance(token):
+            if text.advance(token):
                 count += 1
             else:
                 prefix = None
         if prefix is None and not starts:
             return token in self._ends
-        self._at = _At(position, starts, prefix, state, count)
+        self._at = _At(position, starts, prefix, text, count)
         return True
 
     def _fill(self, row: np.ndarray) -> None:
@@ -385,7 +411,7 @@ class Answer:
             _forbid(row, self._ends)
             return
         if at.prefix == ():
-            can_end = at.state.fill_bitmask(row)
+            can_end = at.text.state.fill_bitmask(row)
             (allow_tokens if can_end else _forbid)(row, self._ends)
         elif at.prefix:
             allow_tokens(row, at.prefix[:1])
@@ -396,10 +422,7 @@ class Answer:
 
     def _return_to(self, before: _At) -> None:
         """Undo tokens, for drafts are not accepted yet."""
-        if self._at is before:
-            return
-        if self._at.state is before.state and self._at.num_advanced > before.num_advanced:
-            before.state.rollback(self._at.num_advanced - before.num_advanced)
+        before.text.return_to(before.num_advanced)
         self._at = before
 
 
@@ -420,6 +443,12 @@ def _is_allowed(row: np.ndarray, token: int) -> bool:
     return bool(row.view(np.uint32)[token // 32] >> token % 32 & 1)
 
 
+def _stack_of(structured: StructuredOutputs) -> int:
+    """Return the bytes of stack of a compilation."""
+    size = len(msgspec.msgpack.encode(structured)) * _STACK_BYTES_PER_BYTE
+    return _STACK_BYTES + -(-size // 4096) * 4096
+
+
 class _Job:
     """One compilation.
 
@@ -431,8 +460,8 @@ class _Job:
         done: whether it has ended.
     """
 
-    def __init__(self, compile_: Callable[[], GrammarState]) -> None:
-        self.compile = compile_
+    def __init__(self, compile_: Callable[[], GrammarState], stack_bytes: int) -> None:
+        self.compile, self.stack_bytes = compile_, stack_bytes
         self.waiting: set[str] = set()
         self.started: float | None = None
         self.state: GrammarState | None = None
@@ -453,9 +482,12 @@ class _Compilations:
         self._changed = threading.Condition()
 
     def result(
-        self, key: str, request_id: str, compile_: Callable[[], GrammarState]
+        self, key: str, request_id: str, compile_: Callable[[], GrammarState], stack_bytes: int
     ) -> GrammarState | None:
         """Return the result of a compilation, None while it is under way; begin it if it is new.
+
+        Args:
+            stack_bytes: of its thread.
 
         Raises:
             ValueError: it failed, or took too long.
@@ -470,7 +502,7 @@ class _Compilations:
                         f"no grammar is compiled, for {len(self._given_up)} compilations that "
                         f"took longer than {self._seconds:g} s still run"
                     )
-                job = self._jobs[key] = _Job(compile_)
+                job = self._jobs[key] = _Job(compile_, stack_bytes)
             job.waiting.add(request_id)
             self._start_next()
             if job.error is not None:
@@ -528,10 +560,13 @@ class _Compilations:
                 running += 1
                 name = "hardpoint-grammar"
                 thread = threading.Thread(target=self._run, args=(key, job), name=name, daemon=True)
+                before = threading.stack_size(job.stack_bytes)
                 try:
                     thread.start()
                 except RuntimeError as cause:  # no thread is left
                     job.error, job.done = ValueError(f"it cannot be compiled now: {cause}"), True
+                finally:
+                    threading.stack_size(before)
 
     def _run(self, key: str, job: _Job) -> None:
         state = error = None

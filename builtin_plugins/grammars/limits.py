@@ -1,0 +1,117 @@
+"""Limits of descriptions, for which compiling or masks cost far more than their size."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from typing import Any
+
+from hardpoint.plugins.structured import (
+    ConstString,
+    EmbeddedGrammar,
+    JsonSchema,
+    Regex,
+    StructuredOutputs,
+    walk_formats,
+)
+
+_MAX_TEXT = 32_768
+"""Characters of one text or regular expression; each token of the output costs a copy of it."""
+
+_MAX_REPETITIONS = 5_000
+"""Of all expressions together; memory and time are quadratic in it."""
+
+_MAX_MULTIPLE = 100_000
+"""Of `multipleOf` without its decimal point; a lexer has as many states."""
+
+_LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)*/')
+
+
+def check_limits(structured: StructuredOutputs) -> None:
+    """Refuse what would use too much memory or time.
+
+    Raises:
+        ValueError: naming what is too large.
+    """
+    texts, expressions, grammars, schemas = _parts(structured)
+    for schema in schemas:
+        _check_multiples(schema)
+        for name, value in _walk(schema):
+            texts.append(name)
+            if isinstance(value, str):
+                (expressions if name == "pattern" else texts).append(value)
+            elif name == "patternProperties" and isinstance(value, Mapping):
+                expressions += value
+    texts += (match.group() for grammar in grammars for match in _LITERAL.finditer(grammar))
+    longest = max(map(len, (*texts, *expressions)), default=0)
+    if longest > _MAX_TEXT:
+        raise ValueError(
+            f"expected texts and regular expressions of at most {_MAX_TEXT} characters, "
+            f"got {longest}"
+        )
+    repetitions = sum(len(re.findall(r"[?*+{]", text)) for text in (*expressions, *grammars))
+    if repetitions > _MAX_REPETITIONS:
+        raise ValueError(
+            f"expected at most {_MAX_REPETITIONS} repetitions (? * + {{}}), got {repetitions}"
+        )
+
+
+def _parts(
+    structured: StructuredOutputs,
+) -> tuple[list[str], list[str], list[str], list[dict[str, Any] | bool | None]]:
+    """Return the texts, regular expressions, grammars and schemas of a description."""
+    texts = list(structured.choice or ())
+    expressions, grammars = [structured.regex or ""], [structured.grammar or ""]
+    schemas = [structured.json]
+    tag = structured.structural_tag
+    for part in () if tag is None else walk_formats(tag.format):
+        match part:
+            case ConstString(value=text):
+                texts.append(text)
+            case Regex(pattern=pattern):
+                expressions.append(pattern)
+            case EmbeddedGrammar(grammar=grammar):
+                grammars.append(grammar)
+            case JsonSchema(json_schema=schema):
+                schemas.append(schema)
+    return texts, expressions, grammars, schemas
+
+
+def _walk(schema: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the keys and values in a schema, at any depth; items of lists have no key."""
+    pending: list[Any] = [schema] if isinstance(schema, Mapping) else []
+    while pending:
+        part = pending.pop()
+        pairs = part.items() if isinstance(part, Mapping) else (("", item) for item in part)
+        for name, value in pairs:
+            if name == "description":
+                continue
+            yield name, value
+            if isinstance(value, Mapping | list):
+                pending.append(value)
+
+
+def _check_multiples(schema: Any) -> None:
+    found = {
+        abs(value)
+        for name, value in _walk(schema)
+        if name == "multipleOf" and isinstance(value, int | float)
+    }
+    whole = {_whole(value) for value in found if value and math.isfinite(value)}
+    joined = any(name in ("allOf", "$ref") for name, _ in _walk(schema))
+    largest = math.lcm(*whole) if joined else max(whole, default=0)
+    if largest > _MAX_MULTIPLE:
+        raise ValueError(
+            f"multipleOf: expected at most {_MAX_MULTIPLE} without the decimal point, and as the "
+            f"common multiple of several, got {largest}"
+        )
+
+
+def _whole(value: float) -> int:
+    """Return a number without its decimal point."""
+    digits = Decimal(repr(value)).normalize().as_tuple()
+    exponent = max(int(digits.exponent), 0)
+    whole: int = 10 ** min(exponent, 20)
+    return whole * int("".join(map(str, digits.digits)))

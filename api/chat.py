@@ -15,6 +15,7 @@ from hardpoint.core.frontend.plugin_arguments import CallRules
 from hardpoint.core.frontend.prompts import copied, is_list
 from hardpoint.plugins import RequestError, Tokenizer, typed
 from hardpoint.plugins.errors import shown
+from hardpoint.plugins.structured import check_schema
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any] | Callable[..., Any]]
@@ -79,9 +80,7 @@ def _of_schema(given: Any, path: str) -> Tool:
             f'{place}.type: expected "object", for arguments have names, got '
             f"{shown(schema['type'])}"
         )
-    for key, type_, expected in (("properties", dict, "an object"), ("required", list, "a list")):
-        if not isinstance(schema.get(key, type_()), type_):
-            raise RequestError(f"{place}.{key}: expected {expected}, got {shown(schema[key])}")
+    check_schema(schema, place)
     return tool
 
 
@@ -117,6 +116,7 @@ def _of_function(function: Callable[..., Any], path: str) -> Tool:
     schema.pop("title", None)
     if components:
         schema["$defs"] = components
+    schema["additionalProperties"] = False  # the function takes no others
     return typed.convert(
         {
             "type": "function",

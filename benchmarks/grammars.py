@@ -87,15 +87,16 @@ def demo_tokenizer(plugins: PluginSet) -> Tokenizer:
 
 
 def enlarged(vocabulary: Vocabulary, size: int) -> Vocabulary:
-    """Return a vocabulary with more tokens: pairs of those that there are."""
+    """Return a vocabulary with more tokens: those that there are, with an ending each."""
     rng = random.Random(0)
     special = set(vocabulary.special)
     plain = [token for index, token in enumerate(vocabulary.tokens) if index not in special]
+    endings = [token for token in plain if token.isalpha()]
     known = set(vocabulary.tokens)
     more: list[bytes] = []
     while len(vocabulary.tokens) + len(more) < size:
-        token = rng.choice(plain) + rng.choice(plain)
-        if len(token) <= 16 and token not in known:
+        token = rng.choice(plain) + rng.choice(endings)
+        if len(token) <= 12 and token not in known:
             known.add(token)
             more.append(token)
     return Vocabulary((*vocabulary.tokens, *more), vocabulary.special)
@@ -186,8 +187,8 @@ def measure_backend(
     fills, advances, tokens = [], [], [0] * rows
     for _ in range(rounds):
         masks[:] = 0
-        each = list(masks)
-        fills.append(timed(functools.partial(fill, states, each), time.thread_time))
+        lines = list(masks)
+        fills.append(timed(functools.partial(fill, states, lines), time.thread_time))
         for row in range(rows):
             if (token := next(left[row], None)) is None:
                 states[row] = state.fork()
@@ -195,7 +196,7 @@ def measure_backend(
                 token = next(left[row])
             tokens[row] = token
         advances.append(timed(lambda: advance(states, tokens), time.thread_time))
-    return [each / rows for each in fills], [each / rows for each in advances]
+    return [value / rows for value in fills], [value / rows for value in advances]
 
 
 def fill(states: Sequence[GrammarState], masks: Sequence[np.ndarray]) -> None:
@@ -407,16 +408,17 @@ def short(values: list[float]) -> str:
     return f"{statistics.median(values):.1f} ({max(values):.0f})"
 
 
-def show_compiling(found: dict[str, Any], who: str) -> None:
+def show_compiling(found: dict[str, Any], backend: str) -> None:
     """Print compile times."""
     for vocabulary, result in found.items():
         for when in ("first", "cached"):
             times = result[when]
             print(
-                f"{who}, {vocabulary} tokens, {len(times)} schemas, {when}: "
+                f"{backend}, {vocabulary} tokens, {len(times)} schemas, {when}: "
                 f"p50 {statistics.median(times):.2f} ms, max {max(times):.2f} ms"
             )
-        print(f"{who}, {vocabulary} tokens: once, for the vocabulary {result['vocabulary']:.0f} ms")
+        once = result["vocabulary"]
+        print(f"{backend}, {vocabulary} tokens: once, for the vocabulary {once:.0f} ms")
 
 
 def show_step(name: str, running: str, found: dict[str, float]) -> None:

@@ -70,8 +70,8 @@ def measure(grammar: Any, texts: list[list[int]], rows: int, rounds: int, size: 
         advances.append(timed(advance))
     return {
         "rows": rows,
-        "fill": [each / rows for each in fills],
-        "advance": [each / rows for each in advances],
+        "fill": [value / rows for value in fills],
+        "advance": [value / rows for value in advances],
     }
 
 

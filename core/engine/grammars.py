@@ -412,13 +412,12 @@ class Answer:
             return
         if at.prefix == ():
             can_end = at.text.state.fill_bitmask(row)
-            _forbid(row, self._ends)
-            if can_end:
-                allow_tokens(row, self._ends)
+            (allow_tokens if can_end else _forbid)(row, self._ends)
         elif at.prefix:
             allow_tokens(row, at.prefix[:1])
-        allow_tokens(row, [marker[0] for marker in at.starts])
-        if not row.any():
+        if at.starts:
+            allow_tokens(row, [marker[0] for marker in at.starts])
+        if not np.count_nonzero(row):  # quicker than any()
             raise ValueError("it allows no token after the output so far")
 
     def _return_to(self, before: _At) -> None:

@@ -379,7 +379,29 @@ def _output_parsers(
             )
             continue
         by_kind[kind] = opened[key]
-    return OutputParsers(tokenizer, by_kind)
+    parsers = OutputParsers(tokenizer, by_kind)
+    _log_text_markers(parsers, tokenizer)
+    return parsers
+
+
+def _log_text_markers(parsers: OutputParsers, tokenizer: Tokenizer) -> None:
+    """Log the markers of reasoning that the tokenizer has as ordinary tokens only."""
+    if parsers.reasoning is None:
+        return
+    special = set(tokenizer.special_tokens.values())
+    markers = parsers.reasoning.markers()
+    texts = [
+        repr(tokenizer.decode(marker, skip_special_tokens=False))
+        for marker in (*markers.start, *markers.end)
+        if not special.intersection(marker)
+    ]
+    if texts:
+        _log.info(
+            "reasoning_parsers: %s: %s: no special tokens of this tokenizer, so that any text with "
+            "them counts; thinking budgets and grammars go by their usual tokens",
+            parsers.reasoning.name,
+            ", ".join(texts),
+        )
 
 
 def _named_parser(

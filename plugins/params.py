@@ -79,6 +79,9 @@ class SamplingParams(Strict, omit_defaults=True):
         repetition_detection: end the request when its output loops; None never does.
         thinking_token_budget: maximum tokens between the reasoning parser's markers; then the end
             marker is forced. None is no limit.
+        reasoning_parser: name of an enabled output parser that finds the reasoning; "none" finds
+            none, and None is the configuration's `reasoning.parser`.
+        tool_parser: the same for calls of tools, and `tools.parser`.
         structured: what the answer must be: JSON of a schema, for example. A mapping with the
             fields of `StructuredOutputs` will do.
         logits_processors: callables `(output_ids, logits)` or `(prompt_ids, output_ids, logits)`
@@ -113,6 +116,8 @@ class SamplingParams(Strict, omit_defaults=True):
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     repetition_detection: RepetitionDetection | None = None
     thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None
+    reasoning_parser: NonEmpty | None = None
+    tool_parser: NonEmpty | None = None
     structured: StructuredOutputs | None = None
     logits_processors: list[Any] = []
     plugin_args: dict[str, Any] = {}

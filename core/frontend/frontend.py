@@ -179,7 +179,6 @@ class Frontend:
             # A hook may change lists in place.
             share_params=not parts.hooks.has("request_received"),
         )
-        self._finds_tools = parts.parsers.tools is not None
         self.statistics = parts.statistics
         self.output = OutputProcessor(
             parts.tokenizer, config.engine.stream_interval, parts.statistics
@@ -234,11 +233,6 @@ class Frontend:
         self._check_task("generate")
         if extras is not NO_EXTRAS:
             extras = typed.convert(extras, RequestExtras, path="", error=RequestError)
-        if extras.tools and not self._finds_tools:
-            raise RequestError(
-                "tools: no parser finds calls in what the model writes; set tools.parser "
-                '("hermes", for example)'
-            )
         arrived = self._clock() if arrived is None else arrived
         if isinstance(prompt, EngineCoreRequest):
             request, text = self._prebuilt.validate(prompt, params, extras), None
@@ -422,6 +416,7 @@ class Frontend:
         with contextlib.ExitStack() as stack:
             for component in self._components:
                 stack.callback(component.close)
+            stack.callback(self._arguments.close)
             if self.statistics is not None:
                 stack.callback(self.statistics.close, self.output.figures())
             stack.callback(close_client)

@@ -42,6 +42,7 @@ class OutputParsers:
         special: texts of the special tokens that they take, by id.
         reasoning: finds reasoning; None without one.
         tools: finds tool calls in requests that have tools; None without one.
+        by_kind: the same parsers, by the kind that they are on under.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class OutputParsers:
         Raises:
             RequestError: a parser failed.
         """
-        self._tokenizer, self._by_kind, self._to_close = tokenizer, by_kind, list(own)
+        self._tokenizer, self.by_kind, self._to_close = tokenizer, by_kind, list(own)
         self.reasoning = by_kind.get("reasoning_parsers")
         self.tools = by_kind.get("tool_parsers")
         self._reasoning_ids = (
@@ -72,7 +73,7 @@ class OutputParsers:
 
     def with_own(self, own: Mapping[str, GuardedOutputParser]) -> OutputParsers:
         """Return the parsers of a request that has some of its own, by kind."""
-        by_kind = {**self._by_kind, **own}
+        by_kind = {**self.by_kind, **own}
         if self.reasoning is self.tools and self.reasoning is not None:
             by_kind = dict.fromkeys(by_kind, next(iter(own.values())))
         return OutputParsers(self._tokenizer, by_kind, own.values())
@@ -80,17 +81,17 @@ class OutputParsers:
     def entries(self, plugins: PluginSet) -> list[PluginEntry]:
         """Return the entry of each parser; of one of both roles, that of reasoning."""
         found: dict[GuardedOutputParser, PluginEntry] = {}
-        for kind, parser in self._by_kind.items():
+        for kind, parser in self.by_kind.items():
             found.setdefault(parser, plugins.get(kind, parser.name))
         return list(found.values())
 
     def __bool__(self) -> bool:
-        return bool(self._by_kind)
+        return bool(self.by_kind)
 
     @property
     def components(self) -> list[GuardedOutputParser]:
         """Each parser once."""
-        return list(dict.fromkeys(self._by_kind.values()))
+        return list(dict.fromkeys(self.by_kind.values()))
 
     def close(self) -> None:
         """Close the parsers that are of one request alone, once."""

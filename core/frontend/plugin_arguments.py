@@ -132,6 +132,7 @@ class PluginArguments:
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
         self._shared = parsers
+        self._chosen: dict[tuple[str, str], GuardedOutputParser] = {}  # by name and FQCN
         self.use(plugins)
 
     def use(self, plugins: PluginSet) -> None:
@@ -235,6 +236,11 @@ class PluginArguments:
             request.plugin_args = self._resolved(request, self._parsers, given, None)
         with contextlib.closing(self.parsers(request)) as parsers:
             markers = parsers.markers
+            if tools and parsers.tools is None:
+                raise RequestError(
+                    "tools: no parser finds calls in what the model writes; set tools.parser "
+                    '("hermes", for example)'
+                )
             if calls is not None and tools:
                 _constrain_calls(request, parsers, tools, calls)
         if markers is not None:
@@ -334,6 +340,8 @@ class PluginArguments:
         Raises:
             RequestError: one that has the request's arguments cannot be created.
         """
+        if request.params.reasoning_parser or request.params.tool_parser:
+            return self._named_parsers(request)
         users = [user for user in self._parsers if user.key in request.plugin_args]
         if not users:
             return self._shared
@@ -348,7 +356,63 @@ class PluginArguments:
             undo.pop_all()
         return parsers
 
-    def _open_parser(self, entry: PluginEntry, arguments: typed.Arguments) -> GuardedOutputParser:
+    def close(self) -> None:
+        """Close the parsers that requests have chosen."""
+        while self._chosen:
+            _, parser = self._chosen.popitem()
+            parser.close()
+
+    def _named_parsers(self, request: EngineCoreRequest) -> OutputParsers:
+        """Return the parsers that a request chooses by name, which all requests share.
+
+        Raises:
+            RequestError: there is none of that name, it cannot be created, or the request gives
+                arguments for another one.
+        """
+        params, by_kind = request.params, dict[str, GuardedOutputParser]()
+        opened: dict[str, GuardedOutputParser] = {}  # a class of both roles is one component
+        for kind, field, name in (
+            ("reasoning_parsers", "reasoning_parser", params.reasoning_parser),
+            ("tool_parsers", "tool_parser", params.tool_parser),
+        ):
+            configured = self._shared.by_kind.get(kind)
+            if name is None:
+                name = "none" if configured is None else configured.name
+            if name == "none":
+                continue
+            entry = self._named_entry(kind, field, name)
+            if entry.value not in opened:
+                if configured is None or configured.name != name:
+                    configured = self._chosen_parser(entry)
+                opened[entry.value] = configured
+            by_kind[kind] = opened[entry.value]
+        for user in self._parsers:
+            if user.key in request.plugin_args and not prepares(user.cls):
+                raise RequestError(
+                    f"plugin_args.{user.entry.name}: expected none where reasoning_parser or "
+                    f"tool_parser chooses a parser, which gets no arguments"
+                )
+        return OutputParsers(self._tokenizer, by_kind)
+
+    def _named_entry(self, kind: str, field: str, name: str) -> PluginEntry:
+        entry = self._plugins.find(kind, name)
+        if entry is None:
+            known = sorted(entry.name for entry in self._plugins.entries(kind))
+            raise RequestError(
+                f'{field}: expected "none" or an enabled parser ({", ".join(known)}), got '
+                f"{name!r}{typed.suggest(name, known)}{self._plugins.hint(name, kind)}"
+            )
+        return entry
+
+    def _chosen_parser(self, entry: PluginEntry) -> GuardedOutputParser:
+        key = entry.name, entry.value
+        if key not in self._chosen:
+            self._chosen[key] = self._open_parser(entry, None)
+        return self._chosen[key]
+
+    def _open_parser(
+        self, entry: PluginEntry, arguments: typed.Arguments | None
+    ) -> GuardedOutputParser:
         try:
             return open_parser(self._plugins, entry, self._tokenizer, self._vocab_size, arguments)
         except HardpointError as cause:

@@ -7,7 +7,7 @@ import json
 import pytest
 from support.plugins.arguments import Tagged
 
-from hardpoint import RequestOutputKind, SamplingParams
+from hardpoint import RequestError, RequestOutputKind, SamplingParams
 from hardpoint.builtin_plugins.parsers.harmony import Harmony
 from hardpoint.builtin_plugins.parsers.json_calls import Hermes
 from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
@@ -324,3 +324,45 @@ def test_the_chat_template_shows_the_format(tmp_path, open_engine, caplog, name)
     assert ("is left out: plugin.harmony: the format needs" in caplog.text) == (name == "gpt_oss")
     off = {"reasoning": {"parser": "none"}, "tools": {"parser": "none"}}
     assert not open_engine(off, folder).parts.parsers
+
+
+def test_a_request_chooses_its_parsers(open_engine):
+    engine = open_engine({"reasoning": {"parser": "think_tags"}})
+    reply = REPLIES["call"]
+    output = completions(engine, "call", tool_parser="hermes")[-1]
+    assert joined([output], None)[0] == "I add."
+    assert [call.name for call in output.tool_calls] == ["add", "add"]
+    output = completions(engine, "call", tool_parser="hermes", reasoning_parser="none")[-1]
+    assert (output.reasoning, len(output.tool_calls)) == (None, 2)
+    extras = RequestExtras()
+    for chosen in ({"reasoning_parser": "none"}, {"reasoning_parser": "seed_oss"}):
+        output = completions(engine, "call", extras, **chosen)[-1]
+        assert (output.reasoning, output.content) == (None, reply)
+    output = completions(engine, "call", extras)[-1]
+    assert output.reasoning == "I add."
+
+
+def test_a_request_chooses_among_enabled_parsers(open_engine):
+    engine = open_engine({})
+    for field in ("reasoning_parser", "tool_parser"):
+        message = rf'{field}: expected "none" or an enabled parser \(.*granite.*\), got \'graniet\''
+        with pytest.raises(RequestError, match=message):
+            completions(engine, "call", RequestExtras(), **{field: "graniet"})
+    with pytest.raises(RequestError, match="harmony.*lacks"):
+        completions(engine, "call", RequestExtras(), reasoning_parser="harmony")
+    with pytest.raises(RequestError, match="tools: no parser finds calls"):
+        completions(engine, "call", tool_parser="none")
+
+
+def test_one_class_of_both_roles_is_one_parser(open_engine):
+    engine = open_engine({"reasoning": {"parser": "granite"}})
+    output = completions(engine, "call", tool_parser="granite")[-1]
+    assert (output.reasoning, len(output.tool_calls)) == ("I add.", 2)
+
+
+def test_markers_that_are_no_special_tokens_are_said(open_engine, caplog):
+    with caplog.at_level("INFO", logger="hardpoint"):
+        open_engine()
+    assert (
+        "reasoning_parsers: think_tags: '<think>', '</think>': no special tokens of" in caplog.text
+    )

@@ -194,6 +194,9 @@ class _State:
             raise ValueError(_reason(self._matcher.get_error()))
 
 
+_LONGEST = 500
+"""Characters of an error of the library."""
+
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
 
 
@@ -202,4 +205,6 @@ def _reason(message: str) -> str:
     message = message.partition("<backtrace>")[0]
     reason = " ".join(message.partition("\n   1 | ")[0].split())
     found = _PLACE.match(reason)
-    return (reason[found.end() :] if found and found[2] else reason)[:500]
+    reason = reason[found.end() :] if found and found[2] else reason
+    # What is wrong stands at the end, after a copy of the text.
+    return reason if len(reason) <= _LONGEST else f"{reason[:100]} ... {reason[100 - _LONGEST :]}"

@@ -120,7 +120,7 @@ class GrammarManager:
         if request_id in self._pending:
             self._forget(request_id)
         self._compiled.move_to_end(key)
-        self._answers[request_id] = Answer(request, state)
+        self._answers[request_id] = Answer(request, state, self._vocab_size)
         return True
 
     def _compilation(
@@ -307,13 +307,15 @@ class Answer:
         structured: what the answer must be.
     """
 
-    def __init__(self, request: Request, compiled: GrammarState) -> None:
+    def __init__(self, request: Request, compiled: GrammarState, vocab_size: int) -> None:
         """Begin after the prompt.
 
         Args:
             request: whose outputs are followed.
             compiled: its grammar's state before the first token.
+            vocab_size: of the model.
         """
+        self._last_bits = np.uint32((1 << (vocab_size - 1) % 32 + 1) - 1)  # of a row's last number
         source = request.source
         assert source.params.structured is not None
         self.structured = source.params.structured
@@ -412,6 +414,7 @@ class Answer:
             return
         if at.prefix == ():
             can_end = at.text.state.fill_bitmask(row)
+            row.view(np.uint32)[-1] &= self._last_bits
             _forbid(row, self._ends)
             if can_end:
                 allow_tokens(row, self._ends)

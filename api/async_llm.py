@@ -173,7 +173,8 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
             messages: `[{"role": "user", "content": "..."}, ...]`.
             tools: that the model may call: OpenAI's `{"type": "function", ...}`, or Python
                 functions with typed parameters.
-            tool_choice: "none" shows the model no tools.
+            tool_choice: "none" shows the model no tools; "required" and `{"name": ...}` make it
+                call one, by a grammar. Tools that are `strict` get arguments of their schemas.
             add_generation_prompt: whether the prompt ends with the beginning of an answer; None is
                 unless the last message is continued.
             continue_final_message: the model goes on with the last message, of the assistant.
@@ -200,6 +201,7 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
             tags=tags,
             cache_salt=cache_salt,
             tools=chat.schemas,
+            calls=chat.calls,
         )
         outputs = self._engine.generate(prompt, sampling_params, request_id, extras)
         async with contextlib.aclosing(outputs):

@@ -11,15 +11,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from hardpoint.core.frontend.plugin_arguments import CallRules
 from hardpoint.core.frontend.prompts import copied, is_list
 from hardpoint.plugins import RequestError, Tokenizer, typed
 from hardpoint.plugins.errors import shown
+from hardpoint.plugins.structured import check_schema
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any] | Callable[..., Any]]
 """Tools as OpenAI's API has them, or Python functions."""
-ToolChoice = Literal["none", "auto"]
-"""Whether the model may call the tools."""
+ToolChoice = Literal["none", "auto", "required"] | Mapping[str, str]
+"""Whether the model may call the tools, or has to: any of them, or `{"name": ...}`."""
 
 _ARGUMENT = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s+(.*)")
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Yields|Raises|Example|Examples|Note):")
@@ -78,9 +80,7 @@ def _of_schema(given: Any, path: str) -> Tool:
             f'{place}.type: expected "object", for arguments have names, got '
             f"{shown(schema['type'])}"
         )
-    for key, type_, expected in (("properties", dict, "an object"), ("required", list, "a list")):
-        if not isinstance(schema.get(key, type_()), type_):
-            raise RequestError(f"{place}.{key}: expected {expected}, got {shown(schema[key])}")
+    check_schema(schema, place)
     return tool
 
 
@@ -116,6 +116,7 @@ def _of_function(function: Callable[..., Any], path: str) -> Tool:
     schema.pop("title", None)
     if components:
         schema["$defs"] = components
+    schema["additionalProperties"] = False  # the function takes no others
     return typed.convert(
         {
             "type": "function",
@@ -207,6 +208,7 @@ class Chat:
         tools: that the model may call, as OpenAI's API has them.
         schemas: JSON schemas of the arguments of the tools that the model may call, by name; None
             without tools.
+        calls: that a grammar allows; None leaves the model free.
     """
 
     def __init__(
@@ -224,7 +226,7 @@ class Chat:
             RequestError: the tools or another argument is malformed.
         """
         read = [] if tools is None else read_tools(tools)
-        _check_choice(tool_choice)
+        self.calls = _call_rules(read, tool_choice)
         shown_tools = [] if tool_choice == "none" else read
         self.tools = [msgspec.to_builtins(tool) for tool in shown_tools]
         self.schemas = {
@@ -273,6 +275,42 @@ def _check_flag(name: str, value: Any, type_: Any) -> None:
         raise RequestError(f"{name}: expected true or false, got {shown(value)}")
 
 
-def _check_choice(choice: Any) -> None:
-    if choice not in ("none", "auto"):
-        raise RequestError(f'tool_choice: expected "none" or "auto", got {shown(choice)}')
+def _call_rules(tools: Sequence[Tool], choice: Any) -> CallRules | None:
+    """Return the calls that a grammar allows; None if the model is free.
+
+    Raises:
+        RequestError: the choice is malformed, or there is no such tool.
+    """
+    functions = [tool.function for tool in tools]
+    strict = [function.name for function in functions if function.strict is True]
+    if choice == "none":
+        return None
+    if choice == "auto":
+        return CallRules(strict=strict) if strict else None
+    names = [function.name for function in functions]
+    if choice == "required":
+        if not names:
+            raise RequestError('tool_choice: "required" needs tools, got none')
+        return CallRules(required=names, strict=strict)
+    name = _named(choice)
+    if name is None:
+        raise RequestError(
+            f'tool_choice: expected "none", "auto", "required" or {{"name": ...}}, '
+            f"got {shown(choice)}"
+        )
+    if name not in names:
+        known = ", ".join(names) or "none"
+        raise RequestError(
+            f"tool_choice.name: expected one of the tools ({known}), got {shown(name)}"
+            f"{typed.suggest(name, names)}"
+        )
+    return CallRules(required=[name], strict=strict, parallel=False)
+
+
+def _named(choice: Any) -> str | None:
+    """Return the tool that a choice names, also as OpenAI's API has it; None if it names none."""
+    if isinstance(choice, Mapping) and set(choice) == {"type", "function"}:
+        choice = choice["function"]
+    if not isinstance(choice, Mapping) or set(choice) != {"name"}:
+        return None
+    return choice["name"] if isinstance(choice["name"], str) else None

@@ -177,7 +177,8 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
             sampling_params: one for all, or one per conversation.
             tools: that the model may call in any of them: OpenAI's `{"type": "function", ...}`, or
                 Python functions with typed parameters.
-            tool_choice: "none" shows the model no tools.
+            tool_choice: "none" shows the model no tools; "required" and `{"name": ...}` make it
+                call one, by a grammar. Tools that are `strict` get arguments of their schemas.
             add_generation_prompt: whether the prompt ends with the beginning of an answer; None is
                 unless the last message is continued.
             continue_final_message: the model goes on with the last message, of the assistant.
@@ -212,6 +213,7 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
             tags=tags,
             cache_salt=cache_salt,
             tools=chat.schemas,
+            calls=chat.calls,
         )
         return self._run(self._calls.add(requests))
 
@@ -316,6 +318,7 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
             tags=tags,
             cache_salt=cache_salt,
             tools=chat.schemas,
+            calls=chat.calls,
         )
         return self._stream(self._rendered(messages, chat), sampling_params, extras)
 

@@ -24,6 +24,16 @@ from .output_parser import (
     ToolCallBegin,
     ToolCallEnd,
 )
+from .structured import (
+    Choice,
+    ConstString,
+    Format,
+    SpecialToken,
+    Tag,
+    TagsWithSeparator,
+    TriggeredTags,
+)
+from .structured import Sequence as SequenceFormat
 from .tokenizer import Tokenizer
 
 __all__ = [
@@ -38,6 +48,8 @@ __all__ = [
     "State",
     "ToolName",
     "Whole",
+    "choice_of_calls",
+    "repeated",
 ]
 
 
@@ -405,12 +417,98 @@ class FormatParser(OutputParser):
         encode = self.context.tokenizer.encode
         return tuple(tuple(encode(marker, add_special_tokens=False)) for marker in markers)
 
+    def sequence(self, *parts: str | Format) -> SequenceFormat:
+        """Return a grammar's parts one after the other; special tokens in a text are so by id."""
+        special = self.context.tokenizer.special_tokens
+        longest_first = sorted(filter(None, special), key=len, reverse=True)
+        found = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        elements: list[Format] = []
+        for part in parts:
+            if not isinstance(part, str):
+                elements.append(part)
+                continue
+            at = 0
+            for marker in found.finditer(part):
+                elements += _constant(part[at : marker.start()])
+                elements.append(SpecialToken(token=special[marker.group()]))
+                at = marker.end()
+            elements += _constant(part[at:])
+        return SequenceFormat(elements=elements)
+
+    def tagged(
+        self,
+        begin: str,
+        content: Format,
+        end: str = "",
+        *,
+        required: bool,
+        parallel: bool,
+        separator: str = "",
+    ) -> Format:
+        """Return the grammar of an answer whose calls are between two markers.
+
+        Args:
+            begin: a marker, or a text that begins with one that only calls have.
+            content: of one tag: a call, or a list of calls.
+            end: a marker; empty for none.
+            required: whether there is nothing but tags.
+            parallel: whether there may be several tags.
+            separator: between tags where nothing else is.
+        """
+        tag = Tag(begin=self._marker(begin), content=content, end=self._marker(end))
+        if required:
+            return TagsWithSeparator(
+                tags=[tag], separator=separator, at_least_one=True, stop_after_first=not parallel
+            )
+        return TriggeredTags(triggers=[begin], tags=[tag], stop_after_first=not parallel)
+
+    def _marker(self, text: str) -> str | SpecialToken:
+        token = self.context.tokenizer.special_tokens.get(text)
+        return text if token is None else SpecialToken(token=token)
+
     def open(self, request: ParserRequest) -> OutputState:
         """Return the state of a new output."""
         first = next(iter(self._states))
         if request.reasoning_open and self.reasoning is not None:
             first = self.reasoning
         return _FormatState(self._table, first, request)
+
+
+_TOOL_NAME = re.compile(r"[^\s\"\\<>{}\[\]()|]{1,256}")
+
+
+def choice_of_calls(
+    tools: Mapping[str, Mapping[str, Any]], call: Callable[[str, Mapping[str, Any]], Format]
+) -> Format:
+    """Return the grammar of a call of one of the tools.
+
+    Args:
+        tools: JSON schemas of arguments, by the name of the tool.
+        call: returns the grammar of a call, from the tool's name and schema.
+
+    Raises:
+        ValueError: a tool has a name that calls cannot have.
+    """
+    for name in tools:
+        if not _TOOL_NAME.fullmatch(name):
+            raise ValueError(
+                f"expected a tool's name without white space, quotes and brackets, of at most 256 "
+                f"characters, got {name!r}"
+            )
+    calls = [call(name, schema) for name, schema in tools.items()]
+    return calls[0] if len(calls) == 1 else Choice(elements=calls)
+
+
+def repeated(content: Format, separator: str = "", *, parallel: bool = True) -> Format:
+    """Return the grammar of a part that comes once or, if `parallel`, several times."""
+    tag = Tag(begin="", content=content)
+    return TagsWithSeparator(
+        tags=[tag], separator=separator, at_least_one=True, stop_after_first=not parallel
+    )
+
+
+def _constant(text: str) -> list[Format]:
+    return [ConstString(value=text)] if text else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from enum import Enum, auto
+from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 
@@ -13,8 +15,22 @@ from .output_parser import (
     OutputEvent,
     ToolCallArguments,
 )
+from .structured import ConstString, JsonSchema
+from .structured import Sequence as SequenceFormat
 
-__all__ = ["JsonArguments", "JsonCalls", "JsonText", "is_json", "json_value", "quoted"]
+__all__ = [
+    "JsonArguments",
+    "JsonCalls",
+    "JsonText",
+    "arguments_format",
+    "call_as_json",
+    "is_json",
+    "json_value",
+    "named_types",
+    "quoted",
+    "resolved",
+    "restrictions",
+]
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _SPACE = " \t\n\r"
@@ -467,7 +483,91 @@ def is_json(text: str, first: str = "") -> bool:
     return at == len(text) and json.is_done and text.startswith(first)
 
 
-def _types(schema: object) -> set[str]:
+def arguments_format(tool: str, schema: Mapping[str, Any]) -> JsonSchema:
+    """Return the grammar of a call's arguments as a JSON object.
+
+    Raises:
+        ValueError: the schema is of something else.
+    """
+    types = schema.get("type", "object")
+    if "object" not in ([types] if isinstance(types, str) else types):
+        raise ValueError(f"the tool {tool!r}: expected a schema of an object, got type {types!r}")
+    return JsonSchema(json_schema={**schema, "type": "object"})
+
+
+def call_as_json(
+    tool: str, schema: Mapping[str, Any], *, arguments: str = "arguments"
+) -> SequenceFormat:
+    """Return the grammar of a call as a JSON object: a name and arguments, as `JsonCalls` reads.
+
+    Args:
+        tool: its name.
+        schema: of its arguments.
+        arguments: name of the member that has them.
+
+    Raises:
+        ValueError: the schema is not of an object.
+    """
+    head = f'{{"name": {quoted(tool)}, {quoted(arguments)}: '
+    given = arguments_format(tool, schema)
+    return SequenceFormat(elements=[ConstString(value=head), given, ConstString(value="}")])
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """Return a schema, or what it refers to in the schema that it is part of.
+
+    A reference to something else is returned as it is; so is one with other keywords.
+    """
+    for _ in range(_MAX_DEPTH):
+        if not isinstance(schema, Mapping):
+            return schema
+        others = restrictions(schema)
+        if others == {"$ref"} and str(schema["$ref"]).startswith("#"):
+            schema = _at(root, str(schema["$ref"]), schema)
+        elif others == {"allOf"} and len(schema["allOf"]) == 1:
+            schema = schema["allOf"][0]
+        else:
+            return schema
+    return schema
+
+
+def _at(root: Mapping[str, Any], pointer: str, otherwise: Any) -> Any:
+    """Return what a JSON pointer (RFC 6901) with a leading # refers to."""
+    found: Any = root
+    for part in pointer.removeprefix("#").split("/")[1:]:
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        if not isinstance(found, Mapping) or name not in found:
+            return otherwise
+        found = found[name]
+    return found
+
+
+_ANNOTATIONS = frozenset(
+    {
+        "$anchor",
+        "$comment",
+        "$defs",
+        "$id",
+        "$schema",
+        "default",
+        "definitions",
+        "deprecated",
+        "description",
+        "example",
+        "examples",
+        "readOnly",
+        "title",
+        "writeOnly",
+    }
+)
+
+
+def restrictions(schema: Mapping[str, Any]) -> set[str]:
+    """Return the keywords of a schema that may refuse a value; the others only describe it."""
+    return {name for name in schema if name not in _ANNOTATIONS and not name.startswith("x-")}
+
+
+def named_types(schema: object) -> set[str]:
     """Return the types that a parameter's schema names at its top; none if it leaves them open."""
     if not isinstance(schema, Mapping):
         return set()
@@ -475,7 +575,7 @@ def _types(schema: object) -> set[str]:
     types = {named} if isinstance(named, str) else set(named or ())
     for key in ("anyOf", "oneOf"):
         for choice in schema.get(key) or ():
-            types |= _types(choice)
+            types |= named_types(choice)
     return types
 
 
@@ -493,7 +593,7 @@ def json_value(text: str, schema: object = None) -> str:
         text: of the value.
         schema: JSON schema of the value; None leaves its type open.
     """
-    types = _types(schema)
+    types = named_types(schema)
     found = text.strip()
     if "string" not in types:
         found = _WORDS.get(found, found)

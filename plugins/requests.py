@@ -308,6 +308,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
         content: of the text, the answer; None without any, or without an output parser.
         tool_calls: of the text; None or at least one.
         warning: what an output parser finds wrong: a malformed call, or reasoning without an end.
+        validation_error: what is wrong with an answer that is JSON of a `lenient` schema.
         cumulative_logprob: sum over the whole output so far; None unless logprobs were asked for.
         logprobs: per output position, token id to Logprob.
         finish_reason: "stop", "tool_calls", "length", "abort", "error", "repetition" or "timeout";
@@ -325,6 +326,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     content: str | None = None
     tool_calls: list[ToolCall] | None = None
     warning: str | None = None
+    validation_error: str | None = None
     cumulative_logprob: float | None = None
     logprobs: list[Mapping[int, Logprob]] | None = None
     finish_reason: str | None = None

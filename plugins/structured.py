@@ -31,6 +31,7 @@ __all__ = [
     "Tag",
     "TagsWithSeparator",
     "TriggeredTags",
+    "check_schema",
     "walk_formats",
 ]
 
@@ -173,6 +174,47 @@ class StructuralTag(Strict, tag_field="type", tag="structural_tag"):
     format: Format
 
 
+TypeName = Literal["string", "number", "integer", "boolean", "null", "object", "array"]
+Size = Annotated[int, Meta(ge=0)]
+UNSET = msgspec.UNSET
+
+
+class _Schema(msgspec.Struct, rename={"defs": "$defs", "ref": "$ref", "not_": "not"}):
+    """What the keywords of a JSON schema may be, as far as a wrong one is a slip of the pen."""
+
+    type: TypeName | list[TypeName] | msgspec.UnsetType = UNSET
+    enum: list[Any] | msgspec.UnsetType = UNSET
+    properties: dict[str, _Schema | bool] | msgspec.UnsetType = UNSET
+    required: list[str] | msgspec.UnsetType = UNSET
+    additionalProperties: _Schema | bool | msgspec.UnsetType = UNSET  # noqa: N815
+    items: _Schema | bool | list[_Schema | bool] | msgspec.UnsetType = UNSET
+    prefixItems: list[_Schema | bool] | msgspec.UnsetType = UNSET  # noqa: N815
+    anyOf: list[_Schema | bool] | msgspec.UnsetType = UNSET  # noqa: N815
+    oneOf: list[_Schema | bool] | msgspec.UnsetType = UNSET  # noqa: N815
+    allOf: list[_Schema | bool] | msgspec.UnsetType = UNSET  # noqa: N815
+    not_: _Schema | bool | msgspec.UnsetType = UNSET
+    defs: dict[str, _Schema | bool] | msgspec.UnsetType = UNSET
+    ref: str | msgspec.UnsetType = UNSET
+    pattern: str | msgspec.UnsetType = UNSET
+    format: str | msgspec.UnsetType = UNSET
+    minimum: float | msgspec.UnsetType = UNSET
+    maximum: float | msgspec.UnsetType = UNSET
+    minLength: Size | float | msgspec.UnsetType = UNSET  # noqa: N815
+    maxLength: Size | float | msgspec.UnsetType = UNSET  # noqa: N815
+    minItems: Size | float | msgspec.UnsetType = UNSET  # noqa: N815
+    maxItems: Size | float | msgspec.UnsetType = UNSET  # noqa: N815
+
+
+def check_schema(schema: Any, path: str) -> None:
+    """Check the keywords of a JSON schema, at any depth.
+
+    Raises:
+        RequestError: a keyword is not what it has to be; names its path.
+    """
+    _check_depth(schema, path)
+    convert(schema, _Schema | bool, path=path, error=RequestError)  # type: ignore[arg-type]
+
+
 class StructuredOutputs(Strict, omit_defaults=True):
     """What the answer must be. One of the first six fields is given.
 
@@ -229,11 +271,11 @@ class StructuredOutputs(Strict, omit_defaults=True):
             fields["json"] = _schema(fields["json"], f"{path}.json")
             if fields["json"] is False:  # which `format` would take for a field that is not given
                 raise RequestError(f"{path}.json: no JSON fits the schema false")
+            check_schema(fields["json"], f"{path}.json")
         tag = fields.get("structural_tag")
         if tag is not None:
             fields["structural_tag"] = _structural_tag(tag, f"{path}.structural_tag")
-        for name in ("json", "structural_tag"):
-            _check_depth(fields.get(name), f"{path}.{name}")
+        _check_depth(tag, f"{path}.structural_tag")
         checked = convert(fields, cls, path=path, error=RequestError)
         found = [name for name in FORMATS if getattr(checked, name) not in (None, False)]
         if len(found) != 1:
@@ -334,8 +376,11 @@ def _check_tags(format: Format, path: str) -> None:
     for part in walk_formats(format):
         if not isinstance(part, TriggeredTags):
             continue
+        # The text of an id is the backend's to compare.
         begins = [
-            tag.begin if isinstance(tag.begin, str) else str(tag.begin.token) for tag in part.tags
+            begin
+            for tag in part.tags
+            if isinstance(begin := getattr(tag.begin, "token", tag.begin), str)
         ]
         for begin in begins:
             if not any(begin.startswith(trigger) for trigger in part.triggers):

@@ -134,9 +134,9 @@ class XGrammar(GrammarBackend):
             threads=self.options.threads,
             max_bytes=self.options.max_bytes,
         )
-        self._compiler = GrammarCompiler(
-            self._start, context.compile_seconds, self.options.processes
-        )
+        # The rest is for reading the result, and for the first mask.
+        seconds = 0.9 * context.compile_seconds
+        self._compiler = GrammarCompiler(self._start, seconds, self.options.processes)
         self._lock = threading.Lock()
         self._tokenizer_info: Any = None
 

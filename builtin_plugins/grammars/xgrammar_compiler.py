@@ -51,7 +51,7 @@ class CompileProcess:
 
         Args:
             job: the request.
-            seconds: that it may take, without those that the process takes to start.
+            seconds: that it may take; a process that starts takes half of them at most.
 
         Raises:
             ValueError: none came, because of its limits.
@@ -59,9 +59,11 @@ class CompileProcess:
         """
         if self._owner != os.getpid():
             self._process = None
+        called = time.monotonic()
         if self._process is None or self._process.poll() is not None:
             self._start()
         begin = time.monotonic()
+        seconds = max(seconds - (begin - called), seconds / 2)
         answer = self._exchange(msgspec.msgpack.encode(job), seconds)
         if answer is not None:
             return answer
@@ -69,8 +71,8 @@ class CompileProcess:
             raise ValueError("the engine is closed")
         if time.monotonic() - begin >= seconds:
             raise ValueError(
-                f"compiling it with xgrammar takes more than {self._seconds:g} s "
-                f"(grammar.compile_seconds)"
+                f"compiling it with xgrammar took {self._seconds:g} s, and was not done; "
+                f"grammar.compile_seconds is the limit"
             )
         raise ValueError(memory_error(self._start_message.max_bytes))  # or a fault of the library
 

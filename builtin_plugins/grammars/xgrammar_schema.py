@@ -96,6 +96,8 @@ def _unenforced(schema: Mapping[str, Any]) -> Iterator[str]:
     for name in {*_ALONE, *_TYPED} & schema.keys():
         if name != alone:
             yield f"{name} together with {alone}"
+    if schema[alone] == []:
+        yield f"{alone} without any schema"
     if "type" in schema and not _are_of_type(schema, alone):
         yield f"type together with {alone}"
     if alone == "allOf" and isinstance(schema["allOf"], list) and len(schema["allOf"]) > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from hardpoint.plugins.output_format import (
     Body,
@@ -13,10 +14,20 @@ from hardpoint.plugins.output_format import (
     Reasoning,
     State,
     ToolName,
+    choice_of_calls,
 )
 from hardpoint.plugins.output_json import JsonArguments, quoted
 from hardpoint.plugins.output_parser import (
     OutputEvent,
+)
+from hardpoint.plugins.structured import Format
+
+from .values import (
+    LiteralGrammar,
+    in_lark,
+    length_pattern,
+    parameters_of,
+    unsupported,
 )
 
 _QUOTE = '<|"|>'
@@ -47,6 +58,58 @@ class Gemma(FormatParser):
             "text": State(_Text, {_QUOTE: "arguments", "<tool_call|>": "end"}),
             "end": State(_End, content),
         }
+
+    def call_format(
+        self, tools: Mapping[str, Mapping[str, Any]], *, required: bool, parallel: bool = True
+    ) -> Format:
+        """Return the grammar of calls, or of text with calls in it.
+
+        Arguments are in the order of the schema.
+        """
+        quote = f"<[{self.context.tokenizer.special_tokens[_QUOTE]}]>"
+
+        def call(tool: str, schema: Mapping[str, Any]) -> Format:
+            writer = _GemmaLiterals(tool, schema, quote)
+            parameters = parameters_of(tool, schema)
+            found = writer.members(parameters, [writer.key(name) for name, _, _ in parameters])
+            return writer.grammar(f'{in_lark(f"call:{tool}{{")} {found} "}}"')
+
+        return self.tagged(
+            "<|tool_call>",
+            choice_of_calls(tools, call),
+            "<tool_call|>",
+            required=required,
+            parallel=parallel,
+        )
+
+
+class _GemmaLiterals(LiteralGrammar):
+    """Names without quotes, and strings between two special tokens."""
+
+    literals = {"true": '"true"', "false": '"false"', "null": '("null" | "None")'}
+
+    def __init__(self, tool: str, schema: Mapping[str, Any], quote: str) -> None:
+        super().__init__(tool, schema)
+        self._quote = quote
+
+    def string(self, schema: Mapping[str, Any]) -> str:
+        if "pattern" in schema:
+            raise unsupported(self.tool, "pattern")
+        return f"{self._quote} /{length_pattern(schema)}/ {self._quote}"
+
+    def constant(self, text: str) -> str:
+        return f"{self._quote} {in_lark(text)} {self._quote}"
+
+    def key(self, name: str) -> str:
+        if not _KEY.fullmatch(name):
+            raise ValueError(
+                f"the tool {self.tool!r}: expected parameters whose names have no white space, "
+                f"brackets, commas and colons, got {name!r}"
+            )
+        return in_lark(f"{name}:")
+
+    def any_key(self) -> str:
+        return '/[A-Za-z_][A-Za-z0-9_.-]*/ ":"'
 
 
 class _Thinking(Reasoning):
@@ -81,6 +144,7 @@ class _Name(ToolName):
         return text.strip().removeprefix("call:"), None
 
 
+_KEY = re.compile(r"[^{}\[\],:\s]+")
 _WORD = re.compile(r"[^{}\[\],:\s]+|[{}\[\],:]|\s+")
 _WORDS = {"None": "null", "True": "true", "False": "false"}
 

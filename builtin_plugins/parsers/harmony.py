@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from hardpoint.plugins import ReasoningMarkers
 from hardpoint.plugins.output_format import (
@@ -13,14 +14,18 @@ from hardpoint.plugins.output_format import (
     OpenOutput,
     Reasoning,
     State,
+    choice_of_calls,
 )
-from hardpoint.plugins.output_json import JsonArguments
+from hardpoint.plugins.output_json import JsonArguments, arguments_format
 from hardpoint.plugins.output_parser import (
     ContentText,
     OutputEvent,
 )
+from hardpoint.plugins.structured import AnyText, Choice, Format
 
 _TOOL = "to=functions."
+_MESSAGE = "<|start|>assistant"
+_FINAL = "<|channel|>final<|message|>"
 _LONGEST = 512
 
 
@@ -56,10 +61,33 @@ class Harmony(FormatParser):
         }
 
     def markers(self) -> ReasoningMarkers:
-        """Return the usual header of an analysis, and what ends one."""
+        """Return the usual headers of an analysis and of an answer, and what ends an analysis."""
+        analysis, message, final = self.encoded("<|channel|>analysis<|message|>", _MESSAGE, _FINAL)
         return ReasoningMarkers(
-            start=self.encoded("<|channel|>analysis<|message|>"), end=super().markers().end
+            start=(analysis,),
+            end=super().markers().end,
+            message_prefix=message,
+            content_prefix=final,
         )
+
+    def call_format(
+        self,
+        tools: Mapping[str, Mapping[str, Any]],
+        *,
+        required: bool,
+        parallel: bool = True,  # noqa: ARG002
+    ) -> Format:
+        """Return the grammar of the message of a call, or of either one or an answer.
+
+        There is one call: the token `<|call|>` behind it ends the output.
+        """
+
+        def call(tool: str, schema: Mapping[str, Any]) -> Format:
+            header = f"<|channel|>commentary {_TOOL}{tool} <|constrain|>json<|message|>"
+            return self.sequence(header, arguments_format(tool, schema))
+
+        calls = choice_of_calls(tools, call)
+        return calls if required else Choice(elements=[calls, self.sequence(_FINAL, AnyText())])
 
 
 class _Header(Body):

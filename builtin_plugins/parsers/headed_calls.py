@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from hardpoint.plugins.output_format import (
     Between,
@@ -15,11 +16,27 @@ from hardpoint.plugins.output_format import (
     Reasoning,
     State,
     ToolName,
+    choice_of_calls,
+    repeated,
 )
-from hardpoint.plugins.output_json import JsonArguments, JsonCalls
+from hardpoint.plugins.output_json import (
+    JsonArguments,
+    JsonCalls,
+    arguments_format,
+    call_as_json,
+)
 from hardpoint.plugins.output_parser import (
     OutputEvent,
 )
+from hardpoint.plugins.structured import (
+    Choice,
+    ConstString,
+    Format,
+    Optional,
+    Regex,
+    TriggeredTags,
+)
+from hardpoint.plugins.structured import Sequence as SequenceFormat
 
 
 class KimiK2(FormatParser):
@@ -49,6 +66,28 @@ class KimiK2(FormatParser):
             "name": State(_KimiName, {"<|tool_call_argument_begin|>": "arguments"}),
             "arguments": State(JsonArguments, {"<|tool_call_end|>": "section"}),
         }
+
+    def call_format(
+        self, tools: Mapping[str, Mapping[str, Any]], *, required: bool, parallel: bool = True
+    ) -> Format:
+        """Return the grammar of a section of calls, or of text with one at its end."""
+
+        def call(tool: str, schema: Mapping[str, Any]) -> Format:
+            return self.sequence(
+                f"<|tool_call_begin|>functions.{tool}:",
+                Regex(pattern="0|[1-9][0-9]{0,5}"),
+                "<|tool_call_argument_begin|>",
+                arguments_format(tool, schema),
+                "<|tool_call_end|>",
+            )
+
+        return self.tagged(
+            "<|tool_calls_section_begin|>",
+            repeated(choice_of_calls(tools, call), parallel=parallel),
+            "<|tool_calls_section_end|>",
+            required=required,
+            parallel=False,
+        )
 
 
 class _KimiName(ToolName):
@@ -89,6 +128,26 @@ class DeepSeekV3(FormatParser):
             "end": State(Between, {"<｜tool▁call▁end｜>": "section"}),
         }
 
+    def call_format(
+        self, tools: Mapping[str, Mapping[str, Any]], *, required: bool, parallel: bool = True
+    ) -> Format:
+        """Return the grammar of a section of calls, or of text with one at its end."""
+
+        def call(tool: str, schema: Mapping[str, Any]) -> Format:
+            return self.sequence(
+                f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{tool}\n```json\n",
+                arguments_format(tool, schema),
+                "\n```<｜tool▁call▁end｜>",
+            )
+
+        return self.tagged(
+            "<｜tool▁calls▁begin｜>",
+            repeated(choice_of_calls(tools, call), "\n", parallel=parallel),
+            "<｜tool▁calls▁end｜>",
+            required=required,
+            parallel=False,
+        )
+
 
 class DeepSeekV31(FormatParser):
     """DeepSeek-V3.1 and later: the name, then the arguments."""
@@ -107,6 +166,26 @@ class DeepSeekV31(FormatParser):
             "name": State(ToolName, {"<｜tool▁sep｜>": "arguments"}),
             "arguments": State(JsonArguments, {"<｜tool▁call▁end｜>": "section"}),
         }
+
+    def call_format(
+        self, tools: Mapping[str, Mapping[str, Any]], *, required: bool, parallel: bool = True
+    ) -> Format:
+        """Return the grammar of a section of calls, or of text with one at its end."""
+
+        def call(tool: str, schema: Mapping[str, Any]) -> Format:
+            return self.sequence(
+                f"<｜tool▁call▁begin｜>{tool}<｜tool▁sep｜>",
+                arguments_format(tool, schema),
+                "<｜tool▁call▁end｜>",
+            )
+
+        return self.tagged(
+            "<｜tool▁calls▁begin｜>",
+            repeated(choice_of_calls(tools, call), parallel=parallel),
+            "<｜tool▁calls▁end｜>",
+            required=required,
+            parallel=False,
+        )
 
 
 class Mistral(FormatParser):
@@ -135,6 +214,34 @@ class Mistral(FormatParser):
             "id": State(_MistralId, {"[ARGS]": "arguments"}, then="arguments"),
             "arguments": State(JsonArguments, calls),
         }
+
+    def call_format(
+        self, tools: Mapping[str, Mapping[str, Any]], *, required: bool, parallel: bool = True
+    ) -> Format:
+        """Return the grammar of calls, or of text with calls at its end.
+
+        They have the form with `[ARGS]` where the tokenizer has it as a special token.
+        """
+        if "[ARGS]" in self.context.tokenizer.special_tokens:
+            call = choice_of_calls(tools, self._call)
+            calls = repeated(call, "[TOOL_CALLS]", parallel=parallel)
+        else:
+            call = choice_of_calls(tools, call_as_json)
+            calls = self.sequence(Regex(pattern=" ?"), _list(call, parallel=parallel))
+        return self.tagged("[TOOL_CALLS]", calls, required=required, parallel=False)
+
+    def _call(self, tool: str, schema: Mapping[str, Any]) -> Format:
+        call_id: list[Format] = []
+        if "[CALL_ID]" in self.context.tokenizer.special_tokens:
+            found = self.sequence("[CALL_ID]", Regex(pattern="[a-zA-Z0-9]{9}"))
+            call_id = [Optional(content=found)]
+        return self.sequence(tool, *call_id, "[ARGS]", arguments_format(tool, schema))
+
+
+def _list(call: Format, *, parallel: bool) -> Format:
+    """Return the grammar of a JSON list of calls."""
+    calls = repeated(call, ", ", parallel=parallel)
+    return SequenceFormat(elements=[ConstString(value="["), calls, ConstString(value="]")])
 
 
 class _MistralFirst(Body):
@@ -186,6 +293,30 @@ class Granite(FormatParser):
             "call": State(JsonCalls, {"</tool_call>": "answer"}),
         }
 
+    def call_format(
+        self, tools: Mapping[str, Mapping[str, Any]], *, required: bool, parallel: bool = True
+    ) -> Format:
+        """Return the grammar of calls in either form, or of text with calls in it."""
+        call = choice_of_calls(tools, call_as_json)
+        calls = self.tagged(
+            "<|tool_call|>", _list(call, parallel=parallel), required=required, parallel=False
+        )
+        tagged = self.tagged(
+            "<tool_call>",
+            self.sequence("\n", call, "\n"),
+            "</tool_call>",
+            required=required,
+            parallel=parallel,
+            separator="\n",
+        )
+        if isinstance(calls, TriggeredTags) and isinstance(tagged, TriggeredTags):
+            return TriggeredTags(
+                triggers=[*calls.triggers, *tagged.triggers],
+                tags=[*calls.tags, *tagged.tags],
+                stop_after_first=not parallel,
+            )
+        return Choice(elements=[calls, tagged])
+
 
 class Granite32(FormatParser):
     """Granite 3.2: reasoning and answer begin with a sentence each; calls are as in `granite`.
@@ -206,3 +337,10 @@ class Granite32(FormatParser):
             "thinking": State(Reasoning, {"Here is my response:": "content"}),
             "calls": State(JsonCalls, calls, then="content"),
         }
+
+    def call_format(
+        self, tools: Mapping[str, Mapping[str, Any]], *, required: bool, parallel: bool = True
+    ) -> Format:
+        """Return the grammar of a list of calls, or of text with one in it."""
+        calls = _list(choice_of_calls(tools, call_as_json), parallel=parallel)
+        return self.tagged("<|tool_call|>", calls, required=required, parallel=False)

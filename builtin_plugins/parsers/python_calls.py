@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+import keyword
 import re
 from collections.abc import Mapping
+from typing import Any
+from unicodedata import normalize
 
 from hardpoint.plugins.output_format import (
     Body,
@@ -13,12 +16,17 @@ from hardpoint.plugins.output_format import (
     FormatParser,
     OpenOutput,
     State,
+    choice_of_calls,
+    repeated,
 )
 from hardpoint.plugins.output_parser import (
     ContentText,
     OutputEvent,
     ToolCallArguments,
 )
+from hardpoint.plugins.structured import Choice, Format, Regex
+
+from .values import LiteralGrammar, in_lark, length_pattern, parameters_of, text_without
 
 
 class Pythonic(FormatParser):
@@ -38,8 +46,27 @@ class Pythonic(FormatParser):
             "content": State(Content, {}),
         }
 
+    def call_format(
+        self, tools: Mapping[str, Mapping[str, Any]], *, required: bool, parallel: bool = True
+    ) -> Format:
+        """Return the grammar of a list of calls, or of it and text that does not begin so.
 
-class Llama4Pythonic(FormatParser):
+        Keywords are in the order of the schema.
+        """
+        calls = self._calls(repeated(choice_of_calls(tools, _call), ", ", parallel=parallel))
+        if required:
+            return calls
+        others = [text for state in self.states().values() for text in state.moves]
+        special = self.context.tokenizer.special_tokens
+        text = text_without(_OTHER_TEXT, [text for text in others if text not in special])
+        return Choice(elements=[self.sequence(Regex(pattern=r"\s*"), calls), text])
+
+    def _calls(self, calls: Format) -> Format:
+        """Return the grammar of a list of calls."""
+        return self.sequence("[", calls, "]")
+
+
+class Llama4Pythonic(Pythonic):
     """Llama 4: calls as in `pythonic`, also in `<|python_start|>...<|python_end|>`."""
 
     contract = 1
@@ -54,7 +81,64 @@ class Llama4Pythonic(FormatParser):
             "content": State(Content, markers),
         }
 
+    def _calls(self, calls: Format) -> Format:
+        """Return the grammar of a list of calls, between the markers or without them."""
+        found = super()._calls(calls)
+        marked = self.sequence("<|python_start|>", found, "<|python_end|>")
+        return Choice(elements=[marked, found])
 
+
+_OTHER_TEXT = r"[\s\x1c-\x1f]*([^\s\x1c-\x1f\[](?s:.*))?"
+"""Text that begins no list. Python has more white space than regular expressions of Rust."""
+
+
+def _call(tool: str, schema: Mapping[str, Any]) -> Format:
+    """Return the grammar of a call.
+
+    Raises:
+        ValueError: the tool, or a parameter, has no name of Python's.
+    """
+    if not _NAME.fullmatch(tool):
+        raise ValueError(f"expected a tool whose name Python could have, got {tool!r}")
+    parameters = parameters_of(tool, schema)
+    for name, _, _ in parameters:
+        usual = name.isidentifier() and normalize("NFKC", name) == name
+        if not usual or keyword.iskeyword(name) or name == "__debug__":
+            raise ValueError(
+                f"the tool {tool!r}: expected parameters whose names Python could have, "
+                f"got {name!r}"
+            )
+    writer = _PythonLiterals(tool, schema)
+    found = writer.members(parameters, [in_lark(f"{name}=") for name, _, _ in parameters])
+    return writer.grammar(f'{in_lark(f"{tool}(")} {found} ")"')
+
+
+class _PythonLiterals(LiteralGrammar):
+    comma = "/, ?/"
+    literals = {"true": '"True"', "false": '"False"', "null": '"None"'}
+
+    def string(self, schema: Mapping[str, Any]) -> str:
+        """Return the expression of strings, in which JSON and Python write escapes the same."""
+        wanted = {key: schema[key] for key in schema if key in _STRING_KEYWORDS}
+        found = self.json({"type": "string", **wanted})
+        if {"pattern", "format"} & wanted.keys():
+            return found
+        count = length_pattern(schema).removeprefix("(?s:.").removesuffix(")")
+        quoted = r"'([^'\\\x00-\x1f\x7f]|\\[\\'nrt])"
+        return f"{found} | /{quoted}{count}'/"
+
+    def constant(self, text: str) -> str:
+        texts = dict.fromkeys([json.dumps(text, ensure_ascii=False), repr(text)])
+        return f"({' | '.join(map(in_lark, texts))})"
+
+    def key(self, name: str) -> str:
+        return f"{self.constant(name)} /: ?/"
+
+    def any_key(self) -> str:
+        return f"{self.json({'type': 'string'})} /: ?/"
+
+
+_STRING_KEYWORDS = ("minLength", "maxLength", "pattern", "format")
 _LONGEST = 1 << 18  # of a call, in characters
 _LONGEST_CODE = 1 << 15  # of these, outside of strings: parsing them takes up to 5 us each
 _DEEPEST = 50

@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from hardpoint.plugins.output_format import (
     Between,
     Content,
     FormatParser,
     Ignored,
+    OpenOutput,
     Reasoning,
     State,
     ToolName,
     Whole,
+    choice_of_calls,
 )
-from hardpoint.plugins.output_json import json_value, quoted
+from hardpoint.plugins.output_json import JsonText, json_value, named_types, quoted, resolved
 from hardpoint.plugins.output_parser import (
     OutputEvent,
     ToolCallArguments,
+)
+from hardpoint.plugins.structured import (
+    Choice,
+    ConstString,
+    Format,
+    JsonSchema,
+    Optional,
+    Sequence,
+)
+
+from .values import (
+    Parameter,
+    check_keywords,
+    length_pattern,
+    parameters_of,
+    text_without,
+    unsupported,
 )
 
 
@@ -38,6 +59,22 @@ class Qwen3Coder(FormatParser):
         content = {"<tool_call>": "call"}
         return {"content": State(Content, content), **_call_states("</tool_call>", content)}
 
+    def call_format(
+        self, tools: Mapping[str, Mapping[str, Any]], *, required: bool, parallel: bool = True
+    ) -> Format:
+        """Return the grammar of calls, or of text with calls in it.
+
+        Parameters are in the order of the schema.
+        """
+        return self.tagged(
+            "<tool_call>",
+            choice_of_calls(tools, lambda tool, schema: _call(tool, schema, "\n")),
+            "</tool_call>",
+            required=required,
+            parallel=parallel,
+            separator="\n",
+        )
+
 
 class SeedOss(FormatParser):
     """Seed-OSS: reasoning in `<seed:think>`, calls in `<seed:tool_call>` as in `qwen3_coder`."""
@@ -56,10 +93,117 @@ class SeedOss(FormatParser):
             **_call_states("</seed:tool_call>", content),
         }
 
+    def call_format(
+        self, tools: Mapping[str, Mapping[str, Any]], *, required: bool, parallel: bool = True
+    ) -> Format:
+        """Return the grammar of calls, or of text with calls in it.
+
+        Parameters are in the order of the schema.
+        """
+        return self.tagged(
+            "<seed:tool_call>",
+            choice_of_calls(tools, lambda tool, schema: _call(tool, schema, "")),
+            "</seed:tool_call>",
+            required=required,
+            parallel=parallel,
+            separator="\n",
+        )
+
+
+_VALUE_ENDS = ("</parameter>", "\n</function>", "\n<parameter=")
+
+
+def _call(tool: str, schema: Mapping[str, Any], around: str) -> Format:
+    """Return the grammar of a call; `around` is the text before and behind each value."""
+    elements: list[Format] = [ConstString(value=f"\n<function={tool}>\n")]
+    for parameter in parameters_of(tool, schema):
+        name = parameter.name
+        if set(name) & set("<>\n") or name != name.strip() or not name:
+            raise ValueError(
+                f"the tool {tool!r}: expected parameters whose names have no angle brackets and "
+                f"line ends, got {name!r}"
+            )
+        begin = ConstString(value=f"<parameter={name}>")
+        values = _values(tool, parameter, schema, around)
+        one = Sequence(elements=[begin, values, ConstString(value="\n")])
+        elements.append(one if parameter.is_required else Optional(content=one))
+    return Sequence(elements=[*elements, ConstString(value="</function>\n")])
+
+
+def _values(tool: str, parameter: Parameter, root: Mapping[str, Any], around: str) -> Format:
+    """Return the grammar of a parameter's value and the tag that ends it."""
+    whole = resolved(parameter.schema, root)
+    types = named_types(whole)
+    found: list[Format] = []
+    for schema in _alternatives(tool, whole, root):
+        if "enum" in schema or "const" in schema:
+            found += _constants(tool, schema, whole, around)
+        elif not types or schema.get("type") == "string":
+            check_keywords(
+                tool, schema, {"type", "minLength", "maxLength", "format"} if types else ()
+            )
+            length = length_pattern(schema)
+            # A line's end around the text is no part of it, so one that counts has another.
+            ends = r"\n" if around or length != length_pattern({}) else ""
+            pattern = f"{ends}{length}{ends}"
+            found.append(text_without(pattern, _VALUE_ENDS, "</parameter>"))
+        else:
+            if "string" in types:  # a text may be one of these values
+                allowed = set() if schema["type"] in {"array", "object"} else {"type"}
+                check_keywords(tool, schema, allowed)
+            with_root = {key: root[key] for key in ("$defs", "definitions") if key in root}
+            found.append(
+                Sequence(
+                    elements=[
+                        *([ConstString(value=around)] if around else []),
+                        JsonSchema(json_schema={**with_root, **schema}),
+                        ConstString(value=f"{around}</parameter>"),
+                    ]
+                )
+            )
+    return found[0] if len(found) == 1 else Choice(elements=found)
+
+
+def _alternatives(tool: str, schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield schemas of one type each; of any type, where the schema does not say."""
+    schema = resolved({} if schema is True else schema, root)
+    if not isinstance(schema, Mapping):
+        raise unsupported(tool, "false")
+    types = schema.get("type")
+    if "anyOf" in schema:
+        check_keywords(tool, schema, ["anyOf"])
+        for choice in schema["anyOf"]:
+            yield from _alternatives(tool, choice, root)
+    elif isinstance(types, list) and not {"enum", "const"} & schema.keys():
+        for kind in types:
+            yield {**schema, "type": kind}
+    else:
+        yield schema
+
+
+def _constants(
+    tool: str, schema: Mapping[str, Any], whole: object, around: str
+) -> Iterator[Format]:
+    """Yield the values that a schema lists, each as a text that is parsed to it."""
+    check_keywords(tool, schema, ("enum", "const", "type"))
+    for value in schema["enum"] if "enum" in schema else [schema["const"]]:
+        texts = [value] if isinstance(value, str) else []
+        for text in (*texts, json.dumps(value, ensure_ascii=False)):
+            # A line's end at either end of the value is kept where another one is around it.
+            outside = around or "\n" * (text != text.strip("\n"))
+            written = f"{outside}{text}{outside}"
+            stripped = written.removeprefix("\n").removesuffix("\n")
+            is_whole = not any(end in written for end in _VALUE_ENDS)
+            if is_whole and json.loads(json_value(stripped, whole)) == value:
+                yield ConstString(value=f"{written}</parameter>")
+                break
+        else:
+            raise ValueError(f"the tool {tool!r}: its calls cannot have the value {value!r}")
+
 
 def _call_states(end: str, content: Mapping[str, str]) -> dict[str, State]:
     """Return the states of a call that the marker `end` ends, and of the content behind it."""
-    value = {"</parameter>": "parameters", "\n</function>": "end", "\n<parameter=": "key"}
+    value = dict(zip(_VALUE_ENDS, ("parameters", "end", "key"), strict=True))
     return {
         "call": State(Between, {"<function=": "name", end: "content"}),
         "name": State(ToolName, {">": "opened"}),
@@ -90,11 +234,27 @@ class _Key(Whole):
 class _Value(Whole):
     """The value of a parameter, which is passed on when it is complete."""
 
+    def __init__(self, output: OpenOutput) -> None:
+        super().__init__(output)
+        root = output.schema
+        properties, key = root.get("properties"), output.notes.get("key")  # none: the call failed
+        schema = properties.get(key) if isinstance(properties, Mapping) else None
+        self._schema = resolved(schema, root)
+        types = named_types(self._schema)
+        self._json = JsonText() if types and "string" not in types else None
+
+    @property
+    def quotes(self) -> bool:
+        return self._json is not None and self._json.in_string
+
+    def feed(self, text: str, events: list[OutputEvent]) -> int:
+        if self._json is not None and self._json.feed(text)[1] is not None:
+            self._json = None  # complete, or no JSON
+        return super().feed(text, events)
+
     def finish(self, text: str, events: list[OutputEvent]) -> None:
         notes, key = self.output.notes, self.output.notes["key"]
-        properties = self.output.schema.get("properties")
-        schema = properties.get(key) if isinstance(properties, Mapping) else None
-        value = json_value(text.removeprefix("\n").removesuffix("\n"), schema)
+        value = json_value(text.removeprefix("\n").removesuffix("\n"), self._schema)
         events.append(ToolCallArguments(f"{notes['separator']}{quoted(key)}: {value}"))
         notes["separator"] = ", "
 

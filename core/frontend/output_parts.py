@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import regex
 
 from hardpoint.plugins import (
     ParserRequest,
     ReasoningMarkers,
     Tokenizer,
 )
+from hardpoint.plugins.errors import shown
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.output_parser import (
     ContentText,
@@ -24,6 +28,7 @@ from hardpoint.plugins.output_parser import (
     ToolCallEnd,
 )
 from hardpoint.plugins.requests import ToolCall
+from hardpoint.registry.blame import describe
 from hardpoint.registry.guards import GuardedOutputParser
 from hardpoint.registry.plugin_set import PluginSet
 
@@ -176,6 +181,108 @@ class _Call:
     name: str
     arguments: list[str] = field(default_factory=list)
     shown: bool = False
+
+
+_MAX_CHECKS = 50_000
+"""Keywords of schemas that validating an answer may look at."""
+
+_MATCH_SECONDS = 0.5
+"""For one search of a regular expression in an answer."""
+
+
+def validation_error(schema: dict[str, Any] | bool, answer: str) -> str | None:
+    """Return what is wrong with an answer that is to be JSON of a schema; None if nothing is.
+
+    A schema gets so many checks, and no more: it may be hostile.
+    """
+    import jsonschema  # noqa: PLC0415 - takes time, and few requests need it
+
+    try:
+        value = json.loads(answer)
+    except (ValueError, RecursionError) as cause:
+        return f"the answer is not JSON: {cause}"
+    checks = 0
+
+    def counted(check: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*arguments: Any) -> Any:
+            nonlocal checks
+            checks += 1
+            if checks > _MAX_CHECKS:
+                raise TimeoutError(f"more than {_MAX_CHECKS} checks")
+            return check(*arguments)
+
+        return counting
+
+    base = jsonschema.Draft202012Validator
+    # The library's own search without a limit of time; these keywords would.
+    replaced = {
+        "additionalProperties": _additional_properties,
+        "pattern": _pattern,
+        "patternProperties": _pattern_properties,
+        "unevaluatedProperties": _unevaluated_properties,
+    }
+    keywords = {name: counted(check) for name, check in {**base.VALIDATORS, **replaced}.items()}
+    try:
+        validator = jsonschema.validators.extend(base, keywords)(schema)
+        wrong = next(validator.iter_errors(value), None)
+    except Exception as cause:  # of the schema: references to nothing, expressions, recursion
+        return f"the answer cannot be validated: {' '.join(describe(cause).split())[:300]}"
+    return None if wrong is None else f"{wrong.json_path}: {shown(wrong.message, 300)}"
+
+
+def _matches(pattern: str, text: str) -> bool:
+    return regex.search(pattern, text, timeout=_MATCH_SECONDS) is not None
+
+
+def _pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[Any]:  # noqa: ARG001
+    from jsonschema import ValidationError  # noqa: PLC0415
+
+    if isinstance(value, str) and not _matches(pattern, value):
+        yield ValidationError(f"{value!r} does not match {pattern!r}")
+
+
+def _pattern_properties(validator: Any, given: Any, value: Any, schema: Any) -> Iterator[Any]:  # noqa: ARG001
+    for pattern, inner in given.items() if isinstance(value, dict) else ():
+        for name, item in value.items():
+            if _matches(pattern, name):
+                yield from validator.descend(item, inner, path=name, schema_path=pattern)
+
+
+def _additional_properties(validator: Any, given: Any, value: Any, schema: Any) -> Iterator[Any]:
+    from jsonschema import ValidationError  # noqa: PLC0415
+
+    patterns = schema.get("patternProperties", ())
+    for name, item in value.items() if isinstance(value, dict) else ():
+        if name in schema.get("properties", ()) or any(_matches(p, name) for p in patterns):
+            continue
+        if given is False:
+            yield ValidationError(f"the property {name!r} is not allowed")
+        else:
+            yield from validator.descend(item, given, path=name)
+
+
+def _unevaluated_properties(validator: Any, given: Any, value: Any, schema: Any) -> Iterator[Any]:
+    from jsonschema import Draft202012Validator  # noqa: PLC0415
+
+    if _has_key(schema, "patternProperties"):
+        raise ValueError("unevaluatedProperties together with patternProperties")
+    yield from (
+        Draft202012Validator.VALIDATORS["unevaluatedProperties"](validator, given, value, schema)
+        or ()
+    )
+
+
+def _has_key(value: Any, key: str) -> bool:
+    pending = [value]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, dict):
+            if key in part:
+                return True
+            pending += part.values()
+        elif isinstance(part, list):
+            pending += part
+    return False
 
 
 class OutputParts:

@@ -216,7 +216,10 @@ class PluginArguments:
             request.plugin_args.pop(user.key, None)
         self._check(request.plugin_args)
         self._refuse_unhonoured(request.params)
-        request.plugin_args |= self._resolved(request, stale, {}, self._markers_of(request))
+        with contextlib.closing(self.parsers(request)) as parsers:
+            markers = parsers.markers
+        self._prepare_grammar(request, markers)
+        request.plugin_args |= self._resolved(request, stale, {}, markers)
 
     def _resolve_all(
         self,
@@ -236,18 +239,22 @@ class PluginArguments:
                 _constrain_calls(request, parsers, tools, calls)
         if markers is not None:
             request.reasoning_ended = markers.ended(request.prompt_token_ids)
-        if request.params.structured is not None:
-            self._check_structured(request, request.params.structured)
-            if request.reasoning_markers is None:
-                request.reasoning_markers = markers
+        self._prepare_grammar(request, markers)
         request.plugin_args |= self._resolved(request, self._users, given, markers)
 
-    def _check_structured(self, request: EngineCoreRequest, structured: StructuredOutputs) -> None:
-        """Refuse a grammar that no backend compiles, or whose end no token could show.
+    def _prepare_grammar(
+        self, request: EngineCoreRequest, markers: ReasoningMarkers | None
+    ) -> None:
+        """Fill in where the answer begins, for a grammar, if the request has one.
 
         Raises:
-            RequestError: naming the field.
+            RequestError: no backend compiles it, or no token could show its end; names the field.
         """
+        structured = request.params.structured
+        if structured is None:
+            return
+        if request.reasoning_markers is None:
+            request.reasoning_markers = markers
         if self._why_no_grammars is not None:
             raise RequestError(f"structured: this engine has no grammars: {self._why_no_grammars}")
         name = structured.backend or self._grammar.use

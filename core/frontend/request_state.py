@@ -26,7 +26,7 @@ from hardpoint.plugins.requests import PoolingRequestOutput, TokenLogprobs
 from hardpoint.registry.guards import GuardedTokenizer
 
 from .detokenizer import Detokenizer
-from .output_parts import OutputParsers, OutputParts
+from .output_parts import OutputParsers, OutputParts, validation_error
 from .statistics import RequestFigures
 
 AnyOutput = RequestOutput | PoolingRequestOutput
@@ -223,6 +223,9 @@ class RequestState:
         self._prompt_logprobs: list[Mapping[int, Logprob] | None] | None = (
             None if params.prompt_logprobs is None else []
         )
+        structured = params.structured
+        self._validated = None if structured is None or not structured.lenient else structured.json
+        self._answer = ""  # so far, of deltas, where it is validated
         self._stop_reason: int | str | None = None
         self._error: str | None = None
         self._sent_prompt = 0
@@ -365,8 +368,7 @@ class RequestState:
         completion = CompletionOutput(
             index=self._request.child_index, text=text, token_ids=tokens, content=text or None
         )
-        if self._output is not None:
-            self._parse(self._output, completion, finished=finished)
+        self._find_parts(completion, finished=finished)
         if self._logprobs is not None:
             completion.cumulative_logprob = self._cumulative_logprob
             completion.logprobs = self._logprobs[first_token:]
@@ -406,6 +408,17 @@ class RequestState:
         completion.reasoning, completion.content, completion.tool_calls = output.pop()
         if finished:
             completion.warning = output.warning
+
+    def _find_parts(self, completion: CompletionOutput, *, finished: bool) -> None:
+        """Find reasoning, content and calls; validate the answer, once it is complete."""
+        if self._output is not None:
+            self._parse(self._output, completion, finished=finished)
+        if self._validated is None:
+            return
+        answer = completion.content or ""
+        self._answer = self._answer + answer if self._delta else answer
+        if finished and self._error is None:
+            completion.validation_error = validation_error(self._validated, self._answer)
 
     def _reason(self) -> str:
         """Return why the output has ended, as the user gets it."""

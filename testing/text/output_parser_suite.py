@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
 import re
 import time
@@ -41,6 +42,7 @@ from hardpoint.plugins.output_parser import (
     ToolCallEnd,
     join_events,
 )
+from hardpoint.plugins.structured import Format, SpecialToken, Tag, walk_formats
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import load_tokenizer
 from hardpoint.testing.snapshots import count_elements
@@ -89,11 +91,25 @@ ROLES = Rule(
     "roles: where one role is on, what the other would find is content",
     "give events of the roles in ParserRequest.roles alone",
 )
+CALL_FORMAT = Rule(
+    "call format: call_format returns a grammar of the calls of any tools, or the parser has none",
+    "return a Format of hardpoint.plugins.structured, with markers as `FormatParser.sequence` has "
+    "them; a parser without one leaves call_format out",
+)
 LINEAR = Rule(
     "linear: a character takes the same time, however long the output is",
     "look at every character once: no search from the beginning, no growing string that is copied",
 )
 
+_BOTH = (True, False)
+_TOOLS: Mapping[str, Mapping[str, Any]] = {
+    "now": {"type": "object", "properties": {}},
+    "get_weather": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        "required": ["city"],
+    },
+}
 _MICROSECONDS = 5.0  # per character; a usual format takes 0.1 to 1
 _LENGTH = 1 << 18  # of an adversarial text; what copies it all for a token takes far too long
 _NUM_BYTES = 256  # token ids of ByteTokenizer that are bytes
@@ -203,6 +219,11 @@ class OutputParserSuite(ComponentSuite):
     def test_roles(self) -> None:
         """A parser of two roles finds with each alone what it finds with both."""
         self._run_checks(ROLES.text, *(lambda s=s: self._check_roles(s) for s in self.samples))
+
+    def test_call_format(self) -> None:
+        """A parser of tools gives a grammar of their calls, or says that it has none."""
+        if "tools" in self.parser.roles:
+            self._run_checks(CALL_FORMAT.text, self._check_call_formats)
 
     def test_independent(self) -> None:
         """Two outputs that come in turns are parsed as each alone."""
@@ -467,6 +488,33 @@ class OutputParserSuite(ComponentSuite):
                     arguments = None
                 case MalformedText():
                     arguments = None
+
+    def _check_call_formats(self) -> None:
+        now = {"now": _TOOLS["now"]}
+        for tools, required, parallel in itertools.product((now, _TOOLS), _BOTH, _BOTH):
+            given = f"call_format({list(tools)}, required={required}, parallel={parallel})"
+            try:
+                found = self._subject.call_format(tools, required=required, parallel=parallel)
+            except NotImplementedError:
+                return
+            except Exception as cause:
+                raise CALL_FORMAT.violation(
+                    f"{given} raised {type(cause).__name__}: {cause}"
+                ) from cause
+            if not isinstance(found, Format):
+                raise CALL_FORMAT.violation(f"{given} returned {short_repr(found)}, no Format")
+            self._check_special_tokens(given, found)
+
+    def _check_special_tokens(self, given: str, format: Format) -> None:
+        special = self._tokenizer.special_tokens
+        for part in walk_formats(format):
+            ends = (part.begin, part.end) if isinstance(part, Tag) else (part,)
+            for token in (end.token for end in ends if isinstance(end, SpecialToken)):
+                if token not in special and token not in special.values():
+                    raise CALL_FORMAT.violation(
+                        f"{given} has SpecialToken({token!r}), which the tokenizer has not among "
+                        f"its special tokens"
+                    )
 
     def _check_independent(self) -> None:
         for first in self.samples:

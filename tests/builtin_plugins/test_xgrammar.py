@@ -387,7 +387,7 @@ def test_a_grammar_that_needs_too_long_ends_its_process_alone(library):
     try:
         compiled(backend, regex="a")
         (first,) = backend.pids
-        with pytest.raises(ValueError, match=r"json: .* takes more than 1 s \(grammar.compile_sec"):
+        with pytest.raises(ValueError, match=r"json: .* took 0.9 s, and was not done"):
             compiled(backend, **SLOW)
         assert not psutil.pid_exists(first)
         assert accepts(compiled(backend, regex="a"), "a")
@@ -505,7 +505,7 @@ def test_a_process_that_ends_or_hangs_is_replaced(fake):
     assert fake.compile(Job("regex", "a")).grammar == "a"
     (second,) = fake.pids
     assert second != first
-    with pytest.raises(ValueError, match="takes more than 2 s"):
+    with pytest.raises(ValueError, match="took 2 s, and was not done"):
         fake.compile(Job("regex", "sleep 60"))
     assert not psutil.pid_exists(second)
     assert fake.compile(Job("regex", "a")).grammar == "a"

@@ -34,6 +34,9 @@ BROKEN = [
     (parsers.TypedTokens, "tokens", "tokens", "as a text without special tokens became"),
     (parsers.IgnoresRoles, "roles", "roles", "with the role 'reasoning' alone became"),
     (parsers.OtherMarkers, "markers", "markers", "by the markers .* outside of reasoning, by"),
+    (parsers.FormatAsText, "call_format", "call format", "returned '<tool_call>.*, no Format"),
+    (parsers.FormatOfNoToken, "call_format", "call format", "has not among its special tokens"),
+    (parsers.NeedsParallelCalls, "call_format", "call format", "parallel=False. raised KeyError"),
     (parsers.ParsesAllAgain, "linear", "linear", "it had taken more than 5 microseconds"),
     (parsers.Remembers, "memory", "memory", r"grew from \d+ to \d+ elements while 400 outputs"),
 ]

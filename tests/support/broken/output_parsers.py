@@ -6,8 +6,14 @@ import re
 
 from hardpoint.builtin_plugins.parsers.json_calls import Hermes
 from hardpoint.plugins import OutputParser, ParserRequest, ReasoningMarkers
-from hardpoint.plugins.output_format import Content, FormatParser, Reasoning, State
-from hardpoint.plugins.output_json import JsonCalls
+from hardpoint.plugins.output_format import (
+    Content,
+    FormatParser,
+    Reasoning,
+    State,
+    choice_of_calls,
+)
+from hardpoint.plugins.output_json import JsonCalls, call_as_json
 from hardpoint.plugins.output_parser import (
     ContentText,
     ReasoningText,
@@ -15,6 +21,7 @@ from hardpoint.plugins.output_parser import (
     ToolCallBegin,
     ToolCallEnd,
 )
+from hardpoint.plugins.structured import AnyText, SpecialToken, Tag
 from hardpoint.testing import OutputSample
 
 START, END = "<think>", "</think>"
@@ -247,6 +254,38 @@ def whole(text, reasoning_open):
     else:
         events.append(ContentText(call + rest))
     return events
+
+
+class FormatAsText(Right):
+    """Its grammar of calls is a text."""
+
+    contract = 1
+
+    def call_format(self, tools, *, required, parallel=True):
+        return '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+
+
+class FormatOfNoToken(Right):
+    """Its grammar has a special token that the tokenizer lacks."""
+
+    contract = 1
+
+    def call_format(self, tools, *, required, parallel=True):
+        return Tag(begin="<tool_call>", content=AnyText(), end=SpecialToken(token="</tool_call>"))
+
+
+class NeedsParallelCalls(Right):
+    """Fails where the calls are not to be parallel."""
+
+    contract = 1
+
+    def call_format(self, tools, *, required, parallel=True):
+        if not parallel:
+            raise KeyError("parallel")
+        call = choice_of_calls(tools, call_as_json)
+        return self.tagged(
+            "<tool_call>", call, "</tool_call>", required=required, parallel=parallel
+        )
 
 
 class ParsesAllAgain(_Wrapped):

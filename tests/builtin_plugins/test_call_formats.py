@@ -1,0 +1,364 @@
+"""Grammars of tool calls: whatever they allow, the same parser finds as calls that fit."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+
+import jsonschema
+import numpy as np
+import pytest
+from support.builtins.model_calls import FOOD, IN_JSON, PARSERS, TOOLS, USUAL
+from support.searching import searches_long
+
+from hardpoint.builtin_plugins.grammars.llguidance import LLGuidance
+from hardpoint.plugins import OutputParserContext, ParserRequest
+from hardpoint.plugins.arguments import prepared_type
+from hardpoint.plugins.grammars import GrammarContext
+from hardpoint.plugins.output_parser import (
+    ContentText,
+    MalformedText,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallBegin,
+    join_events,
+)
+from hardpoint.plugins.structured import (
+    SpecialToken,
+    StructuralTag,
+    StructuredOutputs,
+    Tag,
+    walk_formats,
+)
+from hardpoint.testing.text.output_parser_suite import ByteTokenizer
+
+# What texts are likely to get wrong, where a grammar lets them.
+TRICKS = (
+    *("<tool_call>", "</tool_call>", "<|tool_call|>", "<|python_tag|>", "<|python_start|>["),
+    *("</parameter>", "\n</function>", "\n<parameter=x>", "</function>", "<seed:tool_call>"),
+    *("[now(", '{"name": ', "\n", "\n\n", '\\"', "\\n", "\\", "'", '"', "{", "[", "é", "🙂", "5"),
+    *(
+        "null",
+        "true",
+        " ",
+        "\\u00",
+        "\x1c{",
+        "\u3000[",
+        "```",
+        "\n```",
+        "[TOOL_CALLS]",
+        ", ",
+        "1e9",
+    ),
+)
+CLOSERS = (
+    '"',
+    "'",
+    "}",
+    "]",
+    ")",
+    "\n</parameter>",
+    "</parameter>",
+    "\n</function>",
+    "</function>",
+)
+
+
+def make(parser_type, special):
+    tokenizer = ByteTokenizer(special)
+    context = OutputParserContext(
+        name="calls",
+        options=parser_type.Options(),
+        tokenizer=tokenizer,
+        arguments=prepared_type(parser_type)(),
+    )
+    return parser_type(context), tokenizer
+
+
+def compiled(format, tokenizer):
+    context = GrammarContext(
+        name="llguidance",
+        options=LLGuidance.Options(),
+        vocabulary=tokenizer.vocabulary(),
+        vocab_size=tokenizer.vocab_size,
+    )
+    tag = StructuralTag(format=format)
+    checked = StructuredOutputs.checked(StructuredOutputs(structural_tag=tag))
+    return LLGuidance(context).compile(checked)
+
+
+def advanced(state, token_ids):
+    """Return the state after tokens; None if they are not allowed."""
+    after = state.fork()
+    return after if all(map(after.advance, token_ids)) else None
+
+
+def walk(start, chosen, tokenizer, longest):
+    """Return the tokens of a random text of a grammar; it ends soon after `longest` of them."""
+    state, ids = start.fork(), []
+    words = -(-tokenizer.vocab_size // 32)
+    encode = tokenizer.encode
+    while len(ids) < longest + 4000:
+        row = np.zeros(words, np.int32)
+        can_end = state.fill_bitmask(row)
+        is_long = len(ids) > longest
+        if can_end and (is_long or chosen.random() < 0.05):
+            return ids
+        bits = np.unpackbits(row.view(np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits).tolist()
+        if not allowed:
+            assert can_end
+            return ids
+        step = [chosen.choice(allowed)]
+        if len(allowed) > 1:
+            special = [token for token in allowed if token >= 256]
+            tried = []
+            if is_long:
+                closers = chosen.sample(CLOSERS, len(CLOSERS))
+                tried = [*([[special[-1]]] if special else []), *map(encode, closers)]
+            elif special and chosen.random() < 0.1:
+                tried = [[chosen.choice(special)]]
+            elif chosen.random() < 0.5:
+                tried = [encode(chosen.choice(TRICKS))]
+            step = next((one for one in tried if advanced(state, one)), step)
+        for token in step:
+            assert state.advance(token)
+        ids += step
+    raise AssertionError(f"no end of {bytes(t for t in ids if t < 256)!r}")
+
+
+def events_of(parser, tokenizer, ids, tools):
+    """Return the events of an output, and its text."""
+    texts = {token: text for text, token in tokenizer.special_tokens.items()}
+    state = parser.open(ParserRequest(tools=tools))
+    events, text = [], ""
+    for is_byte, run in itertools.groupby(ids, lambda token: token < 256):
+        if is_byte:
+            pieces = [bytes(run).decode()]
+            events += state.feed(pieces[0])
+        else:
+            pieces = []
+            for token in run:
+                pieces.append(texts[token])
+                is_marker = token in parser.token_ids
+                events += (
+                    state.feed_token(token, texts[token]) if is_marker else state.feed(texts[token])
+                )
+        text += "".join(pieces)
+    return join_events([*events, *state.finish()]), text
+
+
+def parsed(parser, tokenizer, ids, tools):
+    """Return calls, content, and the text of the tokens; nothing is malformed or reasoning."""
+    events, text = events_of(parser, tokenizer, ids, tools)
+    calls, content = [], ""
+    for event in events:
+        assert not isinstance(event, MalformedText | ReasoningText), f"{text!r}: {event}"
+        match event:
+            case ToolCallBegin(name, _):
+                calls.append([name, ""])
+            case ToolCallArguments(part):
+                calls[-1][1] += part
+            case ContentText(part):
+                content += part
+    return calls, content, text
+
+
+@pytest.mark.parametrize(("tools", "parallel"), [*((name, True) for name in TOOLS), ("two", False)])
+@pytest.mark.parametrize("parser", PARSERS)
+def test_every_text_is_parsed_to_calls_that_fit(parser, tools, parallel):
+    schemas = TOOLS[tools]
+    subject, tokenizer = make(*PARSERS[parser])
+    chosen = random.Random(f"{parser} {tools} {parallel}")
+    for required in (True, False):
+        format = subject.call_format(schemas, required=required, parallel=parallel)
+        start = compiled(format, tokenizer)
+        for _ in range(40 if searches_long() else 1):
+            ids = walk(start, chosen, tokenizer, 100)
+            calls, content, text = parsed(subject, tokenizer, ids, schemas)
+            for name, arguments in calls:
+                jsonschema.validate(json.loads(arguments), schemas[name])
+            assert not required or (calls and not content.strip()), text
+            assert parallel or len(calls) <= 1, text
+
+
+def allows(start, token_ids, tokenizer):
+    """Return whether a text is complete in a grammar."""
+    after = advanced(start, token_ids)
+    row = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
+    return after is not None and after.fill_bitmask(row)
+
+
+@pytest.mark.parametrize(("parser", "calls", "before"), USUAL, ids=[one[0] for one in USUAL])
+def test_calls_as_the_model_writes_them_are_allowed(parser, calls, before):
+    schemas = TOOLS["two"]
+    subject, tokenizer = make(*PARSERS[parser])
+    for required, text in ((True, calls), (False, before + calls), (False, "Hello, you.")):
+        ids = tokenizer.encode(text)
+        several = compiled(subject.call_format(schemas, required=required), tokenizer)
+        assert allows(several, ids, tokenizer), text
+        one = subject.call_format(schemas, required=required, parallel=False)
+        assert allows(compiled(one, tokenizer), ids, tokenizer) == (calls not in text)
+    found, _, _ = parsed(subject, tokenizer, tokenizer.encode(calls), schemas)
+    assert [(name, json.loads(text)) for name, text in found] == [("now", {}), ("order_food", FOOD)]
+
+
+def test_harmony_has_a_call_or_a_final_message():
+    subject, tokenizer = make(*PARSERS["harmony"])
+    header = "<|channel|>commentary to=functions.order_food <|constrain|>json<|message|>"
+    for required in (True, False):
+        format = subject.call_format(TOOLS["two"], required=required)
+        start = compiled(format, tokenizer)
+        assert allows(start, tokenizer.encode(header + IN_JSON), tokenizer)
+        final = tokenizer.encode("<|channel|>final<|message|>Hello")
+        assert allows(start, final, tokenizer) == (not required)
+        assert not allows(start, tokenizer.encode("Hello"), tokenizer)
+    markers = subject.markers()
+    assert tokenizer.decode(markers.message_prefix, skip_special_tokens=False) == (
+        "<|start|>assistant"
+    )
+    assert tokenizer.decode(markers.content_prefix, skip_special_tokens=False) == (
+        "<|channel|>final<|message|>"
+    )
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+def test_no_required_answer_is_text(parser):
+    subject, tokenizer = make(*PARSERS[parser])
+    start = compiled(subject.call_format(TOOLS["two"], required=True), tokenizer)
+    for text in ("Hello", "", "{}", "[]", '{"name": "other", "arguments": {}}'):
+        assert not allows(start, tokenizer.encode(text), tokenizer), text
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+def test_markers_that_are_special_tokens_are_matched_by_id(parser):
+    subject, tokenizer = make(*PARSERS[parser])
+    for required in (True, False):
+        found = set()
+        for part in walk_formats(subject.call_format(TOOLS["two"], required=required)):
+            ends = (part.begin, part.end) if isinstance(part, Tag) else (part,)
+            found |= {end.token for end in ends if isinstance(end, SpecialToken)}
+            texts = [end for end in ends if isinstance(end, str)]
+            texts += [part.value] if hasattr(part, "value") else []
+            assert not any(token in text for text in texts for token in tokenizer.special_tokens)
+        assert found <= set(tokenizer.special_tokens.values())
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+@pytest.mark.parametrize("name", ["a b", "", 'a"b', "a{", "x" * 257, "a>"])
+def test_a_tool_whose_name_calls_cannot_have_is_refused(parser, name):
+    subject, _ = make(*PARSERS[parser])
+    with pytest.raises(ValueError, match=r"tool's name without white space.*got '"):
+        subject.call_format({name: {}}, required=True)
+
+
+def schema_of(**parameter):
+    return {"f": {"type": "object", "properties": {"a": parameter}, "required": ["a"]}}
+
+
+REFUSED = [
+    ("pythonic", schema_of(type="array", uniqueItems=True), "'f'.*'uniqueItems'"),
+    ("pythonic", schema_of(oneOf=[{"type": "null"}]), "'f'.*'oneOf'"),
+    ("pythonic", schema_of(type="integer", minLength=1), "'f'.*'minLength'"),
+    ("pythonic", schema_of(type="text"), "'f'.*'type: text'"),
+    ("pythonic", {"f": {"type": "object", "minProperties": 1}}, "'f'.*'minProperties'"),
+    ("pythonic", {"f": {"type": "array"}}, "schema of an object, got type 'array'"),
+    ("pythonic", {"f": {"properties": {"class": {}}}}, "names Python could have, got 'class'"),
+    ("pythonic", {"f": {"properties": {"ﬁ": {}}}}, "names Python could have, got 'ﬁ'"),
+    ("pythonic", {"1f": {}}, "whose name Python could have, got '1f'"),
+    ("llama4_pythonic", schema_of(**{"not": {}}), "'f'.*'not'"),
+    ("gemma", schema_of(type="string", pattern="a+"), "'f'.*'pattern'"),
+    ("gemma", {"f": {"properties": {"a b": {}}}}, "'f'.*got 'a b'"),
+    ("qwen3_coder", schema_of(type="string", pattern="a+"), "'f'.*'pattern'"),
+    ("qwen3_coder", schema_of(type=["string", "integer"], minimum=1), "'f'.*'minimum'"),
+    ("qwen3_coder", schema_of(properties={}), "'f'.*'properties'"),
+    ("qwen3_coder", {"f": {"properties": {"a>": {}}}}, "'f'.*got 'a>'"),
+    ("seed_oss", schema_of(type="string", enum=["</parameter>"]), "'f'.*'</parameter>'"),
+    ("json", {"f": {"type": "string"}}, "'f'.*schema of an object, got type 'string'"),
+]
+
+
+@pytest.mark.parametrize(("parser", "tools", "message"), REFUSED)
+def test_a_schema_that_the_format_cannot_say_is_refused(parser, tools, message):
+    subject, _ = make(*PARSERS[parser])
+    for required in (True, False):
+        with pytest.raises(ValueError, match=message):
+            subject.call_format(tools, required=required)
+
+
+SCHEMAS = [
+    {"type": "string", "minLength": 1, "maxLength": 2},
+    {"type": ["string", "integer", "null"]},
+    {"anyOf": [{"type": "string", "enum": ["a", "\n"]}, {"type": "null"}]},
+    {"type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": 2},
+    {"type": "array", "maxItems": 0},
+    {"type": "object", "additionalProperties": {"type": "boolean"}},
+    {"type": "object", "properties": {"b": {"type": "string"}, "c": {}}, "required": ["c"]},
+    {"type": "number", "exclusiveMinimum": -1.5, "maximum": 1},
+    {"enum": ["x", 1, None, True, [1, "y"], {"z": 0.5}]},
+    {"const": "'\\\""},
+    {"$ref": "#/$defs/Tree"},
+    {},
+]
+TREE = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "in": {"$ref": "#/$defs/Tree"}},
+    "required": ["name"],
+}
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=json.dumps)
+@pytest.mark.parametrize("parser", ["gemma", "pythonic", "qwen3_coder", "seed_oss"])
+def test_values_that_are_no_json_fit_their_schema(parser, schema):
+    tools = schema_of(**schema)
+    tools["f"]["$defs"] = {"Tree": TREE}
+    subject, tokenizer = make(*PARSERS[parser])
+    start = compiled(subject.call_format(tools, required=True, parallel=False), tokenizer)
+    chosen = random.Random(f"{parser} {schema}")
+    for _ in range(40 if searches_long() else 2):
+        calls, _, text = parsed(subject, tokenizer, walk(start, chosen, tokenizer, 60), tools)
+        jsonschema.validate(json.loads(calls[0][1]), tools["f"])
+        assert len(calls) == 1, text
+
+
+def test_text_of_a_tag_may_have_other_tags():
+    subject, tokenizer = make(*PARSERS["qwen3_coder"])
+    tools = schema_of(type="string")
+    start = compiled(subject.call_format(tools, required=True), tokenizer)
+    call = "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+    for text in ("<p>\n</p>", "\n<param", "x</function>", "<parameter=a>x"):
+        is_whole = text != "<parameter=a>x"  # which is a parameter at the beginning of a line
+        assert allows(start, tokenizer.encode(call.format(text)), tokenizer) == is_whole, text
+
+
+def test_a_tag_inside_a_string_of_a_list_does_not_end_the_value():
+    subject, tokenizer = make(*PARSERS["seed_oss"])
+    tools = schema_of(type="array", items={"type": "string"})
+    value = '["</parameter>\\"", "b"]'
+    text = (
+        f"<seed:tool_call>\n<function=f>\n<parameter=a>{value}</parameter>\n</function>\n"
+        "</seed:tool_call>"
+    )
+    start = compiled(subject.call_format(tools, required=True), tokenizer)
+    assert allows(start, tokenizer.encode(text), tokenizer)
+    calls, _, _ = parsed(subject, tokenizer, tokenizer.encode(text), tools)
+    assert json.loads(calls[0][1]) == {"a": ['</parameter>"', "b"]}
+
+
+def test_a_parameter_that_refers_to_a_string_is_a_string():
+    subject, tokenizer = make(*PARSERS["qwen3_coder"])
+    tools = {
+        "f": {
+            "$defs": {"Size": {"type": "string", "enum": ["5", "6"]}},
+            "properties": {"a": {"$ref": "#/$defs/Size"}},
+        }
+    }
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n</function>\n</tool_call>"
+    calls, _, _ = parsed(subject, tokenizer, tokenizer.encode(text), tools)
+    assert json.loads(calls[0][1]) == {"a": "5"}
+    assert allows(
+        compiled(subject.call_format(tools, required=True), tokenizer),
+        tokenizer.encode(text),
+        tokenizer,
+    )

@@ -1,0 +1,207 @@
+"""Reasoning, then an answer that a grammar constrains: with every parser, and in every order."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.builtins.model_calls import FOOD, PARSERS, TOOLS, USUAL
+
+from hardpoint import SamplingParams
+from hardpoint.core.frontend.input_processor import RequestExtras
+from hardpoint.core.frontend.plugin_arguments import CallRules
+from hardpoint.plugins import RequestError
+from hardpoint.testing import scripted_engine, write_scripted_model
+
+THOUGHT = "So <b and </thin. {"
+JSON = '{"size": 3, "é": [true]}'
+SCHEMA = {
+    "type": "object",
+    "properties": {"size": {"type": "integer"}, "é": {"type": "array"}},
+    "required": ["size", "é"],
+    "additionalProperties": False,
+}
+REASONING = {
+    "think_tags": ("<think>", "</think>"),
+    "granite": ("<think>", "</think>"),
+    "granite_3_2": ("Here is my thought process:", "Here is my response:"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "seed_oss": ("<seed:think>", "</seed:think>"),
+    "gemma": ("<|channel>thought\n", "<channel|>"),
+    "harmony": (
+        "<|channel|>analysis<|message|>",
+        "<|end|><|start|>assistant<|channel|>final<|message|>",
+    ),
+}
+SPECIAL = {name.partition(",")[0]: special for name, (_, special) in reversed(PARSERS.items())}
+HARMONY_CALL = (
+    f"<|channel|>commentary to=functions.order_food <|constrain|>json<|message|>{json.dumps(FOOD)}"
+)
+
+
+def output_of(folder, reply, config, extras=None, prompt="go", **fields):
+    """Return the output of a request whose model wants to write a reply."""
+    special = {*SPECIAL.get(config.get("reasoning", {}).get("parser"), ())}
+    special |= {*SPECIAL.get(config.get("tools", {}).get("parser"), ())}
+    model = write_scripted_model(
+        folder, {prompt: reply}, special_tokens=sorted(special), max_position_embeddings=2048
+    )
+    engine = scripted_engine(model, config)
+    try:
+        params = SamplingParams(max_tokens=900, temperature=0.0, **fields)
+        engine.add_request("r", prompt, params, extras or RequestExtras())
+        found = []
+        while engine.has_unfinished_requests():
+            found += [c for output in engine.step() for c in output.outputs]
+    finally:
+        engine.close()
+    return found[-1]
+
+
+@pytest.mark.parametrize("parser", REASONING)
+@pytest.mark.parametrize("budget", [None, 900])
+def test_the_answer_after_the_reasoning_is_json(tmp_path, parser, budget):
+    start, end = REASONING[parser]
+    config = {"reasoning": {"parser": parser}}
+    structured = {"json": SCHEMA}
+    output = output_of(
+        tmp_path,
+        f"{start}{THOUGHT}{end}{JSON}",
+        config,
+        structured=structured,
+        thinking_token_budget=budget,
+    )
+    assert (output.reasoning, output.content) == (THOUGHT, JSON)
+    assert (output.finish_reason, output.error) == ("stop", None)
+
+
+@pytest.mark.parametrize("parser", REASONING)
+def test_an_answer_without_reasoning_begins_at_once(tmp_path, parser):
+    prefix = "<|channel|>final<|message|>" if parser == "harmony" else ""
+    prompt = "<|start|>assistant" if parser == "harmony" else "go"
+    config = {"reasoning": {"parser": parser}}
+    structured = {"json": SCHEMA}
+    output = output_of(tmp_path, prefix + JSON, config, prompt=prompt, structured=structured)
+    assert (output.reasoning, output.content, output.finish_reason) == (None, JSON, "stop")
+
+
+@pytest.mark.parametrize("parser", REASONING)
+def test_what_the_model_wants_after_the_reasoning_is_overruled(tmp_path, parser):
+    start, end = REASONING[parser]
+    structured = {"choice": ["yes", "no"]}
+    config = {"reasoning": {"parser": parser}}
+    reply = f"{start}{THOUGHT}{end}Well, I think it is so."
+    output = output_of(tmp_path, reply, config, structured=structured)
+    assert output.reasoning == THOUGHT
+    assert output.content in ("yes", "no")
+
+
+@pytest.mark.parametrize("parser", ["think_tags", "mistral", "harmony"])
+def test_a_thinking_budget_leads_to_the_answer(tmp_path, parser):
+    start, _ = REASONING[parser]
+    output = output_of(
+        tmp_path,
+        f"{start}{'hm, ' * 20}",
+        {"reasoning": {"parser": parser}},
+        structured={"choice": ["yes", "no"]},
+        thinking_token_budget=30,
+    )
+    assert output.error is None
+    assert output.reasoning == ("hm, " * 20)[:30]
+    assert output.content in ("yes", "no")
+
+
+def test_reasoning_does_not_end_the_output(tmp_path):
+    """The model ends inside its reasoning; with a grammar, there is an answer still."""
+    config = {"reasoning": {"parser": "think_tags"}}
+    free = output_of(tmp_path, "<think>Hm", config)
+    assert (free.reasoning, free.content) == ("Hm", None)
+    output = output_of(tmp_path, "<think>Hm", config, structured={"choice": ["yes"]})
+    assert output.reasoning.startswith("Hm")
+    assert output.finish_reason == "length"
+
+
+ONE = [(parser, calls) for parser, calls, _ in USUAL if "," not in parser]
+
+
+@pytest.mark.parametrize(("parser", "calls"), ONE, ids=[parser for parser, _ in ONE])
+@pytest.mark.parametrize("strict", [[], ["order_food", "now"]])
+def test_calls_that_are_required(tmp_path, parser, calls, strict):
+    reasoning = parser if parser in REASONING else "think_tags"
+    start, end = REASONING[reasoning]
+    extras = RequestExtras(
+        tools=TOOLS["two"], calls=CallRules(required=["now", "order_food"], strict=strict)
+    )
+    config = {"reasoning": {"parser": reasoning}, "tools": {"parser": parser}}
+    output = output_of(tmp_path, f"{start}{THOUGHT}{end}{calls}", config, extras)
+    assert (output.reasoning, output.finish_reason) == (THOUGHT, "tool_calls")
+    assert not (output.content or "").strip()
+    found = [(call.name, json.loads(call.arguments)) for call in output.tool_calls]
+    assert found == [("now", {}), ("order_food", FOOD)]
+    assert output.warning is output.error is None
+
+
+@pytest.mark.parametrize(
+    "parser", sorted({parser for parser, _ in ONE} - {"granite"})
+)  # which may think
+def test_a_call_that_is_required_is_there_whatever_the_model_wants(tmp_path, parser):
+    extras = RequestExtras(
+        tools={"now": {"type": "object", "properties": {}, "additionalProperties": False}},
+        calls=CallRules(required=["now"], parallel=False),
+    )
+    config = {
+        "reasoning": {"parser": "none"},
+        "tools": {"parser": parser},
+        "plugin": {"llguidance": {"max_whitespace": 0}},
+    }
+    output = output_of(tmp_path, "I do not call anything.", config, extras)
+    assert output.finish_reason == "tool_calls", output
+    assert [call.name for call in output.tool_calls] == ["now"]
+
+
+def test_harmony_calls_after_its_reasoning(tmp_path):
+    start, end = REASONING["harmony"]
+    head = end.removesuffix("<|channel|>final<|message|>")
+    extras = RequestExtras(
+        tools=TOOLS["two"], calls=CallRules(required=["now", "order_food"], strict=[])
+    )
+    config = {"reasoning": {"parser": "harmony"}, "tools": {"parser": "harmony"}}
+    output = output_of(tmp_path, f"{start}{THOUGHT}{head}{HARMONY_CALL}", config, extras)
+    assert (output.reasoning, output.finish_reason) == (THOUGHT, "tool_calls")
+    assert [json.loads(call.arguments) for call in output.tool_calls] == [FOOD]
+
+
+@pytest.mark.parametrize(("parser", "calls"), ONE, ids=[parser for parser, _ in ONE])
+def test_strict_tools_leave_free_text_free(tmp_path, parser, calls):
+    extras = RequestExtras(tools=TOOLS["two"], calls=CallRules(strict=["order_food"]))
+    config = {"reasoning": {"parser": "none"}, "tools": {"parser": parser}}
+    output = output_of(tmp_path, "Hello, you.", config, extras)
+    assert (output.content, output.tool_calls, output.finish_reason) == (
+        "Hello, you.",
+        None,
+        "stop",
+    )
+    output = output_of(tmp_path, calls, config, extras)
+    assert [call.name for call in output.tool_calls] == ["now", "order_food"]
+
+
+def test_a_required_call_and_another_answer_are_refused(tmp_path):
+    extras = RequestExtras(tools=TOOLS["two"], calls=CallRules(required=["now"]))
+    config = {"tools": {"parser": "hermes"}}
+    message = "tool_choice: it requires a call, and sampling_params.structured another answer"
+    with pytest.raises(RequestError, match=message):
+        output_of(tmp_path, "", config, extras, structured={"regex": "a"})
+
+
+def test_a_lenient_schema_is_validated_at_the_end(tmp_path):
+    schema = {"type": "object", "not": {"required": ["size"]}}
+    good, bad = '{"a": 1}', '{"size": 1}'
+    output = output_of(tmp_path, good, {}, structured={"json": schema, "lenient": True})
+    assert (output.content, output.validation_error) == (good, None)
+    output = output_of(tmp_path, bad, {}, structured={"json": schema, "lenient": True})
+    assert output.validation_error.startswith("$: \"{'size': 1} should not be valid under")
+    output = output_of(tmp_path, bad, {}, structured={"json": schema})
+    assert output.error == (
+        'structured.json: llguidance: Unimplemented keys: ["not"]; with `lenient`, they are left '
+        "out, and the answer is validated"
+    )

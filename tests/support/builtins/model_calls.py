@@ -1,0 +1,156 @@
+"""Calls of tools as models write them, by the output parser of their format."""
+
+# ruff: noqa: RUF001 - the markers of DeepSeek are written so
+
+from __future__ import annotations
+
+import json
+
+from hardpoint.builtin_plugins.parsers.gemma import Gemma
+from hardpoint.builtin_plugins.parsers.harmony import Harmony
+from hardpoint.builtin_plugins.parsers.headed_calls import (
+    DeepSeekV3,
+    DeepSeekV31,
+    Granite,
+    Granite32,
+    KimiK2,
+    Mistral,
+)
+from hardpoint.builtin_plugins.parsers.json_calls import Hermes, Json, Llama3Json
+from hardpoint.builtin_plugins.parsers.python_calls import Llama4Pythonic, Pythonic
+from hardpoint.builtin_plugins.parsers.xml_calls import Qwen3Coder, SeedOss
+
+PARSERS = {
+    "hermes": (Hermes, ()),
+    "hermes, special": (Hermes, ("<tool_call>", "</tool_call>")),
+    "json": (Json, ()),
+    "llama3_json": (Llama3Json, ("<|python_tag|>",)),
+    "llama3_json, text": (Llama3Json, ()),
+    "mistral": (Mistral, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")),
+    "mistral, old": (Mistral, ("[TOOL_CALLS]",)),
+    "granite": (Granite, ()),
+    "granite_3_2": (Granite32, ("<|tool_call|>",)),
+    "kimi_k2": (KimiK2, KimiK2.required_tokens),
+    "deepseek_v3": (DeepSeekV3, DeepSeekV3.required_tokens),
+    "deepseek_v3_1": (DeepSeekV31, DeepSeekV31.required_tokens),
+    "gemma": (Gemma, Gemma.required_tokens),
+    "harmony": (Harmony, (*Harmony.required_tokens, "<|return|>", "<|constrain|>")),
+    "qwen3_coder": (Qwen3Coder, ()),
+    "qwen3_coder, special": (Qwen3Coder, ("<tool_call>", "</tool_call>")),
+    "seed_oss": (SeedOss, ("<seed:think>", "</seed:think>", "<seed:tool_call>")),
+    "pythonic": (Pythonic, ()),
+    "llama4_pythonic": (Llama4Pythonic, ("<|python_start|>", "<|python_end|>")),
+    "llama4_pythonic, text": (Llama4Pythonic, ()),
+}
+ORDER = {
+    "type": "object",
+    "title": "Order",
+    "properties": {
+        "what": {"type": "string", "description": "of it"},
+        "count": {"type": "integer", "minimum": 1, "maximum": 20},
+        "size": {"type": "string", "enum": ["small", 'it\'s "x"\n', "großé", "5", "null"]},
+        "note": {"type": ["string", "null"], "default": None},
+        "name": {"type": "string", "minLength": 2, "maxLength": 4},
+    },
+    "required": ["what", "size", "name"],
+}
+NESTED = {
+    "$defs": {
+        "Color": {"enum": ["red", "blue"], "type": "string"},
+        "Point": {
+            "type": "object",
+            "properties": {
+                "x": {"type": "number"},
+                "label": {"type": "string"},
+                "color": {"$ref": "#/$defs/Color"},
+            },
+            "required": ["x", "label"],
+            "additionalProperties": False,
+        },
+    },
+    "type": "object",
+    "properties": {
+        "at": {"$ref": "#/$defs/Point"},
+        "tags": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 3},
+        "color": {"allOf": [{"$ref": "#/$defs/Color"}], "default": "red"},
+        "fast": {"type": "boolean"},
+        "limit": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+        "level": {"const": 3},
+        "extra": {"type": "object"},
+    },
+    "required": ["at", "tags", "fast"],
+}
+TOOLS = {
+    "order": {"order_food": ORDER},
+    "nested": {"draw": NESTED},
+    "two": {"now": {"type": "object", "properties": {}}, "order_food": ORDER},
+    "no schema": {"now": {}},
+}
+
+FOOD = {"what": "soup [1], {2}", "size": "small", "name": "Bob"}
+IN_JSON = json.dumps(FOOD)
+IN_PYTHON = 'order_food(what="soup [1], {2}", size=\'small\', name="Bob")'
+IN_GEMMA = 'call:order_food{what:<|"|>soup [1], {2}<|"|>,size:<|"|>small<|"|>,name:<|"|>Bob<|"|>}'
+HERMES = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+ORDER_CALL = f'{{"name": "order_food", "arguments": {IN_JSON}}}'
+KIMI = "<|tool_call_begin|>functions.{}:{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+DEEPSEEK = (
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>",
+    "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+)
+QWEN = (
+    "<tool_call>\n<function=now>\n</function>\n</tool_call>\n<tool_call>\n<function=order_food>\n"
+    "<parameter=what>\nsoup [1], {2}\n</parameter>\n<parameter=size>\nsmall\n</parameter>\n"
+    "<parameter=name>\nBob\n</parameter>\n</function>\n</tool_call>"
+)
+SEED = (
+    "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n"
+    "<function=order_food>\n<parameter=what>soup [1], {2}</parameter>\n"
+    "<parameter=size>small</parameter>\n<parameter=name>\nBob\n</parameter>\n</function>\n"
+    "</seed:tool_call>"
+)
+# parser, calls of `now` and `order_food` as the model writes them, text that may come before
+USUAL = [
+    ("hermes", f"{HERMES}\n<tool_call>\n{ORDER_CALL}\n</tool_call>", "Hi"),
+    ("hermes, special", f"{HERMES}\n<tool_call>\n{ORDER_CALL}\n</tool_call>", "Hi"),
+    ("json", f'[{{"name": "now", "arguments": {{}}}}, {ORDER_CALL}]', "\n"),
+    (
+        "llama3_json",
+        f'<|python_tag|>{{"name": "now", "parameters": {{}}}}; '
+        f'{{"name": "order_food", "parameters": {IN_JSON}}}',
+        "",
+    ),
+    ("mistral", f"[TOOL_CALLS]now[ARGS]{{}}[TOOL_CALLS]order_food[ARGS]{IN_JSON}", "Hi"),
+    ("mistral, old", f'[TOOL_CALLS] [{{"name": "now", "arguments": {{}}}}, {ORDER_CALL}]', "Hi"),
+    ("granite", f'<|tool_call|>[{{"name": "now", "arguments": {{}}}}, {ORDER_CALL}]', "Hi"),
+    ("granite", f"{HERMES}\n<tool_call>\n{ORDER_CALL}\n</tool_call>", "Hi"),
+    ("granite_3_2", f'<|tool_call|>[{{"name": "now", "arguments": {{}}}}, {ORDER_CALL}]', "Hi"),
+    (
+        "kimi_k2",
+        f"<|tool_calls_section_begin|>{KIMI.format('now', 0, '{}')}"
+        f"{KIMI.format('order_food', 11, IN_JSON)}<|tool_calls_section_end|>",
+        "Hi",
+    ),
+    (
+        "deepseek_v3",
+        f"<｜tool▁calls▁begin｜>{DEEPSEEK[0].format('now', '{}')}\n"
+        f"{DEEPSEEK[0].format('order_food', IN_JSON)}<｜tool▁calls▁end｜>",
+        "Hi",
+    ),
+    (
+        "deepseek_v3_1",
+        f"<｜tool▁calls▁begin｜>{DEEPSEEK[1].format('now', '{}')}"
+        f"{DEEPSEEK[1].format('order_food', IN_JSON)}<｜tool▁calls▁end｜>",
+        "Hi",
+    ),
+    (
+        "gemma",
+        f"<|tool_call>call:now{{}}<tool_call|><|tool_call>{IN_GEMMA}<tool_call|>",
+        "Hi",
+    ),
+    ("qwen3_coder", QWEN, "Hi"),
+    ("seed_oss", SEED, "Hi"),
+    ("pythonic", f"[now(), {IN_PYTHON}]", " "),
+    ("llama4_pythonic", f"<|python_start|>[now(), {IN_PYTHON}]<|python_end|>", ""),
+    ("llama4_pythonic", f"[now(), {IN_PYTHON}]", ""),
+]

@@ -119,14 +119,26 @@ def optional(count):
 INTEGER = {"type": "integer"}
 WORKS = None
 SCHEMAS = {
-    "a type that there is not": ({"type": "strin"}, "Invalid type: strin"),
-    "a type that is a number": ({"type": 5}, "type must be a string or array of strings"),
-    "properties that are a list": ({"properties": [1]}, "properties must be an object"),
-    "a property that is a number": ({"properties": {"a": 3}}, "must be an object or boolean"),
-    "required that is a text": ({"type": "object", "required": "a"}, "'required', got \"a\""),
+    "a type that there is not": (
+        {"type": "strin"},
+        r'json.type: expected "array" or .*, got .strin',
+    ),
+    "a type that is a number": ({"type": 5}, "json.type: expected a string or a list, got 5"),
+    "properties that are a list": (
+        {"properties": [1]},
+        r"json.properties: expected a table, got \[1\]",
+    ),
+    "a property that is a number": (
+        {"properties": {"a": 3}},
+        "json.properties.a: expected true or false or a table, got 3",
+    ),
+    "required that is a text": (
+        {"type": "object", "required": "a"},
+        "json.required: expected a list, got 'a'",
+    ),
     "a reference to nothing": (of("none"), r"'/\$defs/none' does not exist"),
     "a reference to a page": ({"$ref": "http://example.com/x"}, "does not fetch resources"),
-    "a reference that is a number": ({"$ref": 5}, r"\$ref must be a string, got 5"),
+    "a reference that is a number": ({"$ref": 5}, r"json.\$ref: expected a string, got 5"),
     "minimum over maximum": ({**INTEGER, "minimum": 5, "maximum": 4}, "minimum.*is greater than"),
     "minLength over maxLength": (
         {"type": "string", "minLength": 5, "maxLength": 4},
@@ -539,5 +551,6 @@ class TestWithProcessors:
         fields = {"plugin_args": {"thinking_budget": budget}}
         job = ("r", "hi there", params({"regex": "a{9}"}, **fields))
         assert ends(engine, [job], expected)["r"] == (
-            "thinking_budget forced the token 89, which the grammar of `structured` forbids"
+            "plugin_args.thinking_budget: expected no markers of its own together with "
+            "`structured`, whose answer begins after those of the reasoning parser"
         )

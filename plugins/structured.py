@@ -266,7 +266,10 @@ class StructuredOutputs(Strict, omit_defaults=True):
             raise RequestError(
                 f"{path}: expected a mapping with one of {', '.join(FORMATS)}, got {shown(given)}"
             )
-        fields = dict(given)
+        try:
+            fields = dict(given)
+        except Exception as cause:  # of the caller's own mapping
+            raise RequestError(f"{path}: reading it failed: {reason_of(cause)}") from cause
         if fields.get("json") is not None:
             fields["json"] = _schema(fields["json"], f"{path}.json")
             if fields["json"] is False:  # which `format` would take for a field that is not given
@@ -388,6 +391,6 @@ def _check_tags(format: Format, path: str) -> None:
                     f"{path}: expected tags whose begin starts with one of the triggers "
                     f"{part.triggers}, got {begin!r}"
                 )
-        for trigger in part.triggers:
+        for trigger in part.triggers if len(begins) == len(part.tags) else ():
             if not any(begin.startswith(trigger) for begin in begins):
                 raise RequestError(f"{path}: expected triggers that begin a tag, got {trigger!r}")

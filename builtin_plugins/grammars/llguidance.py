@@ -160,14 +160,22 @@ class _State:
     def __init__(self, matcher: Any, end: int) -> None:
         self._matcher = matcher
         self._end = end  # the id of the token that ends the text
+        self._bit = 1 << end % 32 if end % 32 < 31 else -(1 << 31)
         self._columns = np.zeros(end // 32 + 1, dtype=np.int32)
+        # Looked up once: that takes as long as a mask of few tokens.
+        self._memory = self._columns.ctypes.data, self._columns.nbytes
 
     def fill_bitmask(self, row: np.ndarray) -> bool:
-        columns, end = self._columns, self._end
-        self._matcher.unsafe_compute_mask_ptr(columns.ctypes.data, columns.nbytes)
-        bit = np.int32(1 << end % 32 if end % 32 < 31 else -(1 << 31))
-        can_end = bool(columns[-1] & bit)
-        columns[-1] &= ~bit
+        columns = self._columns
+        self._matcher.unsafe_compute_mask_ptr(*self._memory)
+        last = columns.item(-1)
+        can_end = bool(last & self._bit)
+        if can_end:
+            columns[-1] = last - self._bit
+            if self._matcher.is_error():
+                if _STUCK not in self._matcher.get_error():
+                    self._check()
+                return False
         row[: len(columns)] = columns[: len(row)]
         return can_end
 
@@ -193,6 +201,9 @@ class _State:
         if self._matcher.is_error():
             raise ValueError(_reason(self._matcher.get_error()))
 
+
+_STUCK = "NoExtensionBias"
+"""What the library calls it that no token fits."""
 
 _LONGEST = 500
 """Characters of an error of the library."""

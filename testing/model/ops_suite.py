@@ -161,6 +161,20 @@ class OpsSuite(ComponentSuite):
             functools.partial(self._check_share, "keep_min_p", (0.1, 0.5, 1e-30, 0.0, 1.0))
         )
 
+    def test_keep_tokens(self) -> None:
+        """The tokens of a bitmask, in some of the rows."""
+
+        def check(ops: Ops, logits: torch.Tensor) -> None:
+            generator = torch.Generator().manual_seed(len(logits))
+            columns = -(-logits.shape[1] // 32)
+            masks = torch.randint(-(2**31), 2**31, (len(logits), columns), generator=generator)
+            masks[::4, ::2], masks[1::4, 1::2] = 0, -1  # all of 32 tokens at once
+            rows = torch.randperm(len(logits), generator=generator)[: len(logits) // 2 + 1]
+            bitmask = masks.to(torch.int32)[: len(rows)].to(logits.device)
+            self._check_bitmask(ops, logits, rows.to(logits.device), bitmask)
+
+        self._check_logits(check)
+
     def _check_all(self, what: str, check: Callable[[Ops, torch.dtype, int, int], None]) -> None:
         """Run a check for each dtype, width and number of rows."""
         checks = [
@@ -383,6 +397,27 @@ class OpsSuite(ComponentSuite):
                 )
             if bool(wide[:, -2:].any()):
                 raise IN_PLACE.violation(f"{name} changed what is next to the logits")
+
+    def _check_bitmask(
+        self, ops: Ops, logits: torch.Tensor, rows: torch.Tensor, bitmask: torch.Tensor
+    ) -> None:
+        """Check the logits that `keep_tokens` leaves, and its arguments."""
+        expected, kept_rows, kept_bitmask = logits.clone(), rows.clone(), bitmask.clone()
+        Ops.keep_tokens(ops, expected, rows, bitmask)
+        wide = torch.nn.functional.pad(logits, (0, 2))
+        result = wide[:, :-2]
+        ops.keep_tokens(result, rows, bitmask)
+        wrong = (result.view(torch.int32) != expected.view(torch.int32)).nonzero()
+        if len(wrong):
+            row, token = wrong[0].tolist()
+            raise TOKENS.violation(
+                f"keep_tokens in rows {rows.tolist()} left {result[row, token]:.6g} of token "
+                f"{token} in {_row_of(logits, row)}, expected {expected[row, token]:.6g}"
+            )
+        if bool(wide[:, -2:].any()):
+            raise IN_PLACE.violation("keep_tokens changed what is next to the logits")
+        if not (torch.equal(rows, kept_rows) and torch.equal(bitmask, kept_bitmask)):
+            raise IN_PLACE.violation("keep_tokens changed its rows or its bitmask")
 
     def _compare(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,6 +10,7 @@ import pytest
 
 from hardpoint import LLM, ConfigError, RequestError, SamplingParams
 from hardpoint.chat import Chat, read_messages
+from hardpoint.core.frontend.plugin_arguments import CallRules
 from hardpoint.testing import scripted_config, write_scripted_model
 
 WEATHER = {
@@ -89,7 +91,7 @@ def several(*x: int):
         ),
         (
             [{"type": "function", "function": {"name": "f", "parameters": {"properties": []}}}],
-            r"tools\[0\].function.parameters.properties: expected an object, got \[\]",
+            r"tools\[0\].function.parameters.properties: expected a table, got \[\]",
         ),
         (
             [WEATHER, get_weather],
@@ -105,8 +107,27 @@ def test_what_is_no_tool_is_refused(tools, words):
 
 
 def test_the_choice_is_checked():
-    with pytest.raises(RequestError, match='tool_choice: expected "none" or "auto", got 5'):
-        Chat([WEATHER], 5)
+    expected = 'tool_choice: expected "none", "auto", "required" or {"name": ...}, got '
+    for choice in (5, "all", {"name": 3}, {"name": "get_weather", "x": 1}, {}, [], None):
+        with pytest.raises(RequestError, match=re.escape(expected)):
+            Chat([WEATHER], choice)
+    with pytest.raises(RequestError, match='tool_choice: "required" needs tools, got none'):
+        Chat(None, "required")
+    message = "tool_choice.name: expected one of the tools (get_weather), got 'get_wether' (did "
+    with pytest.raises(RequestError, match=re.escape(message)):
+        Chat([WEATHER], {"name": "get_wether"})
+
+
+def test_the_choice_says_which_calls_a_grammar_allows():
+    strict = {"type": "function", "function": {"name": "exact", "strict": True}}
+    named = {"type": "function", "function": {"name": "exact"}}
+    assert Chat([WEATHER]).calls is Chat([WEATHER, strict], "none").calls is None
+    assert Chat([WEATHER, strict]).calls == CallRules(strict=["exact"])
+    both = CallRules(required=["get_weather", "exact"], strict=["exact"])
+    assert Chat([WEATHER, strict], "required").calls == both
+    one = CallRules(required=["exact"], strict=["exact"], parallel=False)
+    assert Chat([WEATHER, strict], {"name": "exact"}).calls == one
+    assert Chat([WEATHER, strict], named).calls == one
 
 
 def test_parts_of_content_are_joined():

@@ -149,7 +149,8 @@ def test_bytes_join_to_what_the_decoder_makes(family: str, data: st.DataObject) 
         others = [i for i in range(len(tokens)) if tokenizer.id_to_token(i) not in BYTE_TOKENS]
         token = st.one_of(token, st.sampled_from(others))
     first = tokenizer.token_to_id("h")
-    ids = data.draw(st.lists(token, max_size=8))
+    # No grammar allows a token without bytes, which the decoder lets end a character's bytes.
+    ids = [i for i in data.draw(st.lists(token, max_size=8)) if tokens[i]]
     try:
         text = b"".join(tokens[i] for i in ids).decode()
     except UnicodeDecodeError:

@@ -94,6 +94,10 @@ OPS = [
     (ops.TopPInHalf, "top_p", "tokens", "keep_top_p of 0.9 left"),
     (ops.MinPOfTheSum, "min_p", "tokens", r"keep_min_p of 0\.1 left -inf of token"),
     (ops.MinPReturnsACopy, "min_p", "tokens", r"keep_min_p of 0\.1 left .* expected -inf"),
+    (ops.KeepsInTheFirstRows, "keep_tokens", "tokens", r"keep_tokens in rows \[.* of token"),
+    (ops.KeepsWholeColumns, "keep_tokens", "tokens", r"keep_tokens in rows .* expected -inf"),
+    (ops.KeepsByAdding, "keep_tokens", "tokens", r"keep_tokens in rows .* expected -inf"),
+    (ops.ClearsTheBitmask, "keep_tokens", "in place", "keep_tokens changed its rows or its bit"),
 ]
 
 DIFFERS = r"the output of query \d+ of '.' differs from plain attention by"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.searching import examples
 from support.waiting import wait_until
 
+from hardpoint.builtin_plugins.grammars.llguidance import LLGuidance
 from hardpoint.core.engine.grammars import Answer, GrammarManager
 from hardpoint.plugins import (
     EngineCoreRequest,
@@ -439,8 +440,10 @@ def manager(clock):
     Backend.may.set()
 
 
-def live(request_id, regex):
-    return LiveRequest(request_id=request_id, structured=StructuredOutputs(regex=regex))
+def live(request_id, structured):
+    if isinstance(structured, str):
+        structured = StructuredOutputs(regex=structured)
+    return LiveRequest(request_id=request_id, structured=structured)
 
 
 def ready(manager, request):
@@ -540,6 +543,65 @@ class TestCompiling:
         for thread in threads:
             thread.join(60)
         assert sorted(Backend.compiled) == ["closed", "late 0", "late 1"]
+
+
+class OnlyLLGuidance:
+    """A set of plugins that has llguidance."""
+
+    def get(self, kind, name):
+        return Entry()
+
+    def create(self, entry, context_type, **fields):
+        options = LLGuidance.Options()
+        return LLGuidance(context_type(name="llguidance", options=options, **fields))
+
+
+class TestAVocabularyThatLacksBytes:
+    """It has the texts "a", "ab", "[", "]", "1", and half of "é"."""
+
+    VOCABULARY = Vocabulary((b"a", b"ab", b"[", b"]", b"1", b"\xc3", b"", b"<end>"), (7,))
+
+    @pytest.fixture
+    def manager(self):
+        it = GrammarManager(OnlyLLGuidance(), GrammarConfig(), self.VOCABULARY, VOCAB_SIZE)
+        yield it
+        it.close()
+
+    @pytest.mark.parametrize(
+        "description", [{"regex": "x+"}, {"json": {"type": "string"}}, {"choice": ["b", "c"]}]
+    )
+    def test_no_text_can_begin(self, manager, description):
+        (name,) = description
+        words = rf"structured\.{name}: llguidance: no text of this model's tokens fits it$"
+        with pytest.raises(RequestError, match=words):
+            ready(manager, live("r", StructuredOutputs(**description)))
+
+    def test_a_text_is_made_of_those_that_there_are(self, manager):
+        request = live("r", StructuredOutputs(json={"type": "array", "const": [1]}))
+        ready(manager, request)
+        for token in (2, 4, 3):
+            assert bitmask(manager, "r").bitmask[0, 0] == 1 << token
+            request.output_token_ids.append(token)
+        assert tokens_in(bitmask(manager, "r")) == {END}
+
+    @pytest.mark.parametrize(("regex", "first"), [("abc", {0, 1}), ("é", {5})])
+    def test_one_that_cannot_be_finished_is_an_error_when_it_comes_to_that(
+        self, manager, regex, first
+    ):
+        request = live("r", StructuredOutputs(regex=regex))
+        ready(manager, request)
+        assert tokens_in(bitmask(manager, "r")) == first
+        request.output_token_ids.append(max(first))
+        bitmask(manager, "r")
+        (fault,) = manager.pop_faults(SchedulerOutput(num_scheduled_tokens={"r": 1})).values()
+        assert fault.message == (
+            "structured.regex: llguidance: it allows no token after the output so far"
+        )
+
+
+def tokens_in(mask):
+    bits = np.unpackbits(mask.bitmask.view(np.uint8), axis=1, bitorder="little")
+    return frozenset(np.flatnonzero(bits[0]).tolist())
 
 
 class TestRequestIds:

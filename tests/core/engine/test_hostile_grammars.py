@@ -118,6 +118,7 @@ def optional(count):
 
 INTEGER = {"type": "integer"}
 WORKS = None
+NOTHING = "no (JSON|text of this model's tokens) fits"
 SCHEMAS = {
     "a type that there is not": (
         {"type": "strin"},
@@ -165,9 +166,9 @@ SCHEMAS = {
     "20 000 values": ({"enum": [f"v{i}" for i in range(20_000)]}, WORKS),
     "2000 optional properties": (optional(2000), WORKS),
     "20 000 optional properties": (optional(20_000), "schema too large"),
-    "itself": ({"$ref": "#"}, "no JSON fits"),
-    "itself or itself": ({"anyOf": [{"$ref": "#"}, {"$ref": "#"}]}, "no JSON fits"),
-    "each other": ({"$defs": {"a": of("b"), "b": of("a")}, **of("a")}, "no JSON fits"),
+    "itself": ({"$ref": "#"}, NOTHING),
+    "itself or itself": ({"anyOf": [{"$ref": "#"}, {"$ref": "#"}]}, NOTHING),
+    "each other": ({"$defs": {"a": of("b"), "b": of("a")}, **of("a")}, NOTHING),
     "itself as a required property": ({"$defs": {"a": an_object(of("a"))}, **of("a")}, WORKS),
     "lists of lists": ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, WORKS),
     "2 to the 25th anyOf": (chain(25, lambda it: {"anyOf": [it, it]}, INTEGER), WORKS),

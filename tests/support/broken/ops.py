@@ -324,3 +324,34 @@ class MinPReturnsACopy(Plain):
 
     def keep_min_p(self, logits, p):
         super().keep_min_p(logits.clone(), p)
+
+
+class KeepsInTheFirstRows(Plain):
+    contract = 1
+
+    def keep_tokens(self, logits, rows, bitmask):
+        super().keep_tokens(logits, torch.arange(len(rows)), bitmask)
+
+
+class KeepsWholeColumns(Plain):
+    contract = 1
+
+    def keep_tokens(self, logits, rows, bitmask):
+        super().keep_tokens(logits, rows, torch.where(bitmask == 0, 0, -1).int())
+
+
+class KeepsByAdding(Plain):
+    contract = 1
+
+    def keep_tokens(self, logits, rows, bitmask):
+        zeros = torch.zeros_like(logits)
+        super().keep_tokens(zeros, rows, bitmask)
+        logits += zeros.nan_to_num()
+
+
+class ClearsTheBitmask(Plain):
+    contract = 1
+
+    def keep_tokens(self, logits, rows, bitmask):
+        super().keep_tokens(logits, rows, bitmask)
+        bitmask.zero_()

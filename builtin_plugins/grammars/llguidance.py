@@ -172,6 +172,10 @@ class _State:
         can_end = bool(last & self._bit)
         if can_end:
             columns[-1] = last - self._bit
+            if self._matcher.is_error():
+                if _STUCK not in self._matcher.get_error():
+                    self._check()
+                return False
         row[: len(columns)] = columns[: len(row)]
         return can_end
 
@@ -198,6 +202,12 @@ class _State:
             raise ValueError(_reason(self._matcher.get_error()))
 
 
+_STUCK = "NoExtensionBias"
+"""What the library calls it that no token fits."""
+
+_LONGEST = 500
+"""Characters of an error of the library."""
+
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
 
 
@@ -206,4 +216,6 @@ def _reason(message: str) -> str:
     message = message.partition("<backtrace>")[0]
     reason = " ".join(message.partition("\n   1 | ")[0].split())
     found = _PLACE.match(reason)
-    return (reason[found.end() :] if found and found[2] else reason)[:500]
+    reason = reason[found.end() :] if found and found[2] else reason
+    # What is wrong stands at the end, after a copy of the text.
+    return reason if len(reason) <= _LONGEST else f"{reason[:100]} ... {reason[100 - _LONGEST :]}"

@@ -120,7 +120,7 @@ class GrammarManager:
         if request_id in self._pending:
             self._forget(request_id)
         self._compiled.move_to_end(key)
-        self._answers[request_id] = Answer(request, state)
+        self._answers[request_id] = Answer(request, state, self._vocab_size)
         return True
 
     def _compilation(
@@ -307,13 +307,16 @@ class Answer:
         structured: what the answer must be.
     """
 
-    def __init__(self, request: Request, compiled: GrammarState) -> None:
+    def __init__(self, request: Request, compiled: GrammarState, vocab_size: int) -> None:
         """Begin after the prompt.
 
         Args:
             request: whose outputs are followed.
             compiled: its grammar's state before the first token.
+            vocab_size: of the model.
         """
+        # Of a row's last number those that stand for tokens; 0 is all.
+        self._last_bits = np.int32((1 << vocab_size % 32) - 1)
         source = request.source
         assert source.params.structured is not None
         self.structured = source.params.structured
@@ -391,7 +394,7 @@ class Answer:
                 # The answer begins again after the reasoning.
                 self._at = _At(position, (), None, _Text(self._compiled), 0)
                 return True
-            starts = tuple(marker[1:] for marker in starts if marker[0] == token)
+            starts = tuple(rest for marker in starts if marker[0] == token and (rest := marker[1:]))
         if prefix:
             prefix = prefix[1:] if prefix[0] == token else None
         elif prefix is not None:
@@ -412,13 +415,22 @@ class Answer:
             return
         if at.prefix == ():
             can_end = at.text.state.fill_bitmask(row)
+            if self._last_bits:
+                row[-1] &= self._last_bits
             (allow_tokens if can_end else _forbid)(row, self._ends)
         elif at.prefix:
             allow_tokens(row, at.prefix[:1])
         if at.starts:
-            allow_tokens(row, [marker[0] for marker in at.starts])
+            allow_tokens(row, [marker[0] for marker in at.starts if self._begins(marker)])
         if not np.count_nonzero(row):  # quicker than any()
             raise ValueError("it allows no token after the output so far")
+
+    def _begins(self, rest: tuple[int, ...]) -> bool:
+        """Return whether the next token of a start marker leads to reasoning.
+
+        Its last one does not where a longer end marker, which the prompt began, ends with it.
+        """
+        return len(rest) > 1 or self._tracker.advance(self._at.position, rest[0]).inside
 
     def _return_to(self, before: _At) -> None:
         """Undo tokens, for drafts are not accepted yet."""

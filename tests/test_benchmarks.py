@@ -1,0 +1,37 @@
+"""Benchmarks that no other test runs still run, in a short form."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from support.processes import ROOT, run
+
+
+def grammars(tmp_path, *arguments):
+    """Return what the benchmark of grammars measures."""
+    script = str(ROOT / "benchmarks" / "grammars.py")
+    short = ("--sizes", "49152", "--rounds", "2", "--json", "found.json")
+    run(sys.executable, script, *short, *arguments, cwd=tmp_path, examples=0.05)
+    return json.loads((tmp_path / "found.json").read_text())
+
+
+def test_grammars(tmp_path):
+    found = grammars(tmp_path, "--parts", "masks", "compile", "--batches", "1", "2")
+    for name, results in found["masks"]["49152"].items():
+        assert [result["rows"] for result in results] == [1, 2]
+        for result in results:
+            parts = ("fill", "advance", "bitmask", "native", "torch")
+            assert all(0 < min(result[part]) for part in parts), name
+            assert sum(result["bitmask"]) < 100_000, name
+    times = found["compile"]["49152"]
+    assert sum(times["cached"]) < sum(times["first"])
+
+
+@pytest.mark.nightly
+def test_grammars_in_steps(tmp_path):
+    found = grammars(tmp_path, "--parts", "step", "--running", "1")
+    for result in found["step"].values():
+        assert 0 < result["1"]["bitmask"] < 0.5
+        assert 0 < result["1"]["apply"] < 0.5

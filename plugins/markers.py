@@ -22,9 +22,10 @@ class ReasoningMarkers(msgspec.Struct, frozen=True):
         end: sequences, each of which ends it; a thinking budget forces the first one.
         begins_open: whether every output begins inside reasoning, whatever its prompt ends with.
         message_prefix: the tokens from the end of reasoning to the next message, in formats whose
-            outputs consist of messages. What the prompt ends with of them is not repeated.
+            outputs consist of messages.
         content_prefix: the tokens from there to the text of an answer, such as the header of a
-            message. A grammar begins after both.
+            message. A grammar begins after both; what the prompt ends with of them is not
+            repeated.
     """
 
     start: tuple[tuple[int, ...], ...] = ()

@@ -331,7 +331,7 @@ class Answer:
         prefix = None
         if not position.inside:
             starts = tuple(filter(None, markers.start))
-            prefix = self._prefix[_overlap(prompt, markers.message_prefix) :]
+            prefix = self._prefix[_overlap(prompt, self._prefix) :]
         self._at = _At(position, starts, prefix, _Text(compiled), 0)
         self._seen = 0  # output tokens
 

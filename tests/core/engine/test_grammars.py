@@ -230,7 +230,15 @@ class TestPrefixes:
         assert after(outputs, (50,), MESSAGES) == DIGITS
 
     @pytest.mark.parametrize(
-        ("prompt", "first"), [((50,), 34), ((50, 34), 35), ((34, 35), 36), ((34, 35, 50), 34)]
+        ("prompt", "first"),
+        [
+            ((50,), 34),
+            ((50, 34), 35),
+            ((34, 35), 36),
+            ((34, 35, 36), 37),
+            ((34, 35, 50), 34),
+            ((36, 37), 34),
+        ],
     )
     def test_not_what_the_prompt_ends_with(self, prompt, first):
         assert after([], prompt, MESSAGES) == {first, 30}

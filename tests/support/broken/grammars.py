@@ -388,8 +388,8 @@ class RaisesTypeError(Finite):
     contract = 1
 
     def language(self, structured):
-        if isinstance(structured.json, dict) and "" + structured.json.get("type", ""):
-            raise ValueError("json.type: expected an enum")
+        if isinstance(structured.json, dict) and {}.get(structured.json.get("anyOf")):
+            raise ValueError("json.anyOf: expected an enum")
         return super().language(structured)
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import functools
 import itertools
 import json
@@ -52,6 +53,7 @@ from hardpoint.plugins import (
     EngineConfig,
     EngineCoreRequest,
     Request,
+    RequestError,
     SchedulerOutput,
     Tokenizer,
     TokenizerContext,
@@ -281,10 +283,11 @@ def measure_compiling(
     tag = StructuredOutputs.checked({"choice": ["yes", "no"]})
     found: dict[str, Any] = {"vocabulary": timed(lambda: opened(manager, "a", tag)) / 1e3}
     for when in ("first", "cached"):
-        found[when] = [
-            timed(lambda: opened(manager, f"{when}{n}", one)) / 1e3  # noqa: B023
-            for n, one in enumerate(given)
-        ]
+        found[when] = []
+        for number, one in enumerate(given):
+            with contextlib.suppress(RequestError):  # too large for a backend; the count shows it
+                call = functools.partial(opened, manager, f"{when}{number}", one)
+                found[when].append(timed(call) / 1e3)
     manager.close()
     return found
 

@@ -25,15 +25,15 @@ from .output_parser import (
     ToolCallEnd,
 )
 from .structured import (
-    Choice,
-    ConstString,
+    ConstStringFormat,
     Format,
-    SpecialToken,
-    Tag,
-    TagsWithSeparator,
-    TriggeredTags,
+    OrFormat,
+    SequenceFormat,
+    TagFormat,
+    TagsWithSeparatorFormat,
+    TokenFormat,
+    TriggeredTagsFormat,
 )
-from .structured import Sequence as SequenceFormat
 from .tokenizer import Tokenizer
 
 __all__ = [
@@ -430,7 +430,7 @@ class FormatParser(OutputParser):
             at = 0
             for marker in found.finditer(part):
                 elements += _constant(part[at : marker.start()])
-                elements.append(SpecialToken(token=special[marker.group()]))
+                elements.append(TokenFormat(token=special[marker.group()]))
                 at = marker.end()
             elements += _constant(part[at:])
         return SequenceFormat(elements=elements)
@@ -455,16 +455,16 @@ class FormatParser(OutputParser):
             parallel: whether there may be several tags.
             separator: between tags where nothing else is.
         """
-        tag = Tag(begin=self._marker(begin), content=content, end=self._marker(end))
+        tag = TagFormat(begin=self._marker(begin), content=content, end=self._marker(end))
         if required:
-            return TagsWithSeparator(
+            return TagsWithSeparatorFormat(
                 tags=[tag], separator=separator, at_least_one=True, stop_after_first=not parallel
             )
-        return TriggeredTags(triggers=[begin], tags=[tag], stop_after_first=not parallel)
+        return TriggeredTagsFormat(triggers=[begin], tags=[tag], stop_after_first=not parallel)
 
-    def _marker(self, text: str) -> str | SpecialToken:
+    def _marker(self, text: str) -> str | TokenFormat:
         token = self.context.tokenizer.special_tokens.get(text)
-        return text if token is None else SpecialToken(token=token)
+        return text if token is None else TokenFormat(token=token)
 
     def open(self, request: ParserRequest) -> OutputState:
         """Return the state of a new output."""
@@ -496,19 +496,19 @@ def choice_of_calls(
                 f"characters, got {name!r}"
             )
     calls = [call(name, schema) for name, schema in tools.items()]
-    return calls[0] if len(calls) == 1 else Choice(elements=calls)
+    return calls[0] if len(calls) == 1 else OrFormat(elements=calls)
 
 
 def repeated(content: Format, separator: str = "", *, parallel: bool = True) -> Format:
     """Return the grammar of a part that comes once or, if `parallel`, several times."""
-    tag = Tag(begin="", content=content)
-    return TagsWithSeparator(
+    tag = TagFormat(begin="", content=content)
+    return TagsWithSeparatorFormat(
         tags=[tag], separator=separator, at_least_one=True, stop_after_first=not parallel
     )
 
 
 def _constant(text: str) -> list[Format]:
-    return [ConstString(value=text)] if text else []
+    return [ConstStringFormat(value=text)] if text else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from .output_parser import (
     OutputEvent,
     ToolCallArguments,
 )
-from .structured import ConstString, JsonSchema
-from .structured import Sequence as SequenceFormat
+from .structured import ConstStringFormat, JsonSchemaFormat, SequenceFormat
 
 __all__ = [
     "JsonArguments",
@@ -483,7 +482,7 @@ def is_json(text: str, first: str = "") -> bool:
     return at == len(text) and json.is_done and text.startswith(first)
 
 
-def arguments_format(tool: str, schema: Mapping[str, Any]) -> JsonSchema:
+def arguments_format(tool: str, schema: Mapping[str, Any]) -> JsonSchemaFormat:
     """Return the grammar of a call's arguments as a JSON object.
 
     Raises:
@@ -492,7 +491,7 @@ def arguments_format(tool: str, schema: Mapping[str, Any]) -> JsonSchema:
     types = schema.get("type", "object")
     if "object" not in ([types] if isinstance(types, str) else types):
         raise ValueError(f"the tool {tool!r}: expected a schema of an object, got type {types!r}")
-    return JsonSchema(json_schema={**schema, "type": "object"})
+    return JsonSchemaFormat(json_schema={**schema, "type": "object"})
 
 
 def call_as_json(
@@ -510,7 +509,9 @@ def call_as_json(
     """
     head = f'{{"name": {quoted(tool)}, {quoted(arguments)}: '
     given = arguments_format(tool, schema)
-    return SequenceFormat(elements=[ConstString(value=head), given, ConstString(value="}")])
+    return SequenceFormat(
+        elements=[ConstStringFormat(value=head), given, ConstStringFormat(value="}")]
+    )
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:

@@ -13,24 +13,24 @@ from .errors import RequestError, reason_of, shown
 from .typed import Strict, convert
 
 __all__ = [
-    "AnyText",
-    "Choice",
-    "ConstString",
-    "EmbeddedGrammar",
+    "AnyTextFormat",
+    "ConstStringFormat",
     "Format",
-    "JsonSchema",
-    "Optional",
-    "Plus",
-    "Regex",
-    "Sequence",
-    "SpecialToken",
-    "Star",
+    "GrammarFormat",
+    "JsonSchemaFormat",
+    "OptionalFormat",
+    "OrFormat",
+    "PlusFormat",
+    "RegexFormat",
+    "SequenceFormat",
+    "StarFormat",
     "StructuralTag",
     "StructuredFormat",
     "StructuredOutputs",
-    "Tag",
-    "TagsWithSeparator",
-    "TriggeredTags",
+    "TagFormat",
+    "TagsWithSeparatorFormat",
+    "TokenFormat",
+    "TriggeredTagsFormat",
     "check_schema",
     "walk_formats",
 ]
@@ -53,79 +53,79 @@ MAX_DEPTH = 200
 NonEmpty = Annotated[str, Meta(min_length=1)]
 
 
-class ConstString(Strict, tag_field="type", tag="const_string"):
+class ConstStringFormat(Strict, tag_field="type", tag="const_string"):
     """A text. Special tokens in it are matched by id."""
 
     value: str
 
 
-class SpecialToken(Strict, tag_field="type", tag="token"):
+class TokenFormat(Strict, tag_field="type", tag="token"):
     """A special token, by its text or id."""
 
     token: str | int
 
 
-class JsonSchema(Strict, tag_field="type", tag="json_schema"):
+class JsonSchemaFormat(Strict, tag_field="type", tag="json_schema"):
     """JSON that a schema describes."""
 
     json_schema: dict[str, Any] | bool
 
 
-class Regex(Strict, tag_field="type", tag="regex"):
+class RegexFormat(Strict, tag_field="type", tag="regex"):
     """Text that a regular expression matches, whole."""
 
     pattern: NonEmpty
 
 
-class EmbeddedGrammar(Strict, tag_field="type", tag="grammar"):
+class GrammarFormat(Strict, tag_field="type", tag="grammar"):
     """Text of a grammar, as for `StructuredOutputs.grammar`."""
 
     grammar: NonEmpty
 
 
-class AnyText(Strict, tag_field="type", tag="any_text"):
+class AnyTextFormat(Strict, tag_field="type", tag="any_text"):
     """Any text, up to what follows it; it has no special tokens."""
 
 
-class Sequence(Strict, tag_field="type", tag="sequence"):
+class SequenceFormat(Strict, tag_field="type", tag="sequence"):
     """One after the other."""
 
     elements: Annotated[list[Format], Meta(min_length=1)]
 
 
-class Choice(Strict, tag_field="type", tag="or"):
+class OrFormat(Strict, tag_field="type", tag="or"):
     """One of several."""
 
     elements: Annotated[list[Format], Meta(min_length=1)]
 
 
-class Optional(Strict, tag_field="type", tag="optional"):
+class OptionalFormat(Strict, tag_field="type", tag="optional"):
     """Once, or not at all."""
 
     content: Format
 
 
-class Star(Strict, tag_field="type", tag="star"):
+class StarFormat(Strict, tag_field="type", tag="star"):
     """Any number of times."""
 
     content: Format
 
 
-class Plus(Strict, tag_field="type", tag="plus"):
+class PlusFormat(Strict, tag_field="type", tag="plus"):
     """Once or more."""
 
     content: Format
 
 
-class Tag(Strict, tag_field="type", tag="tag"):
+class TagFormat(Strict, tag_field="type", tag="tag"):
     """A content between two texts, either of which may be empty or a special token."""
 
-    begin: str | SpecialToken
+    begin: str | TokenFormat
     content: Format
-    end: str | SpecialToken = ""
+    end: str | TokenFormat = ""
 
 
-class TriggeredTags(Strict, tag_field="type", tag="triggered_tags"):
+class TriggeredTagsFormat(Strict, tag_field="type", tag="triggered_tags"):
     """Any text, in which each trigger begins a tag.
 
     Attributes:
@@ -135,35 +135,35 @@ class TriggeredTags(Strict, tag_field="type", tag="triggered_tags"):
     """
 
     triggers: Annotated[list[NonEmpty], Meta(min_length=1)]
-    tags: Annotated[list[Tag], Meta(min_length=1)]
+    tags: Annotated[list[TagFormat], Meta(min_length=1)]
     at_least_one: bool = False
     stop_after_first: bool = False
 
 
-class TagsWithSeparator(Strict, tag_field="type", tag="tags_with_separator"):
+class TagsWithSeparatorFormat(Strict, tag_field="type", tag="tags_with_separator"):
     """Tags, with a text between them."""
 
-    tags: Annotated[list[Tag], Meta(min_length=1)]
+    tags: Annotated[list[TagFormat], Meta(min_length=1)]
     separator: str
     at_least_one: bool = False
     stop_after_first: bool = False
 
 
 Format = (
-    ConstString
-    | SpecialToken
-    | JsonSchema
-    | Regex
-    | EmbeddedGrammar
-    | AnyText
-    | Sequence
-    | Choice
-    | Optional
-    | Star
-    | Plus
-    | Tag
-    | TriggeredTags
-    | TagsWithSeparator
+    ConstStringFormat
+    | TokenFormat
+    | JsonSchemaFormat
+    | RegexFormat
+    | GrammarFormat
+    | AnyTextFormat
+    | SequenceFormat
+    | OrFormat
+    | OptionalFormat
+    | StarFormat
+    | PlusFormat
+    | TagFormat
+    | TriggeredTagsFormat
+    | TagsWithSeparatorFormat
 )
 """A part of a structural tag, `type` says which."""
 
@@ -298,11 +298,11 @@ def walk_formats(format: Format) -> Iterator[Format]:
         part = pending.pop()
         yield part
         match part:
-            case Sequence() | Choice():
+            case SequenceFormat() | OrFormat():
                 pending += part.elements
-            case Optional() | Star() | Plus() | Tag():
+            case OptionalFormat() | StarFormat() | PlusFormat() | TagFormat():
                 pending.append(part.content)
-            case TriggeredTags() | TagsWithSeparator():
+            case TriggeredTagsFormat() | TagsWithSeparatorFormat():
                 pending += part.tags
 
 
@@ -377,7 +377,7 @@ def _check_depth(value: Any, path: str) -> None:
 def _check_tags(format: Format, path: str) -> None:
     """Check that each trigger begins tags, and each tag begins with a trigger."""
     for part in walk_formats(format):
-        if not isinstance(part, TriggeredTags):
+        if not isinstance(part, TriggeredTagsFormat):
             continue
         # The text of an id is the backend's to compare.
         begins = [

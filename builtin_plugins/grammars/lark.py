@@ -12,23 +12,23 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.structured import (
-    AnyText,
-    Choice,
-    ConstString,
-    EmbeddedGrammar,
+    AnyTextFormat,
+    ConstStringFormat,
     Format,
-    JsonSchema,
-    Optional,
-    Plus,
-    Regex,
-    SpecialToken,
-    Star,
+    GrammarFormat,
+    JsonSchemaFormat,
+    OptionalFormat,
+    OrFormat,
+    PlusFormat,
+    RegexFormat,
+    SequenceFormat,
+    StarFormat,
     StructuralTag,
-    Tag,
-    TagsWithSeparator,
-    TriggeredTags,
+    TagFormat,
+    TagsWithSeparatorFormat,
+    TokenFormat,
+    TriggeredTagsFormat,
 )
-from hardpoint.plugins.structured import Sequence as SequenceFormat
 
 FREE = '%llguidance {"no_forcing": true}'
 """The last line of a grammar whose texts may be cut into any tokens.
@@ -108,41 +108,41 @@ class LarkWriter:
 
     def _items(self, format: Format) -> list[_Item]:
         match format:
-            case ConstString(value=text):
+            case ConstStringFormat(value=text):
                 return self._text(text)
-            case SpecialToken(token=token):
+            case TokenFormat(token=token):
                 return [self._token(token)]
-            case AnyText():
+            case AnyTextFormat():
                 return [_Item("any")]
             case SequenceFormat(elements=elements):
                 return [item for part in elements for item in self._items(part)]
-            case Tag(begin=begin, content=content, end=end):
+            case TagFormat(begin=begin, content=content, end=end):
                 return [*self._text(begin), *self._items(content), *self._text(end)]
             case _:
                 return [_Item("rule", self._expression(format))]
 
     def _expression(self, format: Format) -> str:
         match format:
-            case JsonSchema(json_schema=schema):
+            case JsonSchemaFormat(json_schema=schema):
                 return self._rule(f"%json {json.dumps(self._with_options(schema))}")
-            case Regex(pattern=pattern):
+            case RegexFormat(pattern=pattern):
                 return self._rule(f"/{regex_to_lark(pattern, use_ascii='')}/")
-            case EmbeddedGrammar(grammar=source):
+            case GrammarFormat(grammar=source):
                 name = f"g{len(self._embedded)}"
                 lark = f"{read_grammar(source)}\n{FREE}\n"
                 self._embedded.append({"name": name, "lark_grammar": lark})
                 return f"@{name}"
-            case Choice(elements=elements):
+            case OrFormat(elements=elements):
                 return self._any_of(self._grouped(part) for part in elements)
-            case Optional(content=content):
+            case OptionalFormat(content=content):
                 return f"({self._grouped(content)})?"
-            case Star(content=content):
+            case StarFormat(content=content):
                 return f"({self._grouped(content)})*"
-            case Plus(content=content):
+            case PlusFormat(content=content):
                 return f"({self._grouped(content)})+"
-            case TagsWithSeparator():
+            case TagsWithSeparatorFormat():
                 return self._separated(format)
-            case TriggeredTags():
+            case TriggeredTagsFormat():
                 return self._triggered(format)
             case _:
                 return self._grouped(format)
@@ -153,13 +153,13 @@ class LarkWriter:
     def _any_of(self, expressions: Iterable[str]) -> str:
         return f"({' | '.join(expressions)})"
 
-    def _separated(self, format: TagsWithSeparator) -> str:
+    def _separated(self, format: TagsWithSeparatorFormat) -> str:
         tag = self._rule(self._any_of(self._grouped(tag) for tag in format.tags))
         more = self._sequence([*self._text(format.separator), _Item("rule", tag)])
         body = tag if format.stop_after_first else f"{tag} ({more})*"
         return f"({body})" if format.at_least_one else f"({body})?"
 
-    def _triggered(self, format: TriggeredTags) -> str:
+    def _triggered(self, format: TriggeredTagsFormat) -> str:
         triggers = sorted(format.triggers, key=len, reverse=True)
         by_trigger: dict[str, list[str]] = {}
         for tag in format.tags:
@@ -190,8 +190,8 @@ class LarkWriter:
             for item in items
         )
 
-    def _text(self, text: str | SpecialToken) -> list[_Item]:
-        if isinstance(text, SpecialToken):
+    def _text(self, text: str | TokenFormat) -> list[_Item]:
+        if isinstance(text, TokenFormat):
             return [self._token(text.token)]
         return [
             _token(part) if isinstance(part, int) else _Item("text", part)

@@ -9,10 +9,10 @@ from decimal import Decimal
 from typing import Any
 
 from hardpoint.plugins.structured import (
-    ConstString,
-    EmbeddedGrammar,
-    JsonSchema,
-    Regex,
+    ConstStringFormat,
+    GrammarFormat,
+    JsonSchemaFormat,
+    RegexFormat,
     StructuredOutputs,
     walk_formats,
 )
@@ -68,13 +68,13 @@ def _parts(
     tag = structured.structural_tag
     for part in () if tag is None else walk_formats(tag.format):
         match part:
-            case ConstString(value=text):
+            case ConstStringFormat(value=text):
                 texts.append(text)
-            case Regex(pattern=pattern):
+            case RegexFormat(pattern=pattern):
                 expressions.append(pattern)
-            case EmbeddedGrammar(grammar=grammar):
+            case GrammarFormat(grammar=grammar):
                 grammars.append(grammar)
-            case JsonSchema(json_schema=schema):
+            case JsonSchemaFormat(json_schema=schema):
                 schemas.append(schema)
     return texts, expressions, grammars, schemas
 

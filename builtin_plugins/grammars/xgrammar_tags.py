@@ -12,20 +12,20 @@ import msgspec
 
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.structured import (
-    AnyText,
-    Choice,
-    ConstString,
-    EmbeddedGrammar,
+    AnyTextFormat,
+    ConstStringFormat,
     Format,
-    JsonSchema,
-    Optional,
-    Plus,
-    Sequence,
-    SpecialToken,
-    Star,
-    Tag,
-    TagsWithSeparator,
-    TriggeredTags,
+    GrammarFormat,
+    JsonSchemaFormat,
+    OptionalFormat,
+    OrFormat,
+    PlusFormat,
+    SequenceFormat,
+    StarFormat,
+    TagFormat,
+    TagsWithSeparatorFormat,
+    TokenFormat,
+    TriggeredTagsFormat,
 )
 
 from .xgrammar_process import SENTINEL
@@ -66,23 +66,23 @@ class TagConverter:
             ValueError: xgrammar has nothing for it.
         """
         match format:
-            case ConstString():
+            case ConstStringFormat():
                 return _sequence(self._texts(self._parts(format.value)))
-            case SpecialToken():
+            case TokenFormat():
                 return self._token(self._id(format))
-            case AnyText():
+            case AnyTextFormat():
                 return {"type": "any_text", "excludes": [SENTINEL]}
-            case Tag():
+            case TagFormat():
                 return self._tag(format)
-            case TriggeredTags():
+            case TriggeredTagsFormat():
                 return self._triggered_tags(format)
-            case TagsWithSeparator():
+            case TagsWithSeparatorFormat():
                 return self._tags_with_separator(format)
         plain: Plain = msgspec.to_builtins(format)
         match format:
-            case Sequence() | Choice():
+            case SequenceFormat() | OrFormat():
                 plain["elements"] = [self.convert(one) for one in format.elements]
-            case Optional() | Star() | Plus():
+            case OptionalFormat() | StarFormat() | PlusFormat():
                 plain["content"] = self.convert(format.content)
             case _:
                 self._check(format)
@@ -90,12 +90,12 @@ class TagConverter:
 
     def _check(self, format: Format) -> None:
         """Check what xgrammar has as it is."""
-        if isinstance(format, JsonSchema):
+        if isinstance(format, JsonSchemaFormat):
             self._check_schema(format.json_schema)
-        elif isinstance(format, EmbeddedGrammar):
+        elif isinstance(format, GrammarFormat):
             self._check_grammar(format.grammar)
 
-    def _tag(self, tag: Tag) -> Plain:
+    def _tag(self, tag: TagFormat) -> Plain:
         """Return a tag; it begins and ends with a text or a token, and the rest is within."""
         begin, end = self._parts(tag.begin), self._parts(tag.end)
         content = self.convert(tag.content)
@@ -115,7 +115,7 @@ class TagConverter:
             "end": self._border(end[-1]),
         }
 
-    def _triggered_tags(self, format: TriggeredTags) -> Plain:
+    def _triggered_tags(self, format: TriggeredTagsFormat) -> Plain:
         triggers = [self._parts(trigger) for trigger in format.triggers]
         tags = [self._tag(tag) for tag in format.tags]
         plain: Plain = {
@@ -141,7 +141,7 @@ class TagConverter:
             f"or that all begin with a special token, got {format.triggers}"
         )
 
-    def _tags_with_separator(self, format: TagsWithSeparator) -> Plain:
+    def _tags_with_separator(self, format: TagsWithSeparatorFormat) -> Plain:
         tags = [self._tag(tag) for tag in format.tags]
         separator = self._parts(format.separator)
         if len(separator) == 1 and isinstance(separator[0], str):
@@ -154,9 +154,9 @@ class TagConverter:
             some = _sequence([one, {"type": "star", "content": further}])
         return some if format.at_least_one else {"type": "optional", "content": some}
 
-    def _parts(self, text: str | SpecialToken) -> Parts:
+    def _parts(self, text: str | TokenFormat) -> Parts:
         """Return a text as texts and tokens, at least one."""
-        if isinstance(text, SpecialToken):
+        if isinstance(text, TokenFormat):
             return [self._id(text)]
         return self._vocabulary.split(text) if text else [""]
 
@@ -173,7 +173,7 @@ class TagConverter:
         self.tokens.add(token)
         return {"type": "token", "token": token}
 
-    def _id(self, format: SpecialToken) -> int:
+    def _id(self, format: TokenFormat) -> int:
         token = format.token
         if isinstance(token, str):
             token = self._vocabulary.special_ids.get(token, -1)

@@ -21,7 +21,7 @@ from hardpoint.plugins.output_parser import (
     ContentText,
     OutputEvent,
 )
-from hardpoint.plugins.structured import AnyText, Choice, Format
+from hardpoint.plugins.structured import AnyTextFormat, Format, OrFormat
 
 _TOOL = "to=functions."
 _MESSAGE = "<|start|>assistant"
@@ -87,7 +87,11 @@ class Harmony(FormatParser):
             return self.sequence(header, arguments_format(tool, schema))
 
         calls = choice_of_calls(tools, call)
-        return calls if required else Choice(elements=[calls, self.sequence(_FINAL, AnyText())])
+        return (
+            calls
+            if required
+            else OrFormat(elements=[calls, self.sequence(_FINAL, AnyTextFormat())])
+        )
 
 
 class _Header(Body):

@@ -29,14 +29,14 @@ from hardpoint.plugins.output_parser import (
     OutputEvent,
 )
 from hardpoint.plugins.structured import (
-    Choice,
-    ConstString,
+    ConstStringFormat,
     Format,
-    Optional,
-    Regex,
-    TriggeredTags,
+    OptionalFormat,
+    OrFormat,
+    RegexFormat,
+    SequenceFormat,
+    TriggeredTagsFormat,
 )
-from hardpoint.plugins.structured import Sequence as SequenceFormat
 
 
 class KimiK2(FormatParser):
@@ -75,7 +75,7 @@ class KimiK2(FormatParser):
         def call(tool: str, schema: Mapping[str, Any]) -> Format:
             return self.sequence(
                 f"<|tool_call_begin|>functions.{tool}:",
-                Regex(pattern="0|[1-9][0-9]{0,5}"),
+                RegexFormat(pattern="0|[1-9][0-9]{0,5}"),
                 "<|tool_call_argument_begin|>",
                 arguments_format(tool, schema),
                 "<|tool_call_end|>",
@@ -227,21 +227,23 @@ class Mistral(FormatParser):
             calls = repeated(call, "[TOOL_CALLS]", parallel=parallel)
         else:
             call = choice_of_calls(tools, call_as_json)
-            calls = self.sequence(Regex(pattern=" ?"), _list(call, parallel=parallel))
+            calls = self.sequence(RegexFormat(pattern=" ?"), _list(call, parallel=parallel))
         return self.tagged("[TOOL_CALLS]", calls, required=required, parallel=False)
 
     def _call(self, tool: str, schema: Mapping[str, Any]) -> Format:
         call_id: list[Format] = []
         if "[CALL_ID]" in self.context.tokenizer.special_tokens:
-            found = self.sequence("[CALL_ID]", Regex(pattern="[a-zA-Z0-9]{9}"))
-            call_id = [Optional(content=found)]
+            found = self.sequence("[CALL_ID]", RegexFormat(pattern="[a-zA-Z0-9]{9}"))
+            call_id = [OptionalFormat(content=found)]
         return self.sequence(tool, *call_id, "[ARGS]", arguments_format(tool, schema))
 
 
 def _list(call: Format, *, parallel: bool) -> Format:
     """Return the grammar of a JSON list of calls."""
     calls = repeated(call, ", ", parallel=parallel)
-    return SequenceFormat(elements=[ConstString(value="["), calls, ConstString(value="]")])
+    return SequenceFormat(
+        elements=[ConstStringFormat(value="["), calls, ConstStringFormat(value="]")]
+    )
 
 
 class _MistralFirst(Body):
@@ -309,13 +311,13 @@ class Granite(FormatParser):
             parallel=parallel,
             separator="\n",
         )
-        if isinstance(calls, TriggeredTags) and isinstance(tagged, TriggeredTags):
-            return TriggeredTags(
+        if isinstance(calls, TriggeredTagsFormat) and isinstance(tagged, TriggeredTagsFormat):
+            return TriggeredTagsFormat(
                 triggers=[*calls.triggers, *tagged.triggers],
                 tags=[*calls.tags, *tagged.tags],
                 stop_after_first=not parallel,
             )
-        return Choice(elements=[calls, tagged])
+        return OrFormat(elements=[calls, tagged])
 
 
 class Granite32(FormatParser):

@@ -19,7 +19,7 @@ from hardpoint.plugins.output_json import JsonCalls, call_as_json
 from hardpoint.plugins.output_parser import (
     OutputEvent,
 )
-from hardpoint.plugins.structured import Choice, Format, Optional, Regex
+from hardpoint.plugins.structured import Format, OptionalFormat, OrFormat, RegexFormat
 
 from .values import text_without
 
@@ -80,13 +80,13 @@ class Json(FormatParser):
         others = [text for state in self.states().values() for text in state.moves]
         special = self.context.tokenizer.special_tokens
         text = text_without(_TEXT, [text for text in others if text not in special])
-        return Choice(elements=[self.sequence(Regex(pattern=r"\s*"), calls), text])
+        return OrFormat(elements=[self.sequence(RegexFormat(pattern=r"\s*"), calls), text])
 
     def _calls(self, call: Format, *, parallel: bool) -> Format:
         """Return the grammar of a call, or of it and a list of them."""
         if not parallel:
             return call
-        return Choice(elements=[call, self.sequence("[", repeated(call, ", "), "]")])
+        return OrFormat(elements=[call, self.sequence("[", repeated(call, ", "), "]")])
 
 
 class Llama3Json(Json):
@@ -106,7 +106,7 @@ class Llama3Json(Json):
 
     def _calls(self, call: Format, *, parallel: bool) -> Format:
         """Return the grammar of calls, behind the marker or without it."""
-        marker = Optional(content=self.sequence("<|python_tag|>"))
+        marker = OptionalFormat(content=self.sequence("<|python_tag|>"))
         return self.sequence(marker, repeated(call, "; ", parallel=parallel))
 
 

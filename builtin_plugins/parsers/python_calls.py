@@ -24,7 +24,7 @@ from hardpoint.plugins.output_parser import (
     OutputEvent,
     ToolCallArguments,
 )
-from hardpoint.plugins.structured import Choice, Format, Regex
+from hardpoint.plugins.structured import Format, OrFormat, RegexFormat
 
 from .values import LiteralGrammar, in_lark, length_pattern, parameters_of, text_without
 
@@ -59,7 +59,7 @@ class Pythonic(FormatParser):
         others = [text for state in self.states().values() for text in state.moves]
         special = self.context.tokenizer.special_tokens
         text = text_without(_OTHER_TEXT, [text for text in others if text not in special])
-        return Choice(elements=[self.sequence(Regex(pattern=r"\s*"), calls), text])
+        return OrFormat(elements=[self.sequence(RegexFormat(pattern=r"\s*"), calls), text])
 
     def _calls(self, calls: Format) -> Format:
         """Return the grammar of a list of calls."""
@@ -85,7 +85,7 @@ class Llama4Pythonic(Pythonic):
         """Return the grammar of a list of calls, between the markers or without them."""
         found = super()._calls(calls)
         marked = self.sequence("<|python_start|>", found, "<|python_end|>")
-        return Choice(elements=[marked, found])
+        return OrFormat(elements=[marked, found])
 
 
 _OTHER_TEXT = r"[\s\x1c-\x1f]*([^\s\x1c-\x1f\[](?s:.*))?"

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from hardpoint.plugins.output_json import named_types, resolved, restrictions
-from hardpoint.plugins.structured import EmbeddedGrammar, Format, Regex
+from hardpoint.plugins.structured import Format, GrammarFormat, RegexFormat
 
 _TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 _KEYWORDS = {
@@ -40,9 +40,9 @@ def text_without(pattern: str, markers: Iterable[str], end: str = "") -> Format:
     """
     found = [re.escape(marker).replace("\\\n", r"\n").replace("/", r"\/") for marker in markers]
     if not found:
-        return Regex(pattern=f"(?:{pattern}){re.escape(end)}")
+        return RegexFormat(pattern=f"(?:{pattern}){re.escape(end)}")
     source = f"/{pattern}/ & ~/(?s:.*)(?:{'|'.join(found)})(?s:.*)/"
-    return EmbeddedGrammar(grammar=f"start: TEXT\nTEXT: ({source}) {in_lark(end)}\n")
+    return GrammarFormat(grammar=f"start: TEXT\nTEXT: ({source}) {in_lark(end)}\n")
 
 
 def in_lark(text: str) -> str:
@@ -136,10 +136,10 @@ class LiteralGrammar(ABC):
         self._rules[name] = body
         return name
 
-    def grammar(self, start: str) -> EmbeddedGrammar:
+    def grammar(self, start: str) -> GrammarFormat:
         """Return the grammar with all rules."""
         rules = [f"{name}: {body}" for name, body in {"start": start, **self._rules}.items()]
-        return EmbeddedGrammar(grammar="\n".join([*rules, ""]))
+        return GrammarFormat(grammar="\n".join([*rules, ""]))
 
     def members(self, parameters: Sequence[Parameter], keys: Sequence[str]) -> str:
         """Return the expression of members with commas between, of which some may be missing."""

@@ -24,12 +24,12 @@ from hardpoint.plugins.output_parser import (
     ToolCallArguments,
 )
 from hardpoint.plugins.structured import (
-    Choice,
-    ConstString,
+    ConstStringFormat,
     Format,
-    JsonSchema,
-    Optional,
-    Sequence,
+    JsonSchemaFormat,
+    OptionalFormat,
+    OrFormat,
+    SequenceFormat,
 )
 
 from .values import (
@@ -115,7 +115,7 @@ _VALUE_ENDS = ("</parameter>", "\n</function>", "\n<parameter=")
 
 def _call(tool: str, schema: Mapping[str, Any], around: str) -> Format:
     """Return the grammar of a call; `around` is the text before and behind each value."""
-    elements: list[Format] = [ConstString(value=f"\n<function={tool}>\n")]
+    elements: list[Format] = [ConstStringFormat(value=f"\n<function={tool}>\n")]
     for parameter in parameters_of(tool, schema):
         name = parameter.name
         if set(name) & set("<>\n") or name != name.strip() or not name:
@@ -123,11 +123,11 @@ def _call(tool: str, schema: Mapping[str, Any], around: str) -> Format:
                 f"the tool {tool!r}: expected parameters whose names have no angle brackets and "
                 f"line ends, got {name!r}"
             )
-        begin = ConstString(value=f"<parameter={name}>")
+        begin = ConstStringFormat(value=f"<parameter={name}>")
         values = _values(tool, parameter, schema, around)
-        one = Sequence(elements=[begin, values, ConstString(value="\n")])
-        elements.append(one if parameter.is_required else Optional(content=one))
-    return Sequence(elements=[*elements, ConstString(value="</function>\n")])
+        one = SequenceFormat(elements=[begin, values, ConstStringFormat(value="\n")])
+        elements.append(one if parameter.is_required else OptionalFormat(content=one))
+    return SequenceFormat(elements=[*elements, ConstStringFormat(value="</function>\n")])
 
 
 def _values(tool: str, parameter: Parameter, root: Mapping[str, Any], around: str) -> Format:
@@ -153,15 +153,15 @@ def _values(tool: str, parameter: Parameter, root: Mapping[str, Any], around: st
                 check_keywords(tool, schema, allowed)
             with_root = {key: root[key] for key in ("$defs", "definitions") if key in root}
             found.append(
-                Sequence(
+                SequenceFormat(
                     elements=[
-                        *([ConstString(value=around)] if around else []),
-                        JsonSchema(json_schema={**with_root, **schema}),
-                        ConstString(value=f"{around}</parameter>"),
+                        *([ConstStringFormat(value=around)] if around else []),
+                        JsonSchemaFormat(json_schema={**with_root, **schema}),
+                        ConstStringFormat(value=f"{around}</parameter>"),
                     ]
                 )
             )
-    return found[0] if len(found) == 1 else Choice(elements=found)
+    return found[0] if len(found) == 1 else OrFormat(elements=found)
 
 
 def _alternatives(tool: str, schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -195,7 +195,7 @@ def _constants(
             stripped = written.removeprefix("\n").removesuffix("\n")
             is_whole = not any(end in written for end in _VALUE_ENDS)
             if is_whole and json.loads(json_value(stripped, whole)) == value:
-                yield ConstString(value=f"{written}</parameter>")
+                yield ConstStringFormat(value=f"{written}</parameter>")
                 break
         else:
             raise ValueError(f"the tool {tool!r}: its calls cannot have the value {value!r}")

@@ -42,7 +42,7 @@ from hardpoint.plugins.output_parser import (
     ToolCallEnd,
     join_events,
 )
-from hardpoint.plugins.structured import Format, SpecialToken, Tag, walk_formats
+from hardpoint.plugins.structured import Format, TagFormat, TokenFormat, walk_formats
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import load_tokenizer
 from hardpoint.testing.snapshots import count_elements
@@ -508,8 +508,8 @@ class OutputParserSuite(ComponentSuite):
     def _check_special_tokens(self, given: str, format: Format) -> None:
         special = self._tokenizer.special_tokens
         for part in walk_formats(format):
-            ends = (part.begin, part.end) if isinstance(part, Tag) else (part,)
-            for token in (end.token for end in ends if isinstance(end, SpecialToken)):
+            ends = (part.begin, part.end) if isinstance(part, TagFormat) else (part,)
+            for token in (end.token for end in ends if isinstance(end, TokenFormat)):
                 if token not in special and token not in special.values():
                     raise CALL_FORMAT.violation(
                         f"{given} has SpecialToken({token!r}), which the tokenizer has not among "

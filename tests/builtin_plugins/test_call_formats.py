@@ -25,10 +25,10 @@ from hardpoint.plugins.output_parser import (
     join_events,
 )
 from hardpoint.plugins.structured import (
-    SpecialToken,
     StructuralTag,
     StructuredOutputs,
-    Tag,
+    TagFormat,
+    TokenFormat,
     walk_formats,
 )
 from hardpoint.testing.text.output_parser_suite import ByteTokenizer
@@ -237,8 +237,8 @@ def test_markers_that_are_special_tokens_are_matched_by_id(parser):
     for required in (True, False):
         found = set()
         for part in walk_formats(subject.call_format(TOOLS["two"], required=required)):
-            ends = (part.begin, part.end) if isinstance(part, Tag) else (part,)
-            found |= {end.token for end in ends if isinstance(end, SpecialToken)}
+            ends = (part.begin, part.end) if isinstance(part, TagFormat) else (part,)
+            found |= {end.token for end in ends if isinstance(end, TokenFormat)}
             texts = [end for end in ends if isinstance(end, str)]
             texts += [part.value] if hasattr(part, "value") else []
             assert not any(token in text for text in texts for token in tokenizer.special_tokens)

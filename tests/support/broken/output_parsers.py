@@ -21,7 +21,7 @@ from hardpoint.plugins.output_parser import (
     ToolCallBegin,
     ToolCallEnd,
 )
-from hardpoint.plugins.structured import AnyText, SpecialToken, Tag
+from hardpoint.plugins.structured import AnyTextFormat, TagFormat, TokenFormat
 from hardpoint.testing import OutputSample
 
 START, END = "<think>", "</think>"
@@ -271,7 +271,9 @@ class FormatOfNoToken(Right):
     contract = 1
 
     def call_format(self, tools, *, required, parallel=True):
-        return Tag(begin="<tool_call>", content=AnyText(), end=SpecialToken(token="</tool_call>"))
+        return TagFormat(
+            begin="<tool_call>", content=AnyTextFormat(), end=TokenFormat(token="</tool_call>")
+        )
 
 
 class NeedsParallelCalls(Right):

@@ -20,7 +20,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.params import PoolingParams, RepetitionDetection
 from hardpoint.plugins.requests import LoRARequest, MultiModalFeature, TokenLogprobs
 from hardpoint.plugins.stats import PrefixCacheStats
-from hardpoint.plugins.structured import AnyText, StructuralTag, StructuredOutputs
+from hardpoint.plugins.structured import AnyTextFormat, StructuralTag, StructuredOutputs
 
 TEXT = st.text(max_size=8)
 TOKENS = st.lists(st.integers(0, 2**31), max_size=20)
@@ -86,7 +86,7 @@ PARAMS = whole(
         regex=st.none() | TEXT.filter(bool),
         grammar=st.none() | TEXT.filter(bool),
         choice=st.none() | st.lists(TEXT.filter(bool), min_size=1, max_size=2),
-        structural_tag=st.none() | st.just(StructuralTag(format=AnyText())),
+        structural_tag=st.none() | st.just(StructuralTag(format=AnyTextFormat())),
         backend=st.none() | TEXT.filter(bool),
         lenient=st.booleans(),
     ),

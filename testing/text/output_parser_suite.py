@@ -512,7 +512,7 @@ class OutputParserSuite(ComponentSuite):
             for token in (end.token for end in ends if isinstance(end, TokenFormat)):
                 if token not in special and token not in special.values():
                     raise CALL_FORMAT.violation(
-                        f"{given} has SpecialToken({token!r}), which the tokenizer has not among "
+                        f"{given} has TokenFormat({token!r}), which the tokenizer has not among "
                         f"its special tokens"
                     )
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from hardpoint.plugins import RequestError, RequestOutputKind, SamplingParams
 from hardpoint.plugins.commands import Generator
+from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.plugins.typed import parse_value, split_setting
 
 _FIELDS = (
@@ -56,6 +58,14 @@ def add_sampling_options(
     )
     add("--stop", action="append", metavar="TEXT", help="end before this text; repeatable")
     add(
+        "--structured",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="what the answer must be: json=SCHEMA, regex=..., grammar=..., choice=TEXT "
+        "(repeatable), json_object=true; @FILE is a file's content",
+    )
+    add(
         "--plugin-args",
         action="append",
         default=[],
@@ -81,14 +91,43 @@ def sampling_params(
         RequestError: a field is invalid; names its value and what would be right.
         ConfigError: a `--plugin-args` is not of the form NAME.KEY=VALUE.
     """
+    structured = _structured(options.structured)
     given = {name: getattr(options, name, None) for name in _FIELDS}
     fields = {name: value for name, value in given.items() if value is not None}
     return msgspec.structs.replace(
         defaults or SamplingParams(),
         **fields,
+        structured=structured,
         plugin_args=_plugin_args(options.plugin_args),
         output_kind=RequestOutputKind.DELTA,
     ).checked()
+
+
+def _structured(settings: list[str]) -> StructuredOutputs | None:
+    fields: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise RequestError(
+                f"--structured: expected KEY=VALUE such as regex=[0-9]+, got {setting!r}"
+            )
+        if text.startswith("@"):
+            text = _content(text[1:])
+        if key == "choice":
+            fields.setdefault(key, []).append(text)
+        elif key in fields:
+            raise RequestError(f"--structured: {key} is given twice")
+        else:
+            fields[key] = parse_value(text) if key in ("json_object", "lenient") else text
+    return StructuredOutputs.checked(fields, "--structured") if fields else None
+
+
+def _content(name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8").removesuffix("\n")
+    except (OSError, ValueError) as cause:
+        reason = cause.strerror if isinstance(cause, OSError) else str(cause)
+        raise RequestError(f"--structured: {name!r} cannot be read: {reason}") from None
 
 
 def _plugin_args(settings: list[str]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from hardpoint.plugins import (
     RequestError,
     RequestOutputKind,
 )
+from hardpoint.plugins.structured import StructuredOutputs
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -53,6 +54,26 @@ def test_generate_passes_every_sampling_option():
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 5, 0.1)
     assert (params.seed, params.max_tokens, params.stop, params.n) == (3, 7, ["a", "b"], 2)
     assert params.plugin_args == {"dry": {"base": 2, "name": "x"}}
+
+
+def test_generate_says_what_the_answer_must_be(tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "integer"}\n')
+    for arguments, expected in (
+        (["choice=a=b", "choice=@c"], None),
+        (["choice=a=b", "choice=c"], {"choice": ["a=b", "c"]}),
+        ([f"json=@{schema}", "lenient=true"], {"json": {"type": "integer"}, "lenient": True}),
+        (["regex=[0-9]+", "backend=other"], {"regex": "[0-9]+", "backend": "other"}),
+        (["json_object=true"], {"json_object": True}),
+    ):
+        generator = FakeGenerator([[]])
+        options = [f"--structured={argument}" for argument in arguments]
+        if expected is None:
+            with pytest.raises(RequestError, match="--structured: 'c' cannot be read: No such"):
+                run_command("generate", ["p", *options], generator)
+            continue
+        run_command("generate", ["p", *options], generator)
+        assert generator.asked[0][1].structured == StructuredOutputs(**expected)
 
 
 def test_generate_prints_several_prompts_and_completions_apart(capsys):
@@ -111,6 +132,9 @@ def test_generate_reports_a_failed_request_and_goes_on(capsys):
         (["--logprobs", "2"], "--logprobs: it is printed as JSON only; add --json"),
         (["--plugin-args", "dry"], "--plugin-args: expected PATH=VALUE such as mirostat.tau=5.0"),
         (["--plugin-args", "dry=1"], "--plugin-args: expected NAME.KEY=VALUE such as"),
+        (["--structured", "json"], "--structured: expected KEY=VALUE such as regex=[0-9]+, got"),
+        (["--structured", "regex=a", "--structured", "regex=b"], "regex is given twice"),
+        (["--structured", "jsn=1"], "--structured.jsn: unknown field (did you mean 'json'?)"),
         (
             ["--plugin-args", "a.b=1", "--plugin-args", "a.b.c=1"],
             "--plugin-args: a.b.c cannot be set, for b is 1",

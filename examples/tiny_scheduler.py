@@ -51,7 +51,6 @@ class TinyScheduler(Scheduler):
             "another policy than fcfs": context.policy.name != "fcfs",
             "a KV connector": context.connector,
             "an encoder cache": context.encoder_cache,
-            "grammars": context.grammars,
         }
         for feature, configured in unsupported.items():
             if configured:
@@ -70,6 +69,8 @@ class TinyScheduler(Scheduler):
         if request.params.repetition_detection is not None:
             raise RequestError(f"repetition_detection: {self.name!r} does not support it")
         live = Request(request, order=self.steps)
+        if self.context.grammars is not None and self.context.grammars.uses(live):
+            raise RequestError(f"structured: {self.name!r} does not support it")
         limit = self._max_length(live)
         if live.num_tokens >= limit:
             raise RequestError(f"prompt: expected less than {limit} tokens, got {live.num_tokens}")

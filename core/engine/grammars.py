@@ -180,17 +180,30 @@ class GrammarManager:
         found = self._faults.keys() & plan.num_scheduled_tokens.keys()
         return {name: self._faults.pop(name) for name in found}
 
-    def finish(self, request_ids: Iterable[str]) -> None:
-        """Forget the requests that a plan says have ended.
+    def begin_step(self, plan: SchedulerOutput, scheduler: str) -> None:
+        """Forget the requests that a new plan says have ended.
 
-        Those that were ready since the last call are others with the same ids.
+        Those that were ready since the last plan are others with the same ids. A request that is
+        planned without its grammar gets a fault.
+
+        Args:
+            plan: each once, in order.
+            scheduler: names the scheduler in messages.
         """
-        for request_id in request_ids:
+        for request_id in plan.finished_request_ids:
             if request_id not in self._new:
                 self._answers.pop(request_id, None)
                 if request_id in self._pending:
                     self._forget(request_id)
         self._new.clear()
+        for new in plan.new_requests:
+            request_id = new.source.request_id
+            if new.source.params.structured is not None and (
+                request_id not in plan.structured_request_ids or request_id not in self._answers
+            ):
+                self._faults[request_id] = RequestFault(
+                    f"{scheduler}: it planned the request without its grammar"
+                )
 
     def wait(self) -> None:
         """Wait until a compilation is done, or for a moment; return at once if none is under way.

@@ -203,8 +203,8 @@ class StepRunner:
         self._activity.begin_step(self._batches.request_ids(plan))
         if events := self._parts.kv_cache.take_events():
             self._parts.kv_events.publish(events)
-        if (grammars := self._parts.grammars) is not None and plan.finished_request_ids:
-            grammars.finish(plan.finished_request_ids)
+        if (grammars := self._parts.grammars) is not None:
+            grammars.begin_step(plan, self._parts.scheduler_label)
         future = self._executor.execute_model(plan)
         return checked(future, Future, self._parts.executor_label, "execute_model")
 

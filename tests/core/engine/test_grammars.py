@@ -263,6 +263,10 @@ class TestPrefixes:
         assert after([33], (34, 35, 30, 31), MESSAGES) == {34}
 
 
+def ended(request_ids):
+    return SchedulerOutput(finished_request_ids=frozenset(request_ids))
+
+
 class TestDrafts:
     def rows(self, outputs, drafts, prompt=(50,), markers=None):
         request = LiveRequest(prompt, markers)
@@ -507,8 +511,8 @@ class TestCompiling:
         requests = [live(f"r{i}", f"late {i}") for i in range(4)]
         for request in requests:
             manager.ready(request)
-        manager.finish([])  # a step goes by
-        manager.finish(["r2"])
+        manager.begin_step(ended([]), "tests")  # a step goes by
+        manager.begin_step(ended(["r2"]), "tests")
         Backend.may.set()
         ready(manager, requests[3])
         assert "late 2" not in Backend.compiled
@@ -620,22 +624,22 @@ class TestRequestIds:
         assert (bitmask(manager, "a").bitmask[0, 0] >> 3) & 1 == 0
         second = live("a", "y")
         ready(manager, second)
-        manager.finish(["a"])  # of the first one
+        manager.begin_step(ended(["a"]), "tests")  # of the first one
         assert (bitmask(manager, "a").bitmask[0, 0] >> 3) & 1 == 1
 
     def test_one_whose_compilation_is_under_way_can_be_used_again(self, manager):
         assert not manager.ready(live("a", "late 1"))
         second = live("a", "late 2")
         assert not manager.ready(second)
-        manager.finish(["a"])
+        manager.begin_step(ended(["a"]), "tests")
         Backend.may.set()
         ready(manager, second)
         assert bitmask(manager, "a").bitmask[0, 0] == sum(1 << token for token in DIGITS)
 
     def test_one_that_has_ended_since_the_plan_may_have_any_token(self, manager):
         ready(manager, live("a", "x"))
-        manager.finish([])
-        manager.finish(["a"])
+        manager.begin_step(ended([]), "tests")
+        manager.begin_step(ended(["a"]), "tests")
         assert (bitmask(manager, "a").bitmask == -1).all()
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 import resource
 
+import msgspec
 import pytest
 from support.driving import FINAL, run, varied_jobs
-from support.internals import keeps_nothing, output_processor_of
+from support.internals import core_of, keeps_nothing, output_processor_of
 from support.plugins.bad_grammars import HELD
+from support.processes import ROOT
 from support.waiting import wait_until
 
 from hardpoint import LLM, RequestError, SamplingParams
+from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.testing import scripted_config, scripted_engine
 
@@ -555,3 +558,53 @@ class TestWithProcessors:
             "plugin_args.thinking_budget: expected no markers of its own together with "
             "`structured`, whose answer begins after those of the reasoning parser"
         )
+
+
+def test_nothing_of_a_request_stays_in_the_engine(scripted):
+    engine = scripted_engine(scripted)
+    manager = core_of(engine)._parts.grammars
+    try:
+        for index in range(5):
+            job = (f"r{index}", "x", params({"regex": f"a{{{index + 1}}}"}))
+            run(engine, [job])
+            assert len(manager._answers) <= 1  # the next plan says that it has ended
+        run(engine, [("last", "x", SamplingParams(max_tokens=3, **FINAL))])
+        assert not manager._answers
+        assert not manager._pending
+        assert not manager._new
+    finally:
+        engine.close()
+
+
+class NoGrammars(DefaultScheduler):
+    """Plans requests as if none had a grammar."""
+
+    contract = 1
+
+    def schedule(self):
+        return msgspec.structs.replace(super().schedule(), structured_request_ids={})
+
+
+def test_a_scheduler_that_plans_without_grammars_ends_their_requests(scripted, expected):
+    engine = scripted_engine(scripted, {"scheduler": {"use": f"{__name__}:NoGrammars"}})
+    try:
+        found = ends(engine, [("bad", "x", params({"regex": "a+"}))], expected)
+        message = (
+            r"NoGrammars\), asked for by scheduler.use: it planned the request without its grammar"
+        )
+        assert re.search(message, found["bad"])
+    finally:
+        engine.close()
+
+
+def test_a_scheduler_that_supports_no_grammars_refuses_their_requests(scripted, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    use = "tiny_scheduler:TinyScheduler"
+    engine = scripted_engine(scripted, {"scheduler": {"use": use}})
+    try:
+        found = run(engine, [("free", "x", SamplingParams(max_tokens=3, **FINAL))])
+        assert len(found["free"][0][0][1]) == 3
+        with pytest.raises(RequestError, match="structured: 'tiny_scheduler' does not support it"):
+            engine.add_request("bad", "x", params({"regex": "a+"}))
+    finally:
+        engine.close()

@@ -36,7 +36,7 @@ class Masks:
     def ready(self, request):
         return True
 
-    def finish(self, request_ids):
+    def begin_step(self, plan, scheduler):
         pass
 
     def pop_faults(self, plan):

@@ -33,6 +33,7 @@ from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
     ModelFiles,
+    RequestError,
     SamplingParams,
     Tokenizer,
     TokenizerContext,
@@ -389,7 +390,10 @@ def _log_text_markers(parsers: OutputParsers, tokenizer: Tokenizer) -> None:
     if parsers.reasoning is None:
         return
     special = set(tokenizer.special_tokens.values())
-    markers = parsers.reasoning.markers()
+    try:
+        markers = parsers.reasoning.markers()
+    except RequestError:  # each request is refused with it
+        return
     texts = [
         repr(tokenizer.decode(marker, skip_special_tokens=False))
         for marker in (*markers.start, *markers.end)

@@ -109,8 +109,9 @@ def test_an_error_of_the_tokenizer_ends_its_request_and_names_it(scripted, monke
 
 def test_in_an_event_loop_too_and_an_error_of_the_frontend_ends_the_process(scripted, monkeypatch):
     async def main():
-        async with AsyncLLM(config=scripted_config(scripted), restart="on_failure") as llm:
-            others = llm.generate("long", ENDLESS)
+        config = scripted_config(scripted, {"plugins": {"enable": ["support.plugins.slow:Slow"]}})
+        async with AsyncLLM(config=config, restart="on_failure") as llm:
+            others = llm.generate("long", SLOWLY)
             await anext(others)
             monkeypatch.setattr(TransformersTokenizer, "decode", broken_decode)
             ended = await anext(llm.generate("say abc", SamplingParams(logprobs=1)))

@@ -160,11 +160,11 @@ class EngineCore(EngineUtilities):
     def close(self) -> None:
         """Release workers, model and cache."""
         parts = self._parts
-        if parts.grammars is not None:
-            parts.grammars.close()
         self._pause.fail_pending("the engine was closed")
         with contextlib.ExitStack() as stack:  # closes each part, even if another one raises
             stack.callback(close_all, parts.components)
             stack.callback(parts.kv_events.close)
             stack.callback(parts.policy.close)
             stack.callback(close_all, [self._scheduler, self._executor])
+            if parts.grammars is not None:
+                stack.callback(parts.grammars.close)

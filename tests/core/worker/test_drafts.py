@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -22,7 +24,9 @@ from hardpoint.builtin_plugins.logits import (
     truncation,
 )
 from hardpoint.builtin_plugins.sampler import DefaultSampler
+from hardpoint.core.engine.grammars import Answer
 from hardpoint.core.worker.sampling.drafts import accepted, verify_in_turn, with_drafts
+from hardpoint.core.worker.sampling.grammar_mask import GrammarMask
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
 from hardpoint.core.worker.sampling.processor_runner import ProcessorRunner
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
@@ -30,6 +34,8 @@ from hardpoint.plugins import (
     Added,
     BatchLogitsProcessor,
     BatchUpdate,
+    EngineCoreRequest,
+    GrammarBitmask,
     LogitsContext,
     LogitsProcessor,
     LogitsRequest,
@@ -40,7 +46,9 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.errors import PluginContractError
+from hardpoint.plugins.grammars import allow_tokens
 from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.testing import history_hash, load_ops
 
 CPU = torch.device("cpu")
@@ -164,11 +172,12 @@ def logits_of(histories: list[list[int]]) -> torch.Tensor:
     return torch.stack(result)
 
 
-def step(stage, requests, drafts) -> list[list[int]]:
+def step(stage, requests, drafts, answers=()) -> list[list[int]]:
     """Choose, keep what is confirmed, and carry the states on; return what each got."""
     stage.pipeline.update(None)
     rows = with_drafts(requests, drafts, stage.pipeline, ROWS)
-    sampled = stage.run(model(rows), rows, lambda: model(rows))
+    mask = GrammarMask(bitmask_of(answers, requests, drafts), rows, OPS) if answers else None
+    sampled = stage.run(model(rows), rows, lambda: model(rows), mask)
     assert sampled.faults == {}
     got = accepted(sampled.tokens, drafts)
     for round_ in itertools.count():
@@ -183,6 +192,59 @@ def step(stage, requests, drafts) -> list[list[int]]:
             request.output_token_ids.append(token)
         own, tokens = zip(*now, strict=True)
         assert stage.pipeline.advance(own, tokens, torch.tensor(tokens)) == {}
+
+
+class Thirds:
+    """A grammar: the n-th token is n modulo 3."""
+
+    def __init__(self, count=0):
+        self.count = count
+
+    def fill_bitmask(self, row):
+        allow_tokens(row, [t for t in range(1, VOCAB) if t % 3 == self.count % 3])
+        return False
+
+    def advance(self, token_id):
+        fits = token_id > 0 and token_id % 3 == self.count % 3
+        self.count += fits
+        return fits
+
+    def rollback(self, count):
+        self.count -= count
+
+    def fork(self):
+        return Thirds(self.count)
+
+
+def answers_of(requests: list[LogitsRequest]) -> dict[str, Answer]:
+    """Return the answers of the requests of even rows."""
+    return {
+        request.request_id: Answer(
+            SimpleNamespace(
+                source=EngineCoreRequest(
+                    request_id=request.request_id,
+                    prompt_token_ids=[1],
+                    params=SamplingParams(structured=StructuredOutputs(regex="x")),
+                    eos_token_ids=(0,),
+                ),
+                output_token_ids=request.output_token_ids,
+            ),
+            Thirds(),
+            VOCAB,
+        )
+        for request in requests[::2]
+    }
+
+
+def bitmask_of(answers, requests, drafts) -> GrammarBitmask:
+    names, rows = [], []
+    for request, tokens in zip(requests, drafts, strict=True):
+        if (answer := answers.get(request.request_id)) is not None:
+            own = np.zeros((len(tokens) + 1, 1), np.int32)
+            answer.fill(own, tokens)
+            names += [request.request_id] * len(own)
+            rows.append(own)
+    return GrammarBitmask(names, np.concatenate(rows))
 
 
 def without_drafts(count: int) -> list[list[int]]:
@@ -253,6 +315,39 @@ def test_a_draft_row_sees_the_drafts_before_it():
     assert list(requests[0].output_token_ids) == [9]
 
 
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_drafts_change_no_token_of_requests_with_grammars(in_turn, monkeypatch):
+    monkeypatch.delitem(ARGUMENTS, "thinking_budget")  # it forces what the grammar forbids
+    monkeypatch.delitem(ARGUMENTS, "bad_words")
+    if in_turn:
+        monkeypatch.setitem(PROCESSORS, "follows", Follows)
+        monkeypatch.setitem(ARGUMENTS, "follows", {})
+    run = step_in_turn if in_turn else step
+    alone = build_stage()
+    requests = begin(alone, [[] for _ in range(ROWS)])
+    answers = answers_of(requests)
+    for _ in range(24):
+        run(alone, requests, [[]] * ROWS, answers)
+    expected = [list(request.output_token_ids) for request in requests]
+    for row in (0, 2):
+        assert all(token % 3 == index % 3 for index, token in enumerate(expected[row]))
+    rng = random.Random(5)
+    lengths = set()
+    stage = build_stage()
+    requests = begin(stage, [[] for _ in range(ROWS)])
+    answers = answers_of(requests)
+    while min(len(request.output_token_ids) for request in requests) < 18:
+        drafts = []
+        for row, request in enumerate(requests):
+            done = len(request.output_token_ids)
+            right = expected[row][done : done + rng.randint(0, 4)]
+            drafts.append([t if rng.random() < 0.8 else rng.randrange(VOCAB) for t in right])
+        lengths |= {len(tokens) for tokens in run(stage, requests, drafts, answers)}
+    assert lengths == {1, 2, 3, 4, 5}
+    for row, request in enumerate(requests):
+        assert list(request.output_token_ids)[:24] == expected[row][: len(request.output_token_ids)]
+
+
 def test_a_batch_level_processor_without_drafts_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(WholeBatch, "supports_drafts", False)
     stage = build_stage()
@@ -270,7 +365,7 @@ def observing(monkeypatch):
     monkeypatch.setitem(ARGUMENTS, "follows", {})
 
 
-def step_in_turn(stage, requests, drafts):
+def step_in_turn(stage, requests, drafts, answers=()):
     """Like `step`, with the rows of each request one after the other."""
     stage.pipeline.update(None)
     histories = [
@@ -278,7 +373,11 @@ def step_in_turn(stage, requests, drafts):
         for request, tokens in zip(requests, drafts, strict=True)
         for count in range(len(tokens) + 1)
     ]
-    verified = verify_in_turn(stage, requests, drafts, lambda: logits_of(histories), ROWS)
+    mask = None
+    if answers:
+        views = [r for r, own in zip(requests, drafts, strict=True) for _ in range(len(own) + 1)]
+        mask = GrammarMask(bitmask_of(answers, requests, drafts), views, OPS)
+    verified = verify_in_turn(stage, requests, drafts, lambda: logits_of(histories), ROWS, mask)
     for round_ in itertools.count():
         now = [
             (request, result.tokens[round_], result.logprobs[round_])

@@ -156,8 +156,9 @@ class Followers:
         return True
 
     def _restart(self, row: int) -> None:
-        self.manager.finish([self.requests[row].request_id])  # forgets new ones, too
-        self.manager.finish([self.requests[row].request_id])
+        ended = frozenset([self.requests[row].request_id])
+        for plan in (SchedulerOutput(), SchedulerOutput(finished_request_ids=ended)):
+            self.manager.begin_step(plan, "the benchmark")
         self.requests[row] = self._open()
         self._left[row] = iter(self._texts[row % len(self._texts)])
 

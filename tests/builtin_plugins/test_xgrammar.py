@@ -217,7 +217,7 @@ def test_a_state_goes_back_and_its_copies_go_on_by_themselves(backend):
         ({"json": {"$ref": "https://example.com/x"}}, "URI should .* start with '#/'"),
         ({"json": {"type": "string", "pattern": "a", "minLength": 3}}, "ignoring minLength"),
         ({"json": {"type": "integer", "minimum": 3, "maximum": 1}}, "minimum greater than maximum"),
-        ({"json": {"type": "integer", "minimum": "x"}}, "Value must be a number"),
+        ({"json": {"type": "integer", "minimum": "x"}}, "minimum: expected a number"),
         ({"regex": "(("}, "regex: Regex parsing error at position 3: The parenthesis is not clos"),
         ({"regex": "a^b"}, r"regex: xgrammar does not enforce all of it: .*'\^' should be at the"),
         ({"regex": r"(a)\1"}, "Backreference is not supported"),
@@ -521,7 +521,8 @@ def test_threads_wait_for_a_process_within_their_time(fake):
     try:
         assert fake.compile(Job("regex", "a")).grammar == "a"
     except ValueError as error:
-        assert "all 2 processes of xgrammar were busy for 2 s" in str(error)  # noqa: PT017
+        # Both were busy, or one was free when no time was left.
+        assert "grammar.compile_seconds" in str(error)  # noqa: PT017
     assert time.perf_counter() - start < 30
 
 

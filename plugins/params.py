@@ -159,6 +159,10 @@ class SamplingParams(Strict, omit_defaults=True):
             )
         if params.stop_strings and not params.detokenize:
             raise RequestError("stop: stop strings need text, but detokenize is false")
+        if params.structured is not None and params.structured.lenient and not params.detokenize:
+            raise RequestError(
+                "structured.lenient: answers are validated as text, but detokenize is false"
+            )
         return msgspec.structs.replace(params, logits_processors=callables)
 
 

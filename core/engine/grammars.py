@@ -22,6 +22,7 @@ from hardpoint.plugins import (
     Request,
     RequestError,
     RequestFault,
+    RequestStatus,
     SchedulerOutput,
 )
 from hardpoint.plugins.config import GrammarConfig
@@ -80,6 +81,7 @@ class GrammarManager:
         self._plugins, self._config = plugins, config
         self._vocabulary, self._vocab_size = vocabulary, vocab_size
         self._backends: dict[str, GrammarBackend] = {}
+        self._creating = threading.Lock()
         self._compilations = _Compilations(config.compile_seconds, clock)
         self._compiled: OrderedDict[str, GrammarState] = OrderedDict()  # newest use last
         self._pending: dict[str, tuple[Request, str]] = {}  # with the key of the grammar
@@ -120,7 +122,11 @@ class GrammarManager:
         if request_id in self._pending:
             self._forget(request_id)
         self._compiled.move_to_end(key)
-        self._answers[request_id] = Answer(request, state, self._vocab_size)
+        try:
+            self._answers[request_id] = Answer(request, state, self._vocab_size)
+        except BaseException as cause:
+            raise_unless_fault(cause)
+            raise RequestError(self._fault(structured, cause).message) from cause
         return True
 
     def _compilation(
@@ -133,9 +139,8 @@ class GrammarManager:
         """
         name = structured.backend or self._config.use
         try:
-            backend = self._backend(name)
             return self._compilations.result(
-                key, request_id, lambda: self._compile(backend, structured), _stack_of(structured)
+                key, request_id, lambda: self._compile(name, structured), _stack_of(structured)
             )
         except HardpointError as cause:
             self._forget(request_id)
@@ -191,11 +196,13 @@ class GrammarManager:
             scheduler: names the scheduler in messages.
         """
         for request_id in plan.finished_request_ids:
-            if request_id not in self._new:
-                self._answers.pop(request_id, None)
-                if request_id in self._pending:
-                    self._forget(request_id)
+            if (answer := self._answers.get(request_id)) and self._is_over(answer.request):
+                del self._answers[request_id]
+            if (pending := self._pending.get(request_id)) and self._is_over(pending[0]):
+                self._forget(request_id)
         self._new.clear()
+        if self._pending:
+            self._compilations.give_up_late()
         for new in plan.new_requests:
             request_id = new.source.request_id
             if new.source.params.structured is not None and (
@@ -226,6 +233,10 @@ class GrammarManager:
         source = self._plugins.get("grammars", name).source
         return RequestFault(f"{source}: its grammar failed: {describe(cause)}")
 
+    def _is_over(self, request: Request) -> bool:
+        """Return whether it is a request that has ended, and not a later one with its id."""
+        return request.request_id not in self._new or request.status is RequestStatus.FINISHED
+
     def _forget(self, request_id: str) -> None:
         _, key = self._pending.pop(request_id)
         self._compilations.leave(key, request_id)
@@ -241,24 +252,26 @@ class GrammarManager:
         Raises:
             PluginError: there is none of that name, or it cannot be created.
         """
-        if name not in self._backends:
-            self._backends[name] = self._plugins.create(
-                self._plugins.get("grammars", name),
-                GrammarContext,
-                vocabulary=self._vocabulary,
-                vocab_size=self._vocab_size,
-                compile_seconds=self._config.compile_seconds,
-            )
-        return self._backends[name]
+        with self._creating:
+            if name not in self._backends:
+                self._backends[name] = self._plugins.create(
+                    self._plugins.get("grammars", name),
+                    GrammarContext,
+                    vocabulary=self._vocabulary,
+                    vocab_size=self._vocab_size,
+                    compile_seconds=self._config.compile_seconds,
+                )
+            return self._backends[name]
 
-    def _compile(self, backend: GrammarBackend, structured: StructuredOutputs) -> GrammarState:
+    def _compile(self, name: str, structured: StructuredOutputs) -> GrammarState:
         """Compile a grammar; runs in a thread of its own.
 
         Raises:
             ValueError: it cannot be compiled, or no text fits it.
-            PluginFaultError: the backend failed.
+            PluginError: the backend cannot be created, or failed.
         """
-        source = self._plugins.get("grammars", backend.name).source
+        backend = self._backend(name)
+        source = self._plugins.get("grammars", name).source
         try:
             state = backend.compile(structured)
             first = np.zeros(-(-self._vocab_size // 32), dtype=np.int32)
@@ -317,6 +330,7 @@ class Answer:
     Reasoning may begin where the output does. The prefix of the markers comes before the answer.
 
     Attributes:
+        request: whose output it is.
         structured: what the answer must be.
     """
 
@@ -333,7 +347,7 @@ class Answer:
         source = request.source
         assert source.params.structured is not None
         self.structured = source.params.structured
-        self._request, self._compiled = request, compiled
+        self.request, self._compiled = request, compiled
         self._ends = tuple(source.eos_token_ids) or tuple(source.params.stop_token_ids)
         markers = source.reasoning_markers or ReasoningMarkers()
         self._tracker = ReasoningTracker(markers)
@@ -364,7 +378,7 @@ class Answer:
         Raises:
             ValueError: the grammar forbids the output, or allows no token after it.
         """
-        outputs = self._request.output_token_ids
+        outputs = self.request.output_token_ids
         while self._seen < len(outputs):
             token = outputs[self._seen]
             if not self.advance(token):
@@ -519,20 +533,26 @@ class _Compilations:
             PluginFaultError: the backend failed.
         """
         with self._changed:
-            self._give_up_late()
             job = self._jobs.get(key)
             if job is None:
+                self._give_up_late()
                 if len(self._given_up) >= _MAX_GIVEN_UP:
                     raise ValueError(
                         f"no grammar is compiled, for {len(self._given_up)} compilations that "
                         f"took longer than {self._seconds:g} s still run"
                     )
                 job = self._jobs[key] = _Job(compile_, stack_bytes)
+                self._start_next()
             job.waiting.add(request_id)
-            self._start_next()
             if job.error is not None:
                 raise job.error
             return job.state
+
+    def give_up_late(self) -> None:
+        """Give up what takes too long, and begin what waits; once per step."""
+        with self._changed:
+            self._give_up_late()
+            self._start_next()
 
     def leave(self, key: str, request_id: str) -> None:
         """Forget that a request waits; what none waits for does not begin."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from hardpoint.plugins import EngineCoreRequest, RequestError
+from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, RequestError
+
+_LONGEST_MARKER = 64
 
 
 class RequestCheck:
@@ -29,6 +31,8 @@ class RequestCheck:
         if request.prompt_embeds is not None:
             raise RequestError("prompt_embeds: expected token ids, this engine takes no embeddings")
         self._check_features(request)
+        if request.reasoning_markers is not None:
+            self._check_markers(request.reasoning_markers)
         if request.timeout is not None and not request.timeout > 0:
             raise RequestError(f"timeout: expected seconds > 0 or none, got {request.timeout}")
         ids = request.prompt_token_ids
@@ -40,6 +44,22 @@ class RequestCheck:
                     f"prompt_token_ids: expected token ids from 0 to {self._vocab_size - 1}, "
                     f"got {token}"
                 )
+
+    def _check_markers(self, markers: ReasoningMarkers) -> None:
+        """Reject markers that are too long to look for, or of no tokens of the model."""
+        prefixes = (markers.message_prefix, markers.content_prefix)
+        for ids in (*markers.start, *markers.end, *prefixes):
+            if len(ids) > _LONGEST_MARKER:
+                raise RequestError(
+                    f"reasoning_markers: expected at most {_LONGEST_MARKER} tokens each, "
+                    f"got {len(ids)}"
+                )
+            for token in ids:
+                if not 0 <= token < self._vocab_size:
+                    raise RequestError(
+                        f"reasoning_markers: expected token ids from 0 to {self._vocab_size - 1}, "
+                        f"got {token}"
+                    )
 
     def _check_features(self, request: EngineCoreRequest) -> None:
         """Reject a request for features that this engine does not have."""

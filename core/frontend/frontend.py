@@ -255,7 +255,9 @@ class Frontend:
         children = parent.children(request)
         if self._received_hook is not None:
             children = [self._received_hook(child) for child in children]
-        self._register(children, text, parent, arrived, extras.tools)
+        structured = request.params.structured
+        may_call = structured is None or structured.structural_tag is not None
+        self._register(children, text, parent, arrived, extras.tools if may_call else None)
         return Submission(parent, children)
 
     def _warn_of_priority(self, policy: str) -> None:

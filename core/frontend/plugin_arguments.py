@@ -219,6 +219,10 @@ class PluginArguments:
         self._refuse_unhonoured(request.params)
         with contextlib.closing(self.parsers(request)) as parsers:
             markers = parsers.markers
+        if _is_answered_alike(request.params, before.params):
+            request.reasoning_markers = before.reasoning_markers
+        else:
+            request.reasoning_markers = None
         self._prepare_grammar(request, markers)
         request.plugin_args |= self._resolved(request, stale, {}, markers)
 
@@ -241,6 +245,8 @@ class PluginArguments:
                     "tools: no parser finds calls in what the model writes; set tools.parser "
                     '("hermes", for example)'
                 )
+            if calls is not None and not tools:
+                raise RequestError("calls: expected none without tools")
             if calls is not None and tools:
                 _constrain_calls(request, parsers, tools, calls)
         if markers is not None:
@@ -474,6 +480,12 @@ class PluginArguments:
             )
 
 
+def _is_answered_alike(params: SamplingParams, before: SamplingParams) -> bool:
+    """Return whether the answer begins in the same place, after a hook changed parameters."""
+    fields = ("structured", "reasoning_parser", "tool_parser")
+    return all(getattr(params, name) == getattr(before, name) for name in fields)
+
+
 def _constrain_calls(
     request: EngineCoreRequest,
     parsers: OutputParsers,
@@ -495,11 +507,15 @@ def _constrain_calls(
             "expected one of them"
         )
     names = tools if calls.required is None else calls.required
+    if unknown := [name for name in (*names, *calls.strict) if name not in tools]:
+        raise RequestError(f"calls: expected names of tools, got {unknown[0]!r}")
     schemas = {name: tools[name] for name in names}
     required = calls.required is not None
     format = parser.call_format(schemas, required=required, parallel=calls.parallel)
     structured = StructuredOutputs(
-        structural_tag=StructuralTag(format=format), lenient=not schemas.keys() <= set(calls.strict)
+        # One keyword of a strict tool that is left out would be one too many.
+        structural_tag=StructuralTag(format=format),
+        lenient=schemas.keys().isdisjoint(calls.strict),
     )
     request.params = msgspec.structs.replace(request.params, structured=structured)
     markers = (parsers.reasoning or parser).markers()

@@ -170,6 +170,10 @@ class PromptParts:
             self._begin(part)
 
 
+_UNANSWERED = (FinishReason.ABORT, FinishReason.ERROR, FinishReason.TIMEOUT)
+"""Ends after which no answer is validated."""
+
+
 class RequestState:
     """One request's text, tokens and log-probabilities so far.
 
@@ -417,7 +421,7 @@ class RequestState:
             return
         answer = completion.content or ""
         self._answer = self._answer + answer if self._delta else answer
-        if finished and self._error is None:
+        if finished and self.finish_reason not in _UNANSWERED:
             completion.validation_error = validation_error(self._validated, self._answer)
 
     def _reason(self) -> str:

@@ -88,6 +88,11 @@ def _refuse_frontend_fields(request: EngineCoreRequest) -> None:
             f"external_req_id: expected None, for the frontend gives it, "
             f"got {shown(request.external_req_id)}"
         )
+    if request.reasoning_markers is not None:
+        raise RequestError(
+            "reasoning_markers: expected None, for the frontend gives them, "
+            f"got {shown(request.reasoning_markers)}"
+        )
     if type(request.client_index) is not int or request.client_index != _CLIENT:
         raise RequestError(
             f"client_index: expected {_CLIENT}, the client that sends it, "

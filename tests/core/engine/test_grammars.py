@@ -20,6 +20,7 @@ from hardpoint.plugins import (
     ReasoningMarkers,
     ReasoningTracker,
     RequestError,
+    RequestStatus,
     SamplingParams,
     SchedulerOutput,
 )
@@ -63,6 +64,7 @@ class Counting:
 class LiveRequest:
     def __init__(self, prompt=(50,), markers=None, request_id="r", structured=None):
         self.request_id = request_id
+        self.status = RequestStatus.RUNNING
         self.output_token_ids = []
         self.source = EngineCoreRequest(
             request_id=request_id,
@@ -521,8 +523,10 @@ class TestCompiling:
         request = live("a", "late")
         assert not manager.ready(request)
         clock.now = 4.9
+        manager.begin_step(ended([]), "tests")
         assert not manager.ready(request)
         clock.now = 5.0
+        manager.begin_step(ended([]), "tests")
         with pytest.raises(RequestError, match=r"longer than 5 s \(grammar.compile_seconds\)"):
             manager.ready(request)
 
@@ -531,10 +535,12 @@ class TestCompiling:
         for request in requests:
             manager.ready(request)
         clock.now = 5.0
+        manager.begin_step(ended([]), "tests")
         for request in requests[:2]:
             with pytest.raises(RequestError, match="longer than 5 s"):
                 manager.ready(request)
         clock.now = 9.0
+        manager.begin_step(ended([]), "tests")
         assert not manager.ready(requests[2])
         Backend.may.set()
         ready(manager, requests[2])
@@ -635,6 +641,13 @@ class TestRequestIds:
         Backend.may.set()
         ready(manager, second)
         assert bitmask(manager, "a").bitmask[0, 0] == sum(1 << token for token in DIGITS)
+
+    def test_one_that_has_ended_in_the_plan_that_made_it_ready(self, manager):
+        request = live("a", "x")
+        ready(manager, request)
+        request.status = RequestStatus.FINISHED
+        manager.begin_step(ended(["a"]), "tests")
+        assert (bitmask(manager, "a").bitmask == -1).all()
 
     def test_one_that_has_ended_since_the_plan_may_have_any_token(self, manager):
         ready(manager, live("a", "x"))

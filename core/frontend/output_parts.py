@@ -248,8 +248,8 @@ class _Keywords:
 
     def _matches(self, pattern: str, text: str) -> bool:
         size = len(pattern)
-        for least, most in _REPEATS.findall(pattern):  # which compiling multiplies
-            size *= max(int(most or least), 1)
+        for least, limit in _REPEATS.findall(pattern):  # which compiling multiplies
+            size *= max(int(limit or least), 1)
         if size > _MAX_PATTERN:
             raise ValueError(f"too long, or with too many repetitions: {shown(pattern, 80)}")
         return regex.search(pattern, text, timeout=self._left()) is not None

@@ -270,9 +270,8 @@ def test_answers_are_validated(schema, answer, error):
 
 
 def test_many_items_are_validated_in_time():
-    assert (
-        validation_error({"uniqueItems": True}, json.dumps([{"a": i} for i in range(4000)])) is None
-    )
+    objects = json.dumps([{"a": number} for number in range(4000)])
+    assert validation_error({"uniqueItems": True}, objects) is None
     numbers = list(range(20_000))
     assert validation_error({"items": {"enum": numbers}}, json.dumps(numbers[:1000])) is None
 
@@ -286,10 +285,8 @@ def test_an_answer_without_text_cannot_be_validated(tmp_path):
 def test_an_answer_that_is_json_is_no_call(tmp_path):
     reply = '{"name": "now", "arguments": {}}'
     extras = RequestExtras(tools=TOOLS["two"])
-    structured = {"json_object": True}
-    output = output_of(
-        tmp_path, reply, {"tools": {"parser": "json"}}, extras, structured=structured
-    )
+    config = {"tools": {"parser": "json"}}
+    output = output_of(tmp_path, reply, config, extras, structured={"json_object": True})
     assert (output.content, output.tool_calls, output.warning) == (reply, None, None)
     assert output.finish_reason == "stop"
 

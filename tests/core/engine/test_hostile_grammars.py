@@ -606,7 +606,8 @@ def test_a_scheduler_that_supports_no_grammars_refuses_their_requests(scripted, 
     use = "tiny_scheduler:TinyScheduler"
     engine = scripted_engine(scripted, {"scheduler": {"use": use}})
     try:
-        found = run(engine, [("free", "x", SamplingParams(max_tokens=3, **FINAL))])
+        free = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, **FINAL)
+        found = run(engine, [("free", "x", free)])
         assert len(found["free"][0][0][1]) == 3
         with pytest.raises(RequestError, match="structured: 'tiny_scheduler' does not support it"):
             engine.add_request("bad", "x", params({"regex": "a+"}))

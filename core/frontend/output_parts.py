@@ -10,8 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any
 
-import regex
-
 from hardpoint.plugins import (
     ParserRequest,
     ReasoningMarkers,
@@ -247,6 +245,8 @@ class _Keywords:
         return left
 
     def _matches(self, pattern: str, text: str) -> bool:
+        import regex  # noqa: PLC0415 - as above
+
         size = len(pattern)
         for least, limit in _REPEATS.findall(pattern):  # which compiling multiplies
             size *= max(int(limit or least), 1)

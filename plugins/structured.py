@@ -134,8 +134,8 @@ class TriggeredTagsFormat(Strict, tag_field="type", tag="triggered_tags"):
         stop_after_first: whether nothing follows the first tag.
     """
 
-    triggers: Annotated[list[NonEmpty], Meta(min_length=1)]
-    tags: Annotated[list[TagFormat], Meta(min_length=1)]
+    triggers: Annotated[list[NonEmpty], Meta(min_length=1, max_length=1000)]
+    tags: Annotated[list[TagFormat], Meta(min_length=1, max_length=1000)]
     at_least_one: bool = False
     stop_after_first: bool = False
 

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
 from llguidance import regex_to_lark
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.structured import (
@@ -37,6 +37,9 @@ Without it, one way alone is allowed where a text is certain, and the model cann
 """
 
 _TEXT = "/(?s:.*)/"
+
+_MAX_GBNF = 65_536
+_MAX_GBNF_RULES = 1000
 
 
 class _Item(NamedTuple):
@@ -165,7 +168,9 @@ class LarkWriter:
         for tag in format.tags:
             begin = self._text(tag.begin)
             whole = self._vocabulary_text(begin)
-            trigger = next(trigger for trigger in triggers if whole.startswith(trigger))
+            trigger = next((each for each in triggers if whole.startswith(each)), None)
+            if trigger is None:
+                raise ValueError(f"triggered_tags: no trigger begins the tag {whole!r}")
             rest = [*self._text(whole[len(trigger) :]), *self._items(tag.content)]
             expression = self._rule(self._sequence([*rest, *self._text(tag.end)]))
             by_trigger.setdefault(trigger, []).append(expression)
@@ -223,6 +228,13 @@ def read_grammar(source: str) -> str:
     Raises:
         ValueError: it is of neither.
     """
+    if not is_lark_syntax(source):  # converting it is quadratic in the number of rules
+        size, rules = len(source), source.count("::=")
+        if size > _MAX_GBNF or rules > _MAX_GBNF_RULES:
+            raise ValueError(
+                f"expected GBNF of at most {_MAX_GBNF} characters and {_MAX_GBNF_RULES} rules, "
+                f"got {size} and {rules}; a grammar in the syntax of Lark may be larger"
+            )
     try:
         return any_to_lark(source)
     except Exception as cause:  # the library raises its own, and plain Exceptions

@@ -26,7 +26,8 @@ _MAX_REPETITIONS = 5_000
 _MAX_MULTIPLE = 100_000
 """Of `multipleOf` without its decimal point; a lexer has as many states."""
 
-_LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)*/')
+# Also those without an end, and without going back: grammars may be hostile.
+_LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|/(?:[^/\\\n]|\\.)*+/?')
 
 
 def check_limits(structured: StructuredOutputs) -> None:
@@ -101,11 +102,15 @@ def _check_multiples(schema: Any) -> None:
     }
     whole = {_whole(value) for value in found if value and math.isfinite(value)}
     joined = any(name in ("allOf", "$ref") for name, _ in _walk(schema))
-    largest = math.lcm(*whole) if joined else max(whole, default=0)
+    largest = max(whole, default=0)
+    for value in whole if joined else ():
+        if largest > _MAX_MULTIPLE:
+            break
+        largest = math.lcm(largest, value)
     if largest > _MAX_MULTIPLE:
         raise ValueError(
             f"multipleOf: expected at most {_MAX_MULTIPLE} without the decimal point, and as the "
-            f"common multiple of several, got {largest}"
+            f"common multiple of several, got {largest} or more"
         )
 
 

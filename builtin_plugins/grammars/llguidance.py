@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import threading
@@ -138,7 +137,7 @@ class _Tokens:
         self.tokens = [*texts, b"<the text ends>"]
         self.special_token_ids = [*vocabulary.special, end]
         self._ids = {token: index for index, token in enumerate(vocabulary.tokens) if token}
-        self._longest = functools.reduce(max, map(len, vocabulary.tokens), 1)
+        self._longest = max(map(len, vocabulary.tokens), default=1)
 
     def __call__(self, text: bytes) -> list[int]:
         """Return tokens of a text, the longest first; masks do not depend on which."""

@@ -21,7 +21,7 @@ from .xgrammar_process import Answer, Job, Start, tokenizer_info
 from .xgrammar_schema import unenforced_keywords
 from .xgrammar_tags import TagConverter
 
-_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]|#[^\n]*')
+_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|\[(?:[^\]\\\n]|\\.)*+\]?|#[^\n]*')
 _MACRO = re.compile(r"\b(\w*(?:Token|Tokens|TagDispatch))\s*\(")
 
 
@@ -184,7 +184,8 @@ class XGrammar(GrammarBackend):
                 return _tag_job({"type": "or", "elements": choices}), set()
             case "structural_tag":
                 assert structured.structural_tag is not None
-                converter = TagConverter(self.context.vocabulary, _check_schema, _check_grammar)
+                check = _allow if structured.lenient else _check_schema
+                converter = TagConverter(self.context.vocabulary, check, _check_grammar)
                 format = converter.convert(structured.structural_tag.format)
                 return _tag_job(format), converter.tokens
 
@@ -237,6 +238,10 @@ def _bits(tokens: set[int], vocab_size: int) -> np.ndarray:
 
 def _tag_job(format: dict[str, Any]) -> Job:
     return Job("structural_tag", json.dumps({"type": "structural_tag", "format": format}))
+
+
+def _allow(schema: Any) -> None:
+    """Allow any schema."""
 
 
 def _check_schema(schema: Any) -> None:

@@ -168,7 +168,7 @@ class LarkWriter:
         for tag in format.tags:
             begin = self._text(tag.begin)
             whole = self._vocabulary_text(begin)
-            trigger = next((each for each in triggers if whole.startswith(each)), None)
+            trigger = next((one for one in triggers if whole.startswith(one)), None)
             if trigger is None:
                 raise ValueError(f"triggered_tags: no trigger begins the tag {whole!r}")
             rest = [*self._text(whole[len(trigger) :]), *self._items(tag.content)]

@@ -198,7 +198,7 @@ SCHEMAS = {
     ),
     "common multiples": (
         {**INTEGER, "allOf": [{"multipleOf": number} for number in (97, 89, 83, 79)]},
-        "multipleOf: .*common multiple of several, got 56606581",
+        "multipleOf: .*common multiple of several, got \\d+ or more",
     ),
     "repetitions of repetitions": (
         {"type": "string", "pattern": "^(([a-z]{1,100}){1,100}){1,100}$"},

@@ -51,7 +51,7 @@ class CompileProcess:
 
         Args:
             job: the request.
-            seconds: that it may take; a process that starts takes half of them at most.
+            seconds: that it may take, and half of them at least if the process has to start.
 
         Raises:
             ValueError: none came, because of its limits.

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from hardpoint import RequestError, SamplingParams
-from hardpoint.plugins import EngineCoreRequest, hookimpl
+from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, hookimpl
 from hardpoint.plugins.params import PoolingParams
 
 FOUR = {"max_tokens": 4, "ignore_eos": True}
@@ -82,6 +82,7 @@ def test_the_callers_object_stays_as_it_is(engine, n):
         ({"cache_salt": "\ud800"}, "cache_salt: expected text that UTF-8 can hold"),
         ({"client_index": 3}, "client_index: expected 0, the client that sends it, got 3"),
         ({"external_req_id": "theirs"}, "external_req_id: expected None, for the frontend gives"),
+        ({"reasoning_markers": ReasoningMarkers()}, "reasoning_markers: expected None, for the fr"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

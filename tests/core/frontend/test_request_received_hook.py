@@ -7,7 +7,8 @@ import pytest
 from support.driving import run
 
 from hardpoint import RequestError, SamplingParams
-from hardpoint.plugins import EngineCoreRequest, hookimpl
+from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, hookimpl
+from hardpoint.plugins.structured import StructuredOutputs
 
 GREEDY = {"temperature": 0.0, "max_tokens": 20}
 
@@ -96,6 +97,21 @@ def test_parameters_that_a_hook_sets_are_honoured(engine, hook):
     hook(only_a)
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     assert run(engine, [("r", "say abc", params)])["r"][0][0][1] == [65, 65, 65]
+
+
+def test_an_answer_that_a_hook_asks_for_is_given(engine, hook):
+    def says_yes(request):
+        structured = StructuredOutputs(choice=["yes"])
+        request.params = msgspec.structs.replace(request.params, structured=structured)
+
+    hook(says_yes)
+    assert text_of(engine) == "yes"
+    hook(lambda request: setattr(request, "reasoning_markers", ReasoningMarkers(((999,),))))
+    with pytest.raises(RequestError, match="reasoning_markers: expected token ids from 0 to 256"):
+        text_of(engine)
+    hook(lambda request: setattr(request, "reasoning_markers", ReasoningMarkers(((1,) * 65,))))
+    with pytest.raises(RequestError, match="reasoning_markers: expected at most 64 tokens each"):
+        text_of(engine)
 
 
 def test_what_it_changes_of_the_arguments_themselves_stands(engine, hook):

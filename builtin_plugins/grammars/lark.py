@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
 from llguidance import regex_to_lark
-from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.structured import (
@@ -30,6 +30,8 @@ from hardpoint.plugins.structured import (
     TriggeredTagsFormat,
 )
 
+from .limits import is_lark
+
 FREE = '%llguidance {"no_forcing": true}'
 """The last line of a grammar whose texts may be cut into any tokens.
 
@@ -37,9 +39,6 @@ Without it, one way alone is allowed where a text is certain, and the model cann
 """
 
 _TEXT = "/(?s:.*)/"
-
-_MAX_GBNF = 65_536
-_MAX_GBNF_RULES = 1000
 
 
 class _Item(NamedTuple):
@@ -228,15 +227,10 @@ def read_grammar(source: str) -> str:
     Raises:
         ValueError: it is of neither.
     """
-    if not is_lark_syntax(source):  # converting it is quadratic in the number of rules
-        size, rules = len(source), source.count("::=")
-        if size > _MAX_GBNF or rules > _MAX_GBNF_RULES:
-            raise ValueError(
-                f"expected GBNF of at most {_MAX_GBNF} characters and {_MAX_GBNF_RULES} rules, "
-                f"got {size} and {rules}; a grammar in the syntax of Lark may be larger"
-            )
+    if is_lark(source):
+        return source
     try:
-        return any_to_lark(source)
+        return gbnf_to_lark(source)
     except Exception as cause:  # the library raises its own, and plain Exceptions
         raise ValueError(f"it is neither Lark nor GBNF: {cause}") from cause
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -26,6 +26,16 @@ _MAX_REPETITIONS = 5_000
 _MAX_MULTIPLE = 100_000
 """Of `multipleOf` without its decimal point; a lexer has as many states."""
 
+_MAX_GBNF = 65_536
+"""Characters of all grammars in GBNF together, which are converted to Lark in Python."""
+
+_MAX_GBNF_RULES = 1_000
+
+_MAX_GBNF_WORK = 8_000_000
+"""Of characters times rules: each pass over the rules may find one that has only texts."""
+
+_LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|start\s*+:)", re.MULTILINE)
+
 # Also those without an end, and without going back: grammars may be hostile.
 _LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|/(?:[^/\\\n]|\\.)*+/?')
 
@@ -37,6 +47,7 @@ def check_limits(structured: StructuredOutputs) -> None:
         ValueError: naming what is too large.
     """
     texts, expressions, grammars, schemas = _parts(structured)
+    _check_gbnf(grammars)
     for schema in schemas:
         _check_multiples(schema)
         for name, value in _walk(schema):
@@ -56,6 +67,23 @@ def check_limits(structured: StructuredOutputs) -> None:
     if repetitions > _MAX_REPETITIONS:
         raise ValueError(
             f"expected at most {_MAX_REPETITIONS} repetitions (? * + {{}}), got {repetitions}"
+        )
+
+
+def is_lark(grammar: str) -> bool:
+    """Return whether a grammar is in the syntax of Lark; what is not has to be GBNF."""
+    # As llguidance finds it, whose own pattern is quadratic in the number of empty lines.
+    return _LARK.search(grammar) is not None
+
+
+def _check_gbnf(grammars: Iterable[str]) -> None:
+    gbnf = [grammar for grammar in grammars if not is_lark(grammar)]
+    size, rules = sum(map(len, gbnf)), sum(grammar.count("::=") for grammar in gbnf)
+    if size > _MAX_GBNF or rules > _MAX_GBNF_RULES or size * rules > _MAX_GBNF_WORK:
+        raise ValueError(
+            f"expected GBNF of at most {_MAX_GBNF} characters and {_MAX_GBNF_RULES} rules, and "
+            f"{_MAX_GBNF_WORK} as their product, got {size} characters and {rules} rules; a "
+            "grammar in the syntax of Lark may be larger"
         )
 
 

@@ -6,9 +6,10 @@ import random
 import time
 
 import pytest
+from llguidance.gbnf_to_lark import is_lark_syntax
 
 from hardpoint.builtin_plugins.grammars.lark import read_grammar
-from hardpoint.builtin_plugins.grammars.limits import check_limits
+from hardpoint.builtin_plugins.grammars.limits import check_limits, is_lark
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.structured import StructuredOutputs
 
@@ -33,19 +34,56 @@ def test_what_would_cost_much_is_refused_at_once(fields, message):
     assert time.perf_counter() - start < 5
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (CHAIN, "GBNF of at most 65536 characters and 1000 rules, got .* and 5000; a grammar in"),
-        ("root ::= " + "(" * 30_000, "neither Lark nor GBNF"),
-        ("no grammar", "neither Lark nor GBNF"),
-    ],
-)
-def test_a_large_grammar_of_gbnf_is_not_converted(source, message):
+LONG_RULE = "".join((f"a{i}::=a{i + 1}\n" for i in range(900))) + "b ::= " + "|" * 50_000 + "a0"
+LINES = "a" + "\n" * 500_000
+
+
+@pytest.mark.parametrize("source", [CHAIN, LONG_RULE, LINES])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_large_grammar_of_gbnf_is_not_converted(source, count):
+    part = source[: len(source) // count]  # those of a structural tag count together
+    parts = [{"type": "grammar", "grammar": part}] * count
+    format = {"type": "sequence", "elements": parts}
+    given = {"structural_tag": {"type": "structural_tag", "format": format}}
+    structured = StructuredOutputs.checked(given if count > 1 else {"grammar": source})
+    message = "GBNF of at most 65536 characters and 1000 rules, and 8000000 as .*; a grammar in"
     start = time.perf_counter()
     with pytest.raises(ValueError, match=message):
+        check_limits(structured)
+    assert time.perf_counter() - start < 5
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "root ::= " + "(" * 30_000,
+        "root ::= a\n" + "\n" * 60_000,
+        "no grammar",
+    ],
+)
+def test_what_is_wrong_within_the_limits_is_refused_soon(source):
+    start = time.perf_counter()
+    check_limits(StructuredOutputs(grammar=source))
+    with pytest.raises(ValueError, match="neither Lark nor GBNF"):
         read_grammar(source)
     assert time.perf_counter() - start < 5
+
+
+def test_what_is_slowest_within_the_limits_is_converted_in_about_a_second():
+    links = "".join(f"a{i}::=a{i + 1}\n" for i in range(400))
+    source = f'root::=a0\n{links}a400::="x"\nb::={"|" * 14_000}a0'
+    start = time.perf_counter()
+    check_limits(StructuredOutputs(grammar=source))
+    assert "start: A0" in read_grammar(source)
+    assert time.perf_counter() - start < 15  # with what a busy machine adds
+
+
+@pytest.mark.parametrize("before", ["", "\n" * 9, "a: b\n \t\r", "a: b\n\x0b\x0c"])
+@pytest.mark.parametrize("line", ["start: x", "start  \n: x", "%llguidance {}", "start x", "%ll"])
+@pytest.mark.parametrize("between", ["", " ", "x ", "\r", "\n\n"])
+def test_lark_is_what_llguidance_finds_to_be_lark(before, between, line):
+    source = before + between + line
+    assert is_lark(source) == is_lark_syntax(source)
 
 
 def test_grammars_of_a_usual_size_pass():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect, bisect_left
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -49,6 +50,9 @@ FORMATS: tuple[StructuredFormat, ...] = (
 
 MAX_DEPTH = 200
 """Of schemas and tags: what nests deeper is refused, before anything recurses into it."""
+
+MAX_PARTS = 10_000
+"""Of a structural tag."""
 
 NonEmpty = Annotated[str, Meta(min_length=1)]
 
@@ -169,7 +173,10 @@ Format = (
 
 
 class StructuralTag(Strict, tag_field="type", tag="structural_tag"):
-    """A text made of parts, in the JSON form that vLLM and xgrammar have for it."""
+    """A text made of parts, in the JSON form that vLLM and xgrammar have for it.
+
+    It has at most 10 000 of them.
+    """
 
     format: Format
 
@@ -375,22 +382,35 @@ def _check_depth(value: Any, path: str) -> None:
 
 
 def _check_tags(format: Format, path: str) -> None:
-    """Check that each trigger begins tags, and each tag begins with a trigger."""
-    for part in walk_formats(format):
-        if not isinstance(part, TriggeredTagsFormat):
-            continue
-        # The text of an id is the backend's to compare.
-        begins = [
-            begin
-            for tag in part.tags
-            if isinstance(begin := getattr(tag.begin, "token", tag.begin), str)
-        ]
-        for begin in begins:
-            if not any(begin.startswith(trigger) for trigger in part.triggers):
-                raise RequestError(
-                    f"{path}: expected tags whose begin starts with one of the triggers "
-                    f"{part.triggers}, got {begin!r}"
-                )
-        for trigger in part.triggers if len(begins) == len(part.tags) else ():
-            if not any(begin.startswith(trigger) for begin in begins):
-                raise RequestError(f"{path}: expected triggers that begin a tag, got {trigger!r}")
+    """Check the number of parts, that each trigger begins tags, and each tag with a trigger."""
+    for number, part in enumerate(walk_formats(format)):
+        if number == MAX_PARTS:
+            raise RequestError(f"{path}: expected at most {MAX_PARTS} parts, got more")
+        if isinstance(part, TriggeredTagsFormat):
+            _check_triggers(part, path)
+
+
+def _check_triggers(part: TriggeredTagsFormat, path: str) -> None:
+    # The text of an id is the backend's to compare.
+    begins = sorted(
+        begin
+        for tag in part.tags
+        if isinstance(begin := getattr(tag.begin, "token", tag.begin), str)
+    )
+    # Without those that another one begins: of the others, only the last one up to a text can
+    # begin it.
+    triggers: list[str] = []
+    for trigger in sorted(part.triggers):
+        if not triggers or not trigger.startswith(triggers[-1]):
+            triggers.append(trigger)
+    for begin in begins:
+        at = bisect(triggers, begin)
+        if not at or not begin.startswith(triggers[at - 1]):
+            raise RequestError(
+                f"{path}: expected tags whose begin starts with one of the triggers "
+                f"{shown(part.triggers)}, got {shown(begin)}"
+            )
+    for trigger in part.triggers if len(begins) == len(part.tags) else ():
+        at = bisect_left(begins, trigger)
+        if at == len(begins) or not begins[at].startswith(trigger):
+            raise RequestError(f"{path}: expected triggers that begin a tag, got {shown(trigger)}")

@@ -162,12 +162,14 @@ class LarkWriter:
         return f"({body})" if format.at_least_one else f"({body})?"
 
     def _triggered(self, format: TriggeredTagsFormat) -> str:
-        triggers = sorted(format.triggers, key=len, reverse=True)
+        triggers = set(format.triggers)
+        lengths = sorted(set(map(len, triggers)), reverse=True)
         by_trigger: dict[str, list[str]] = {}
         for tag in format.tags:
             begin = self._text(tag.begin)
             whole = self._vocabulary_text(begin)
-            trigger = next((one for one in triggers if whole.startswith(one)), None)
+            starts = (whole[:length] for length in lengths)
+            trigger = next((start for start in starts if start in triggers), None)
             if trigger is None:
                 raise ValueError(f"triggered_tags: no trigger begins the tag {whole!r}")
             rest = [*self._text(whole[len(trigger) :]), *self._items(tag.content)]

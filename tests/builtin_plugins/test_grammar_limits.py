@@ -8,9 +8,10 @@ import time
 import pytest
 from llguidance.gbnf_to_lark import is_lark_syntax
 
-from hardpoint.builtin_plugins.grammars.lark import read_grammar
+from hardpoint.builtin_plugins.grammars.lark import LarkWriter, read_grammar
 from hardpoint.builtin_plugins.grammars.limits import check_limits, is_lark
 from hardpoint.plugins import RequestError
+from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.structured import StructuredOutputs
 
 RANDOM = random.Random(3)
@@ -34,7 +35,7 @@ def test_what_would_cost_much_is_refused_at_once(fields, message):
     assert time.perf_counter() - start < 5
 
 
-LONG_RULE = "".join((f"a{i}::=a{i + 1}\n" for i in range(900))) + "b ::= " + "|" * 50_000 + "a0"
+LONG_RULE = "".join(f"a{i}::=a{i + 1}\n" for i in range(900)) + "b ::= " + "|" * 50_000 + "a0"
 LINES = "a" + "\n" * 500_000
 
 
@@ -100,4 +101,63 @@ def test_tags_and_triggers_have_a_limit():
     with pytest.raises(RequestError, match="tags: expected a list of length <= 1000"):
         StructuredOutputs.checked({"structural_tag": tag})
     format["tags"] = tags[:1000]
+    StructuredOutputs.checked({"structural_tag": tag})
+
+
+def triggered(triggers, begins, count=1):
+    text = {"type": "any_text"}
+    tags = [{"type": "tag", "begin": begin, "content": text, "end": ">"} for begin in begins]
+    format = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+    many = {"type": "sequence", "elements": [format] * count}
+    return {"structural_tag": {"type": "structural_tag", "format": many if count > 1 else format}}
+
+
+def test_many_tags_and_triggers_are_checked_at_once():
+    numbers = [f"<{index:04}>" for index in range(1000)]
+    start = time.perf_counter()
+    with pytest.raises(RequestError, match=r"begin a tag, got '<0999>'"):
+        StructuredOutputs.checked(triggered(numbers, numbers[:-1]))
+    StructuredOutputs.checked(triggered(numbers, numbers, count=4))
+    assert time.perf_counter() - start < 5
+
+
+def test_triggers_and_tags_are_compared_as_texts():
+    for seed in range(300):
+        source = random.Random(seed)
+        triggers, begins = (
+            ["".join(source.choices("ab\U0001f600", k=source.randint(1, 4))) for _ in range(3)]
+            for _ in range(2)
+        )
+        right = all(any(begin.startswith(one) for one in triggers) for begin in begins) and all(
+            any(begin.startswith(one) for begin in begins) for one in triggers
+        )
+        try:
+            StructuredOutputs.checked(triggered(triggers, begins))
+        except RequestError:
+            assert not right
+        else:
+            assert right
+
+
+def test_a_tag_begins_with_the_longest_of_its_triggers():
+    given = triggered(["<", "<a", "<abc"], ["<abd", "<abc", "<x"])
+    tag = StructuredOutputs.checked(given).structural_tag
+    lark = LarkWriter(Vocabulary(tuple(bytes([byte]) for byte in range(256))), {}).grammar(tag)
+    for start, rest in (("<", "x"), ("<a", "bd"), ("<abc", "")):
+        assert f'(?s:.*)/ \\"{start}\\"' in lark
+        assert f'\\"{rest}\\"' in lark or not rest
+
+
+def test_an_error_quotes_the_start_of_long_texts():
+    with pytest.raises(RequestError, match="one of the triggers") as error:
+        StructuredOutputs.checked(triggered(["<" * 90_000] * 9, ["x" * 90_000]))
+    assert len(str(error.value)) < 2000
+
+
+def test_parts_have_a_limit():
+    parts = [{"type": "any_text"}] * 10_000
+    tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": parts}}
+    with pytest.raises(RequestError, match="structural_tag: expected at most 10000 parts"):
+        StructuredOutputs.checked({"structural_tag": tag})
+    parts.pop()
     StructuredOutputs.checked({"structural_tag": tag})

@@ -141,18 +141,19 @@ class XGrammar(GrammarBackend):
         self._tokenizer_info: Any = None
 
     def compile(self, structured: StructuredOutputs) -> XGrammarState:
-        """Return the state before the first token."""
-        try:
-            job, tokens = self._job(structured)
-            answer = self._compiler.compile(job)
-            if answer.error:
-                raise ValueError(answer.error)
-            if answer.warnings and not structured.lenient:
-                warnings = "; ".join(answer.warnings)
-                raise ValueError(f"xgrammar does not enforce all of it: {warnings}")
-            return self._state(answer, tokens)
-        except ValueError as error:
-            raise ValueError(f"{structured.format}: {error}") from None
+        """Return the state before the first token.
+
+        Raises:
+            ValueError: the grammar is wrong, not enforced, or needs too much time or memory.
+        """
+        job, tokens = self._job(structured)
+        answer = self._compiler.compile(job)
+        if answer.error:
+            raise ValueError(answer.error)
+        if answer.warnings and not structured.lenient:
+            warnings = "; ".join(answer.warnings)
+            raise ValueError(f"xgrammar does not enforce all of it: {warnings}")
+        return self._state(answer, tokens)
 
     @property
     def pids(self) -> Sequence[int]:
@@ -175,7 +176,7 @@ class XGrammar(GrammarBackend):
             case "regex":
                 return Job("regex", structured.regex or ""), set()
             case "grammar":
-                _check_grammar(structured.grammar or "")
+                check_grammar(structured.grammar or "")
                 return Job("ebnf", structured.grammar or ""), set()
             case "choice":
                 choices = [
@@ -185,7 +186,7 @@ class XGrammar(GrammarBackend):
             case "structural_tag":
                 assert structured.structural_tag is not None
                 check = _allow if structured.lenient else _check_schema
-                converter = TagConverter(self.context.vocabulary, check, _check_grammar)
+                converter = TagConverter(self.context.vocabulary, check, check_grammar)
                 format = converter.convert(structured.structural_tag.format)
                 return _tag_job(format), converter.tokens
 
@@ -254,7 +255,7 @@ def _check_schema(schema: Any) -> None:
         raise ValueError(f"xgrammar does not enforce {', '.join(found)}")
 
 
-def _check_grammar(grammar: str) -> None:
+def check_grammar(grammar: str) -> None:
     """Refuse a grammar in another syntax than GBNF.
 
     Raises:

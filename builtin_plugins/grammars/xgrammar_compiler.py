@@ -51,7 +51,8 @@ class CompileProcess:
 
         Args:
             job: the request.
-            seconds: that it may take, and half of them at least if the process has to start.
+            seconds: that it may take. A process that has to start first may need up to
+                `_START_SECONDS` for that; half of `seconds`, at least, are left for the request.
 
         Raises:
             ValueError: none came, because of its limits.

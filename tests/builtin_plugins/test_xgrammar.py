@@ -17,7 +17,7 @@ import pytest
 from support.waiting import wait_until
 
 from hardpoint.builtin_plugins.grammars import xgrammar_process
-from hardpoint.builtin_plugins.grammars.xgrammar import XGrammar
+from hardpoint.builtin_plugins.grammars.xgrammar import XGrammar, check_grammar
 from hardpoint.builtin_plugins.grammars.xgrammar_compiler import GrammarCompiler
 from hardpoint.builtin_plugins.grammars.xgrammar_process import Job, Start
 from hardpoint.builtin_plugins.grammars.xgrammar_schema import unenforced_keywords
@@ -208,7 +208,7 @@ def test_a_state_goes_back_and_its_copies_go_on_by_themselves(backend):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"json": {"not": {}}}, "json: xgrammar does not enforce not$"),
+        ({"json": {"not": {}}}, "^xgrammar does not enforce not$"),
         ({"json": {"type": "number", "multipleOf": 0.5}}, "all of it: multipleOf is not supported"),
         (
             {"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}},
@@ -218,16 +218,16 @@ def test_a_state_goes_back_and_its_copies_go_on_by_themselves(backend):
         ({"json": {"type": "string", "pattern": "a", "minLength": 3}}, "ignoring minLength"),
         ({"json": {"type": "integer", "minimum": 3, "maximum": 1}}, "minimum greater than maximum"),
         ({"json": {"type": "integer", "minimum": "x"}}, "minimum: expected a number"),
-        ({"regex": "(("}, "regex: Regex parsing error at position 3: The parenthesis is not clos"),
-        ({"regex": "a^b"}, r"regex: xgrammar does not enforce all of it: .*'\^' should be at the"),
+        ({"regex": "(("}, "^Regex parsing error at position 3: The parenthesis is not clos"),
+        ({"regex": "a^b"}, r"^xgrammar does not enforce all of it: .*'\^' should be at the"),
         ({"regex": r"(a)\1"}, "Backreference is not supported"),
         (
             {"grammar": 'start: "a"'},
-            "grammar: .* has grammars in GBNF .*, not in .* Lark",
+            "^the backend xgrammar has grammars in GBNF .*, not in .* Lark",
         ),
         ({"grammar": 'start: "::="'}, "not in the syntax of Lark"),
         ({"grammar": 'root ::= TagDispatch(("a", b))'}, "has no macros, got TagDispatch"),
-        ({"grammar": "root ::= other"}, "grammar: EBNF parser error"),
+        ({"grammar": "root ::= other"}, "^EBNF parser error"),
     ],
 )
 def test_what_is_wrong_or_not_enforced_is_refused(backend, given, message):
@@ -241,7 +241,7 @@ def test_what_is_wrong_or_not_enforced_is_refused(backend, given, message):
         ({"type": "token", "token": "<x>"}, "expected the text or id of a special token .* '<x>'"),
         ({"type": "token", "token": 65}, "expected the text or id of a special token .* 65"),
         ({"type": "json_schema", "json_schema": {"not": {}}}, "xgrammar does not enforce not"),
-        ({"type": "grammar", "grammar": 'start: "a"'}, "not in the syntax of Lark"),
+        ({"type": "grammar", "grammar": 'start: "a"'}, ".* not in the syntax of Lark"),
         (
             {**TRIGGERED, "triggers": ["<f", "<call>"], "tags": [TAG, CALLED]},
             "expected triggers for xgrammar that are all texts",
@@ -249,7 +249,7 @@ def test_what_is_wrong_or_not_enforced_is_refused(backend, given, message):
     ],
 )
 def test_parts_of_tags_that_it_has_not_are_refused(backend, format, message):
-    with pytest.raises(ValueError, match=f"structural_tag: .*{message}"):
+    with pytest.raises(ValueError, match=f"^{message}"):
         tag(backend, format)
 
 
@@ -257,6 +257,24 @@ def test_a_lenient_request_leaves_out_what_is_not_enforced(backend):
     state = compiled(backend, json={"type": "number", "multipleOf": 2, "not": {}}, lenient=True)
     assert accepts(state, "3")
     assert not accepts(state, '"3"')
+
+
+@pytest.mark.parametrize("schema", [{"not": {}}, {"type": "number", "multipleOf": 2}])
+def test_a_lenient_structural_tag_leaves_it_out_too(backend, schema):
+    format = {**TAG, "content": {"type": "json_schema", "json_schema": schema}}
+    with pytest.raises(ValueError, match="^xgrammar does not enforce"):
+        tag(backend, format)
+    given = {"type": "structural_tag", "format": format}
+    assert accepts(compiled(backend, structural_tag=given, lenient=True), "<f>3</f>")
+
+
+@pytest.mark.parametrize(
+    "grammar", ['root ::= "' + '\\"' * 500_000, "root ::= [" + "\\]" * 500_000]
+)
+def test_a_grammar_whose_text_does_not_end_is_read_in_one_pass(grammar):
+    start = time.perf_counter()
+    check_grammar(grammar)
+    assert time.perf_counter() - start < 5
 
 
 def test_options_say_how_json_is_written(library):
@@ -372,7 +390,7 @@ def test_hostile_grammars_are_compiled_or_refused_in_time(library):
             try:
                 allowed(compiled(backend, **given))
             except ValueError as error:
-                assert str(error).startswith((*given,))  # noqa: PT017
+                assert str(error)  # noqa: PT017
             assert time.perf_counter() - start < 15  # with what a busy machine adds
             assert accepts(compiled(backend, regex="a"), "a")
     finally:
@@ -387,7 +405,7 @@ def test_a_grammar_that_needs_too_long_ends_its_process_alone(library):
     try:
         compiled(backend, regex="a")
         (first,) = backend.pids
-        with pytest.raises(ValueError, match=r"json: .* took 0.9 s, and was not done"):
+        with pytest.raises(ValueError, match=r"^compiling .* took 0.9 s, and was not done"):
             compiled(backend, **SLOW)
         assert not psutil.pid_exists(first)
         assert accepts(compiled(backend, regex="a"), "a")

@@ -15,7 +15,6 @@ from hardpoint.core.build import build_async_engine
 from hardpoint.core.config import config_from
 from hardpoint.core.engine.utility_calls import AsyncControlCalls
 from hardpoint.core.frontend.async_engine import AsyncEngine
-from hardpoint.core.frontend.plugin_health import Health
 from hardpoint.core.frontend.prompts import Prompt
 from hardpoint.plugins import (
     ConfigError,
@@ -27,6 +26,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.errors import EngineDeadError
+from hardpoint.plugins.stats import Health
 
 from .chat import Chat, Messages, ToolChoice, Tools
 from .open_model import OpenModel

@@ -13,7 +13,6 @@ from hardpoint.core.config import config_from
 from hardpoint.core.engine.utility_calls import SyncControlCalls
 from hardpoint.core.frontend.input_processor import RequestExtras
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.core.frontend.plugin_health import Health
 from hardpoint.core.frontend.prompts import Prompt, copied, is_list
 from hardpoint.plugins import (
     ConfigError,
@@ -26,6 +25,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.errors import shown
+from hardpoint.plugins.stats import Health
 
 from .chat import Chat, Messages, ToolChoice, Tools
 from .open_model import OpenModel

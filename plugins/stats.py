@@ -12,6 +12,7 @@ from .component import Component, Context
 
 __all__ = [
     "FinishedRequest",
+    "Health",
     "IterationStats",
     "PluginMeter",
     "PrefixCacheStats",
@@ -157,6 +158,31 @@ class StepFault(msgspec.Struct, frozen=True):
 
     count: int
     message: str
+
+
+class Health(msgspec.Struct, frozen=True):
+    """The health of an engine and its plugins.
+
+    Attributes:
+        faults: by plugin name, how many distinct requests it ended.
+        quarantined: by plugin name, its first fault, or that it ran when the engine died; requests
+            that use it are refused, and a built-in default takes the place of a policy.
+        fallbacks: by plugin name, the decisions that the built-in default took instead, and the
+            failed calls that had no effect.
+        slow: by plugin name, the steps for which it took longer than `plugins.slow_seconds`.
+        restarts: how often a dead engine was restarted.
+    """
+
+    faults: dict[str, int]
+    quarantined: dict[str, str]
+    fallbacks: dict[str, StepFault] = {}
+    slow: dict[str, StepFault] = {}
+    restarts: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """True if no plugin is quarantined."""
+        return not self.quarantined
 
 
 @dataclass(frozen=True, kw_only=True)

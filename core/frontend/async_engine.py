@@ -31,6 +31,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.errors import EngineClosedError, EngineDeadError
 from hardpoint.plugins.manifest import Manifest
+from hardpoint.plugins.stats import Health
 from hardpoint.plugins.typed import convert
 from hardpoint.registry.blame import raise_unless_fault
 from hardpoint.registry.discovery import is_third_party
@@ -39,7 +40,6 @@ from .frontend import EngineParts, Frontend, Submission
 from .input_processor import NO_EXTRAS, AsyncTokenizer, RequestExtras
 from .lifecycle import DEADLY, WINDOW_S, EngineLifecycle, EngineState, Restarter
 from .output_collector import RequestOutputCollector
-from .plugin_health import Health
 from .prompts import Prompt
 
 _log = logging.getLogger("hardpoint")

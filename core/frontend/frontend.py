@@ -33,7 +33,7 @@ from hardpoint.plugins.component import Component
 from hardpoint.plugins.config import ConfigSources, KVCacheConfig, SchedulerConfig
 from hardpoint.plugins.errors import EngineDeadError, PluginFaultError, shown
 from hardpoint.plugins.read_only import read_only
-from hardpoint.plugins.stats import StepFault
+from hardpoint.plugins.stats import Health, StepFault
 from hardpoint.registry.blame import describe
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.guards import GuardedTokenizer
@@ -44,7 +44,7 @@ from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
 from .output_parts import OutputParsers
 from .output_processor import OutputProcessor, ProcessedOutputs
 from .plugin_arguments import PluginArguments
-from .plugin_health import Health, PluginHealth
+from .plugin_health import PluginHealth
 from .prompts import Prompt
 from .request_state import AnyOutput, OutputSink, ParentRequest
 from .statistics import Statistics

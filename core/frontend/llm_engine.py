@@ -28,13 +28,12 @@ from hardpoint.plugins.errors import (
     PluginFaultError,
 )
 from hardpoint.plugins.manifest import Manifest
-from hardpoint.plugins.stats import StepFault
+from hardpoint.plugins.stats import Health, StepFault
 from hardpoint.plugins.typed import convert
 from hardpoint.registry.blame import is_fault, raise_unless_fault
 
 from .frontend import EngineParts, Frontend, ProcessedBatch
 from .input_processor import NO_EXTRAS, RequestExtras
-from .plugin_health import Health
 from .prompts import Prompt
 from .request_state import AnyOutput
 

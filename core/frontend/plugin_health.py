@@ -2,37 +2,10 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from hardpoint.plugins import RequestError
-from hardpoint.plugins.stats import StepFault
+from hardpoint.plugins.stats import Health, StepFault
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
-
-
-class Health(msgspec.Struct, frozen=True):
-    """The health of an engine and its plugins.
-
-    Attributes:
-        faults: by plugin name, how many distinct requests it ended.
-        quarantined: by plugin name, its first fault, or that it ran when the engine died; requests
-            that use it are refused, and a built-in default takes the place of a policy.
-        fallbacks: by plugin name, the decisions that the built-in default took instead, and the
-            failed calls that had no effect.
-        slow: by plugin name, the steps for which it took longer than `plugins.slow_seconds`.
-        restarts: how often a dead engine was restarted.
-    """
-
-    faults: dict[str, int]
-    quarantined: dict[str, str]
-    fallbacks: dict[str, StepFault] = {}
-    slow: dict[str, StepFault] = {}
-    restarts: int = 0
-
-    @property
-    def ok(self) -> bool:
-        """True if no plugin is quarantined."""
-        return not self.quarantined
 
 
 class PluginHealth:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from .typed import Strict
 
@@ -386,7 +386,7 @@ class ServerConfig(Strict):
     root_path: str = ""
     served_names: list[Annotated[str, Meta(min_length=1)]] = []
     keys_file: str | None = None
-    open_routes: list[str] = ["/health", "/ready", "/"]
+    open_routes: list[str] = field(default_factory=lambda: ["/health", "/ready", "/"])
     allowed_hosts: list[str] | None = None
     allowed_origins: list[str] = []
     tls_certificate: str | None = None

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
-from .config import EngineConfig
+from .config import EngineConfig, ServerConfig, ServerLimits
 from .errors import EngineDeadError
 from .params import SamplingParams
-from .requests import Prompt, RequestOutput
+from .requests import Prompt, RequestOutput, ToolCall
 from .scheduling_policy import SchedulingPolicy
 from .stats import Health, PluginMeter, SchedulerStats
 from .step_record import LiveRequest
@@ -40,8 +40,11 @@ __all__ = [
     "Route",
     "Scope",
     "Send",
+    "ServerConfig",
     "ServerContext",
     "ServerExtension",
+    "ServerLimits",
+    "ToolCall",
     "Transform",
 ]
 

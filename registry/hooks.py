@@ -95,6 +95,8 @@ class HookSet:
         """
         installed: list[InstalledExtension] = []
         for impl in self._manager.hook.server_extensions.get_hookimpls():
+            if impl.wrapper or impl.hookwrapper:  # which have nothing to wrap: each is called alone
+                continue
             source = self._sources[impl.plugin_name]
             arguments = {"server": server} if "server" in impl.argnames else {}
             try:

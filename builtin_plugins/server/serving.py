@@ -83,10 +83,25 @@ class Serving:
             )
         )
 
-    async def run(self) -> int:
-        """Serve until the end; return the exit code."""
+    @property
+    def is_listening(self) -> bool:
+        """Whether it answers connections."""
+        return self._listener.started
+
+    def stop(self) -> None:
+        """End the server now; requests that run are ended."""
+        self._listener.force_exit = True
+        self._end.set()
+
+    async def run(self, *, handle_signals: bool = True) -> int:
+        """Serve until the end; return the exit code.
+
+        Args:
+            handle_signals: drain at SIGINT and SIGTERM; for the main thread alone.
+        """
         loop = asyncio.get_running_loop()
-        for name in (signal.SIGINT, signal.SIGTERM):
+        names = (signal.SIGINT, signal.SIGTERM) if handle_signals else ()
+        for name in names:
             loop.add_signal_handler(name, self._signalled, name)
         listening = asyncio.ensure_future(self._listener.serve(self._sockets))
         watching = asyncio.ensure_future(self._watch())
@@ -97,7 +112,7 @@ class Serving:
             self._listener.should_exit = True
             with contextlib.suppress(asyncio.CancelledError):
                 await listening
-            for name in (signal.SIGINT, signal.SIGTERM):
+            for name in names:
                 loop.remove_signal_handler(name)
         return self._code
 
@@ -108,8 +123,7 @@ class Serving:
         else:
             _log.warning("a second signal (%s): requests that run are ended", name.name)
             self._code = 128 + name
-            self._listener.force_exit = True
-            self._end.set()
+            self.stop()
 
     async def _drain(self, name: signal.Signals) -> None:
         """Say that no more requests should come, serve on for a while, then finish those here."""

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from hardpoint.plugins import RequestError, typed
 
 from .errors import AnswerError
+from .streaming import ClientGoneError
 
 _log = logging.getLogger("hardpoint")
 
@@ -46,7 +47,7 @@ async def read_body(request: Request, limit: int, seconds: float) -> bytes:
                 headers={"connection": "close"},
             ) from None
         if message["type"] != "http.request":
-            raise asyncio.CancelledError  # the client is gone
+            raise ClientGoneError
         part = message.get("body", b"")
         size += len(part)
         if size > limit:

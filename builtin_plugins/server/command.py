@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.plugins import Command, CommandContext, EngineConfig, typed
+from hardpoint.plugins import Command, CommandContext, EngineConfig
 from hardpoint.plugins.commands import ConfigSources
 from hardpoint.plugins.server import AsyncGenerator, ServerConfig
+from hardpoint.plugins.typed import convert
 
 _OPTIONS = ("host", "port", "uds", "admin", "root_path", "keys_file")
 """Options that are fields of the table `server`."""
@@ -76,7 +77,7 @@ def _config(
 
 
 def _checked(table: ServerConfig) -> ServerConfig:
-    return typed.convert(table, ServerConfig, path="server")
+    return convert(table, ServerConfig, path="server")
 
 
 def _loop_factory() -> Any:

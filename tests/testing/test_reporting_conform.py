@@ -7,7 +7,7 @@ import zmq
 from support.searching import kit_examples
 
 from hardpoint.builtin_plugins.kv_cache.events import NullPublisher, ZmqPublisher
-from hardpoint.builtin_plugins.stats import LogSink
+from hardpoint.builtin_plugins.stats.log import LogSink
 from hardpoint.plugins import KVEventBatch
 from hardpoint.testing import KVEventPublisherSuite, StatSinkSuite
 

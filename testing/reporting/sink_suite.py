@@ -322,7 +322,7 @@ def _counters(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]
         for sample in family.samples:
             series = (sample.name, tuple(sorted(sample.labels.items())))
             if series in seen:
-                raise EXPOSITION.violation(f"{_shown(series)} is there twice")
+                raise EXPOSITION.violation(f"{_series_text(series)} is there twice")
             seen.add(series)
             if family.type in ("counter", "histogram", "summary") and "quantile" not in (
                 sample.labels
@@ -339,13 +339,15 @@ def _compared(before: dict[Any, float], after: dict[Any, float]) -> dict[Any, fl
     """
     for series, value in before.items():
         if series not in after:
-            raise EXPOSITION.violation(f"{_shown(series)} is no longer there")
+            raise EXPOSITION.violation(f"{_series_text(series)} is no longer there")
         if after[series] < value:
-            raise EXPOSITION.violation(f"{_shown(series)} fell from {value:g} to {after[series]:g}")
+            raise EXPOSITION.violation(
+                f"{_series_text(series)} fell from {value:g} to {after[series]:g}"
+            )
     return after
 
 
-def _shown(series: tuple[str, tuple[tuple[str, str], ...]]) -> str:
+def _series_text(series: tuple[str, tuple[tuple[str, str], ...]]) -> str:
     labels = ", ".join(f"{name}={value!r}" for name, value in series[1])
     return f"{series[0]}{{{labels}}}"
 

@@ -73,8 +73,11 @@ NAMES_OF_VLLM = {
 }
 
 
-class Tracked(SchedulerStats, weakref=True):
-    """A state of which is known whether anyone refers to it."""
+class State:
+    """As a SchedulerStats, with which no weak reference is possible."""
+
+    def __init__(self, stats):
+        vars(self).update(msgspec.structs.asdict(stats))
 
 
 def series(text, **labels):
@@ -196,7 +199,7 @@ def test_engines_of_one_process_do_not_meet_and_leave_nothing(scripted):
 
 
 def test_a_closed_sink_keeps_nothing():
-    one, state = sink(), Tracked(**msgspec.structs.asdict(scheduler_stats()))
+    one, state = sink(), State(scheduler_stats())
     one.record(IterationStats(scheduler=state))
     assert one.exposition(PluginReport())
     kept = weakref.ref(state)

@@ -8,9 +8,22 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-VOCABULARY = tuple(
-    ["age", "air", "animal", "answer", "apple", "april", "area", "art", "autumn", "back", "ball", "bank", "basket", "bed", "bell", "bird", "black", "blue", "boat", "body", "book", "bottle", "boy", "bread", "bridge", "bright", "brother", "brown", "bus", "business", "cake", "camp", "car", "case", "chair", "change", "child", "church", "city", "clean", "clock", "close", "cloud", "coat", "coffee", "cold", "color", "community", "company", "corn", "cotton", "country", "cover", "cow", "cross", "cup", "dance", "dark", "day", "deep", "desk", "dinner", "doctor", "dog", "door", "dress", "drink", "dry", "early", "east", "education", "end", "eye", "face", "fact", "family", "farm", "father", "field", "fire", "fish", "floor", "flower", "foot", "force", "forest", "friend", "front", "game", "garden", "girl", "glass", "gold", "government", "grass", "green", "group", "guy", "hand", "hat", "head", "health", "hill", "history", "home", "horse", "hot", "hour", "house", "ice", "idea", "information", "island", "issue", "job", "key", "kid", "kind", "kitchen", "lake", "land", "large", "law", "leaf", "letter", "level", "life", "light", "line", "lion", "little", "long", "lot", "man", "map", "market", "member", "milk", "minute", "moment", "money", "month", "morning", "mother", "mountain", "music", "nail", "name", "night", "north", "number", "ocean", "office", "open", "others", "page", "paint", "paper", "parent", "part", "party", "people", "person", "place", "plant", "point", "policy", "power", "president", "problem", "program", "question", "quick", "reason", "research", "result", "right", "river", "room", "school", "sense", "service", "side", "silver", "simple", "sister", "small", "state", "stone", "story", "strong", "student", "study", "summer", "system", "teacher", "team", "thing", "time", "war", "water", "way", "week", "window", "winter", "woman", "word", "work", "world", "year", "yellow"]
-)
+_ENTRIES = """
+age air animal answer apple april area art autumn back ball bank basket bed bell bird black blue
+boat body book bottle boy bread bridge bright brother brown bus business cake camp car case chair
+change child church city clean clock close cloud coat coffee cold color community company corn
+cotton country cover cow cross cup dance dark day deep desk dinner doctor dog door dress drink dry
+early east education end eye face fact family farm father field fire fish floor flower foot force
+forest friend front game garden girl glass gold government grass green group guy hand hat head
+health hill history home horse hot hour house ice idea information island issue job key kid kind
+kitchen lake land large law leaf letter level life light line lion little long lot man map market
+member milk minute moment money month morning mother mountain music nail name night north number
+ocean office open others page paint paper parent part party people person place plant point policy
+power president problem program question quick reason research result right river room school
+sense service side silver simple sister small state stone story strong student study summer system
+teacher team thing time war water way week window winter woman word work world year yellow
+"""
+VOCABULARY = tuple(_ENTRIES.split())
 """What prompts are made of."""
 
 

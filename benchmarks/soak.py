@@ -59,6 +59,8 @@ SCRIPTED_MODEL = '{use="hardpoint.testing:ScriptedModel", name="ScriptedForCausa
 FAILING = "http_load.faulty:FailsAt"
 _REQUEST_S = 120.0
 _IDLE_S = 60.0
+_REST_S = 15.0
+_REST_PERIOD_S = 0.5
 _QUESTIONS = 40
 _CHECKED_AFTER = 8
 
@@ -202,16 +204,21 @@ class Soak:
         return [f"question {number} has another answer after the load" for number in different]
 
 
-async def holdings_at_rest(pid: int, before: Holdings | None, memory_mib: float) -> Holdings:
-    """Return what the server holds, as soon as nothing is left over, or after a while."""
-    deadline = time.monotonic() + 15.0
+async def holdings_at_rest(pid: int, is_done: Callable[[Holdings, Holdings], bool]) -> Holdings:
+    """Return what the server holds, as soon as that is done, or after a while.
+
+    Args:
+        pid: of the server.
+        is_done: of what it held just before, and what it holds.
+    """
+    deadline = time.monotonic() + _REST_S
+    last = Holdings.of(pid)
     while True:
+        await asyncio.sleep(_REST_PERIOD_S)
         found = Holdings.of(pid)
-        if time.monotonic() > deadline:
+        if is_done(last, found) or time.monotonic() > deadline:
             return found
-        if before is not None and not found.leaks(before, memory_mib):
-            return found
-        await asyncio.sleep(0.5)
+        last = found
 
 
 async def run(target: Target, pid: int | None, options: argparse.Namespace) -> dict[str, Any]:
@@ -227,15 +234,17 @@ async def run(target: Target, pid: int | None, options: argparse.Namespace) -> d
     warm_up = min(60.0, 0.2 * options.seconds)
     print(f"warm-up of {warm_up:g} s, then {options.seconds:g} s", flush=True)
     await soak.load(warm_up, options.seed)
-    first_metrics, problems = await soak.wait_until_idle()
+    first_metrics, left = await soak.wait_until_idle()
+    problems = [f"left after the warm-up: {what}" for what in left]
     if pid is not None:
-        before = await holdings_at_rest(pid, None, options.memory)
+        before = await holdings_at_rest(pid, lambda old, new: not old.leaks(new, 1.0))
     counts, cpu_share = await soak.load(options.seconds, options.seed + 1)
     metrics, left = await soak.wait_until_idle()
     problems += [f"left after the load: {what}" for what in left]
     after = None
     if pid is not None and before is not None:
-        after = await holdings_at_rest(pid, before, options.memory)
+        reference = before
+        after = await holdings_at_rest(pid, lambda _, new: not new.leaks(reference, options.memory))
         problems += after.leaks(before, options.memory)
     for name in OPTIONAL:
         if metrics.get(name, 0.0) > first_metrics.get(name, metrics.get(name, 0.0)):

@@ -8,9 +8,9 @@ from http_load.answers import Document
 from http_load.connection import Pool
 
 NAMES = {
-    "requests running": ("hardpoint:requests_running", "vllm:num_requests_running"),
-    "requests waiting": ("hardpoint:requests_waiting", "vllm:num_requests_waiting"),
-    "KV cache usage": ("hardpoint:kv_cache_usage", "vllm:kv_cache_usage_perc"),
+    "requests running": ("hardpoint:num_requests_running", "vllm:num_requests_running"),
+    "requests waiting": ("hardpoint:num_requests_waiting", "vllm:num_requests_waiting"),
+    "KV cache usage": ("hardpoint:kv_cache_usage_perc", "vllm:kv_cache_usage_perc"),
     "asyncio tasks": ("hardpoint:asyncio_tasks",),
 }
 """What is read, and the names that servers give it, of which the first that exists counts."""

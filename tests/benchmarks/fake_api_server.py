@@ -56,6 +56,8 @@ class FakeServer:
     Attributes:
         choose: number and body of a request to its answer.
         counts_tokens: whether there is /tokenize: a token for each four letters, with a space.
+        metrics: the text of /metrics.
+        running: number of completions that are being answered.
         url: its address.
         bodies: of the requests for completions.
         paths: of all requests.
@@ -65,6 +67,8 @@ class FakeServer:
 
     choose: Callable[[int, dict], Answer] = lambda number, body: Answer()
     counts_tokens: bool = True
+    metrics: Callable[[], str] | None = None
+    running: int = 0
     url: str = ""
     bodies: list[dict] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
@@ -73,7 +77,8 @@ class FakeServer:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+        ends = ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError
+        with contextlib.suppress(*ends):
             while await self._one(reader, writer):
                 pass
         writer.close()
@@ -94,10 +99,18 @@ class FakeServer:
             if count is None:
                 count = 7 + self.count(body["messages"][0]["content"])
             return await self._document(writer, Answer(body=json.dumps({"count": count})))
+        if path.endswith("/metrics") and self.metrics is not None:
+            return await self._document(writer, Answer(body=self.metrics()))
         if not path.endswith("completions"):
             return await self._document(writer, Answer(status=404, body='{"detail": "Not Found"}'))
         self.bodies.append(body)
-        answer = self.choose(len(self.bodies) - 1, body)
+        self.running += 1
+        try:
+            return await self._complete(writer, self.choose(len(self.bodies) - 1, body), body)
+        finally:
+            self.running -= 1
+
+    async def _complete(self, writer: asyncio.StreamWriter, answer: Answer, body: dict) -> bool:
         await asyncio.sleep(answer.first)
         if answer.status != 200 or answer.body:
             return await self._document(writer, answer)
@@ -207,8 +220,7 @@ def serving(
         listening.close()
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            await asyncio.wait([task])
 
     thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
     thread.start()

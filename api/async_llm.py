@@ -26,6 +26,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.errors import EngineDeadError
+from hardpoint.plugins.server import InstalledExtension, ServerContext
 from hardpoint.plugins.stats import Health
 
 from .chat import Chat, Messages, ToolChoice, Tools
@@ -157,6 +158,7 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
         *,
         tools: Tools | None = None,
         tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -175,6 +177,7 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
                 functions with typed parameters.
             tool_choice: "none" shows the model no tools; "required" and `{"name": ...}` make it
                 call one, by a grammar. Tools that are `strict` get arguments of their schemas.
+            parallel_tool_calls: whether a grammar, where there is one, allows several calls.
             add_generation_prompt: whether the prompt ends with the beginning of an answer; None is
                 unless the last message is continued.
             continue_final_message: the model goes on with the last message, of the assistant.
@@ -190,6 +193,7 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
         chat = Chat(
             tools,
             tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
@@ -207,6 +211,48 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output
+
+    async def apply_chat_template(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        tool_choice: ToolChoice = "auto",
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Mapping[str, Any]:
+        """Return a conversation as a prompt: `prompt` is its text, `prompt_token_ids` its ids.
+
+        The template is rendered in another thread. Arguments are those of `chat`.
+
+        Raises:
+            RequestError: the model has no chat template, or it refuses the messages.
+        """
+        chat = Chat(
+            tools,
+            tool_choice,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return await asyncio.to_thread(chat.rendered, self.tokenizer, messages)
+
+    async def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return a text's tokens; a long text is tokenised in another thread.
+
+        Raises:
+            RequestError: the text cannot be encoded.
+        """
+        return await self._engine.tokenise(text, add_special_tokens=add_special_tokens)
+
+    def server_extensions(self, server: ServerContext) -> list[InstalledExtension]:
+        """Call the hook of the same name; return what plugins add to a server.
+
+        Raises:
+            PluginError: a plugin failed, or returned something else.
+        """
+        return self._engine.server_extensions(server)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests by their ids; each yields what it has, with finish reason "abort".
@@ -242,6 +288,10 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
             EngineDeadError: the engine is dead and is not restarted.
         """
         return await self._engine.health()
+
+    async def metrics(self) -> str:
+        """Return what the enabled stat sinks export, in Prometheus's text format."""
+        return ""
 
     async def why_waiting(self, request_id: str) -> dict[int, WaitReason | None]:
         """Return why the completions of a request got no tokens in the last step, by index.

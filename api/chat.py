@@ -216,6 +216,7 @@ class Chat:
         tools: Any = None,
         tool_choice: Any = "auto",
         *,
+        parallel_tool_calls: Any = True,
         add_generation_prompt: Any = None,
         continue_final_message: Any = False,
         chat_template_kwargs: Any = None,
@@ -226,7 +227,8 @@ class Chat:
             RequestError: the tools or another argument is malformed.
         """
         read = [] if tools is None else read_tools(tools)
-        self.calls = _call_rules(read, tool_choice)
+        _check_flag("parallel_tool_calls", parallel_tool_calls, bool)
+        self.calls = _call_rules(read, tool_choice, parallel=parallel_tool_calls)
         shown_tools = [] if tool_choice == "none" else read
         self.tools = [msgspec.to_builtins(tool) for tool in shown_tools]
         self.schemas = {
@@ -275,7 +277,7 @@ def _check_flag(name: str, value: Any, type_: Any) -> None:
         raise RequestError(f"{name}: expected true or false, got {shown(value)}")
 
 
-def _call_rules(tools: Sequence[Tool], choice: Any) -> CallRules | None:
+def _call_rules(tools: Sequence[Tool], choice: Any, *, parallel: bool) -> CallRules | None:
     """Return the calls that a grammar allows; None if the model is free.
 
     Raises:
@@ -286,12 +288,12 @@ def _call_rules(tools: Sequence[Tool], choice: Any) -> CallRules | None:
     if choice == "none":
         return None
     if choice == "auto":
-        return CallRules(strict=strict) if strict else None
+        return CallRules(strict=strict, parallel=parallel) if strict else None
     names = [function.name for function in functions]
     if choice == "required":
         if not names:
             raise RequestError('tool_choice: "required" needs tools, got none')
-        return CallRules(required=names, strict=strict)
+        return CallRules(required=names, strict=strict, parallel=parallel)
     name = _named(choice)
     if name is None:
         raise RequestError(

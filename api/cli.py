@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from hardpoint.core.config import load_config
 from hardpoint.core.engine.model_files import ALIASES, find_files
@@ -18,6 +19,7 @@ from hardpoint.plugins.commands import Generator, PluginCatalog
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.errors import PluginConflictError, PluginContractError, PluginFaultError
 from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.server import AsyncGenerator
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.catalog import Catalog
 from hardpoint.registry.discovery import discover, installed_version
@@ -253,6 +255,16 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
             messages.show_log()
         return LLM.from_resolved(config, config_sources, progress=False if messages.quiet else None)
 
+    def open_async(
+        config: EngineConfig, config_sources: ConfigSources, restart: Literal["never", "on_failure"]
+    ) -> AsyncGenerator:
+        if problem is not None:
+            raise problem
+        from .async_llm import AsyncLLM  # noqa: PLC0415 - torch takes a second to import
+
+        messages.show_log()
+        return AsyncLLM.from_resolved(config, config_sources, restart=restart)
+
     return CommandContext(
         load_config=load,
         load_catalog=load_catalog,
@@ -260,6 +272,7 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
         version=installed_version(),
         quiet=messages.quiet,
         show_error=messages.error,
+        open_async=open_async,
     )
 
 

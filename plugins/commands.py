@@ -6,13 +6,16 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from .config import ConfigSources, EngineConfig
 from .describing import FieldDoc
 from .errors import RequestError
 from .params import SamplingParams
-from .requests import RequestOutput
+from .requests import Prompt, RequestOutput
+
+if TYPE_CHECKING:
+    from .server import AsyncGenerator
 
 __all__ = [
     "Command",
@@ -115,10 +118,6 @@ class PluginCatalog(Protocol):
         """
 
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or what `apply_chat_template` returns."""
-
-
 class Generator(Protocol):
     """An open model."""
 
@@ -166,6 +165,16 @@ def _print_error(message: str) -> None:
     print(f"hardpoint: error: {' '.join(message.split())}", file=sys.stderr)
 
 
+OpenAsync = Callable[
+    [EngineConfig, ConfigSources, Literal["never", "on_failure"]], "AsyncGenerator"
+]
+"""Opens a model for an event loop; the last argument says whether a dead engine is restarted."""
+
+
+def _no_async_engine(*_: object) -> AsyncGenerator:
+    raise NotImplementedError("this CommandContext was made without open_async")
+
+
 @dataclass(frozen=True)
 class CommandContext:
     """What a command may use.
@@ -180,6 +189,8 @@ class CommandContext:
         show_error: prints an error in one line on standard error, as `--log-format` asks for. For
             an error after which the command goes on; one that ends it is raised as a
             HardpointError.
+        open_async: loads the configured model for a program that runs an event loop, in a process
+            of its own; the last argument says whether a dead engine is restarted.
     """
 
     load_config: Callable[[], tuple[EngineConfig, ConfigSources]]
@@ -188,6 +199,7 @@ class CommandContext:
     version: str
     quiet: bool = False
     show_error: Callable[[str], None] = _print_error
+    open_async: OpenAsync = _no_async_engine
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from .requests import EngineCoreRequest, RequestOutput
 
 if TYPE_CHECKING:
     from .commands import Command
+    from .server import ServerContext, ServerExtension
     from .step_record import StepRecord
 
 __all__ = ["PROJECT", "HookSpecs", "hookimpl", "hookspec"]
@@ -76,3 +77,14 @@ class HookSpecs:
     @hookspec
     def cli_commands(self) -> Sequence[Command]:  # type: ignore[empty-body]
         """[command line] Return commands to add to `hardpoint`."""
+
+    @hookspec
+    def server_extensions(  # type: ignore[empty-body]
+        self, server: ServerContext
+    ) -> Sequence[ServerExtension]:
+        """[frontend] Return routes, middleware, transforms and authenticators to add to a server.
+
+        Called once, when an HTTP server starts and the engine is ready. An error here keeps the
+        server from starting, as does a route that the server has already, unless
+        `server.replace_routes` lists it.
+        """

@@ -26,10 +26,14 @@ __all__ = [
     "MultiModalFeature",
     "PoolingRequestOutput",
     "PrefillStats",
+    "Prompt",
     "RequestOutput",
     "TokenLogprobs",
     "ToolCall",
 ]
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or what `apply_chat_template` returns."""
 
 
 class FinishReason(IntEnum):

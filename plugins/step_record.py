@@ -7,7 +7,7 @@ from enum import Enum
 
 import msgspec
 
-__all__ = ["StepRecord", "WaitReason", "WaitingFor"]
+__all__ = ["LiveRequest", "StepRecord", "WaitReason", "WaitingFor"]
 
 
 class WaitingFor(Enum):
@@ -54,6 +54,32 @@ class WaitReason(msgspec.Struct, frozen=True):
     needed: int | None = None
     available: int | None = None
     ahead: int | None = None
+
+
+class LiveRequest(msgspec.Struct, kw_only=True, frozen=True):
+    """One completion that has not ended, as the engine sees it.
+
+    Attributes:
+        request_id: the internal id.
+        external_id: the user's.
+        index: among the `n` completions.
+        status: of the scheduler, such as "running" or "waiting".
+        num_computed_tokens: of prompt and output.
+        age_seconds: since it arrived in the engine.
+        waits_for: why it got no tokens in the last step; None if it got some.
+    """
+
+    request_id: str
+    external_id: str
+    index: int
+    status: str
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    num_output_tokens: int
+    priority: int
+    age_seconds: float
+    tags: dict[str, str] = {}
+    waits_for: WaitReason | None = None
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,13 +6,19 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from types import CodeType, TracebackType
-from typing import Any
+from typing import Any, get_args
 
 import pluggy
 
-from hardpoint.plugins.errors import PluginContractError, PluginFaultError, PluginLoadError
+from hardpoint.plugins.errors import (
+    PluginContractError,
+    PluginFaultError,
+    PluginLoadError,
+    shown,
+)
 from hardpoint.plugins.hooks import PROJECT, HookSpecs
 from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.server import InstalledExtension, ServerContext, ServerExtension
 
 from .blame import describe, raise_unless_fault
 
@@ -80,6 +86,29 @@ class HookSet:
             ) from cause
         return results
 
+    def server_extensions(self, server: ServerContext) -> list[InstalledExtension]:
+        """Call the hook of that name; return what plugins add to a server, in order of enabling.
+
+        Raises:
+            PluginFaultError: naming the plugin whose implementation failed; the cause is chained.
+            PluginContractError: naming the plugin that returned something else.
+        """
+        installed: list[InstalledExtension] = []
+        for impl in self._manager.hook.server_extensions.get_hookimpls():
+            if impl.wrapper or impl.hookwrapper:  # which have nothing to wrap: each is called alone
+                continue
+            source = self._sources[impl.plugin_name]
+            arguments = {"server": server} if "server" in impl.argnames else {}
+            try:
+                extensions = impl.function(**arguments)
+            except BaseException as cause:
+                raise_unless_fault(cause)
+                raise PluginFaultError(
+                    f"{source}: its hook server_extensions failed: {describe(cause)}"
+                ) from cause
+            installed += _checked_extensions(extensions, source)
+        return installed
+
     def _responsible_plugin(
         self, caller: pluggy.HookCaller, traceback: TracebackType | None
     ) -> str:
@@ -97,6 +126,17 @@ class HookSet:
                 return str(self._sources[matching[0].plugin_name])
             traceback = traceback.tb_next
         return _one_of(impls)
+
+
+def _checked_extensions(extensions: Any, source: Source) -> list[InstalledExtension]:
+    kinds = get_args(ServerExtension)
+    if not isinstance(extensions, Sequence) or not all(isinstance(e, kinds) for e in extensions):
+        raise PluginContractError(
+            f"{source}: its hook server_extensions must return a list of "
+            f"{', '.join(kind.__name__ for kind in kinds)} of hardpoint.plugins.server, "
+            f"got {shown(extensions)}"
+        )
+    return [InstalledExtension(source.name, str(source), extension) for extension in extensions]
 
 
 def _built(cls: type, source: Source) -> Any:

@@ -21,6 +21,7 @@ from hardpoint.plugins.executor import Worker
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.requests import LoRARequest
 from hardpoint.plugins.stats import PluginMeter, StepFault
+from hardpoint.plugins.step_record import LiveRequest
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 
@@ -220,6 +221,36 @@ class ControlCalls:
     def scheduler_stats(self: UtilityHost) -> SchedulerStats:
         """Return how many requests run and wait, and the state of the KV cache."""
         return self._parts.scheduler.stats()
+
+    @utility()
+    def live_requests(
+        self: UtilityHost, external_ids: Sequence[str] | None = None
+    ) -> list[LiveRequest]:
+        """Return live completions in order of arrival, with their progress and why they wait.
+
+        Args:
+            external_ids: of the requests, as the user knows them; None is all.
+        """
+        scheduler = self._parts.scheduler
+        now = scheduler.context.clock()
+        chosen = None if external_ids is None else set(external_ids)
+        return [
+            LiveRequest(
+                request_id=request.request_id,
+                external_id=request.source.external_req_id or request.request_id,
+                index=request.source.child_index,
+                status=request.status.value,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_computed_tokens=request.num_computed_tokens,
+                num_output_tokens=len(request.output_token_ids),
+                priority=request.priority,
+                age_seconds=max(now - request.arrival_time, 0.0),
+                tags=dict(request.tags),
+                waits_for=scheduler.why_waiting(request.request_id),
+            )
+            for request in sorted(scheduler.live_requests(), key=lambda live: live.arrival_time)
+            if chosen is None or request.source.external_req_id in chosen
+        ]
 
 
 class EngineUtilities(ControlCalls):

@@ -31,6 +31,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.errors import EngineClosedError, EngineDeadError
 from hardpoint.plugins.manifest import Manifest
+from hardpoint.plugins.server import InstalledExtension, ServerContext
 from hardpoint.plugins.stats import Health
 from hardpoint.plugins.typed import convert
 from hardpoint.registry.blame import raise_unless_fault
@@ -108,6 +109,22 @@ class AsyncEngine:
         finally:
             if not finished:
                 self._forget(submission)
+
+    async def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return a text's tokens; a long text is tokenised in another thread.
+
+        Raises:
+            RequestError: it cannot be encoded.
+        """
+        return await self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def server_extensions(self, server: ServerContext) -> list[InstalledExtension]:
+        """Call the hook; return what plugins add to a server, in order of enabling.
+
+        Raises:
+            PluginFaultError, PluginContractError: a plugin failed, or returned something else.
+        """
+        return self.parts.hooks.server_extensions(server)
 
     async def abort(self, ids: str | Iterable[str]) -> None:
         """End requests, by the user's or internal ids; they yield their outputs so far, and end."""

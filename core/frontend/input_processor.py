@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated, Any
@@ -148,14 +149,14 @@ class InputProcessor:
         given = read_prompt(prompt)
         return given.text if given.token_ids is None else None
 
-    def tokenise(self, text: str) -> list[int]:
+    def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens. May be called in any thread, one call at a time.
 
         Raises:
             RequestError: UTF-8 cannot encode it.
         """
         typed.check_text(text, "prompt", RequestError)
-        return self._tokenizer.encode(text)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def checked(self, params: SamplingParams) -> SamplingParams:
         """Return a copy of parameters after checking every field, also against the model.
@@ -262,13 +263,18 @@ class AsyncTokenizer:
         one text at a time.
         """
         text = self._processor.text_of(prompt)
-        if text is None:
-            return None
+        return None if text is None else await self.encode(text)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return a text's tokens."""
+        encode = functools.partial(
+            self._processor.tokenise, text, add_special_tokens=add_special_tokens
+        )
         if len(text) < _LONG_TEXT and not self._running:
-            return self._processor.tokenise(text)
+            return encode()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="hardpoint-tokenise")
-        future = self._thread.submit(self._processor.tokenise, text)
+        future = self._thread.submit(encode)
         self._running.add(future)
         future.add_done_callback(self._running.discard)  # not before the thread is done with it
         return await asyncio.wrap_future(future)

@@ -20,6 +20,7 @@ MODULES = (
     "output_format",
     "output_json",
     "output_parser",
+    "server",
     "structured",
     "typed",
 )

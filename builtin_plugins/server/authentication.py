@@ -1,0 +1,54 @@
+"""Who makes a request: asked of the authenticators in order, or anybody where there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from starlette.types import Scope
+
+from hardpoint.plugins.server import Client
+
+from .errors import AnswerError
+from .extensions import Owned, ServerFaults
+from .service import ANYBODY
+
+
+class Authentication:
+    """Finds the client of each request."""
+
+    def __init__(
+        self, authenticators: Sequence[Owned], faults: ServerFaults, open_routes: Collection[str]
+    ) -> None:
+        """Ask authenticators in order; none leaves every route open.
+
+        Args:
+            open_routes: paths that need no client.
+        """
+        self._authenticators, self._faults = authenticators, faults
+        self._open = frozenset(open_routes)
+
+    async def client(self, scope: Scope) -> Client:
+        """Return who makes a request.
+
+        Raises:
+            AnswerError: no client is known, or an authenticator failed.
+        """
+        if not self._authenticators:
+            return ANYBODY
+        headers = {n.decode("latin-1"): v.decode("latin-1") for n, v in scope["headers"]}
+        path = scope["path"]
+        for owned in self._authenticators:
+            try:
+                client: Client | None = await owned.part.authenticate(headers, path)
+            except Exception as cause:
+                raise self._faults.blame(owned, "authenticator", cause) from cause
+            if client is not None:
+                return client
+        if path in self._open:
+            return ANYBODY
+        raise AnswerError(
+            401,
+            "authorization: expected a valid key as `Authorization: Bearer KEY`",
+            code="invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
+        )

@@ -1,0 +1,159 @@
+"""Bodies of requests: read with limits, decoded, and checked field by field."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import inspect as types
+from starlette.requests import Request
+
+from hardpoint.plugins import RequestError, typed
+
+from .errors import AnswerError
+
+_log = logging.getLogger("hardpoint")
+
+T = TypeVar("T")
+
+
+async def read_body(request: Request, limit: int, seconds: float) -> bytes:
+    """Return a request's body.
+
+    Args:
+        limit: maximum bytes.
+        seconds: maximum time between two parts of it.
+
+    Raises:
+        AnswerError: it is too long, or it stops.
+    """
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise _too_long(limit)
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        try:
+            async with asyncio.timeout(seconds):
+                message = await request.receive()
+        except TimeoutError:
+            raise AnswerError(
+                408,
+                f"body: expected its next part within {seconds:g} s (server.body_seconds)",
+                headers={"connection": "close"},
+            ) from None
+        if message["type"] != "http.request":
+            raise asyncio.CancelledError  # the client is gone
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise _too_long(limit)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _too_long(limit: int) -> AnswerError:
+    return AnswerError(
+        413,
+        f"body: expected at most {limit} bytes (server.limits.body_bytes)",
+        headers={"connection": "close"},
+    )
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object of a body, without its members that are null.
+
+    Raises:
+        AnswerError: it is none.
+    """
+    try:
+        decoded = msgspec.json.decode(body)
+    except RecursionError:
+        raise AnswerError(400, "body: expected JSON, got one that is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as cause:
+        # msgspec's message holds a position and nothing of the body.
+        raise AnswerError(400, f"body: expected JSON: {cause}") from None
+    if not isinstance(decoded, dict):
+        raise AnswerError(
+            400, f"body: expected a JSON object, got {_json_type(decoded)}", param="body"
+        )
+    return {name: value for name, value in decoded.items() if value is not None}
+
+
+def _json_type(value: Any) -> str:
+    return {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}.get(
+        type(value), "a number"
+    )
+
+
+def without_ignored(body: dict[str, Any], type_: Any) -> dict[str, Any]:
+    """Return a body without the fields that its type ignores.
+
+    Raises:
+        RequestError: it has a field that the type refuses by name.
+    """
+    ignored: Mapping[str, str] = getattr(type_, "ignored", {})
+    refused: Mapping[str, str] = getattr(type_, "refused", {})
+    for name in body:
+        if name in refused:
+            raise RequestError(f"{name}: not supported: {refused[name]}")
+    return {name: value for name, value in body.items() if name not in ignored}
+
+
+def convert_body(body: dict[str, Any], type_: type[T], *, lenient: bool) -> T:
+    """Return a decoded body as a checked struct.
+
+    Args:
+        lenient: leave out fields that are not known, and log them.
+
+    Raises:
+        RequestError: naming the field, its value and what would be right.
+    """
+    try:
+        return typed.convert(body, type_, path="", error=RequestError)
+    except RequestError:
+        if not lenient:
+            raise
+    unknown: list[str] = []
+    known = _known(body, types.type_info(type_), "", unknown)
+    if unknown:
+        _log.warning("unknown fields of a request were left out: %s", ", ".join(unknown[:20])[:500])
+    return typed.convert(known, type_, path="", error=RequestError)
+
+
+def _known(value: Any, info: types.Type, path: str, unknown: list[str]) -> Any:
+    """Return a value without the fields that its type does not have; list their paths."""
+    if isinstance(info, types.Metadata):
+        return _known(value, info.type, path, unknown)
+    if isinstance(info, types.UnionType):
+        fitting = [option for option in info.types if _may_hold(option, value)]
+        return _known(value, fitting[0], path, unknown) if len(fitting) == 1 else value
+    if isinstance(info, types.ListType) and isinstance(value, list):
+        return [_known(v, info.item_type, f"{path}[{i}]", unknown) for i, v in enumerate(value)]
+    if not isinstance(info, types.StructType) or not isinstance(value, Mapping):
+        return value
+    fields = {field.encode_name: field.type for field in info.fields}
+    tag = {info.tag_field} if info.tag_field else set()
+    kept: dict[str, Any] = {}
+    for name, item in value.items():
+        if name in fields:
+            kept[name] = _known(item, fields[name], typed.join_path(path, name), unknown)
+        elif name in tag or not info.forbid_unknown_fields:
+            kept[name] = item
+        else:
+            unknown.append(typed.join_path(path, name)[:100])
+    return kept
+
+
+def _may_hold(info: types.Type, value: Any) -> bool:
+    if isinstance(info, types.Metadata):
+        return _may_hold(info.type, value)
+    if isinstance(info, types.StructType):
+        return isinstance(value, Mapping) and (
+            info.tag_field is None or value.get(info.tag_field) == info.tag
+        )
+    return isinstance(info, types.ListType) and isinstance(value, list)

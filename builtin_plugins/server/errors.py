@@ -1,0 +1,127 @@
+"""Errors as answers: OpenAI's shape, with a status, the path of the bad field and what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from hardpoint.plugins import HardpointError, OverloadedError, RequestError
+from hardpoint.plugins.errors import (
+    EngineClosedError,
+    EngineDeadError,
+    EnginePausedError,
+    EngineTimeoutError,
+    PluginFaultError,
+)
+
+_PATH = re.compile(r"[A-Za-z_][\w.\-/]*(?:\[\d+\][\w.\-/]*)*(?=: )")
+_RETRY_SECONDS = 5
+
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "overloaded_error",
+}
+
+
+class ErrorDetail(msgspec.Struct):
+    """What was wrong.
+
+    Attributes:
+        message: the reason, and what would be right.
+        type: class of the error, such as "invalid_request_error".
+        param: path of the field, where one is wrong.
+        code: for programs; None where the type says all.
+    """
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(msgspec.Struct):
+    """The body of an answer that is an error."""
+
+    error: ErrorDetail
+
+
+class AnswerError(Exception):
+    """An error with the status that it is answered with.
+
+    Attributes:
+        status: of HTTP.
+        detail: the body.
+        headers: further headers, such as Retry-After.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Choose the type by the status, unless `kind` is it."""
+        super().__init__(message)
+        self.status = status
+        by_status = "server_error" if status >= 500 else "invalid_request_error"
+        self.detail = ErrorDetail(
+            message, kind or _KINDS.get(status, by_status), param=param, code=code
+        )
+        self.headers = dict(headers or {})
+
+
+def unavailable(message: str, retry_after: float = _RETRY_SECONDS) -> AnswerError:
+    """Return the error 503 of a server that cannot answer now."""
+    headers = {"retry-after": str(max(1, round(retry_after)))}
+    return AnswerError(503, message, kind="unavailable_error", headers=headers)
+
+
+def answer_error(error: BaseException, retry_after: float = _RETRY_SECONDS) -> AnswerError:
+    """Return the answer to a request that failed with an error.
+
+    Args:
+        error: any; of one that is not Hardpoint's, the answer says nothing.
+        retry_after: seconds after which an overloaded server has room.
+    """
+    match error:
+        case AnswerError():
+            return error
+        case HTTPException():
+            headers = dict(error.headers or {})
+            return AnswerError(error.status_code, str(error.detail), headers=headers)
+        case OverloadedError():
+            headers = {"retry-after": str(max(1, round(retry_after)))}
+            return AnswerError(429, str(error), code="overloaded", headers=headers)
+        case RequestError():
+            message = str(error)
+            found = _PATH.match(message)
+            return AnswerError(400, message, param=found[0] if found else None)
+        case EngineDeadError() | EngineClosedError() | EnginePausedError() | EngineTimeoutError():
+            return unavailable(str(error))
+        case PluginFaultError():
+            return plugin_fault(str(error))
+        case HardpointError():
+            return AnswerError(500, str(error))
+    return AnswerError(500, "the server failed; its log says why")
+
+
+def plugin_fault(message: str) -> AnswerError:
+    """Return the answer to a request that a plugin ended; clients are not to send it again."""
+    return AnswerError(500, message, kind="plugin_error", headers={"x-should-retry": "false"})
+
+
+def error_response(error: AnswerError) -> Response:
+    """Return the response of an error."""
+    body = msgspec.json.encode(ErrorBody(error.detail))
+    return Response(body, error.status, error.headers, media_type="application/json")

@@ -1,0 +1,118 @@
+"""Parts of answers that several families share."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from hardpoint.builtin_plugins.server.errors import answer_error, plugin_fault
+from hardpoint.plugins import CompletionOutput, Logprob, RequestOutput, Tokenizer
+from hardpoint.plugins import errors as _errors
+
+
+class PromptDetails(msgspec.Struct):
+    """Of the prompt's tokens, those that were cached."""
+
+    cached_tokens: int
+
+
+class CompletionDetails(msgspec.Struct):
+    """Of the completion's tokens, those of the reasoning."""
+
+    reasoning_tokens: int
+
+
+class Usage(msgspec.Struct, omit_defaults=True):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails | None = None
+    completion_tokens_details: CompletionDetails | None = None
+
+
+class UsageCount:
+    """Counts the tokens of a request as its outputs come."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Start at zero."""
+        self._tokenizer = tokenizer
+        self.completion_tokens = 0
+        self._prompts: dict[int, tuple[int, int]] = {}
+        self._reasoning: list[str] = []
+
+    def add(self, output: RequestOutput, prompt: int = 0) -> None:
+        """Count an output that holds what is new, of one of several prompts."""
+        cached = output.num_cached_tokens
+        before = self._prompts.get(prompt, (0, 0))[1]
+        self._prompts[prompt] = len(output.prompt_token_ids), before if cached is None else cached
+        for completion in output.outputs:
+            self.completion_tokens += len(completion.token_ids)
+            if completion.reasoning:
+                self._reasoning.append(completion.reasoning)
+
+    def usage(self, *, whole: bool = True) -> Usage:
+        """Return the counts.
+
+        Args:
+            whole: with details, which are counted at the end alone.
+        """
+        prompt = sum(tokens for tokens, _ in self._prompts.values())
+        usage = Usage(prompt, self.completion_tokens, prompt + self.completion_tokens)
+        if whole:
+            cached = sum(cached for _, cached in self._prompts.values())
+            usage.prompt_tokens_details = PromptDetails(cached)
+            if self._reasoning:
+                ids = self._tokenizer.encode("".join(self._reasoning), add_special_tokens=False)
+                usage.completion_tokens_details = CompletionDetails(len(ids))
+        return usage
+
+
+def check_ended(completion: CompletionOutput) -> None:
+    """Raise the error of a completion that ended with one.
+
+    Raises:
+        AnswerError: it names the plugin or the model.
+    """
+    if completion.finish_reason != "error":
+        return
+    message = completion.error or "the engine gave no reason"
+    cls = getattr(_errors, completion.error_kind or "", None)
+    if isinstance(cls, type) and issubclass(cls, _errors.HardpointError):
+        raise answer_error(cls(message))
+    raise plugin_fault(message)
+
+
+def new_id(prefix: str, asked: str | None = None) -> str:
+    """Return the id of an answer: what the request asks for, or a random one."""
+    return f"{prefix}{asked or secrets.token_hex(12)}"
+
+
+def token_text(logprob: Logprob, token: int) -> str:
+    """Return the text of a token in log-probabilities."""
+    return f"token_id:{token}" if logprob.decoded_token is None else logprob.decoded_token
+
+
+def prompt_logprobs(output: RequestOutput) -> list[Any] | None:
+    """Return the log-probabilities of a prompt: by position, token id to its logprob."""
+    if output.prompt_logprobs is None:
+        return None
+    return [
+        None if position is None else {str(token): logprob for token, logprob in position.items()}
+        for position in output.prompt_logprobs
+    ]
+
+
+def likeliest(position: Mapping[int, Logprob], count: int) -> Sequence[tuple[int, Logprob]]:
+    """Return the likeliest tokens of a position."""
+    ranked = sorted(position.items(), key=lambda item: -item[1].logprob)
+    return ranked[:count]
+
+
+def finite(logprob: float) -> float:
+    """Return a log-probability as JSON can hold it: OpenAI's -9999 for an impossible one."""
+    return max(logprob, -9999.0)

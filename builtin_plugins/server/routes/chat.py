@@ -1,0 +1,484 @@
+"""`/v1/chat/completions`: conversations, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hardpoint.builtin_plugins.server.errors import AnswerError, ErrorBody
+from hardpoint.builtin_plugins.server.service import Service
+from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput, typed
+from hardpoint.plugins.server import Call, Route, ToolCall
+
+from .answers import (
+    Usage,
+    UsageCount,
+    check_ended,
+    finite,
+    likeliest,
+    new_id,
+    prompt_logprobs,
+    token_text,
+)
+from .fields import IGNORED, REFUSED, SamplingFields
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Message(typed.Strict):
+    """One message of a conversation.
+
+    Attributes:
+        content: a text, or parts `{"type": "text", "text": ...}`.
+        reasoning, reasoning_content: what the assistant thought; two names of one thing.
+        tool_calls: that the assistant made.
+        tool_call_id: of the call that a message of role "tool" answers.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    audio: None = None
+    function_call: None = None
+    annotations: list[Any] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return the message as chat templates have it, with both names of the reasoning."""
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content if self.content is not None else "",
+        }
+        if (reasoning := self.reasoning or self.reasoning_content) is not None:
+            message["reasoning"] = message["reasoning_content"] = reasoning
+        for name in ("name", "tool_calls", "tool_call_id"):
+            if getattr(self, name):
+                message[name] = getattr(self, name)
+        return message
+
+
+class NamedFunction(typed.Strict):
+    """The name of a tool."""
+
+    name: str
+
+
+class NamedTool(typed.Strict):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatCompletionRequest(SamplingFields):
+    """A conversation to answer.
+
+    Attributes:
+        max_completion_tokens: of the answer with its reasoning; `max_tokens` is the same.
+        logprobs: whether choices hold log-probabilities.
+        top_logprobs: likeliest tokens per position; needs `logprobs`.
+        reasoning_effort: for templates that have it; "none" asks for no reasoning.
+        include_reasoning: whether the answer holds the reasoning.
+        echo: whether the answer begins with the message that it continues.
+    """
+
+    ignored: ClassVar[Mapping[str, str]] = {
+        **IGNORED,
+        "prediction": "drafts come from the engine's own speculator",
+        "store": "nothing is stored",
+        "verbosity": "ask for it in the messages",
+    }
+    refused: ClassVar[Mapping[str, str]] = {
+        **REFUSED,
+        "audio": "the model writes text alone",
+        "function_call": "use tool_choice",
+        "functions": "use tools",
+        "web_search_options": "there are no hosted tools",
+    }
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    include_reasoning: bool = True
+    modalities: list[Literal["text"]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    echo: bool = False
+
+    def template_variables(self, template: str | None) -> dict[str, Any] | None:
+        """Return the variables of the chat template, with those of `reasoning_effort`."""
+        variables = dict(self.chat_template_kwargs or {})
+        effort = self.reasoning_effort
+        if effort is not None and template is not None:
+            if "reasoning_effort" in template and effort != "none":
+                variables.setdefault("reasoning_effort", effort)
+            if "enable_thinking" in template:
+                variables.setdefault("enable_thinking", effort != "none")
+        return variables or None
+
+
+class Function(msgspec.Struct, omit_defaults=True):
+    """The name of a called tool and its arguments as JSON text."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallPart(msgspec.Struct, omit_defaults=True):
+    """A call of a tool; of a streamed one, what is new."""
+
+    function: Function
+    index: int | None = None
+    id: str | None = None
+    type: str | None = None
+
+
+class TopLogprob(msgspec.Struct):
+    """A likely token of a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct):
+    """The token of a position, and the likeliest ones."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(msgspec.Struct):
+    """Log-probabilities of the tokens of a choice."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class AnswerMessage(msgspec.Struct, omit_defaults=True):
+    """The message of an answer, or of a chunk what is new of it."""
+
+    role: str | None = None
+    content: str | msgspec.UnsetType | None = msgspec.UNSET
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallPart] | None = None
+    refusal: msgspec.UnsetType | None = msgspec.UNSET
+
+
+class Choice(msgspec.Struct, kw_only=True):
+    """One completion of an answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: str | None
+    stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    warning: str | msgspec.UnsetType = msgspec.UNSET
+    validation_error: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChunkChoice(msgspec.Struct, kw_only=True):
+    """What is new of one completion."""
+
+    index: int
+    delta: AnswerMessage
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    warning: str | msgspec.UnsetType = msgspec.UNSET
+    validation_error: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The answer to a conversation."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage
+    service_tier: str | None = None
+    system_fingerprint: str | None = None
+    prompt_logprobs: list[Any] | None = None
+    prompt_token_ids: list[int] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class ChatCompletionChunk(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A part of a streamed answer."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+
+
+class ChatRoutes:
+    """The routes of conversations."""
+
+    def __init__(self, service: Service) -> None:
+        """Serve what the service does."""
+        self._service = service
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        return [
+            Route(
+                path="/v1/chat/completions",
+                endpoint=self.complete,
+                methods=("POST",),
+                summary="Answer a conversation.",
+                request_type=ChatCompletionRequest,
+                response_type=ChatCompletion,
+            )
+        ]
+
+    async def complete(self, request: Request) -> Response:
+        """Answer a conversation, whole or as it comes."""
+        call, asked = await self._service.read(request, ChatCompletionRequest)
+        model = self._service.model(asked.model)
+        outputs = self._outputs(call, asked)
+        identity = {
+            "id": new_id("chatcmpl-", asked.request_id),
+            "created": int(time.time()),
+            "model": model,
+        }
+        if asked.stream:
+            stream = ChatStream(self._service, asked, identity)
+            return self._service.stream(call, stream.events(outputs), stream.failed)
+        return await self._service.answer(request, call, self._whole(asked, identity, outputs))
+
+    def _outputs(
+        self, call: Call, asked: ChatCompletionRequest
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Return the outputs of a conversation, which begin when they are asked for."""
+        engine, limits = self._service.engine, self._service.settings.limits
+        if asked.top_logprobs and not asked.logprobs:
+            raise RequestError("top_logprobs: expected logprobs to be true with it")
+        max_tokens = asked.max_completion_tokens or asked.max_tokens
+        params = asked.sampling_params(
+            engine.default_sampling_params(),
+            limits,
+            max_tokens=max_tokens,
+            logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
+        )
+        choice: Any = asked.tool_choice or "auto"
+        if isinstance(choice, NamedTool):
+            choice = {"name": choice.function.name}
+        messages = [message.plain() for message in asked.messages]
+        self._service.check_prompt(messages, asked.tools)
+        return engine.chat(
+            messages,
+            params,
+            new_id("chatcmpl-", asked.request_id),
+            tools=asked.tools,
+            tool_choice=choice,
+            parallel_tool_calls=asked.parallel_tool_calls,
+            add_generation_prompt=asked.add_generation_prompt,
+            continue_final_message=asked.continue_final_message,
+            chat_template_kwargs=asked.template_variables(engine.tokenizer.chat_template),
+            **self._service.extras(call, asked),
+        )
+
+    async def _whole(
+        self,
+        asked: ChatCompletionRequest,
+        identity: Mapping[str, Any],
+        outputs: AsyncGenerator[RequestOutput, None],
+    ) -> AsyncGenerator[ChatCompletion, None]:
+        """Yield the whole answer, once."""
+        usage = UsageCount(self._service.engine.tokenizer)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                for completion in output.outputs:
+                    check_ended(completion)
+                usage.add(output)
+                yield ChatCompletion(
+                    **identity,
+                    object="chat.completion",
+                    choices=[_choice(completion, asked) for completion in output.outputs],
+                    usage=usage.usage(),
+                    prompt_logprobs=prompt_logprobs(output),
+                    prompt_token_ids=output.prompt_token_ids if asked.return_token_ids else None,
+                    kv_transfer_params=output.kv_transfer_params,
+                )
+
+
+def _choice(completion: CompletionOutput, asked: ChatCompletionRequest) -> Choice:
+    message = AnswerMessage("assistant", completion.content, refusal=None)
+    if asked.include_reasoning and completion.reasoning:
+        message.reasoning = message.reasoning_content = completion.reasoning
+    if completion.tool_calls:
+        message.tool_calls = [_whole_call(call) for call in completion.tool_calls]
+    elif message.content is None:
+        message.content = ""
+    if asked.echo and asked.continue_final_message:
+        before = asked.messages[-1].content
+        message.content = (before if isinstance(before, str) else "") + (message.content or "")
+    return Choice(
+        index=completion.index,
+        message=message,
+        logprobs=choice_logprobs(completion, asked.top_logprobs or 0) if asked.logprobs else None,
+        finish_reason=completion.finish_reason,
+        token_ids=completion.token_ids if asked.return_token_ids else msgspec.UNSET,
+        **ended(completion),
+    )
+
+
+def ended(completion: CompletionOutput) -> dict[str, Any]:
+    """Return the fields of a choice that say how its completion ended."""
+    fields: dict[str, Any] = {}
+    if completion.finish_reason is not None:
+        fields["stop_reason"] = completion.stop_reason
+    if completion.warning:
+        fields["warning"] = completion.warning
+    if completion.validation_error:
+        fields["validation_error"] = completion.validation_error
+    return fields
+
+
+def _whole_call(call: ToolCall) -> ToolCallPart:
+    return ToolCallPart(Function(call.name, call.arguments), id=call.id, type="function")
+
+
+def choice_logprobs(completion: CompletionOutput, count: int) -> ChoiceLogprobs | None:
+    """Return the log-probabilities of a completion's tokens, with the `count` likeliest."""
+    if completion.logprobs is None:
+        return None
+    content = [
+        _position(position, token, count)
+        for position, token in zip(completion.logprobs, completion.token_ids, strict=False)
+    ]
+    return ChoiceLogprobs(content)
+
+
+def _position(position: Mapping[int, Logprob], token: int, count: int) -> TokenLogprob:
+    chosen = position[token]
+    text = token_text(chosen, token)
+    top = [
+        TopLogprob(token_text(p, t), finite(p.logprob), list(token_text(p, t).encode()))
+        for t, p in likeliest(position, count)
+    ]
+    return TokenLogprob(text, finite(chosen.logprob), list(text.encode()), top)
+
+
+class ChatStream:
+    """Writes a streamed answer; what all chunks share is encoded once."""
+
+    def __init__(
+        self, service: Service, asked: ChatCompletionRequest, identity: Mapping[str, Any]
+    ) -> None:
+        """Prepare the chunks of a request."""
+        head = {"id": identity["id"], "object": "chat.completion.chunk"}
+        head |= {"created": identity["created"], "model": identity["model"]}
+        self._head = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
+        self._encode = msgspec.json.Encoder().encode
+        self._asked = asked
+        self._options = asked.stream_options
+        self._usage = UsageCount(service.engine.tokenizer)
+        self._service = service
+        self._begun: set[int] = set()
+
+    async def events(
+        self, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the events, those of one output together."""
+        options = self._options
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                self._usage.add(output)
+                if chunks := self._chunks(output):
+                    yield chunks
+        if options is not None and options.include_usage:
+            usage = self._encode(self._usage.usage())
+            yield self._head + b'],"usage":' + usage + b"}\n\n"
+        yield DONE
+
+    def failed(self, error: AnswerError) -> bytes:
+        """Return the last events of a stream that an error ends."""
+        return b"data: " + self._encode(ErrorBody(error.detail)) + b"\n\n" + DONE
+
+    def _chunks(self, output: RequestOutput) -> bytes:
+        tail = b"]}\n\n"
+        options = self._options
+        if options is not None and options.continuous_usage_stats:
+            tail = b'],"usage":' + self._encode(self._usage.usage(whole=False)) + b"}\n\n"
+        parts: list[bytes] = []
+        for completion in output.outputs:
+            if completion.index not in self._begun:
+                self._begun.add(completion.index)
+                parts += (self._head, self._encode(self._first(completion.index, output)), tail)
+            check_ended(completion)
+            choice = self._choice(completion)
+            if choice is not None:
+                parts += (self._head, self._encode(choice), tail)
+        return b"".join(parts)
+
+    def _first(self, index: int, output: RequestOutput) -> ChunkChoice:  # noqa: ARG002
+        content = ""
+        if self._asked.echo and self._asked.continue_final_message:
+            before = self._asked.messages[-1].content
+            content = before if isinstance(before, str) else ""
+        return ChunkChoice(index=index, delta=AnswerMessage("assistant", content))
+
+    def _choice(self, completion: CompletionOutput) -> ChunkChoice | None:
+        """Return what is new of a completion; None if nothing is."""
+        delta = AnswerMessage()
+        if completion.content:
+            delta.content = completion.content
+        if completion.reasoning and self._asked.include_reasoning:
+            delta.reasoning = delta.reasoning_content = completion.reasoning
+        if completion.tool_calls:
+            delta.tool_calls = list(map(_call_part, completion.tool_calls))
+        asked = self._asked
+        choice = ChunkChoice(index=completion.index, delta=delta)
+        if completion.finish_reason is not None:
+            choice.finish_reason = completion.finish_reason
+            for name, value in ended(completion).items():
+                setattr(choice, name, value)
+        elif (
+            delta.content is msgspec.UNSET
+            and delta.reasoning is None
+            and delta.tool_calls is None
+            and not (asked.logprobs or asked.return_token_ids)
+        ):
+            return None
+        if asked.logprobs:
+            choice.logprobs = choice_logprobs(completion, asked.top_logprobs or 0)
+        if asked.return_token_ids:
+            choice.token_ids = completion.token_ids
+        return choice
+
+
+def _call_part(call: ToolCall) -> ToolCallPart:
+    return ToolCallPart(
+        Function(call.name, call.arguments),
+        index=call.index,
+        id=call.id,
+        type=None if call.id is None else "function",
+    )

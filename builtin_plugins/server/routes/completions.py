@@ -1,0 +1,372 @@
+"""`/v1/completions`: prompts to continue, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hardpoint.builtin_plugins.server.errors import AnswerError, ErrorBody
+from hardpoint.builtin_plugins.server.service import Service
+from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput
+from hardpoint.plugins.server import Call, Route
+
+from .answers import (
+    Usage,
+    UsageCount,
+    check_ended,
+    finite,
+    likeliest,
+    new_id,
+    prompt_logprobs,
+    token_text,
+)
+from .chat import DONE, ended
+from .fields import REFUSED, SamplingFields
+
+Prompt = str | list[int] | list[str] | list[list[int]]
+
+
+class CompletionRequest(SamplingFields):
+    """Prompts to continue.
+
+    Attributes:
+        prompt: a text, token ids, or a list of texts or of lists of token ids.
+        max_tokens: 16 unless the model says otherwise; 0 with `echo` computes the prompt alone.
+        logprobs: likeliest tokens per position.
+        echo: whether answers begin with the prompt, and its log-probabilities with `logprobs`.
+        best_of: must be `n`.
+    """
+
+    refused: ClassVar[Mapping[str, str]] = {
+        **REFUSED,
+        "prompt_embeds": "prompts are texts or token ids",
+        "suffix": "the model continues prompts and fills in none",
+    }
+
+    prompt: Any
+    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    echo: bool = False
+    best_of: int | None = None
+    add_special_tokens: bool = True
+
+    def prompts(self, limit: int) -> list[str | list[int]]:
+        """Return the prompts.
+
+        Args:
+            limit: that the server allows.
+
+        Raises:
+            RequestError: they are none.
+        """
+        given = self.prompt
+        if isinstance(given, str):
+            return [given]
+        if not isinstance(given, list):
+            raise RequestError("prompt: expected a text, token ids, or a list of one of these")
+        if given and all(type(item) is int for item in given):
+            return [given]
+        if not given:
+            raise RequestError("prompt: expected at least one prompt, got an empty list")
+        if len(given) > limit:
+            raise RequestError(f"prompt: expected at most {limit} prompts, got {len(given)}")
+        for index, item in enumerate(given):
+            is_ids = isinstance(item, list) and all(type(token) is int for token in item)
+            if not isinstance(item, str) and not is_ids:
+                raise RequestError(f"prompt[{index}]: expected a text or a list of token ids")
+        return given
+
+
+class Logprobs(msgspec.Struct):
+    """Log-probabilities of a choice, as columns."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class Choice(msgspec.Struct, kw_only=True):
+    """One completion, or what is new of it."""
+
+    index: int
+    text: str
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: list[Any] | msgspec.UnsetType = msgspec.UNSET
+    warning: str | msgspec.UnsetType = msgspec.UNSET
+    validation_error: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class Completion(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The answer to prompts."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class CompletionRoutes:
+    """The routes of prompts."""
+
+    def __init__(self, service: Service) -> None:
+        """Serve what the service does."""
+        self._service = service
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        return [
+            Route(
+                path="/v1/completions",
+                endpoint=self.complete,
+                methods=("POST",),
+                summary="Continue prompts.",
+                request_type=CompletionRequest,
+                response_type=Completion,
+            )
+        ]
+
+    async def complete(self, request: Request) -> Response:
+        """Continue prompts, whole or as they come."""
+        call, asked = await self._service.read(request, CompletionRequest)
+        model = self._service.model(asked.model)
+        prompts = asked.prompts(self._service.settings.limits.prompts)
+        answer_id = new_id("cmpl-", asked.request_id)
+        outputs = merged(self._outputs(call, asked, prompts, answer_id))
+        identity = {"id": answer_id, "created": int(time.time()), "model": model}
+        answer = CompletionAnswer(self._service, asked, identity)
+        if asked.stream:
+            return self._service.stream(call, answer.events(outputs), answer.failed)
+        return await self._service.answer(request, call, answer.whole(outputs))
+
+    def _outputs(
+        self,
+        call: Call,
+        asked: CompletionRequest,
+        prompts: Sequence[str | list[int]],
+        answer_id: str,
+    ) -> list[AsyncGenerator[RequestOutput, None]]:
+        engine, limits = self._service.engine, self._service.settings.limits
+        if asked.best_of not in (None, 1 if asked.n is msgspec.UNSET else asked.n):
+            raise RequestError("best_of: expected the value of n, for all completions are returned")
+        defaults = engine.default_sampling_params()
+        fields: dict[str, Any] = {"logprobs": asked.logprobs}
+        if asked.max_tokens is not None:
+            if asked.max_tokens == 0 and not asked.echo:
+                raise RequestError("max_tokens: expected at least 1 without echo, got 0")
+            fields["max_tokens"] = max(asked.max_tokens, 1)
+        if asked.echo and asked.logprobs is not None and asked.prompt_logprobs is None:
+            fields["prompt_logprobs"] = asked.logprobs
+        params = asked.sampling_params(defaults, limits, **fields)
+        self._service.check_prompt([prompt for prompt in prompts if isinstance(prompt, str)])
+        extras = self._service.extras(call, asked)
+        return [
+            engine.generate(
+                prompt, params, answer_id if len(prompts) == 1 else f"{answer_id}-{i}", **extras
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+
+
+Numbered = tuple[int, RequestOutput]
+
+
+async def merged(
+    sources: Sequence[AsyncGenerator[RequestOutput, None]],
+) -> AsyncGenerator[Numbered, None]:
+    """Yield the outputs of several requests as they come, each with the number of its source.
+
+    Raises:
+        Exception: raised by a source; the others are closed.
+    """
+    if len(sources) == 1:
+        async with contextlib.aclosing(sources[0]):
+            async for output in sources[0]:
+                yield 0, output
+        return
+    queue: asyncio.Queue[Numbered | BaseException | None] = asyncio.Queue(len(sources))
+
+    async def run(number: int, source: AsyncGenerator[RequestOutput, None]) -> None:
+        try:
+            async with contextlib.aclosing(source):
+                async for output in source:
+                    await queue.put((number, output))
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    tasks = [asyncio.ensure_future(run(i, source)) for i, source in enumerate(sources)]
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class CompletionAnswer:
+    """Writes the answer to prompts, whole or as a stream."""
+
+    def __init__(
+        self, service: Service, asked: CompletionRequest, identity: Mapping[str, Any]
+    ) -> None:
+        """Prepare the answer of a request."""
+        self._service, self._asked, self._identity = service, asked, identity
+        self._n = 1 if asked.n is msgspec.UNSET else asked.n
+        head = {"id": identity["id"], "object": "text_completion"}
+        head |= {"created": identity["created"], "model": identity["model"]}
+        self._head = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
+        self._encode = msgspec.json.Encoder().encode
+        self._usage = UsageCount(service.engine.tokenizer)
+        self._offsets: dict[int, int] = {}
+
+    async def whole(
+        self, outputs: AsyncGenerator[Numbered, None]
+    ) -> AsyncGenerator[Completion, None]:
+        """Yield the whole answer, once."""
+        choices: list[Choice] = []
+        transfer: dict[str, Any] | None = None
+        async with contextlib.aclosing(outputs):
+            async for number, output in outputs:
+                self._count(number, output)
+                transfer = output.kv_transfer_params or transfer
+                for completion in output.outputs:
+                    check_ended(completion)
+                    choices.append(self._choice(number, output, completion))
+        yield Completion(
+            **self._identity,
+            object="text_completion",
+            choices=sorted(choices, key=lambda choice: choice.index),
+            usage=self._usage.usage(),
+            kv_transfer_params=transfer,
+        )
+
+    async def events(self, outputs: AsyncGenerator[Numbered, None]) -> AsyncGenerator[bytes, None]:
+        """Yield the events, those of one output together."""
+        options = self._asked.stream_options
+        async with contextlib.aclosing(outputs):
+            async for number, output in outputs:
+                self._count(number, output)
+                yield self._chunks(number, output)
+        if options is not None and options.include_usage:
+            usage = self._encode(self._usage.usage())
+            yield self._head + b'],"usage":' + usage + b"}\n\n"
+        yield DONE
+
+    def failed(self, error: AnswerError) -> bytes:
+        """Return the last events of a stream that an error ends."""
+        return b"data: " + self._encode(ErrorBody(error.detail)) + b"\n\n" + DONE
+
+    def _count(self, number: int, output: RequestOutput) -> None:
+        self._usage.add(output, number)
+        if self._asked.max_tokens == 0:
+            self._usage.completion_tokens = 0
+
+    def _chunks(self, number: int, output: RequestOutput) -> bytes:
+        tail = b"]}\n\n"
+        options = self._asked.stream_options
+        if options is not None and options.continuous_usage_stats:
+            tail = b'],"usage":' + self._encode(self._usage.usage(whole=False)) + b"}\n\n"
+        parts: list[bytes] = []
+        for completion in output.outputs:
+            check_ended(completion)
+            choice = self._choice(number, output, completion)
+            parts += (self._head, self._encode(choice), tail)
+        return b"".join(parts)
+
+    def _choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> Choice:
+        asked = self._asked
+        index = number * self._n + completion.index
+        is_first = index not in self._offsets
+        offset = self._offsets.get(index, 0)
+        text, token_ids = completion.text, completion.token_ids
+        if asked.max_tokens == 0:  # one token was generated, for the engine makes no fewer
+            text, token_ids = "", []
+        columns = Logprobs([], [], [], [])
+        if asked.echo and is_first:
+            before = self._echo(output, columns)
+            text = before + text
+            offset += len(before)
+        if asked.logprobs is not None and completion.logprobs is not None:
+            _add(columns, completion.logprobs, token_ids, asked.logprobs, offset)
+        self._offsets[index] = (0 if is_first else self._offsets[index]) + len(text)
+        choice = Choice(
+            index=index,
+            text=text,
+            logprobs=None if asked.logprobs is None else columns,
+            finish_reason="length" if asked.max_tokens == 0 else completion.finish_reason,
+            **ended(completion),
+        )
+        if asked.return_token_ids:
+            choice.token_ids = token_ids
+            if is_first:
+                choice.prompt_token_ids = output.prompt_token_ids
+        if asked.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(output) or []
+        return choice
+
+    def _echo(self, output: RequestOutput, columns: Logprobs) -> str:
+        """Return the text of a prompt; add the log-probabilities of its tokens to the columns."""
+        if self._asked.logprobs is not None and output.prompt_logprobs is not None:
+            _add_prompt(columns, output, self._asked.logprobs, self._service.engine.tokenizer)
+        if output.prompt is not None:
+            return output.prompt
+        return self._service.engine.tokenizer.decode(output.prompt_token_ids)
+
+
+def _add(
+    columns: Logprobs,
+    positions: Sequence[Mapping[int, Logprob]],
+    token_ids: Sequence[int],
+    count: int,
+    offset: int,
+) -> None:
+    for position, token in zip(positions, token_ids, strict=False):
+        chosen = position[token]
+        text = token_text(chosen, token)
+        columns.tokens.append(text)
+        columns.token_logprobs.append(finite(chosen.logprob))
+        columns.top_logprobs.append(
+            {token_text(p, t): finite(p.logprob) for t, p in likeliest(position, max(count, 1))}
+        )
+        columns.text_offset.append(offset)
+        offset += len(text)
+
+
+def _add_prompt(columns: Logprobs, output: RequestOutput, count: int, tokenizer: Any) -> None:
+    """Add the positions of a prompt, the first of which has no log-probability."""
+    offset = 0
+    positions = output.prompt_logprobs or []
+    for position, token in zip(positions, output.prompt_token_ids, strict=False):
+        if position is None:
+            text = tokenizer.decode([token], skip_special_tokens=False)
+            columns.tokens.append(text)
+            columns.token_logprobs.append(None)
+            columns.top_logprobs.append(None)
+            columns.text_offset.append(offset)
+        else:
+            _add(columns, [position], [token], count, offset)
+            text = columns.tokens[-1]
+        offset += len(text)

@@ -1,0 +1,304 @@
+"""Fields that requests of several families share, and the sampling parameters that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from hardpoint.plugins import (
+    RepetitionDetection,
+    RequestError,
+    RequestOutputKind,
+    SamplingParams,
+    typed,
+)
+from hardpoint.plugins.errors import shown
+from hardpoint.plugins.server import ServerLimits
+from hardpoint.plugins.structured import StructuredOutputs
+
+_ANY_CASE = "it is for the provider's own platform"
+
+IGNORED = {
+    "metadata": _ANY_CASE,
+    "prompt_cache_key": "cached prompts are found by their content",
+    "prompt_cache_retention": "cached prompts are kept while there is room",
+    "safety_identifier": _ANY_CASE,
+    "service_tier": _ANY_CASE,
+    "spaces_between_special_tokens": "the tokenizer decides",
+    "user": _ANY_CASE,
+}
+"""Fields that clients send and that change nothing, with the reason."""
+
+REFUSED = {
+    "chat_template": "templates come from the operator alone",
+    "documents": "give them in the messages",
+    "media_io_kwargs": "the model reads text alone",
+    "mm_processor_kwargs": "the model reads text alone",
+    "truncate_prompt_tokens": "cut the prompt before you send it",
+}
+"""Fields that are known and not supported, with the reason."""
+
+
+class StreamOptions(typed.Strict):
+    """What a stream holds besides the answer.
+
+    Attributes:
+        include_usage: a last chunk with the usage.
+        continuous_usage_stats: the usage so far, in every chunk.
+        include_obfuscation: ignored: chunks are not padded.
+        include_progress: chunks that say how much of the prompt is computed, before the answer.
+    """
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+    include_progress: bool = False
+
+
+class TextFormat(typed.Strict, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class JsonObjectFormat(typed.Strict, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class NamedSchema(typed.Strict):
+    """A JSON schema with a name.
+
+    Attributes:
+        strict: whether every keyword must be enforced; if not, keywords that cannot be are checked
+            when the answer is finished.
+    """
+
+    name: str = "answer"
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class JsonSchemaFormat(typed.Strict, tag_field="type", tag="json_schema"):
+    """JSON of a schema."""
+
+    json_schema: NamedSchema
+
+
+class StructuralTagFormat(typed.Strict, tag_field="type", tag="structural_tag"):
+    """A text made of parts, see `StructuredOutputs.structural_tag`."""
+
+    format: Any = None
+    structures: Any = None
+    triggers: Any = None
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
+Number = Annotated[float, Meta(ge=-100, le=100)]
+
+
+class SamplingFields(typed.Strict):
+    """Fields of every route that generates text; those that are left out are the model's defaults.
+
+    Attributes:
+        model: name of the model.
+        stream: send the answer as it comes.
+        timeout: seconds after which the request ends with finish reason "timeout".
+        priority: smaller is more important; within the bounds of the key.
+        tags: labels for policies and sinks; those of the key win.
+        cache_salt: requests with different salts share no cached prompts.
+        request_id: of the answer, in place of a random one.
+        plugin_args: arguments of plugins by name; `vllm_xargs` is the same.
+        structured_outputs: what the answer must be, see `StructuredOutputs`.
+        guided_json, guided_regex, guided_choice, guided_grammar: older names of parts of that.
+        return_token_ids: whether choices hold token ids.
+        kv_transfer_params: for the KV connector; from keys that may.
+    """
+
+    ignored: ClassVar[Mapping[str, str]] = IGNORED
+    refused: ClassVar[Mapping[str, str]] = REFUSED
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int | UnsetType = UNSET
+    temperature: float | UnsetType = UNSET
+    top_p: float | UnsetType = UNSET
+    top_k: int | UnsetType = UNSET
+    min_p: float | UnsetType = UNSET
+    seed: int | UnsetType = UNSET
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    min_tokens: int | UnsetType = UNSET
+    stop: str | list[str] | UnsetType = UNSET
+    stop_token_ids: list[int] | UnsetType = UNSET
+    ignore_eos: bool | UnsetType = UNSET
+    prompt_logprobs: int | None = None
+    presence_penalty: float | UnsetType = UNSET
+    frequency_penalty: float | UnsetType = UNSET
+    repetition_penalty: float | UnsetType = UNSET
+    logit_bias: dict[str, Number] | UnsetType = UNSET
+    bad_words: list[str] | UnsetType = UNSET
+    allowed_token_ids: list[int] | UnsetType = UNSET
+    skip_special_tokens: bool | UnsetType = UNSET
+    include_stop_str_in_output: bool | UnsetType = UNSET
+    repetition_detection: RepetitionDetection | UnsetType = UNSET
+    thinking_token_budget: int | UnsetType = UNSET
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    priority: int | None = None
+    timeout: Annotated[float, Meta(gt=0)] | None = None
+    tags: dict[str, str] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    return_token_ids: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
+    plugin_args: dict[str, Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None
+
+    def sampling_params(
+        self, defaults: SamplingParams, limits: ServerLimits, **fields: Any
+    ) -> SamplingParams:
+        """Return the parameters: the given ones, `fields`, and `defaults` for all others.
+
+        Raises:
+            RequestError: a field is wrong, or more than the server allows.
+        """
+        check_limits(self, limits)
+        given = {name: getattr(self, name) for name in _SAME_NAME}
+        given = {name: value for name, value in given.items() if value is not UNSET}
+        given["prompt_logprobs"] = self.prompt_logprobs
+        if self.logit_bias is not UNSET:
+            given["logit_bias"] = _by_token(self.logit_bias)
+        if (structured := self._structured()) is not None:
+            given["structured"] = structured
+        if (arguments := self.plugin_args or self.vllm_xargs) is not None:
+            given["plugin_args"] = arguments
+        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        params = msgspec.structs.replace(defaults, **{**given, "output_kind": kind, **fields})
+        limit = limits.max_tokens
+        if limit is not None:
+            if params.max_tokens is not None and params.max_tokens > limit:
+                raise _too_many("max_tokens", limit, params.max_tokens)
+            params = msgspec.structs.replace(params, max_tokens=params.max_tokens or limit)
+        return params
+
+    def _structured(self) -> StructuredOutputs | None:
+        """Return what the answer must be, from the one field that says it.
+
+        Raises:
+            RequestError: several fields do, or the one that does is wrong.
+        """
+        guided = {
+            "json": self.guided_json,
+            "regex": self.guided_regex,
+            "choice": self.guided_choice,
+            "grammar": self.guided_grammar,
+        }
+        found: dict[str, Any] = {
+            f"guided_{name}": {name: value} for name, value in guided.items() if value is not None
+        }
+        if self.structured_outputs is not None:
+            found["structured_outputs"] = self.structured_outputs
+        if (asked := _asked_format(self.response_format)) is not None:
+            found["response_format"] = asked
+        if len(found) > 1:
+            raise RequestError(f"{' and '.join(found)}: expected one of them, got both")
+        for name, value in found.items():
+            given = {key: item for key, item in value.items() if item is not None}
+            return StructuredOutputs.checked(given, name)
+        return None
+
+
+_SAME_NAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "bad_words",
+    "allowed_token_ids",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "repetition_detection",
+    "thinking_token_budget",
+)
+"""Fields that SamplingParams has under the same names."""
+
+
+def check_limits(asked: Any, limits: ServerLimits) -> None:
+    """Check the numbers of a request against the server's limits.
+
+    Raises:
+        RequestError: naming the field, the limit and its place in the configuration.
+    """
+    for name, limit, amount in _amounts(asked, limits):
+        if amount > limit:
+            raise _too_many(name, limit, amount)
+
+
+def _amounts(asked: Any, limits: ServerLimits) -> list[tuple[str, int, int]]:
+    def size(name: str) -> int:
+        value = getattr(asked, name, None)
+        return len(value) if isinstance(value, list | dict) else 0
+
+    def number(name: str) -> int:
+        value = getattr(asked, name, None)
+        return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+    return [
+        ("n", limits.n, number("n")),
+        ("logprobs", limits.logprobs, number("logprobs")),
+        ("top_logprobs", limits.logprobs, number("top_logprobs")),
+        ("prompt_logprobs", limits.logprobs, number("prompt_logprobs")),
+        ("stop", limits.stop, size("stop")),
+        ("stop_token_ids", limits.stop, size("stop_token_ids")),
+        ("bad_words", limits.bad_words, size("bad_words")),
+        ("logit_bias", limits.logit_bias, size("logit_bias")),
+        ("allowed_token_ids", limits.logit_bias, size("allowed_token_ids")),
+        ("messages", limits.messages, size("messages")),
+        ("tools", limits.tools, size("tools")),
+    ]
+
+
+def _too_many(name: str, limit: int, amount: int) -> RequestError:
+    return RequestError(f"{name}: expected at most {limit} on this server, got {amount}")
+
+
+def _by_token(bias: Mapping[str, float]) -> dict[int, float]:
+    by_token: dict[int, float] = {}
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise RequestError(f"logit_bias: expected token ids as keys, got {shown(key, 100)}")
+        by_token[int(key)] = value
+    return by_token
+
+
+def _asked_format(asked: ResponseFormat | None) -> dict[str, Any] | None:
+    match asked:
+        case JsonObjectFormat():
+            return {"json_object": True}
+        case JsonSchemaFormat():
+            schema = asked.json_schema.schema
+            if schema is None:
+                raise RequestError("response_format.json_schema.schema: missing")
+            return {"json": schema, "lenient": asked.json_schema.strict is not True}
+        case StructuralTagFormat():
+            tag = msgspec.to_builtins(asked)
+            return {"structural_tag": {k: v for k, v in tag.items() if v is not None}}
+    return None
+
+
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "error", "repetition", "timeout"]

@@ -1,0 +1,130 @@
+"""`/v1/models` and what says how the server is: `/health`, `/ready`, `/version`, `/metrics`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.builtin_plugins.server.service import ANYBODY, Phase, Service
+from hardpoint.plugins import HardpointError
+from hardpoint.plugins.server import Route
+
+
+class Model(msgspec.Struct):
+    """A model that requests may name."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int | None
+
+
+class ModelList(msgspec.Struct):
+    """The models of a server."""
+
+    object: str
+    data: list[Model]
+
+
+class StatusRoutes:
+    """The routes about the server itself."""
+
+    def __init__(self, service: Service) -> None:
+        """Serve what the service does."""
+        self._service = service
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        return [
+            Route(
+                path="/v1/models",
+                endpoint=self.models,
+                summary="List the model under its names.",
+                response_type=ModelList,
+            ),
+            Route(
+                path="/v1/models/{model:path}",
+                endpoint=self.model,
+                summary="Describe the model of a name.",
+                response_type=Model,
+            ),
+            Route(path="/health", endpoint=self.health, summary="Say whether the engine runs."),
+            Route(path="/ready", endpoint=self.ready, summary="Say whether to send requests."),
+            Route(path="/version", endpoint=self.version, summary="Return the version."),
+            Route(path="/metrics", endpoint=self.metrics, summary="Return figures for Prometheus."),
+        ]
+
+    def _models(self) -> list[Model]:
+        config = self._service.engine.config
+        length = config.max_model_len if isinstance(config.max_model_len, int) else None
+        return [
+            Model(name, "model", self._service.started, "hardpoint", config.model, length)
+            for name in self._service.names
+        ]
+
+    async def models(self, request: Request) -> Response:  # noqa: ARG002
+        """List the model under its names."""
+        return json_response(ModelList("list", self._models()))
+
+    async def model(self, request: Request) -> Response:
+        """Describe the model of a name."""
+        name = request.path_params["model"]
+        self._service.model(name)
+        return json_response(next(model for model in self._models() if model.id == name))
+
+    async def health(self, request: Request) -> Response:
+        """Say whether the engine runs, and what is wrong with plugins."""
+        with_details = not self._service.has_keys or request.state.client is not ANYBODY
+        try:
+            self._service.check_engine()
+            health = await self._service.engine.health()
+        except (AnswerError, HardpointError) as error:
+            answer = self._service.failure(error)
+            body: dict[str, Any] = {"status": "unavailable"}
+            if with_details:
+                body["reason"] = answer.detail.message
+            return json_response(body, 503, answer.headers)
+        faults = dict(health.faults)
+        for plugin, count in self._service.faults.counts.items():
+            faults[plugin] = faults.get(plugin, 0) + count
+        body = {"status": "ok" if health.ok else "degraded"}
+        if with_details:
+            details = {
+                "quarantined": health.quarantined,
+                "faults": faults,
+                "fallbacks": {name: fault.message for name, fault in health.fallbacks.items()},
+                "slow": {name: fault.message for name, fault in health.slow.items()},
+                "restarts": health.restarts,
+            }
+            body |= {name: value for name, value in details.items() if value}
+        return json_response(body)
+
+    async def ready(self, request: Request) -> Response:  # noqa: ARG002
+        """Say whether requests should be sent here."""
+        if self._service.phase is not Phase.SERVING:
+            return json_response({"status": "leaving"}, 503)
+        try:
+            self._service.check_admission()
+        except AnswerError as error:
+            return json_response({"status": "unavailable"}, 503, error.headers)
+        return json_response({"status": "ready"})
+
+    async def version(self, request: Request) -> Response:  # noqa: ARG002
+        """Return the version."""
+        return json_response({"version": self._service.version})
+
+    async def metrics(self, request: Request) -> Response:  # noqa: ARG002
+        """Return figures for Prometheus."""
+        text = await self._service.engine.metrics()
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Return a JSON answer."""
+    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")

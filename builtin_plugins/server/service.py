@@ -1,0 +1,330 @@
+"""What the routes of a server share: the engine, the limits, and whether requests are admitted."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hashlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from enum import Enum
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hardpoint.plugins import RequestError
+from hardpoint.plugins.errors import shown
+from hardpoint.plugins.server import AsyncGenerator as Engine
+from hardpoint.plugins.server import Call, Client
+
+from .bodies import convert_body, decode_object, read_body, without_ignored
+from .errors import AnswerError, answer_error, unavailable
+from .extensions import ServerFaults, Transforms
+from .streaming import EventStream, until_disconnect
+
+_log = logging.getLogger("hardpoint")
+
+T = TypeVar("T")
+
+ANYBODY = Client(name="anybody")
+"""The client where no key is needed."""
+
+_CHARACTERS_PER_TOKEN = 32
+_ENDS_REMEMBERED = 64
+_LONGEST_RETRY = 60.0
+
+
+class Phase(Enum):
+    """What a server does with requests.
+
+    Attributes:
+        SERVING: it answers them.
+        LEAVING: it answers them, and `/ready` says 503, so that balancers send no more.
+        REFUSING: it answers those that it has, and refuses further ones.
+    """
+
+    SERVING = "serving"
+    LEAVING = "leaving"
+    REFUSING = "refusing"
+
+
+class Load:
+    """The requests that are being answered, and how fast they end."""
+
+    def __init__(
+        self, limit: int, running: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Start without requests.
+
+        Args:
+            limit: further requests are refused.
+            running: requests that the engine runs at once; further ones wait.
+            clock: seconds.
+        """
+        self.open = 0
+        self._limit, self._running = limit, running
+        self._clock = clock
+        self._ends: collections.deque[float] = collections.deque(maxlen=_ENDS_REMEMBERED)
+
+    @contextlib.contextmanager
+    def one_more(self) -> Iterator[None]:
+        """Count a request while it is answered.
+
+        Raises:
+            AnswerError: there are too many.
+        """
+        if self.open >= self._limit:
+            raise AnswerError(
+                429,
+                f"the server answers {self.open} requests, its maximum "
+                "(server.limits.requests); try again later",
+                code="overloaded",
+                headers={"retry-after": str(round(self.retry_after()))},
+            )
+        self.open += 1
+        try:
+            yield
+        finally:
+            self.open -= 1
+            self._ends.append(self._clock())
+
+    def retry_after(self) -> float:
+        """Return in how many seconds the waiting requests will run, at the latest rate of ends."""
+        waiting = max(self.open - self._running, 1)
+        if len(self._ends) < 2:
+            return 1.0
+        span = max(self._clock() - self._ends[0], 1e-3)
+        return min(max(waiting * span / len(self._ends), 1.0), _LONGEST_RETRY)
+
+
+class Service:
+    """What the routes of a server share.
+
+    Attributes:
+        engine: that is served.
+        settings: the table `server` of the configuration.
+        names: of the model; the first one is in answers to requests that name another one.
+        version: of Hardpoint.
+        phase: of the server's end.
+        load: of the routes that generate.
+        faults: of extensions.
+        has_keys: whether routes need a client.
+        paused: why requests are refused although the engine runs; None if they are not.
+    """
+
+    def __init__(
+        self, engine: Engine, version: str, transforms: Transforms, faults: ServerFaults
+    ) -> None:
+        """Serve an engine."""
+        self.engine = engine
+        self.faults = faults
+        self.has_keys = False
+        self.settings = engine.config.server
+        self.names = self.settings.served_names or [engine.config.model]
+        self.version = version
+        self.transforms = transforms
+        self.started = int(time.time())
+        self.phase = Phase.SERVING
+        self.paused: str | None = None
+        self.load = Load(self.settings.limits.requests, engine.config.scheduler.max_num_seqs)
+
+    async def read(self, request: Request, type_: type[T]) -> tuple[Call, T]:
+        """Return who calls, and the checked body of a request that generates.
+
+        Raises:
+            AnswerError, RequestError: the request is wrong.
+        """
+        limits = self.settings.limits
+        body = await read_body(request, limits.body_bytes, self.settings.body_seconds)
+        call = call_of(request)
+        fields = await self.transforms.request(call, decode_object(body))
+        fields = without_ignored(fields, type_)
+        lenient = self.settings.unknown_fields == "warn"
+        return call, convert_body(fields, type_, lenient=lenient)
+
+    def model(self, name: str | None) -> str:
+        """Return the name of the model for the answer.
+
+        Raises:
+            AnswerError: there is no such model.
+        """
+        if name is None or name in self.names:
+            return name or self.names[0]
+        raise AnswerError(
+            404,
+            f"model: expected {' or '.join(map(repr, self.names))}, got {shown(name, 200)}",
+            param="model",
+            code="model_not_found",
+        )
+
+    def check_admission(self) -> None:
+        """Refuse a request that the engine cannot run now.
+
+        Raises:
+            AnswerError: it is dead, restarting or paused, or the server is ending.
+        """
+        if self.phase is Phase.REFUSING:
+            raise unavailable("the server is shutting down; send the request to another one")
+        if self.paused is not None:
+            raise unavailable(self.paused)
+        self.check_engine()
+
+    def check_engine(self) -> None:
+        """Raise an error if the engine does not run.
+
+        Raises:
+            AnswerError: it is dead, or restarting.
+        """
+        if self.engine.is_running:
+            return
+        if (dead := self.engine.dead_error) is not None:
+            raise unavailable(f"the engine has ended: {dead}")
+        raise unavailable("the engine is being restarted", 2)
+
+    def check_prompt(self, *parts: Any) -> None:
+        """Check the sizes of a prompt and its tools, before anything is made of them.
+
+        Args:
+            parts: texts, messages and tools.
+
+        Raises:
+            RequestError: they have more characters than the server allows.
+        """
+        config = self.engine.config
+        limit = self.settings.limits.prompt_characters
+        if limit is None:
+            length = config.max_model_len if isinstance(config.max_model_len, int) else 1 << 17
+            limit = _CHARACTERS_PER_TOKEN * length
+        if (size := sum(map(_characters, parts))) > limit:
+            raise RequestError(
+                f"prompt: expected at most {limit} characters on this server, got {size}"
+            )
+
+    def extras(self, call: Call, asked: Any) -> dict[str, Any]:
+        """Return priority, timeout, tags and salt of a request within the bounds of its client.
+
+        Args:
+            asked: with the fields of the same names.
+
+        Raises:
+            RequestError: priority or timeout are out of bounds.
+        """
+        client = call.client
+        priority = client.min_priority if client.min_priority > 0 else 0
+        if asked.priority is not None:
+            priority = asked.priority
+        if not client.min_priority <= priority <= client.max_priority:
+            raise RequestError(
+                f"priority: expected {client.min_priority} to {client.max_priority} for this key, "
+                f"got {priority}"
+            )
+        tags = {**dict(asked.tags or {}), **client.tags}
+        return {
+            "priority": priority,
+            "timeout": self._timeout(client, asked.timeout),
+            "tags": tags or None,
+            "cache_salt": _salt(client.cache_salt, asked.cache_salt),
+        }
+
+    def _timeout(self, client: Client, asked: float | None) -> float | None:
+        limits = (client.max_timeout, self.settings.limits.timeout_seconds)
+        longest = min((limit for limit in limits if limit is not None), default=None)
+        if asked is not None and longest is not None and asked > longest:
+            raise RequestError(f"timeout: expected at most {longest:g} s, got {asked:g}")
+        return longest if asked is None else asked
+
+    async def answer(
+        self, request: Request, call: Call, answering: AsyncGenerator[Any, None]
+    ) -> Response:
+        """Return the JSON answer that a generator yields once; end it if the client goes.
+
+        Raises:
+            ClientGoneError: the client is gone.
+            Exception: raised by the generator.
+        """
+        answers: list[Any] = []
+
+        async def collect() -> None:
+            with self.load.one_more():
+                self.check_admission()
+                async with contextlib.aclosing(answering):
+                    answers.extend([answer async for answer in answering])
+
+        await until_disconnect(request.receive, collect())
+        (answer,) = answers
+        body = msgspec.json.encode(answer)
+        if self.transforms.changes_responses:
+            body = msgspec.json.encode(
+                await self.transforms.response(call, msgspec.json.decode(body))
+            )
+        return Response(body, media_type="application/json")
+
+    def stream(
+        self,
+        call: Call,
+        events: AsyncGenerator[bytes, None],
+        failed: Callable[[AnswerError], bytes],
+    ) -> EventStream:
+        """Return a streamed answer of events, each of which may hold several.
+
+        Args:
+            failed: returns the last events of a stream that an error ends.
+        """
+
+        async def admitted() -> AsyncGenerator[bytes, None]:
+            with self.load.one_more():
+                self.check_admission()
+                async with contextlib.aclosing(events):
+                    async for event in events:
+                        yield event
+
+        counted = admitted()
+        if self.transforms.changes_events:
+            counted = self.transforms.events(call, counted)
+        return EventStream(
+            counted,
+            heartbeat_seconds=self.settings.heartbeat_seconds,
+            failed=lambda error: failed(self.failure(error)),
+        )
+
+    def failure(self, error: BaseException) -> AnswerError:
+        """Return the answer to a request that failed, and log what is not the client's fault."""
+        answer = answer_error(error, self.load.retry_after())
+        if answer.status == 500 and not isinstance(error, AnswerError):
+            _log.error("a request failed: %s", error, exc_info=error)
+        return answer
+
+
+def call_of(request: Request) -> Call:
+    """Return who makes a request."""
+    headers = {
+        name: value
+        for name, value in request.headers.items()
+        if name not in ("authorization", "x-api-key", "cookie")
+    }
+    return Call(
+        request_id=request.state.request_id,
+        path=request.scope.get("path", ""),
+        client=request.state.client,
+        headers=headers,
+    )
+
+
+def _characters(value: Any) -> int:
+    """Return the number of characters of all texts in plain data."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_characters, value.keys())) + sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list) else 0
+
+
+def _salt(of_client: str, asked: str | None) -> str | None:
+    """Return the salt of a request: its own one hashed together with that of its client."""
+    if not of_client:
+        return asked
+    both = msgspec.msgpack.encode((of_client, asked))
+    return hashlib.sha256(both).hexdigest()

@@ -1,0 +1,367 @@
+"""What an HTTP server needs of an engine, and what plugins add to a server.
+
+`AsyncLLM` is an `AsyncGenerator`; the built-in server knows nothing else of the engine. Plugins add
+routes, middleware, transforms and authenticators through the hook `server_extensions`.
+"""
+
+from __future__ import annotations
+
+import collections.abc as c
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import msgspec
+
+from .config import EngineConfig, ServerConfig, ServerLimits
+from .errors import EngineDeadError
+from .params import SamplingParams
+from .requests import Prompt, RequestOutput, ToolCall
+from .scheduling_policy import SchedulingPolicy
+from .stats import Health, PluginMeter, SchedulerStats
+from .step_record import LiveRequest
+from .tokenizer import Tokenizer
+from .typed import Strict
+
+if TYPE_CHECKING:
+    from starlette.requests import Request as HTTPRequest
+    from starlette.responses import Response
+
+__all__ = [
+    "App",
+    "AsyncGenerator",
+    "Authenticator",
+    "Call",
+    "Client",
+    "Controls",
+    "InstalledExtension",
+    "Middleware",
+    "Receive",
+    "Route",
+    "Scope",
+    "Send",
+    "ServerConfig",
+    "ServerContext",
+    "ServerExtension",
+    "ServerLimits",
+    "ToolCall",
+    "Transform",
+]
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+"""An ASGI application."""
+
+PauseModeName = Literal["abort", "wait", "keep"]
+
+
+class Controls(Protocol):
+    """The control calls of an engine; `ControlCalls` of the engine documents each."""
+
+    async def pause(self, mode: PauseModeName = "abort", *, clear_cache: bool = True) -> None:
+        """Stop generating until `resume`; return once no step is under way."""
+
+    async def resume(self) -> None:
+        """Continue after a pause."""
+
+    async def is_paused(self) -> bool:
+        """Return whether the engine is paused."""
+
+    async def sleep(self, level: int = 1, mode: PauseModeName = "abort") -> None:
+        """Pause, then release memory until `wake_up`."""
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Reallocate memory that `sleep` released."""
+
+    async def is_sleeping(self) -> bool:
+        """Return whether the engine is asleep."""
+
+    async def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
+        """Clear the prefix cache."""
+
+    async def reset_encoder_cache(self) -> None:
+        """Clear the embeddings of images and the like."""
+
+    async def reset_mm_cache(self) -> None:
+        """Clear the cache of processed images and the like."""
+
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Call a method of every worker; return the results in rank order."""
+
+    async def start_profile(self) -> None:
+        """Start profiling the workers."""
+
+    async def stop_profile(self) -> list[str]:
+        """Stop profiling; return the files that were written."""
+
+    async def plugin_meters(self) -> dict[str, PluginMeter]:
+        """Return the cost of each logits processor, by name."""
+
+    async def scheduler_stats(self) -> SchedulerStats:
+        """Return how many requests run and wait, and the state of the KV cache."""
+
+    async def live_requests(self, external_ids: Sequence[str] | None = None) -> list[LiveRequest]:
+        """Return live completions: all, or those of some requests by the user's ids."""
+
+
+class AsyncGenerator(Controls, Protocol):
+    """An open model that generates for the tasks of one event loop; `AsyncLLM` is one."""
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration, with the values that the engine chose filled in."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+
+    @property
+    def is_running(self) -> bool:
+        """True while the engine serves, as far as is known; false during a restart."""
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """The error that ended the engine, if it is dead and is not restarted."""
+
+    def default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of a prompt without any: those that the model's files recommend."""
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        tags: Mapping[str, str] | None = None,
+        cache_salt: str | None = None,
+    ) -> c.AsyncGenerator[RequestOutput, None]:
+        """Complete a prompt; yield outputs as they come. Closing it aborts the request.
+
+        Raises:
+            RequestError: prompt or parameters are wrong.
+            OverloadedError: too many requests wait.
+            EngineDeadError: the engine died; the request may be sent again.
+        """
+
+    def chat(  # noqa: PLR0913 - as `generate`, and what templates take
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: Literal["none", "auto", "required"] | Mapping[str, str] = "auto",
+        parallel_tool_calls: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        tags: Mapping[str, str] | None = None,
+        cache_salt: str | None = None,
+    ) -> c.AsyncGenerator[RequestOutput, None]:
+        """Answer a conversation by the model's chat template; yield outputs as they come."""
+
+    async def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: Literal["none", "auto", "required"] | Mapping[str, str] = "auto",
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Mapping[str, Any]:
+        """Return a conversation as a prompt: `prompt` is its text, `prompt_token_ids` its ids."""
+
+    async def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return a text's tokens; a long text is tokenised in another thread."""
+
+    async def abort(self, request_ids: str | Iterable[str]) -> None:
+        """End requests by their ids; unknown ids are ignored."""
+
+    async def set_policy(
+        self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Replace the scheduling policy; no request is lost."""
+
+    async def health(self) -> Health:
+        """Return the faults of plugins, the quarantined plugins, and the number of restarts.
+
+        Raises:
+            EngineDeadError: the engine is dead and is not restarted.
+        """
+
+    async def metrics(self) -> str:
+        """Return what the enabled stat sinks export, in Prometheus's text format."""
+
+    def server_extensions(self, server: ServerContext) -> Sequence[InstalledExtension]:
+        """Call the hook of the same name; return what plugins add, in order of enabling.
+
+        Raises:
+            PluginError: a plugin failed, or returned something else.
+        """
+
+    async def aclose(self) -> None:
+        """End the engine; callers that wait for it get EngineClosedError."""
+
+
+class Client(Strict):
+    """Who makes a call: what an authenticator found out, and the bounds of it.
+
+    Attributes:
+        name: for logs and statistics.
+        cache_salt: hashed together with the `cache_salt` of each request, so that clients share no
+            cached prompts; empty shares them.
+        tags: of each request; a request's own never replace them.
+        min_priority: the smallest, which is the most important, that requests may have.
+        max_priority: the largest.
+        max_timeout: seconds that requests may run; also the timeout of those that have none. None
+            is no limit.
+        kv_transfer: whether requests may bring `kv_transfer_params`.
+        admin: whether it may use the admin address.
+    """
+
+    name: str
+    cache_salt: str = ""
+    tags: dict[str, str] = {}
+    min_priority: int = 0
+    max_priority: int = 2**31 - 1
+    max_timeout: float | None = None
+    kv_transfer: bool = False
+    admin: bool = False
+
+
+@dataclass(frozen=True)
+class Call:
+    """One HTTP request that a transform sees.
+
+    Attributes:
+        request_id: of the HTTP request.
+        path: of the route, such as "/v1/chat/completions".
+        client: who makes it.
+        headers: by lower-case name, without credentials.
+    """
+
+    request_id: str
+    path: str
+    client: Client
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """A route of a server.
+
+    A route that a plugin adds may take the place of the server's own only if
+    `server.replace_routes` lists its path; otherwise the server does not start.
+
+    Attributes:
+        path: such as "/acme/usage" or "/acme/users/{name}".
+        endpoint: takes starlette's request and returns its response; a HardpointError that it
+            raises becomes an answer, any other error an answer 500 that names the plugin.
+        methods: that it answers.
+        admin: whether it is on the admin address instead of the users'.
+        summary: one line for the OpenAPI document.
+        request_type, response_type: of JSON bodies, for the OpenAPI document.
+    """
+
+    path: str
+    endpoint: Callable[[HTTPRequest], Awaitable[Response]]
+    methods: Sequence[str] = ("GET",)
+    admin: bool = False
+    summary: str = ""
+    request_type: type[msgspec.Struct] | None = None
+    response_type: type[msgspec.Struct] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Middleware:
+    """An ASGI middleware around all routes of the users' address; it runs after authentication.
+
+    `scope["state"]["client"]` is the Client. An error that it raises answers that request alone.
+
+    Attributes:
+        wrap: takes an application and returns another one.
+        before, after: names of plugins whose middleware runs inside of it, or around it.
+    """
+
+    wrap: Callable[[App], App]
+    before: Sequence[str] = ()
+    after: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transform:
+    """Changes the JSON bodies of routes that generate; each part may be left out.
+
+    An error that one raises answers that request alone: a RequestError as 400, any other as 500
+    that names the plugin.
+
+    Attributes:
+        request: takes a decoded body, returns the one that is checked and answered.
+        response: takes the body of a whole answer, returns the one that is sent.
+        event: takes the data of one event of a stream, returns the one that is sent, or None to
+            leave it out. It is called per token and slows streams down.
+        before, after: names of plugins whose transforms run after it, or before it. Requests pass
+            transforms in that order, answers in the reverse one.
+    """
+
+    request: Callable[[Call, dict[str, Any]], Awaitable[dict[str, Any]]] | None = None
+    response: Callable[[Call, dict[str, Any]], Awaitable[dict[str, Any]]] | None = None
+    event: Callable[[Call, dict[str, Any]], dict[str, Any] | None] | None = None
+    before: Sequence[str] = ()
+    after: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Authenticator:
+    """Finds out who makes a call. With at least one, every closed route needs a client.
+
+    An error that one raises refuses that request with 500, which names the plugin.
+
+    Attributes:
+        authenticate: takes the headers by lower-case name, and the path; returns the client, or
+            None if it knows none, and the next authenticator is asked. With none left, it is 401.
+        before, after: names of plugins that are asked after it, or before it.
+    """
+
+    authenticate: Callable[[Mapping[str, str], str], Awaitable[Client | None]]
+    before: Sequence[str] = ()
+    after: Sequence[str] = ()
+
+
+ServerExtension = Route | Middleware | Transform | Authenticator
+
+
+@dataclass(frozen=True)
+class InstalledExtension:
+    """An extension and the plugin that adds it.
+
+    Attributes:
+        plugin: its name, for the order.
+        source: the plugin and its distribution, for messages.
+    """
+
+    plugin: str
+    source: str
+    extension: ServerExtension
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerContext:
+    """What a server gives to the plugins that extend it.
+
+    Attributes:
+        engine: that it serves.
+        version: of Hardpoint.
+    """
+
+    engine: AsyncGenerator
+    version: str

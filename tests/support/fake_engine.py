@@ -1,0 +1,213 @@
+"""A fake of the engine behind a server: answers a fixed text, a word at a time."""
+
+import asyncio
+import dataclasses
+
+import msgspec
+
+from hardpoint.plugins import (
+    CompletionOutput,
+    EngineConfig,
+    Logprob,
+    PrefixCacheStats,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    SchedulerStats,
+)
+from hardpoint.plugins.requests import ToolCall
+from hardpoint.plugins.server import InstalledExtension
+from hardpoint.plugins.stats import Health
+
+
+class FakeTokenizer:
+    """A token is a character."""
+
+    chat_template = "{{ messages }} enable_thinking reasoning_effort"
+    special_tokens = {}
+    eos_token_ids = (0,)
+    vocab_size = 0x110000
+
+    def encode(self, text, *, add_special_tokens=True):
+        return [1, *map(ord, text)] if add_special_tokens else [*map(ord, text)]
+
+    def decode(self, token_ids, *, skip_special_tokens=True):
+        return "".join(chr(token) for token in token_ids if token > 1 or not skip_special_tokens)
+
+
+@dataclasses.dataclass
+class FakeEngine:
+    """Answers every request with the same parts; keeps what it was asked.
+
+    Attributes:
+        text: of the answer; each word is a token.
+        reasoning: before it.
+        calls: of tools, as (id, name, arguments) after it.
+        finish_reason: of each completion.
+        delay: seconds before each output.
+        error: raised instead of an answer, before the first output.
+        fails_after: outputs after which `error` is raised instead.
+        asked: for each request: prompt or messages, parameters, and the other arguments.
+        open: requests that are being answered.
+        aborted: requests that were closed before their end.
+        extensions: (plugin, extension) pairs that plugins add.
+    """
+
+    text: str = "Hello there , friend"
+    reasoning: str = ""
+    calls: tuple = ()
+    finish_reason: str = "stop"
+    delay: float = 0.0
+    error: Exception | None = None
+    fails_after: int = 0
+    config: EngineConfig = dataclasses.field(
+        default_factory=lambda: EngineConfig(max_model_len=4096)
+    )
+    asked: list = dataclasses.field(default_factory=list)
+    open: int = 0
+    aborted: int = 0
+    extensions: tuple = ()
+    is_running: bool = True
+    dead_error: Exception | None = None
+    health_now: Health = dataclasses.field(default_factory=lambda: Health({}, {}))
+    metrics_text: str = ""
+    live: list = dataclasses.field(default_factory=list)
+    utilities: list = dataclasses.field(default_factory=list)
+    closed: bool = False
+
+    def __post_init__(self):
+        self.tokenizer = FakeTokenizer()
+
+    def default_sampling_params(self):
+        return SamplingParams()
+
+    def generate(self, prompt, sampling_params=None, request_id=None, **extras):
+        text = prompt if isinstance(prompt, str) else self.tokenizer.decode(list(prompt))
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return self._answer(prompt, text, ids, sampling_params, request_id, extras)
+
+    def chat(self, messages, sampling_params=None, request_id=None, **extras):
+        text = "".join(f"<{m['role']}>{m['content']}" for m in messages)
+        ids = self.tokenizer.encode(text)
+        return self._answer(messages, text, ids, sampling_params, request_id, extras)
+
+    async def _answer(self, prompt, text, ids, given, request_id, extras):
+        params = (given or self.default_sampling_params()).checked()
+        self.asked.append((prompt, params, {"request_id": request_id, **extras}))
+        if self.error is not None and not self.fails_after:
+            raise self.error
+        self.open += 1
+        finished = False
+        try:
+            for count, output in enumerate(self._outputs(text, ids, params, request_id)):
+                if self.error is not None and count == self.fails_after:
+                    raise self.error
+                if self.delay:
+                    await asyncio.sleep(self.delay)
+                finished = output.finished
+                yield output
+        finally:
+            self.open -= 1
+            self.aborted += not finished
+
+    def _outputs(self, text, ids, params, request_id):
+        pieces = [("reasoning", word) for word in _words(self.reasoning)]
+        pieces += [("content", word) for word in _words(self.text)]
+        pieces = pieces[: params.max_tokens]
+        if params.output_kind is RequestOutputKind.DELTA:
+            for count, piece in enumerate(pieces, 1):
+                last = count == len(pieces)
+                yield self._output(text, ids, params, request_id, [piece], last=last)
+        else:
+            yield self._output(text, ids, params, request_id, pieces, last=True)
+
+    def _output(self, text, ids, params, request_id, pieces, *, last):
+        completions = []
+        for index in range(params.n):
+            tokens = [100 + len(word) for _, word in pieces]
+            completion = CompletionOutput(
+                index=index, text="".join(word for _, word in pieces), token_ids=tokens
+            )
+            for field in ("reasoning", "content"):
+                joined = "".join(word for kind, word in pieces if kind == field)
+                setattr(completion, field, joined or None)
+            if params.logprobs is not None:
+                completion.logprobs = [
+                    {100 + len(word): Logprob(-0.5, 1, word), 7: Logprob(-1.5, 2, "other")}
+                    for _, word in pieces
+                ]
+            if last:
+                completion.finish_reason = self.finish_reason
+                if self.calls:
+                    completion.finish_reason = "tool_calls"
+                    completion.tool_calls = [
+                        ToolCall(index=i, id=call[0], name=call[1], arguments=call[2])
+                        for i, call in enumerate(self.calls)
+                    ]
+            completions.append(completion)
+        return RequestOutput(
+            request_id=request_id or "0",
+            prompt=text,
+            prompt_token_ids=ids,
+            outputs=completions,
+            finished=last,
+            num_cached_tokens=0,
+        )
+
+    async def apply_chat_template(self, messages, **_):
+        text = "".join(f"<{m['role']}>{m['content']}" for m in messages)
+        return {"type": "token", "prompt": text, "prompt_token_ids": self.tokenizer.encode(text)}
+
+    async def tokenise(self, text, *, add_special_tokens=True):
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    async def abort(self, request_ids):
+        self.utilities.append(("abort", request_ids))
+
+    async def health(self):
+        if self.dead_error is not None:
+            raise self.dead_error
+        return self.health_now
+
+    async def metrics(self):
+        return self.metrics_text
+
+    async def live_requests(self, external_ids=None):
+        return [r for r in self.live if external_ids is None or r.external_id in external_ids]
+
+    async def scheduler_stats(self):
+        return SchedulerStats(
+            num_running=self.open,
+            num_waiting=0,
+            kv_cache_usage=0.0,
+            prefix_cache=PrefixCacheStats(),
+        )
+
+    async def plugin_meters(self):
+        return {}
+
+    def server_extensions(self, server):
+        return [InstalledExtension(p, f"plugin {p!r}", e) for p, e in self.extensions]
+
+    async def aclose(self):
+        self.closed = True
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+        async def utility(*args, **kwargs):
+            self.utilities.append((name, *args, *kwargs.values()))
+
+        return utility
+
+
+def _words(text):
+    words = text.split()
+    return [word if i == 0 else f" {word}" for i, word in enumerate(words)]
+
+
+def configured(**server):
+    """Return a configuration with a table `server`."""
+    config = msgspec.convert({"server": {"port": 0, **server}}, EngineConfig)
+    return msgspec.structs.replace(config, max_model_len=4096)

@@ -10,7 +10,7 @@ import msgspec
 
 BODY_LIMIT = 65_536
 """Bytes of an error's body that are kept."""
-MESSAGE_TERMS = 6
+MESSAGE_TERMS = 8
 """First terms of an error's message that make its kind."""
 
 

@@ -45,12 +45,13 @@ def run_load(
         headers: of each request.
         workload: what is asked.
         load: how.
-        processes: number of processes that send it.
+        processes: number of processes that send it, at most one per stream.
 
     Returns:
         What each process measured.
     """
     allow_descriptors(load.concurrency + 256)
+    processes = min(processes, load.concurrency or processes)
     if processes == 1:
         counters = [0, 0]
         client = Client(target, headers, workload, load, Part(), counters)

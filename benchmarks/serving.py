@@ -10,7 +10,8 @@ tokens per second, and p50 and p99 of the time to the first token and of the tim
 outputs, in milliseconds: medians of the rounds, and others' over Hardpoint's AsyncLLM; and
 microseconds of CPU per output token of the process of the frontend: the one with the AsyncLLM and
 its callers, or that of the server. `--server` runs `hardpoint serve`, too, whose clients are in
-another process: what it uses in addition to AsyncLLM is what HTTP costs.
+another process: what it uses in addition to AsyncLLM is what HTTP costs. A second load, of 8 tokens
+out, shows how much of that is once per request.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from streams import ClosedLoop
 PROGRAM = str(Path(__file__).with_name("streams.py"))
 FIGURES = ("tok/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "CPU us/tok")
 SERVER = "hardpoint serve"
+COSTS = ("CPU us/request", "CPU us/further token")
+SHORT = 8
+"""Output tokens of the load that shows what a request costs."""
 Figures = dict[str, float]
 
 
@@ -40,6 +44,12 @@ def figures(times: dict[str, Any]) -> Figures:
     values += [1e3 * percentile(x, p) for x in (first, gaps) for p in (0.5, 0.99)]
     values.append(1e6 * times["cpu"] / times["tokens"])
     return dict(zip(FIGURES, values, strict=True))
+
+
+def costs(long: dict[str, Any], short: dict[str, Any]) -> tuple[float, float]:
+    """Return the microseconds of CPU per request and per token of two loads of equal requests."""
+    token = (long["cpu"] - short["cpu"]) / (long["tokens"] - short["tokens"])
+    return 1e6 * (short["cpu"] - token * short["tokens"]) / len(short["first"]), 1e6 * token
 
 
 def percentile(ascending: list[float], share: float) -> float:
@@ -64,9 +74,14 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Fi
         for number in range(options.rounds):
             load = ClosedLoop(streams, options.requests, 128, 64, f"{streams}, {number}")
             for name, engine in engines.items():
-                found[name].append(figures(engine.ask(dataclasses.asdict(load))))
+                times = engine.ask(dataclasses.asdict(load))
+                found[name].append(figures(times))
+                if options.server:
+                    short = dataclasses.replace(load, output=SHORT, seed=f"{load.seed}, short")
+                    pair = costs(times, engine.ask(dataclasses.asdict(short)))
+                    found[name][-1] |= dict(zip(COSTS, pair, strict=True))
         result[str(streams)] = {
-            name: {key: statistics.median(f[key] for f in rounds) for key in FIGURES}
+            name: {key: statistics.median(f[key] for f in rounds) for key in rounds[0]}
             for name, rounds in found.items()
         }
     for engine in engines.values():
@@ -93,9 +108,13 @@ def show(result: dict[str, dict[str, Figures]]) -> None:
     console.print(table)
     for streams, found in result.items():
         if SERVER in found:
-            more = found[SERVER]["CPU us/tok"] - found["hardpoint"]["CPU us/tok"]
+            more = {n: found[SERVER][n] - found["hardpoint"][n] for n in (FIGURES[-1], *COSTS)}
+            total, request, token = more.values()
             noun = "streams" if streams != "1" else "stream"
-            print(f"{streams} {noun}: the server takes {more:.1f} us of CPU per token more")
+            print(
+                f"{streams} {noun}: the server takes {total:.1f} us of CPU per token more: "
+                f"{request:.0f} us per request and {token:.1f} us per token"
+            )
 
 
 def main() -> None:

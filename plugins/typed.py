@@ -31,6 +31,7 @@ __all__ = [
     "json_schema",
     "parse_value",
     "plain_data",
+    "reason_of",
     "shown",
     "split_setting",
     "suggest",

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from hardpoint.plugins import ConfigError, RequestError
-from hardpoint.plugins.errors import PluginConflictError, reason_of
+from hardpoint.plugins.errors import PluginConflictError
 from hardpoint.plugins.server import (
     Authenticator,
     Call,
@@ -21,6 +21,7 @@ from hardpoint.plugins.server import (
     Route,
     Transform,
 )
+from hardpoint.plugins.typed import reason_of
 
 from .errors import AnswerError, plugin_fault
 

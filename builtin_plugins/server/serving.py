@@ -58,7 +58,6 @@ class Serving:
 
     def __init__(self, applications: Applications, sockets: Sequence[socket.socket]) -> None:
         """Serve the users' application on sockets that are bound."""
-        self._applications = applications
         self._service = applications.service
         self._sockets = list(sockets)
         self._signals = 0

@@ -59,6 +59,7 @@ SCRIPTED_MODEL = '{use="hardpoint.testing:ScriptedModel", name="ScriptedForCausa
 FAILING = "http_load.faulty:FailsAt"
 _REQUEST_S = 120.0
 _IDLE_S = 60.0
+_IDLE_PERIOD_S = 0.2
 _REST_S = 15.0
 _REST_PERIOD_S = 0.5
 _QUESTIONS = 40
@@ -192,7 +193,7 @@ class Soak:
             ]
             if not left or time.monotonic() > deadline:
                 return found, left
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(_IDLE_PERIOD_S)
 
     async def check_again(self) -> list[str]:
         """Return which questions get another answer than before the load."""

@@ -124,7 +124,6 @@ class Client:
         """
         await self._warm_up()
         ready()
-        gc.collect()
         gc.freeze()
         outcome = self._outcome
         lag = asyncio.create_task(self._measure_lag())

@@ -82,6 +82,8 @@ class FakeServer:
             while await self._one(reader, writer):
                 pass
         writer.close()
+        with contextlib.suppress(*ends):
+            await writer.wait_closed()
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()

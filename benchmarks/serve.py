@@ -172,7 +172,10 @@ async def _ask_about(options: argparse.Namespace, headers: dict[str, str]) -> tu
     try:
         model = options.model or await find_model(pool)
         return model, await measure_costs(pool, model, chat=options.endpoint == "chat")
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        address = options.url.uds or f"{options.url.host}:{options.url.port}"
+        raise SystemExit(f"serve.py: no server at {address}: {error}") from None
+    except ValueError as error:
         raise SystemExit(f"serve.py: {error}") from None
     finally:
         pool.close()

@@ -19,7 +19,11 @@ export class Announcer {
 
   /** Say one thing. */
   say(text) {
-    const line = text.replaceAll(/[*_`#|]+/g, " ").replaceAll(/\s+/g, " ").trim();
+    const line = text
+      .replaceAll(/\[([^\]\n]{1,200})\]\([^()\s]{1,500}\)/g, "$1") // A link is its label.
+      .replaceAll(/[*_`#|]+/g, " ")
+      .replaceAll(/\s+/g, " ")
+      .trim();
     if (line === "") return;
     this.#region.append(element("p", {}, line));
     while (this.#region.childElementCount > MOST_LINES) this.#region.firstElementChild.remove();

@@ -21,29 +21,29 @@ export class MarkdownView {
     let same = 0;
     while (same < blocks.length && this.#shown[same]?.source === blocks[same].source) same += 1;
     for (const old of this.#shown.splice(same)) old.node.remove();
+    // An answer is below a heading of the page of level 2, and no level is left out.
+    const headings = { level: this.#shown.at(-1)?.level ?? 2 };
     for (const block of blocks.slice(same)) {
-      const node = blockNode(block);
+      const node = blockNode(block, headings);
       this.#root.append(node);
-      this.#shown.push({ source: block.source, node });
+      this.#shown.push({ source: block.source, node, level: headings.level });
     }
   }
 }
 
-function blockNode(block) {
+function blockNode(block, headings) {
   switch (block.type) {
     case "code":
       return codeNode(block);
-    case "heading": {
-      // The page has a heading of its own above all of an answer.
-      const level = Math.min(block.level + 2, 6);
-      return element(`h${level}`, {}, ...inlineNodes(block.parts));
-    }
+    case "heading":
+      headings.level = Math.min(block.level + 2, headings.level + 1, 6);
+      return element(`h${headings.level}`, {}, ...inlineNodes(block.parts));
     case "rule":
       return element("hr");
     case "quote":
-      return element("blockquote", {}, ...block.blocks.map(blockNode));
+      return element("blockquote", {}, ...block.blocks.map((inner) => blockNode(inner, headings)));
     case "list":
-      return listNode(block);
+      return listNode(block, headings);
     case "table":
       return tableNode(block);
     default:
@@ -76,15 +76,15 @@ export function copyButton(textOf, label) {
   return copy;
 }
 
-function listNode({ start, items }) {
+function listNode({ start, items }, headings) {
   const tag = start === null ? "ul" : "ol";
   const list = element(tag, { start: start !== null && start !== 1 ? start : null });
   for (const blocks of items) {
     const [first, ...rest] = blocks;
     // An item that is one line is no paragraph.
     const isPlain = first?.type === "paragraph";
-    const nodes = isPlain ? inlineNodes(first.parts) : first ? [blockNode(first)] : [];
-    list.append(element("li", {}, ...nodes, ...rest.map(blockNode)));
+    const nodes = isPlain ? inlineNodes(first.parts) : first ? [blockNode(first, headings)] : [];
+    list.append(element("li", {}, ...nodes, ...rest.map((block) => blockNode(block, headings))));
   }
   return list;
 }

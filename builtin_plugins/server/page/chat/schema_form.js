@@ -131,16 +131,17 @@ function numberOf(text, schema, label, input) {
   const tooSmall =
     value < (schema.minimum ?? -Infinity) || value <= (schema.exclusiveMinimum ?? -Infinity);
   const tooLarge = value > (schema.maximum ?? Infinity) || value >= (schema.exclusiveMaximum ?? Infinity);
-  if (tooSmall || tooLarge) throw new FieldError(`${label}: ${rangeOf(schema)} It is ${text}.`, input);
+  if (tooSmall || tooLarge) throw new FieldError(`${label} is ${text}. Expected: ${rangeOf(schema)}`, input);
   return value;
 }
 
-function rangeOf(schema) {
+function rangeOf({ minimum, maximum, exclusiveMinimum, exclusiveMaximum }) {
+  if (minimum !== undefined && maximum !== undefined) return `${minimum} to ${maximum}.`;
   const words = [];
-  if (schema.minimum !== undefined) words.push(`at least ${schema.minimum}`);
-  if (schema.exclusiveMinimum !== undefined) words.push(`more than ${schema.exclusiveMinimum}`);
-  if (schema.maximum !== undefined) words.push(`at most ${schema.maximum}`);
-  if (schema.exclusiveMaximum !== undefined) words.push(`less than ${schema.exclusiveMaximum}`);
+  if (minimum !== undefined) words.push(`at least ${minimum}`);
+  if (exclusiveMinimum !== undefined) words.push(`above ${exclusiveMinimum}`);
+  if (maximum !== undefined) words.push(`at most ${maximum}`);
+  if (exclusiveMaximum !== undefined) words.push(`below ${exclusiveMaximum}`);
   const text = words.join(", ");
   return text === "" ? "" : `${text[0].toUpperCase()}${text.slice(1)}.`;
 }

@@ -6,9 +6,9 @@ import { FieldError, makeField, makeObjectForm } from "./schema_form.js";
 
 const SAMPLING = [
   ["temperature", "Temperature", { type: "number", minimum: 0 }],
-  ["max_tokens", "Most tokens", { type: "integer", minimum: 1 }],
+  ["max_tokens", "Max tokens", { type: "integer", minimum: 1 }],
   ["top_p", "Top p", { type: "number", exclusiveMinimum: 0, maximum: 1 }],
-  ["top_k", "Top k", { type: "integer", minimum: -1 }],
+  ["top_k", "Top k", { type: "integer", minimum: 0 }],
   ["min_p", "Min p", { type: "number", minimum: 0, maximum: 1 }],
   ["seed", "Seed", { type: "integer" }],
   ["presence_penalty", "Presence penalty", { type: "number", minimum: -2, maximum: 2 }],

@@ -70,7 +70,7 @@ function showProblem(error) {
 function show(now) {
   const { stats, requests } = now;
   figures.running.add(stats.num_running);
-  figures.waiting.add(stats.num_waiting, `${count(stats.num_preemptions)} preempted since the start`);
+  figures.waiting.add(stats.num_waiting, `${count(stats.num_preemptions)} preempted so far`);
   figures.cache.add(stats.kv_cache_usage);
   const cache = stats.prefix_cache;
   const hits = cache.queried_tokens > 0 ? cache.hit_tokens / cache.queried_tokens : 0;

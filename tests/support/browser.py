@@ -147,11 +147,11 @@ class Page:
         return answer["result"].get("value")
 
     def wait_for(self, expression, seconds=15):
-        """Wait until an expression is true; return its value."""
+        """Wait until an expression is true."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if value := self.evaluate(expression):
-                return value
+            if self.evaluate(f"Boolean({expression})"):
+                return
             time.sleep(0.03)
         raise AssertionError(f"it never became true: {expression}; {self.text('body')[:2000]}")
 

@@ -252,21 +252,24 @@ def test_colours_can_be_read(scheme):
     assert min(contrast(palette["edge"], palette[paper]) for paper in papers[:2]) >= 3
 
 
-NODE = shutil.which("node")
-needs_node = pytest.mark.skipif(
-    NODE is None, reason="no node; in --all, the browser runs the same scripts"
-)
+@pytest.fixture
+def node(request):
+    """Runs a script with node; returns what it prints."""
+    command = shutil.which("node")
+    if command is None and not request.config.getoption("all"):
+        pytest.skip("no node; scripts/test --all installs it")
+    assert command is not None
+
+    def run(script, *options):
+        arguments = [command, "--input-type=module", *options]
+        done = subprocess.run(arguments, input=script, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
 
 
-def node(script, *arguments):
-    command = [NODE, "--input-type=module", *arguments]
-    done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@needs_node
-def test_scripts_parse():
+def test_scripts_parse(node):
     checks = "import vm from 'node:vm'; for (const text of %s) new vm.SourceTextModule(text);"
     node(checks % json.dumps([path.read_text() for path in SCRIPTS]), "--experimental-vm-modules")
 
@@ -276,8 +279,7 @@ def module(path):
     return re.sub(r"^import .*$", "", path.read_text(), flags=re.M)
 
 
-@needs_node
-def test_events_are_found_however_the_stream_is_split():
+def test_events_are_found_however_the_stream_is_split(node):
     stream = ': hi\r\n\r\ndata: {"a":1}\n\ndata:two\rdata: lines\r\revent: x\ndata: ü\n\ndata: cut'
     script = (
         module(PAGE / "chat" / "events.js")
@@ -297,8 +299,7 @@ def test_events_are_found_however_the_stream_is_split():
     assert json.loads(found) == ['{"a":1}', "two\nlines", "ü"]
 
 
-@needs_node
-def test_markdown_is_found():
+def test_markdown_is_found(node):
     text = "# A *b*\n\nOne `c` **d** [e](https://x.org/f_(g)) [h](javascript:i)\n\n"
     text += "- j\n  - k\n- l\n\n```py\nm\n```\n|n|o|\n|-|-|\n|p|q|"
     script = (
@@ -327,8 +328,7 @@ def test_markdown_is_found():
     assert (table["head"], table["rows"]) == ([["n"], ["o"]], [[["p"], ["q"]]])
 
 
-@needs_node
-def test_hostile_markdown_takes_no_long():
+def test_hostile_markdown_takes_no_long(node):
     """A model may write anything; the page reads each text again as it grows."""
     script = (
         module(PAGE / "chat" / "markdown.js")
@@ -345,3 +345,75 @@ def test_hostile_markdown_takes_no_long():
       }"""
     )
     node(script)
+
+
+def test_an_answer_is_put_together(node):
+    """Parts of calls, both names of reasoning, usage; and what was cut off is not sent again."""
+
+    def chunk(**delta):
+        return {"choices": [{"index": 0, "delta": delta}]}
+
+    def call(index, **part):
+        return chunk(tool_calls=[{"index": index, **part}])
+
+    chunks = [
+        {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]},
+        chunk(reasoning="Hm", reasoning_content="Hm"),
+        chunk(reasoning_content="."),
+        chunk(content="Yes"),
+        {"choices": [{"index": 1, "delta": {"content": "of another one"}}]},
+        call(0, id="a", function={"name": "one", "arguments": '{"x"'}),
+        call(1, id="b", function={"name": "two", "arguments": '{"y": '}),
+        call(0, function={"arguments": ": 1}"}),
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls", "warning": "w"}]},
+        {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 9}},
+    ]
+    script = (
+        module(PAGE / "chat" / "answer.js")
+        + f"""
+      const answer = new Answer();
+      const wasEmpty = answer.isEmpty;
+      for (const chunk of {json.dumps(chunks)}) answer.add(chunk);
+      const ends = [answer.finishReason, answer.warning, answer.note()];
+      console.log(JSON.stringify([wasEmpty, answer.message(), ...ends]));"""
+    )
+    was_empty, message, reason, warning, note = json.loads(node(script))
+    assert was_empty
+    assert message == {
+        "role": "assistant",
+        "content": "Yes",
+        "reasoning": "Hm.",
+        "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "one", "arguments": '{"x": 1}'}}
+        ],
+    }
+    assert (reason, warning) == ("tool_calls", "w")
+    assert note.startswith("9 tokens")
+    assert note.endswith("prompt of 3 tokens")
+
+
+def test_schemas_become_plain(node):
+    """References, wherever their targets are, and alternatives that are null."""
+    loop = {"$ref": "#/components/schemas/L"}
+    root = {"components": {"schemas": {"A": {"type": "integer"}, "L": loop}}}
+    schemas = [
+        {"$ref": "#/components/schemas/A", "description": "d"},
+        {"$ref": "#/$defs/B", "$defs": {"B": {"anyOf": [{"type": "null"}, {"type": "string"}]}}},
+        {"type": ["number", "null"], "default": None},
+        {"anyOf": [{"type": "string"}, {"type": "integer"}]},
+        {"$ref": "#/components/schemas/L"},
+        {"$ref": "#/nowhere"},
+        {"$ref": "https://elsewhere.test/schema"},
+        True,
+    ]
+    script = (
+        module(PAGE / "chat" / "schema_form.js")
+        + f"""
+      const found = {json.dumps(schemas)}.map((schema) => plainSchema(schema, {json.dumps(root)}));
+      console.log(JSON.stringify(found));"""
+    )
+    number, text, either, *unclear = json.loads(node(script))
+    assert number == {"type": "integer", "description": "d"}
+    assert text["type"] == "string"
+    assert either == {"type": "number", "default": None}
+    assert unclear == [None] * 5

@@ -298,7 +298,7 @@ def test_what_a_model_writes_stays_text(page, server):
 def test_the_browser_enforces_the_policy(page):
     """Were a model's text ever to become markup, nothing would come of it."""
     refused = page.evaluate(
-        "(() => { try { document.body.innerHTML = '<b>x</b>'; } catch (e) { return e.message; } })()"
+        "(() => { try { document.body.innerHTML = 'x'; } catch (e) { return e.message; } })()"
     )
     assert "TrustedHTML" in refused
     page.evaluate("fetch('http://localhost:9/').catch(() => {})")
@@ -371,9 +371,9 @@ def focused(page):
 def test_the_keyboard_is_enough(page, server):
     ask(page)
     answered(page)
-    page.evaluate("document.activeElement.blur()")
-    order = []
-    for _ in range(5):
+    page.evaluate("document.querySelector('a, button, input, select, textarea').focus()")
+    order = [focused(page)]
+    for _ in range(4):
         page.press("Tab")
         order.append(focused(page))
     assert order[0] == "Skip to the message field"

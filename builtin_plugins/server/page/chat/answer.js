@@ -3,6 +3,8 @@
 import { ApiError, request } from "../shared/api.js";
 import { readEvents } from "./events.js";
 
+const SHORTEST_SECONDS = 0.05; // In less, the speed of an answer says nothing.
+
 /** The parts of an answer, as far as they came. */
 export class Answer {
   reasoning = "";
@@ -78,9 +80,9 @@ export class Answer {
     const tokens = this.usage?.completion_tokens;
     if (tokens !== undefined) words.push(`${tokens} ${tokens === 1 ? "token" : "tokens"}`);
     const seconds = (this.#last - this.#first) / 1000;
-    if (tokens > 1 && seconds > 0) words.push(`${rounded((tokens - 1) / seconds)} tokens/s`);
+    if (tokens > 1 && seconds >= SHORTEST_SECONDS) words.push(`${rounded((tokens - 1) / seconds)} tokens/s`);
     if (this.#first !== null) words.push(`first after ${rounded((this.#first - this.#begun) / 1000)} s`);
-    if (this.usage) words.push(`prompt ${this.usage.prompt_tokens}`);
+    if (this.usage) words.push(`prompt of ${this.usage.prompt_tokens} tokens`);
     return words.join(" · ");
   }
 }

@@ -76,11 +76,11 @@ function checked(read, input) {
 }
 
 function inputOf(schema, label) {
-  const hint = "default" in schema && schema.default !== null ? String(schema.default) : "default";
-  if (Array.isArray(schema.enum)) return choiceInput(schema.enum.filter((v) => v !== null), hint);
+  const hint = String(schema.default ?? "default");
+  if (Array.isArray(schema.enum)) return choiceInput(schema.enum.filter((v) => v !== null), schema);
   switch (schema.type) {
     case "boolean":
-      return choiceInput([true, false], hint);
+      return choiceInput([true, false], schema);
     case "integer":
     case "number":
       return numberInput(schema, label, hint);
@@ -96,11 +96,11 @@ function inputOf(schema, label) {
   }
 }
 
-function choiceInput(values, hint) {
-  const options = values.map((value, index) => {
-    const words = value === true ? "yes" : value === false ? "no" : String(value);
-    return element("option", { value: index }, words);
-  });
+function choiceInput(values, schema) {
+  const words = (value) => (value === true ? "yes" : value === false ? "no" : String(value));
+  const options = values.map((value, index) => element("option", { value: index }, words(value)));
+  const isKnown = (schema.default ?? null) !== null;
+  const hint = isKnown ? `default: ${words(schema.default)}` : "default";
   const input = element("select", {}, element("option", { value: "" }, hint), ...options);
   return { input, read: () => (input.value === "" ? undefined : values[Number(input.value)]) };
 }

@@ -19,6 +19,7 @@ PLUGINS = [
     {"kind": "logits_processors", "name": "acme_bias", "version": "1.2"},
     {"kind": "scheduling_policies", "name": "fcfs", "version": "0.1.0"},
     {"kind": "samplers", "name": "default", "version": "0.1.0"},
+    {"kind": "output_parsers", "name": "temperature", "version": "3"},
 ]
 
 
@@ -27,10 +28,11 @@ class LiveFigures:
 
     Attributes:
         polls: how often they were asked.
+        error: raised instead of them.
     """
 
     def __init__(self):
-        self.polls = 0
+        self.polls, self.error = 0, None
 
     def requests(self):
         self.polls += 1
@@ -62,7 +64,7 @@ class LiveFigures:
             age_seconds=72.0 + self.polls,
             waits_for=reason,
         )
-        return [*running, waiting]
+        return {"requests": [*running, waiting]}
 
     def stats(self):
         return SchedulerStats(
@@ -85,6 +87,8 @@ class LiveFigures:
     def routes(self):
         def answering(figures):
             async def endpoint(request):
+                if self.error is not None:
+                    raise self.error
                 return JSONResponse(msgspec.to_builtins(figures()))
 
             return endpoint

@@ -1,5 +1,6 @@
 """The web page at work, in headless Chromium: what a user sees, and what the browser refuses."""
 
+import contextlib
 import itertools
 import json
 import re
@@ -322,13 +323,12 @@ def test_errors_are_said_in_words(page, server):
 
 
 def test_a_server_that_is_gone_is_said_in_words(browser):
-    with running(FakeEngine(config=configured())) as server:
-        page_context = new_page(browser, server.url + "/")
-        page = page_context.__enter__()
-        page.wait_for("document.querySelector('#model').value")
-    ask(page)
-    assert "The server cannot be reached." in answered(page)
-    page_context.__exit__(None, None, None)
+    with contextlib.ExitStack() as stack:
+        with running(FakeEngine(config=configured())) as server:
+            page = stack.enter_context(new_page(browser, server.url + "/"))
+            page.wait_for("document.querySelector('#model').value")
+        ask(page)
+        assert "The server cannot be reached." in answered(page)
 
 
 def test_the_key_is_asked_for_and_stays_in_the_tab(browser):
@@ -480,10 +480,11 @@ def test_the_live_view_moves(browser, tmp_path):
         assert "0 of 1,800" in waiting
         plugin = page.text("#plugins tr")
         assert plugin.startswith("acme_bias")
+        assert "logits processors" in page.text("#plugins tr:last-child")
         assert "In quarantine: IndexError in process" in plugin
         share = int(re.search(r"(\d+) %", plugin)[1])
         assert 15 <= share <= 35  # 0.3 s of each poll, about a second
-        assert page.text("#idle-count") == "2 without figures"
+        assert page.text("#idle-count") == "3 without figures"
         before = page.evaluate("document.querySelector('.figure polyline').getAttribute('points')")
         page.wait_for(
             "document.querySelector('.figure polyline').getAttribute('points').length > "
@@ -544,3 +545,15 @@ def test_a_dead_engine_is_said(browser):
         assert page.text("#state") == "Unavailable: the engine is being restarted"
         server.engine.is_running = True
         page.wait_for("document.querySelector('#state').innerText.startsWith('Degraded')")
+
+
+def test_figures_that_do_not_come_are_said(browser):
+    """As while the engine restarts: its routes answer 503."""
+    with running_live_view() as (server, figures), new_page(browser, server.url + "/") as page:
+        page.wait_for("document.querySelectorAll('#requests tr').length === 4")
+        figures.error = OverloadedError("the engine is being restarted")
+        page.wait_for("document.querySelector('#problem').innerText.includes('being restarted')")
+        assert page.text("#state") == "No figures"
+        figures.error = None
+        page.wait_for("document.querySelector('#problem').innerText === ''")
+        assert page.text("#state").startswith("Degraded")

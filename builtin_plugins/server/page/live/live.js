@@ -26,20 +26,13 @@ let last = null;
 async function poll() {
   timer = null;
   try {
-    const [requests, stats, plugins, health] = await Promise.all([
+    const [{ requests }, stats, { plugins, meters }, health] = await Promise.all([
       requestJson("requests"),
       requestJson("stats"),
       requestJson("plugins"),
       requestJson("health", { accept: [503] }),
     ]);
-    show({
-      seconds: performance.now() / 1000,
-      requests: Array.isArray(requests) ? requests : requests.requests,
-      stats,
-      plugins: Array.isArray(plugins) ? plugins : plugins.plugins,
-      meters: plugins.meters ?? {},
-      health,
-    });
+    show({ seconds: performance.now() / 1000, requests, stats, plugins, meters, health });
     byId("problem").replaceChildren();
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
@@ -179,7 +172,7 @@ function fillCell(cell, text, beside, isBad) {
 }
 
 function showPlugins(now) {
-  const known = new Map(now.plugins.map((plugin) => [plugin.name, plugin]));
+  const known = byName(now.plugins);
   const { faults = {}, quarantined = {}, fallbacks = {}, slow = {} } = now.health;
   const active = new Set([now.meters, faults, quarantined, fallbacks, slow].flatMap(Object.keys));
   const rows = [...active].map((name) => pluginRow(name, known.get(name), now));
@@ -187,13 +180,20 @@ function showPlugins(now) {
   byId("no-plugins").hidden = rows.length > 0;
   byId("plugins-scroll").hidden = rows.length === 0;
   fillRows(byId("plugins"), rows, ({ name }) => name, pluginCells);
-  const idle = now.plugins.filter(({ name }) => !active.has(name));
+  const idle = now.plugins.filter((plugin) => !active.has(plugin.name) || known.get(plugin.name) !== plugin);
   byId("idle").hidden = idle.length === 0;
   byId("idle-count").textContent = `${idle.length} without figures`;
   const words = idle.map((plugin) => `${plugin.kind}: ${plugin.name}`);
   if (byId("idle-plugins").childElementCount !== words.length) {
     byId("idle-plugins").replaceChildren(...words.map((text) => element("li", {}, text)));
   }
+}
+
+/** Return plugins by name; of one name, the logits processor, which is what has a meter. */
+function byName(plugins) {
+  const isProcessor = ({ kind }) => kind === "logits_processors";
+  const ordered = [...plugins.filter((p) => !isProcessor(p)), ...plugins.filter(isProcessor)];
+  return new Map(ordered.map((plugin) => [plugin.name, plugin]));
 }
 
 function pluginRow(name, plugin, { meters, health, seconds }) {

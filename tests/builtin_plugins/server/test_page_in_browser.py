@@ -276,6 +276,23 @@ def test_tool_calls_are_shown_and_answered(page, server):
     assert (result["tool_call_id"], result["content"]) == ("c1", "rain")
 
 
+def test_headings_of_answers_are_below_the_pages_own(page, server):
+    server.engine.text = "## A\n\n## B\n\n#### C\n\n> # D\n\n- ## E\n\n###### F"
+    ask(page)
+    answered(page)
+    found = "[...document.querySelectorAll('.body :is(h2,h3,h4,h5,h6)')].map((n) => n.outerHTML)"
+        "[...document.querySelectorAll('.body :is(h1,h2,h3,h4,h5,h6)')].map((n) => n.outerHTML)"
+    )
+    assert page.evaluate(levels) == [
+        "<h3>A</h3>",
+        "<h3>B</h3>",
+        "<h4>C</h4>",
+        "<h3>D</h3>",
+        "<h3>E</h3>",
+        "<h4>F</h4>",
+    ]
+
+
 def test_what_a_model_writes_stays_text(page, server):
     server.engine.text = server.engine.reasoning = HOSTILE
     server.engine.calls = (("c1", "<b>x</b>", '"<img src=y>"'),)

@@ -21,12 +21,11 @@ export class MarkdownView {
     let same = 0;
     while (same < blocks.length && this.#shown[same]?.source === blocks[same].source) same += 1;
     for (const old of this.#shown.splice(same)) old.node.remove();
-    // An answer is below a heading of the page of level 2, and no level is left out.
-    const headings = { level: this.#shown.at(-1)?.level ?? 2 };
+    const headings = { ...(this.#shown.at(-1)?.headings ?? { first: null, last: 2 }) };
     for (const block of blocks.slice(same)) {
       const node = blockNode(block, headings);
       this.#root.append(node);
-      this.#shown.push({ source: block.source, node, level: headings.level });
+      this.#shown.push({ source: block.source, node, headings: { ...headings } });
     }
   }
 }
@@ -36,8 +35,7 @@ function blockNode(block, headings) {
     case "code":
       return codeNode(block);
     case "heading":
-      headings.level = Math.min(block.level + 2, headings.level + 1, 6);
-      return element(`h${headings.level}`, {}, ...inlineNodes(block.parts));
+      return headingNode(block, headings);
     case "rule":
       return element("hr");
     case "quote":
@@ -49,6 +47,16 @@ function blockNode(block, headings) {
     default:
       return element("p", {}, ...inlineNodes(block.parts));
   }
+}
+
+/**
+ * Return a heading. Above an answer, the page has one of level 2: the first one of the answer is of
+ * level 3, the others as far from it as they were written, and none skips a level.
+ */
+function headingNode({ level, parts }, headings) {
+  headings.first ??= level;
+  headings.last = Math.max(3, Math.min(3 + level - headings.first, headings.last + 1, 6));
+  return element(`h${headings.last}`, {}, ...inlineNodes(parts));
 }
 
 function codeNode({ text, language }) {

@@ -80,7 +80,7 @@ def assemble(
 
     Raises:
         ConfigError, PluginError: an extension is wrong, or two are at odds; administrators have
-            keys and nobody to ask for them.
+            keys and no one to ask for them.
     """
     installed = [
         *authenticators,

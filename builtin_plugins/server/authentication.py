@@ -12,7 +12,6 @@ from .errors import AnswerError
 from .extensions import Owned, ServerFaults
 from .service import ANYBODY
 
-
 ADMINISTRATOR = Client(name="administrator", admin=True)
 """The client of the admin address where no key is needed: the owner of its Unix socket."""
 

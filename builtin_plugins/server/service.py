@@ -129,7 +129,7 @@ class Load:
         self._seconds += (seconds - self._seconds) / _ENDS_REMEMBERED if self._seconds else seconds
 
     def end_all(self) -> None:
-        """End all requests; their clients are told."""
+        """End all requests; their clients get an error."""
         self._is_over = True
         for task in self._tasks:
             task.cancel()

@@ -101,7 +101,7 @@ class Serving:
             announce: called once connections are answered.
 
         Raises:
-            ConfigError: an address was taken by another program meanwhile.
+            ConfigError: an address was taken by another program.
         """
         if handle_signals:
             loop = asyncio.get_running_loop()
@@ -182,7 +182,7 @@ class Serving:
         self._end.set()
 
     async def _watch(self, announce: Callable[[], None] | None) -> None:
-        """Announce the server; drain it if an administrator asks; end it when its engine is dead."""
+        """Announce the server; drain it when it is asked to; end it when its engine is dead."""
         service = self._service
         while not self.is_listening:
             await asyncio.sleep(_POLL_SECONDS / 10)

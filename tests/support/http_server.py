@@ -73,6 +73,23 @@ def client_of(url):
     return httpx.Client(base_url="http://localhost", transport=transport, timeout=30)
 
 
+async def _serve(engine, started, box, kwargs):
+    with contextlib.ExitStack() as stack:
+        bound = stack.enter_context(contextlib.closing(bind(engine.config.server)))
+        admin = bind_admin(engine.config.server)
+        if admin is not None:
+            stack.enter_context(contextlib.closing(admin))
+        applications = assemble(engine, "9.9", bound=bound.host, admin=admin, **kwargs)
+        box.update(
+            loop=asyncio.get_running_loop(),
+            url=bound.url,
+            admin_url=admin and admin.url,
+            service=applications.service,
+            serving=Serving(applications, bound, admin),
+        )
+        box["code"] = await box["serving"].run(handle_signals=False, announce=started.set)
+
+
 @contextlib.contextmanager
 def running(engine, **kwargs):
     """Run a server with an engine while the body runs.
@@ -82,32 +99,9 @@ def running(engine, **kwargs):
     """
     started, box = threading.Event(), {}
 
-    async def main():
-        bound = bind(engine.config.server)
-        admin = bind_admin(engine.config.server)
-        try:
-            applications = assemble(engine, "9.9", bound=bound.host, admin=admin, **kwargs)
-            serving = Serving(applications, bound, admin)
-            box.update(
-                loop=asyncio.get_running_loop(),
-                url=bound.url,
-                admin_url=admin and admin.url,
-                service=applications.service,
-                serving=serving,
-            )
-            running = asyncio.ensure_future(serving.run(handle_signals=False))
-            while not serving.is_listening and not running.done():
-                await asyncio.sleep(0.01)
-            started.set()
-            box["code"] = await running
-        finally:
-            bound.close()
-            if admin is not None:
-                admin.close()
-
     def run():
         try:
-            asyncio.run(main())
+            asyncio.run(_serve(engine, started, box, kwargs))
         except BaseException as error:
             box["error"] = error
             started.set()

@@ -123,7 +123,7 @@ def _bind_unix(name: str, mode: int, field: str) -> BoundAddress:
     _remove_stale(path, field)
     bound = socket.socket(socket.AF_UNIX)
     try:
-        with _umask(0o777 & ~mode):  # so that nobody connects before a chmod
+        with _umask(0o777 & ~mode):  # so that no one connects before a chmod
             bound.bind(str(path))
         return BoundAddress(bound, None, f"{_UNIX}{path}", path, _inode(path))
     except OSError as cause:
@@ -134,7 +134,7 @@ def _bind_unix(name: str, mode: int, field: str) -> BoundAddress:
 
 
 def _remove_stale(path: Path, field: str) -> None:
-    """Remove a socket that nobody listens on.
+    """Remove a socket that no one listens on.
 
     Raises:
         ConfigError: somebody does, or there is another file.
@@ -142,7 +142,7 @@ def _remove_stale(path: Path, field: str) -> None:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise ConfigError(
-                f"{field}: expected no file, or a socket that nobody uses, at {str(path)!r}"
+                f"{field}: expected no file, or a socket that is not in use, at {str(path)!r}"
             )
         with socket.socket(socket.AF_UNIX) as probe:
             try:

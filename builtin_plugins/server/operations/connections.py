@@ -25,7 +25,7 @@ _UPGRADING = (b"upgrade", b"http2-settings")
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. A client that is too slow, or sends no HTTP, is told so and disconnected.
+    """One connection; it ends with the reason for a client that is too slow, or sends no HTTP.
 
     Requests for another protocol, such as HTTP/2, are answered as if they did not ask for it.
     """
@@ -76,7 +76,8 @@ class Connection(HttpToolsProtocol):
             try:
                 self.parser.feed_data(data)
             except httptools.HttpParserUpgrade as upgrade:
-                self.parser.feed_data(self._without_upgrade() + data[upgrade.args[0] :])
+                head = self._without_upgrade()  # which makes another parser
+                self.parser.feed_data(head + data[upgrade.args[0] :])
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             error, reason = self._refusal or (_malformed(), "malformed")
             self._refuse(error, reason)
@@ -147,7 +148,6 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Wait for the next request, or for the rest of this one."""
         if not self._reads:
-            self.server_state.total_requests += 1
             return
         super().on_response_complete()
         if not self.transport.is_closing():

@@ -123,6 +123,7 @@ class Traffic:
         requests: answered so far, by route and status.
         rejected: requests and connections that were refused so far, by reason.
         closes: whether clients are asked to close their connections.
+        write: takes lines of the access log.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class Traffic:
         self.rejected: Counter[str] = Counter()
         self.closes = False
         self._format = {"text": as_text, "json": as_json}.get(access_log)
-        self._write = write or _write_error
+        self.write = write or _write_error
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Figures(self))
 
@@ -184,7 +185,7 @@ class Traffic:
             entry.prompt_tokens = counts.prompt_tokens
             entry.completion_tokens = counts.completion_tokens
             entry.finish_reasons = sorted(set(counts.finish_reasons)) or None
-        self._write(self._format(entry))
+        self.write(self._format(entry))
 
     def refused(self, address: tuple[str, int] | None, status: int | None, reason: str) -> None:
         """Count and log a connection that ends before it has a request.
@@ -204,7 +205,7 @@ class Traffic:
                 seconds=0.0,
                 reason=reason,
             )
-            self._write(self._format(entry))
+            self.write(self._format(entry))
 
     def metrics(self) -> str:
         """Return the figures in Prometheus's text format."""
@@ -252,14 +253,14 @@ def as_text(entry: AccessEntry) -> str:
     """Return an entry as a line of text."""
     where = "admin " if entry.admin else ""
     parts = [
-        f"{entry.time} {entry.address} {_shown(entry.client or '-')} "
-        f'{where}"{entry.method} {_shown(entry.path)}" {entry.status} {entry.bytes} B '
+        f"{entry.time} {entry.address} {_escaped(entry.client or '-')} "
+        f'{where}"{entry.method} {_escaped(entry.path)}" {entry.status} {entry.bytes} B '
         f"{entry.seconds:.3f} s"
     ]
     if entry.first_byte_seconds is not None:
         parts.append(f"first byte {entry.first_byte_seconds:.3f} s")
     if entry.request_id is not None:
-        parts.append(_shown(entry.request_id))
+        parts.append(_escaped(entry.request_id))
     if entry.prompt_tokens is not None:
         parts.append(f"{entry.prompt_tokens} + {entry.completion_tokens} tokens")
     if entry.finish_reasons:
@@ -269,7 +270,7 @@ def as_text(entry: AccessEntry) -> str:
     return " ".join(parts)
 
 
-def _shown(text: str) -> str:
+def _escaped(text: str) -> str:
     """Return a text without characters that a terminal or a parser of lines would obey."""
     if text.isprintable() and '"' not in text and "\\" not in text:
         return text

@@ -212,7 +212,7 @@ def test_a_request_for_another_protocol_is_answered_in_this_one(server, protocol
     upgrade = b"Connection: Upgrade\r\nUpgrade: " + protocol + b"\r\n"
     with server.socket() as connection:
         connection.sendall(post(head=HEAD + upgrade))
-        status, headers, body = read_answer(connection)
+        status, _, body = read_answer(connection)
         assert status == 200
         assert body["choices"][0]["message"]["content"] == "Hello there , friend"
         connection.sendall(post(head=HEAD + upgrade)[:100])
@@ -224,8 +224,11 @@ def test_a_request_for_another_protocol_is_answered_in_this_one(server, protocol
 
 def test_expect_100_continue(server):
     with server.socket() as connection:
-        connection.sendall(post(b"", head=HEAD + b"Expect: 100-continue\r\n").replace(
-            b"Content-Length: 0", b"Content-Length: %d" % len(ASK)))
+        connection.sendall(
+            post(b"", head=HEAD + b"Expect: 100-continue\r\n").replace(
+                b"Content-Length: 0", b"Content-Length: %d" % len(ASK)
+            )
+        )
         assert connection.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
         connection.sendall(ASK)
         assert read_answer(connection)[0] == 200
@@ -300,14 +303,13 @@ def slow_reader(server):
 def test_a_client_that_does_not_read_is_disconnected_and_its_request_ended():
     text = " ".join(["word" * 20_000] * 300)  # 24 MB, more than the kernel buffers
     engine = FakeEngine(text=text, delay=1e-4, config=configured(send_seconds=0.3))
-    with running(engine) as server:
-        with slow_reader(server) as connection:
-            wait_until(lambda: server.engine.aborted == 1, 20)
-            assert server.engine.open == 0
-            assert server.service.load.open == 0
-            wait_until(lambda: server.service.traffic.connections == 0, 5)
-            assert server.service.traffic.rejected["slow_reader"] == 1
-            assert len(read_all(connection)) < len(text)
+    with running(engine) as server, slow_reader(server) as connection:
+        wait_until(lambda: server.engine.aborted == 1, 20)
+        assert server.engine.open == 0
+        assert server.service.load.open == 0
+        wait_until(lambda: server.service.traffic.connections == 0, 5)
+        assert server.service.traffic.rejected["slow_reader"] == 1
+        assert len(read_all(connection)) < len(text)
 
 
 def test_a_client_that_reads_slowly_gets_all():

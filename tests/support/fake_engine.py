@@ -239,6 +239,7 @@ def _words(text):
 
 
 def configured(**server):
-    """Return a configuration with a table `server`."""
-    config = msgspec.convert({"server": {"port": 0, **server}}, EngineConfig)
+    """Return a configuration with a table `server`, by default without an access log."""
+    server = {"port": 0, "access_log": "off", **server}
+    config = msgspec.convert({"server": server}, EngineConfig)
     return msgspec.structs.replace(config, max_model_len=4096)

@@ -1,6 +1,7 @@
 """The admin address and its routes."""
 
 import logging
+import re
 import stat
 import threading
 from pathlib import Path
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 from support.fake_engine import FakeEngine, configured
 from support.http_server import client_of, running
+from support.processes import ROOT
 
 from hardpoint.plugins import ConfigError, HardpointError, RequestError
 from hardpoint.plugins.errors import EngineDeadError, PluginNotFoundError
@@ -357,6 +359,21 @@ def test_every_route_says_what_it_does(server):
         assert ("POST" in route.methods) == (route.request_type is not None)
         if route.request_type is not None:
             assert msgspec.inspect.type_info(route.request_type).forbid_unknown_fields
+
+
+def test_the_page_about_them_lists_all_routes(server):
+    from hardpoint.builtin_plugins.server.assembly import admin_routes
+
+    page = (ROOT / "docs" / "admin.md").read_text()
+    listed = set(re.findall(r"^\| `(GET|POST) (/\S+)` \|", page, re.MULTILINE))
+    assert listed == {
+        (method, route.path) for route in admin_routes(server.service) for method in route.methods
+    }
+    for route in admin_routes(server.service):
+        if route.request_type is not None:
+            (line,) = [x for x in page.splitlines() if x.startswith(f"| `POST {route.path}` ")]
+            for field in route.request_type.__struct_fields__:
+                assert f"`{field}`" in line
 
 
 def test_the_client_of_a_unix_socket_needs_no_host(server):

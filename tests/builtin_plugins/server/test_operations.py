@@ -65,7 +65,7 @@ class Program:
 @contextlib.contextmanager
 def program(*arguments, engine=None, **server):
     """Run `hardpoint serve` with a fake engine."""
-    fields = json.dumps({**(engine or {}), "server": server})
+    fields = json.dumps({**(engine or {}), "server": {"access_log": "text", **server}})
     started = Program(str(ROOT / "tests/support/serve_fake.py"), fields, *arguments)
     try:
         yield started
@@ -276,6 +276,7 @@ def test_a_client_that_goes_frees_its_request_in_the_engine(endless):
         assert server.code == 3
 
 
+@pytest.mark.nightly
 def test_the_program_ends_while_a_real_model_loads(scripted, tmp_path):
     write_config(tmp_path, scripted, "server.port = 0")
     server = Program("-m", "hardpoint", "-v", "serve", folder=tmp_path)

@@ -7,6 +7,7 @@ import socket
 import threading
 
 import httpx
+import uvloop
 
 from hardpoint.builtin_plugins.server.assembly import assemble
 from hardpoint.builtin_plugins.server.operations.addresses import bind, bind_admin
@@ -101,7 +102,8 @@ def running(engine, **kwargs):
 
     def run():
         try:
-            asyncio.run(_serve(engine, started, box, kwargs))
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_serve(engine, started, box, kwargs))
         except BaseException as error:
             box["error"] = error
             started.set()

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import resource
 import socket
 import stat
 
@@ -12,7 +13,7 @@ from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 
 from hardpoint.builtin_plugins.server.errors import AnswerError
-from hardpoint.builtin_plugins.server.operations.addresses import bind
+from hardpoint.builtin_plugins.server.operations.addresses import allow_descriptors, bind
 from hardpoint.builtin_plugins.server.operations.traffic import AccessEntry, as_json, as_text
 from hardpoint.builtin_plugins.server.service import Load
 from hardpoint.plugins import ConfigError, OverloadedError
@@ -138,6 +139,27 @@ def test_open_routes_are_open_below_a_prefix_too():
     with running(engine) as server:
         assert server.client.get("/llm/health").status_code == 200
         assert server.client.get("/llm/v1/models").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("limits", "raised", "words"),
+    [
+        ((1024, 4096), (1256, 4096), "the limit of open files was raised from 1024 to 1256"),
+        ((1024, 1100), (1100, 1100), "1000 need 1256 open files; this process may have 1100"),
+        ((2000, 4096), None, ""),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None, ""),
+    ],
+)
+def test_the_limit_of_open_files_is_raised_if_connections_need_it(
+    monkeypatch, caplog, limits, raised, words
+):
+    set_to = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda which, pair: set_to.append(pair))
+    with caplog.at_level("INFO", "hardpoint"):
+        allow_descriptors(1000)
+    assert set_to == ([] if raised is None else [raised])
+    assert words in caplog.text
 
 
 # The access log

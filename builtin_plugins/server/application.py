@@ -144,7 +144,7 @@ class Application:
             is_admin: whether it is that of the admin address, for the log.
         """
         self._traffic = service.traffic
-        self._root_path = "" if is_admin else service.settings.root_path.rstrip("/")
+        self._root_path = "" if is_admin else service.settings.root_path
         self._is_admin = is_admin
         self._guard = guard
         self._authentication = authentication
@@ -160,11 +160,12 @@ class Application:
             return
         scope["app"] = self  # starlette then raises instead of answering in plain text
         state = scope.setdefault("state", {})
-        state["request_id"] = _request_id(scope)
+        state["request_id"] = request_id = _request_id(scope)
         state["is_answered"] = False
         if self._root_path:
             _remove_prefix(scope, self._root_path)
-        exchange = self._traffic.begin(scope, send)
+        headers = [(b"x-request-id", request_id.encode("latin-1"))]
+        exchange = self._traffic.begin(scope, send, headers)
         try:
             await self._app(scope, receive, exchange.send)
         finally:

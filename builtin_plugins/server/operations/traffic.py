@@ -7,7 +7,7 @@ import contextvars
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -15,6 +15,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.types import Message, Scope, Send
+
+Headers = Sequence[tuple[bytes, bytes]]
 
 _PROBES = frozenset({"/health", "/ready", "/metrics"})
 _CLIENT_GONE = 499
@@ -85,12 +87,12 @@ class AccessEntry(msgspec.Struct, omit_defaults=True):
 class Exchange:
     """One request and its answer."""
 
-    __slots__ = ("_closes", "_send", "bytes", "counts", "first_byte", "started", "state", "status")
+    __slots__ = ("_headers", "_send", "bytes", "counts", "first_byte", "started", "state", "status")
 
-    def __init__(self, scope: Scope, send: Send, *, closes: bool) -> None:
-        """Begin; `closes` asks the client to close its connection after it."""
+    def __init__(self, scope: Scope, send: Send, headers: Headers) -> None:
+        """Begin; the headers are added to those of the answer."""
         self._send = send
-        self._closes = closes
+        self._headers = headers
         self.state: dict[str, Any] = scope["state"]
         self.started = time.perf_counter()
         self.first_byte = 0.0
@@ -103,10 +105,7 @@ class Exchange:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self.state["is_answered"] = True
-            name = self.state["request_id"].encode("latin-1")
-            message["headers"] = headers = [*message["headers"], (b"x-request-id", name)]
-            if self._closes:
-                headers.append((b"connection", b"close"))
+            message["headers"] = [*message["headers"], *self._headers]
         else:
             if not self.first_byte:
                 self.first_byte = time.perf_counter()
@@ -147,10 +146,16 @@ class Traffic:
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Figures(self))
 
-    def begin(self, scope: Scope, send: Send) -> Exchange:
-        """Return a request that is being answered; its `send` sends the answer."""
+    def begin(self, scope: Scope, send: Send, headers: Headers = ()) -> Exchange:
+        """Return a request that is being answered; its `send` sends the answer.
+
+        Args:
+            headers: further ones of the answer.
+        """
         self.open += 1
-        exchange = Exchange(scope, send, closes=self.closes)
+        if self.closes:
+            headers = [*headers, (b"connection", b"close")]
+        exchange = Exchange(scope, send, headers)
         _CURRENT.set(exchange)
         return exchange
 

@@ -121,7 +121,7 @@ def test_ipv6():
 
 
 def test_a_prefix_of_a_proxy_may_be_left_in_the_path_or_not():
-    with running(FakeEngine(config=configured(root_path="/llm/"))) as server:
+    with running(FakeEngine(config=configured(root_path="/llm"))) as server:
         for path in ("/v1/chat/completions", "/llm/v1/chat/completions"):
             assert server.post(path, ASK).status_code == 200
         assert server.client.get("/llm/health").status_code == 200

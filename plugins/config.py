@@ -326,6 +326,7 @@ class ServerLimits(Strict):
     Attributes:
         body_bytes: of a request's body.
         header_bytes: of its request line and headers.
+        connections: that are open at once; further ones are answered with 503.
         requests: that are being answered at once; further ones are answered with 429.
         prompts: in one request.
         prompt_characters: of all texts of a request; None is 32 for each token of `max_model_len`.
@@ -343,6 +344,7 @@ class ServerLimits(Strict):
 
     body_bytes: Count = 8 << 20
     header_bytes: Count = 64 << 10
+    connections: Count = 4096
     requests: Count = 1024
     prompts: Count = 1024
     prompt_characters: Count | None = None
@@ -365,6 +367,7 @@ class ServerConfig(Strict):
         host: address that it listens on.
         port: 0 is any free one.
         uds: path of a Unix socket to listen on instead.
+        uds_mode: permissions of its file, in octal digits.
         root_path: prefix of its paths at the proxy before it.
         served_names: of the model; by default `model`.
         keys_file: TOML file of the users' keys; None needs no key.
@@ -396,6 +399,7 @@ class ServerConfig(Strict):
     host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     uds: Annotated[str, Meta(min_length=1)] | None = None
+    uds_mode: Annotated[str, Meta(pattern="^0?[0-7]{3}$")] = "0600"
     root_path: str = ""
     served_names: list[Annotated[str, Meta(min_length=1)]] = []
     keys_file: str | None = None

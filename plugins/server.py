@@ -15,6 +15,7 @@ import msgspec
 
 from .config import EngineConfig, ServerConfig, ServerLimits
 from .errors import EngineDeadError
+from .manifest import Manifest
 from .params import SamplingParams
 from .requests import Prompt, RequestOutput, ToolCall
 from .scheduling_policy import SchedulingPolicy
@@ -114,6 +115,10 @@ class AsyncGenerator(Controls, Protocol):
     @property
     def config(self) -> EngineConfig:
         """The configuration, with the values that the engine chose filled in."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The enabled plugins."""
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.routing import Route as StarletteRoute
 from starlette.routing import Router
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hardpoint.plugins import HardpointError
 from hardpoint.plugins.server import Route
@@ -42,6 +42,7 @@ class Boundary:
             return
         except Exception as error:
             answer = self._service.failure(error)
+            scope["state"]["refused"] = answer.detail.code or answer.detail.type
             if scope["state"]["is_answered"]:
                 raise
             await error_response(answer)(scope, receive, send)
@@ -77,7 +78,9 @@ def make_router(routes: Sequence[tuple[Route, Owned | None]], faults: ServerFaul
         [
             StarletteRoute(
                 route.path,
-                _Endpoint(route.endpoint if owned is None else _guarded(route, owned, faults)),
+                _Endpoint(
+                    route.path, route.endpoint if owned is None else _guarded(route, owned, faults)
+                ),
                 methods=list(route.methods),
             )
             for route, owned in routes
@@ -90,10 +93,11 @@ def make_router(routes: Sequence[tuple[Route, Owned | None]], faults: ServerFaul
 class _Endpoint:
     """An endpoint as an ASGI application; without starlette's own layers around `send`."""
 
-    def __init__(self, endpoint: Callable[[Request], Awaitable[ASGIApp]]) -> None:
-        self._endpoint = endpoint
+    def __init__(self, path: str, endpoint: Callable[[Request], Awaitable[ASGIApp]]) -> None:
+        self._path, self._endpoint = path, endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"]["route"] = self._path
         response = await self._endpoint(Request(scope, receive, send))
         await response(scope, receive, send)
 
@@ -132,8 +136,16 @@ class Application:
         guard: Any,
         authentication: Any,
         middleware: Sequence[Owned] = (),
+        is_admin: bool = False,
     ) -> None:
-        """Put the parts together; of the middleware, the first one is the outermost."""
+        """Put the parts together; of the middleware, the first one is the outermost.
+
+        Args:
+            is_admin: whether it is that of the admin address, for the log.
+        """
+        self._traffic = service.traffic
+        self._root_path = "" if is_admin else service.settings.root_path
+        self._is_admin = is_admin
         self._guard = guard
         self._authentication = authentication
         app: ASGIApp = Boundary(make_router(routes, faults), service)
@@ -150,20 +162,26 @@ class Application:
         state = scope.setdefault("state", {})
         state["request_id"] = request_id = _request_id(scope)
         state["is_answered"] = False
-        name = request_id.encode("latin-1")
-
-        async def with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                state["is_answered"] = True
-                message["headers"] = [*message["headers"], (b"x-request-id", name)]
-            await send(message)
-
-        await self._app(scope, receive, with_id)
+        if self._root_path:
+            _remove_prefix(scope, self._root_path)
+        headers = [(b"x-request-id", request_id.encode("latin-1"))]
+        exchange = self._traffic.begin(scope, send, headers)
+        try:
+            await self._app(scope, receive, exchange.send)
+        finally:
+            self._traffic.end(exchange, scope, admin=self._is_admin)
 
     async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._guard.check(scope)
         scope["state"]["client"] = await self._authentication.client(scope)
         await self._inner(scope, receive, send)
+
+
+def _remove_prefix(scope: Scope, prefix: str) -> None:
+    """Make the path the server's own, whether or not the proxy has left its prefix there."""
+    scope["root_path"] = prefix
+    if scope["path"].startswith(f"{prefix}/"):
+        scope["path"] = scope["path"].removeprefix(prefix)
 
 
 def _request_id(scope: Scope) -> str:

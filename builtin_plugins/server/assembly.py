@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hardpoint.plugins import ConfigError
 from hardpoint.plugins.server import (
     AsyncGenerator,
     Authenticator,
@@ -16,13 +17,15 @@ from hardpoint.plugins.server import (
 )
 
 from .application import Application
-from .authentication import Authentication
+from .authentication import AdminAuthentication, Authentication
 from .extensions import Owned, ServerFaults, Transforms, in_order, routes_of
 from .guard import Guard
+from .operations.addresses import BoundAddress
+from .routes.admin import AdminRoutes
 from .routes.chat import ChatRoutes
 from .routes.completions import CompletionRoutes
 from .routes.models import StatusRoutes
-from .routes.page import page_routes, with_page_files
+from .routes.page import live_routes, page_routes, with_page_files
 from .service import Service
 
 
@@ -54,12 +57,28 @@ def core_routes(service: Service, page: Sequence[Route] = ()) -> list[Route]:
     ]
 
 
+def admin_routes(service: Service, page: Sequence[Route] = ()) -> list[Route]:
+    """Return the server's own routes of the admin address.
+
+    Args:
+        page: those of the live view.
+    """
+    status = ("/health", "/version", "/metrics")
+    return [
+        *page,
+        *AdminRoutes(service).routes(),
+        *(route for route in StatusRoutes(service).routes() if route.path in status),
+    ]
+
+
 def assemble(
     engine: AsyncGenerator,
     version: str,
     *,
     bound: str | None = "127.0.0.1",
     authenticators: Sequence[InstalledExtension] = (),
+    admin: BoundAddress | None = None,
+    admin_authenticators: Sequence[InstalledExtension] = (),
 ) -> Applications:
     """Return the applications that serve an engine.
 
@@ -67,9 +86,12 @@ def assemble(
         version: of Hardpoint.
         bound: address that the users' application listens on; None is a Unix socket.
         authenticators: the server's own, asked before those of plugins.
+        admin: address of the administrators; None is none.
+        admin_authenticators: of the administrators; plugins have no part in them.
 
     Raises:
-        ConfigError, PluginError: an extension is wrong, or two are at odds.
+        ConfigError, PluginError: an extension is wrong, or two are at odds; administrators have
+            keys and no one to ask for them.
     """
     installed = [
         *authenticators,
@@ -80,15 +102,40 @@ def assemble(
     service = Service(engine, version, transforms, faults)
     settings = service.settings
     page = page_routes() if settings.page else []
-    routes = routes_of(installed, core_routes(service, page), settings.replace_routes)
+    for_users = [item for item in installed if not _is_for_admin(item)]
+    routes = routes_of(for_users, core_routes(service, page), settings.replace_routes)
     asked: list[Owned] = in_order(installed, Authenticator)
     service.has_keys = bool(asked)
     users = Application(
         service,
-        [(route, owned) for route, owned in routes if not route.admin],
+        routes,
         faults,
         guard=Guard(bound, settings.allowed_hosts, settings.allowed_origins),
         authentication=Authentication(asked, faults, with_page_files(settings.open_routes, page)),
         middleware=in_order(installed, Middleware),
     )
-    return Applications(service, users)
+    if admin is None:
+        return Applications(service, users)
+    live = live_routes() if settings.page else []
+    for_admin = [item for item in installed if _is_for_admin(item)]
+    administrators = in_order(admin_authenticators, Authenticator)
+    if not administrators and (admin.host is not None or settings.admin_keys_file is not None):
+        raise ConfigError("server.admin_keys_file: expected keys that can be checked, got none")
+    return Applications(
+        service,
+        users,
+        Application(
+            service,
+            routes_of(for_admin, admin_routes(service, live), ()),
+            faults,
+            guard=Guard(admin.host, None),
+            authentication=AdminAuthentication(
+                administrators, faults, [route.path for route in live]
+            ),
+            is_admin=True,
+        ),
+    )
+
+
+def _is_for_admin(item: InstalledExtension) -> bool:
+    return isinstance(item.extension, Route) and item.extension.admin

@@ -12,6 +12,41 @@ from .errors import AnswerError
 from .extensions import Owned, ServerFaults
 from .service import ANYBODY
 
+ADMINISTRATOR = Client(name="administrator", admin=True)
+"""The client of the admin address where no key is needed: the owner of its Unix socket."""
+
+
+class AdminAuthentication:
+    """Finds the client of each request to the admin address, who has to be an administrator."""
+
+    def __init__(
+        self, authenticators: Sequence[Owned], faults: ServerFaults, open_routes: Collection[str]
+    ) -> None:
+        """Ask authenticators in order; none is for a Unix socket, which is its owner's alone.
+
+        Args:
+            open_routes: paths that need no administrator: files without data.
+        """
+        self._open = frozenset(open_routes)
+        self._keys = Authentication(authenticators, faults, ()) if authenticators else None
+
+    async def client(self, scope: Scope) -> Client:
+        """Return who makes a request.
+
+        Raises:
+            AnswerError: it is no administrator, or an authenticator failed.
+        """
+        if self._keys is None:
+            return ADMINISTRATOR
+        if scope["path"] in self._open:
+            return ANYBODY
+        client = await self._keys.client(scope)
+        if not client.admin:
+            raise AnswerError(
+                403, "authorization: expected the key of an administrator", code="not_an_admin"
+            )
+        return client
+
 
 class Authentication:
     """Finds the client of each request."""

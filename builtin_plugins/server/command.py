@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-from typing import Any
+import signal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -13,6 +15,11 @@ from hardpoint.plugins import Command, CommandContext, EngineConfig
 from hardpoint.plugins.commands import ConfigSources
 from hardpoint.plugins.server import AsyncGenerator, ServerConfig
 from hardpoint.plugins.typed import convert
+
+if TYPE_CHECKING:
+    from .operations.addresses import BoundAddress
+
+_SIGNAL_CODE = 128
 
 _OPTIONS = ("host", "port", "uds", "admin", "root_path", "keys_file")
 """Options that are fields of the table `server`."""
@@ -34,26 +41,57 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, context: CommandContext) -> int:
-    from .serving import bind  # noqa: PLC0415 - its libraries take time, and only `serve` needs them
+    # Its libraries take time, and only `serve` needs them.
+    from .operations.addresses import bind, bind_admin  # noqa: PLC0415
 
     config, sources = _config(options, *context.load_config())
+    if context.quiet:
+        server = msgspec.structs.replace(config.server, access_log="off")
+        config = msgspec.structs.replace(config, server=server)
     with contextlib.ExitStack() as stack:
-        bound = stack.enter_context(contextlib.closing(bind(config.server)))
+        stack.enter_context(_ended_by_sigterm())
+        users = stack.enter_context(contextlib.closing(bind(config.server)))
+        admin = bind_admin(config.server)
+        if admin is not None:
+            stack.enter_context(contextlib.closing(admin))
         engine = context.open_async(config, sources, config.server.restart)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_serve(engine, context, bound))
+            return runner.run(_serve(engine, context, users, admin))
 
 
-async def _serve(engine: AsyncGenerator, context: CommandContext, bound: Any) -> int:
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the program as SIGINT does, with nothing left, until the server has it."""
+
+    def end(number: int, frame: Any) -> None:  # noqa: ARG001
+        raise SystemExit(_SIGNAL_CODE + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+async def _serve(
+    engine: AsyncGenerator,
+    context: CommandContext,
+    users: BoundAddress,
+    admin: BoundAddress | None,
+) -> int:
     from .assembly import assemble  # noqa: PLC0415 - as above
     from .serving import Serving  # noqa: PLC0415
 
     try:
-        host, port = bound.getsockname()[:2]
-        applications = assemble(engine, context.version, bound=host)
-        if not context.quiet:
-            print(f"Serving {applications.service.names[0]} at http://{host}:{port}", flush=True)
-        return await Serving(applications, [bound]).run()
+        applications = assemble(engine, context.version, bound=users.host, admin=admin)
+
+        def announce() -> None:
+            if not context.quiet:
+                print(f"Serving {applications.service.names[0]} at {users.url}", flush=True)
+            if not context.quiet and admin is not None:
+                print(f"Serving administrators at {admin.url}", flush=True)
+
+        return await Serving(applications, users, admin).run(announce=announce)
     finally:
         await engine.aclose()
 

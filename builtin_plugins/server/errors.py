@@ -81,10 +81,12 @@ class AnswerError(Exception):
         self.headers = dict(headers or {})
 
 
-def unavailable(message: str, retry_after: float = _RETRY_SECONDS) -> AnswerError:
+def unavailable(
+    message: str, retry_after: float = _RETRY_SECONDS, code: str | None = None
+) -> AnswerError:
     """Return the error 503 of a server that cannot answer now."""
     headers = {"retry-after": str(max(1, round(retry_after)))}
-    return AnswerError(503, message, kind="unavailable_error", headers=headers)
+    return AnswerError(503, message, kind="unavailable_error", code=code, headers=headers)
 
 
 def answer_error(error: BaseException, retry_after: float = _RETRY_SECONDS) -> AnswerError:

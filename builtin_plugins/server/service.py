@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import contextlib
 import hashlib
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from enum import Enum
@@ -23,6 +25,7 @@ from hardpoint.plugins.typed import shown
 from .bodies import convert_body, decode_object, read_body, without_ignored
 from .errors import AnswerError, answer_error, unavailable
 from .extensions import ServerFaults, Transforms
+from .operations.traffic import Traffic
 from .streaming import EventStream, until_disconnect
 
 _log = logging.getLogger("hardpoint")
@@ -52,7 +55,11 @@ class Phase(Enum):
 
 
 class Load:
-    """The requests that are being answered, and how fast they end."""
+    """The requests that are being answered, and how fast they end.
+
+    Attributes:
+        open: how many there are.
+    """
 
     def __init__(
         self, limit: int, running: int, clock: Callable[[], float] = time.monotonic
@@ -68,13 +75,17 @@ class Load:
         self._limit, self._running = limit, running
         self._clock = clock
         self._ends: collections.deque[float] = collections.deque(maxlen=_ENDS_REMEMBERED)
+        self._busy_since = 0.0
+        self._seconds = 0.0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._is_over = False
 
     @contextlib.contextmanager
     def one_more(self) -> Iterator[None]:
         """Count a request while it is answered.
 
         Raises:
-            AnswerError: there are too many.
+            AnswerError: there are too many, or `end_all` was called.
         """
         if self.open >= self._limit:
             raise AnswerError(
@@ -82,22 +93,62 @@ class Load:
                 f"the server answers {self.open} requests, its maximum "
                 "(server.limits.requests); try again later",
                 code="overloaded",
-                headers={"retry-after": str(round(self.retry_after()))},
+                headers={"retry-after": str(math.ceil(self.retry_after()))},
             )
+        began = self._clock()
+        if not self.open:
+            self._busy_since = began
+            self._ends.clear()
+        task = asyncio.current_task()
+        assert task is not None
         self.open += 1
+        self._tasks.add(task)
+        ran = True
         try:
             yield
+        except asyncio.CancelledError:
+            if not self._is_over:
+                raise
+            task.uncancel()
+            raise unavailable(
+                "the server ended before the answer did; send the request again", code="draining"
+            ) from None
+        except Exception:
+            ran = False  # most are refused, and would make requests look quick
+            raise
         finally:
             self.open -= 1
-            self._ends.append(self._clock())
+            self._tasks.discard(task)
+            if ran:
+                self._record(began)
+
+    def _record(self, began: float) -> None:
+        now = self._clock()
+        self._ends.append(now)
+        seconds = now - began
+        self._seconds += (seconds - self._seconds) / _ENDS_REMEMBERED if self._seconds else seconds
+
+    def end_all(self) -> None:
+        """End all requests; their clients get an error."""
+        self._is_over = True
+        for task in self._tasks:
+            task.cancel()
 
     def retry_after(self) -> float:
-        """Return in how many seconds the waiting requests will run, at the latest rate of ends."""
+        """Return in how many seconds the requests that wait now will run.
+
+        It follows from the rate at which requests have ended lately, while there were always some;
+        before two have, from the time that earlier ones took.
+        """
         waiting = max(self.open - self._running, 1)
-        if len(self._ends) < 2:
-            return 1.0
-        span = max(self._clock() - self._ends[0], 1e-3)
-        return min(max(waiting * span / len(self._ends), 1.0), _LONGEST_RETRY)
+        ends = len(self._ends)
+        if ends >= 2:
+            is_full = ends == _ENDS_REMEMBERED
+            since = self._ends[0] if is_full else self._busy_since
+            seconds = waiting * (self._clock() - since) / (ends - is_full)
+        else:
+            seconds = math.ceil(waiting / self._running) * self._seconds
+        return min(max(seconds, 1.0), _LONGEST_RETRY)
 
 
 class Service:
@@ -113,6 +164,8 @@ class Service:
         faults: of extensions.
         has_keys: whether routes need a client.
         paused: why requests are refused although the engine runs; None if they are not.
+        drain_asked: whether an administrator has asked for the server's end.
+        traffic: of all routes.
     """
 
     def __init__(
@@ -129,6 +182,8 @@ class Service:
         self.started = int(time.time())
         self.phase = Phase.SERVING
         self.paused: str | None = None
+        self.drain_asked = False
+        self.traffic = Traffic(self.settings.access_log)
         self.load = Load(self.settings.limits.requests, engine.config.scheduler.max_num_seqs)
 
     async def read(self, request: Request, type_: type[T]) -> tuple[Call, T]:
@@ -167,9 +222,11 @@ class Service:
             AnswerError: it is dead, restarting or paused, or the server is ending.
         """
         if self.phase is Phase.REFUSING:
-            raise unavailable("the server is shutting down; send the request to another one")
+            raise unavailable(
+                "the server is shutting down; send the request to another one", code="draining"
+            )
         if self.paused is not None:
-            raise unavailable(self.paused)
+            raise unavailable(self.paused, code="paused")
         self.check_engine()
 
     def check_engine(self) -> None:
@@ -181,8 +238,8 @@ class Service:
         if self.engine.is_running:
             return
         if (dead := self.engine.dead_error) is not None:
-            raise unavailable(f"the engine has ended: {dead}")
-        raise unavailable("the engine is being restarted", 2)
+            raise unavailable(f"the engine has ended: {dead}", code="engine_ended")
+        raise unavailable("the engine is being restarted", 2, code="engine_restarting")
 
     def check_prompt(self, *parts: Any) -> None:
         """Check the sizes of a prompt and its tools, before anything is made of them.

@@ -1,20 +1,23 @@
-"""Runs a server's applications: sockets, signals, draining, and the exit code."""
+"""Runs a server's applications: listening, signals, draining, and the exit code."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from hardpoint.plugins import ConfigError
-from hardpoint.plugins.server import ServerConfig
 
 from .assembly import Applications
+from .operations.addresses import BoundAddress, allow_descriptors
+from .operations.connections import Connection
 from .service import Phase
 
 _log = logging.getLogger("hardpoint")
@@ -24,7 +27,8 @@ ENGINE_DIED = 3
 
 _POLL_SECONDS = 0.1
 _BACKLOG = 2048
-_SEND_BUFFER = 1 << 16
+_LAST_ANSWERS_SECONDS = 1.0
+_SIGNAL_CODE = 128
 
 
 class _Listener(uvicorn.Server):
@@ -35,41 +39,33 @@ class _Listener(uvicorn.Server):
         yield
 
 
-def bind(settings: ServerConfig) -> socket.socket:
-    """Return the bound socket of the users' address, which does not listen yet.
-
-    Raises:
-        ConfigError: the address is in use, or none of this machine.
-    """
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    bound = socket.socket(family)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Of connections: what a client does not read waits here, and then in the engine, merged.
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
-    try:
-        bound.bind((settings.host, settings.port))
-    except OSError as cause:
-        bound.close()
-        raise ConfigError(
-            f"server.port: {settings.host}:{settings.port} cannot be bound: {cause.strerror}"
-        ) from None
-    return bound
-
-
 class Serving:
     """A server that runs until a signal, or until its engine is dead."""
 
-    def __init__(self, applications: Applications, sockets: Sequence[socket.socket]) -> None:
-        """Serve the users' application on sockets that are bound."""
+    def __init__(
+        self, applications: Applications, users: BoundAddress, admin: BoundAddress | None = None
+    ) -> None:
+        """Serve the applications on their addresses."""
         self._service = applications.service
-        self._sockets = list(sockets)
+        self._bound = [users]
+        self._listeners = [self._listener(applications.users)]
+        if admin is not None:
+            assert applications.admin is not None
+            self._bound.append(admin)
+            self._listeners.append(self._listener(applications.admin))
         self._signals = 0
         self._code = 0
+        self._at_once = False
         self._end = asyncio.Event()
+        self._draining: asyncio.Task[None] | None = None
+
+    def _listener(self, application: ASGIApp) -> _Listener:
         settings = self._service.settings
-        self._listener = _Listener(
+        protocol: Any = functools.partial(Connection, settings, self._service.traffic)
+        keep_alive: Any = settings.keep_alive_seconds  # uvicorn takes fractions as well
+        return _Listener(
             uvicorn.Config(
-                applications.users,
+                application,
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -77,61 +73,105 @@ class Serving:
                 date_header=True,
                 proxy_headers=False,
                 ws="none",
-                http="httptools",
+                http=protocol,
                 backlog=_BACKLOG,
-                timeout_keep_alive=max(1, round(settings.keep_alive_seconds)),
+                timeout_keep_alive=keep_alive,
                 timeout_graceful_shutdown=1,
-                root_path=settings.root_path,
             )
         )
 
     @property
     def is_listening(self) -> bool:
         """Whether it answers connections."""
-        return self._listener.started
+        return all(listener.started for listener in self._listeners)
 
     def stop(self) -> None:
         """End the server now; requests that run are ended."""
-        self._listener.force_exit = True
+        self._at_once = True
         self._end.set()
 
-    async def run(self, *, handle_signals: bool = True) -> int:
+    async def run(
+        self, *, handle_signals: bool = True, announce: Callable[[], None] | None = None
+    ) -> int:
         """Serve until the end; return the exit code.
 
         Args:
-            handle_signals: drain at SIGINT and SIGTERM; for the main thread alone.
+            handle_signals: drain at SIGINT and SIGTERM; for the main thread alone. Later signals
+                stay without effect until the event loop is closed.
+            announce: called once connections are answered.
+
+        Raises:
+            ConfigError: an address was taken by another program.
         """
-        loop = asyncio.get_running_loop()
-        names = (signal.SIGINT, signal.SIGTERM) if handle_signals else ()
-        for name in names:
-            loop.add_signal_handler(name, self._signalled, name)
-        listening = asyncio.ensure_future(self._listener.serve(self._sockets))
-        watching = asyncio.ensure_future(self._watch())
+        if handle_signals:
+            loop = asyncio.get_running_loop()
+            for name in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(name, self._signalled, name)
+        allow_descriptors(self._service.settings.limits.connections)
+        for bound in self._bound:
+            bound.check()
+        listening = [
+            asyncio.ensure_future(listener.serve([bound.socket]))
+            for listener, bound in zip(self._listeners, self._bound, strict=True)
+        ]
+        ended = asyncio.ensure_future(self._end.wait())
+        watching = asyncio.ensure_future(self._watch(announce))
         try:
-            await self._end.wait()
+            await asyncio.wait([ended, *listening], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            watching.cancel()
-            self._listener.should_exit = True
-            with contextlib.suppress(asyncio.CancelledError):
-                await listening
-            for name in names:
-                loop.remove_signal_handler(name)
+            for task in (ended, watching, self._draining):
+                if task is not None:
+                    task.cancel()
+            await self._end_requests()
+            for listener in self._listeners:
+                listener.should_exit = True
+                listener.force_exit = self._at_once
+            results = await asyncio.gather(*listening, return_exceptions=True)
+            self._disconnect()
+        for result in results:
+            if isinstance(result, OSError):
+                raise ConfigError(f"server.port: it cannot listen: {result.strerror}") from None
+            if isinstance(result, BaseException):
+                raise result
         return self._code
+
+    async def _end_requests(self) -> None:
+        """End the requests that run, and give them a moment to say so to their clients."""
+        load = self._service.load
+        self._service.phase = Phase.REFUSING
+        if not load.open:
+            return
+        _log.warning("%d requests are ended unfinished", load.open)
+        load.end_all()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_ANSWERS_SECONDS):
+                while load.open:
+                    await asyncio.sleep(_POLL_SECONDS / 10)
+
+    def _disconnect(self) -> None:
+        for listener in self._listeners:
+            for connection in list(listener.server_state.connections):
+                connection.transport.abort()
 
     def _signalled(self, name: signal.Signals) -> None:
         self._signals += 1
         if self._signals == 1:
-            self._draining = asyncio.ensure_future(self._drain(name))
-        else:
+            self._drain(name.name)
+        elif self._signals == 2:
             _log.warning("a second signal (%s): requests that run are ended", name.name)
-            self._code = 128 + name
+            self._code = _SIGNAL_CODE + name
             self.stop()
 
-    async def _drain(self, name: signal.Signals) -> None:
+    def _drain(self, reason: str) -> None:
+        if self._draining is None:
+            self._draining = asyncio.ensure_future(self._finish_requests(reason))
+
+    async def _finish_requests(self, reason: str) -> None:
         """Say that no more requests should come, serve on for a while, then finish those here."""
         settings, service = self._service.settings, self._service
-        _log.info("%s: /ready says 503 for %g s", name.name, settings.drain_delay)
+        _log.info("%s: /ready says 503 for %g s", reason, settings.drain_delay)
         service.phase = Phase.LEAVING
+        service.traffic.closes = True
         await asyncio.sleep(settings.drain_delay)
         service.phase = Phase.REFUSING
         _log.info("requests are refused; %d are being answered", service.load.open)
@@ -139,16 +179,24 @@ class Serving:
             async with asyncio.timeout(settings.drain_seconds):
                 while service.load.open:
                     await asyncio.sleep(_POLL_SECONDS)
-        if service.load.open:
-            _log.warning("%d requests are ended unfinished", service.load.open)
         self._end.set()
 
-    async def _watch(self) -> None:
-        """End the server when its engine is dead for good."""
-        while (dead := self._service.engine.dead_error) is None:
+    async def _watch(self, announce: Callable[[], None] | None) -> None:
+        """Announce the server; drain it when it is asked to; end it when its engine is dead."""
+        service = self._service
+        while not self.is_listening:
+            await asyncio.sleep(_POLL_SECONDS / 10)
+        if announce is not None:
+            announce()
+        while (dead := service.engine.dead_error) is None:
+            if service.drain_asked:
+                self._drain("POST /drain")
+            if not service.engine.is_running:
+                service.paused = None  # an engine that was restarted is not paused
             await asyncio.sleep(_POLL_SECONDS)
         _log.error("the engine has ended, and so does the server: %s", dead)
-        self._service.phase = Phase.REFUSING
+        service.phase = Phase.REFUSING
+        service.traffic.closes = True
         self._code = ENGINE_DIED
-        await asyncio.sleep(1.0)  # so that waiting requests are answered, with 503
+        await asyncio.sleep(_LAST_ANSWERS_SECONDS)  # so that its requests are answered, with 503
         self._end.set()

@@ -9,6 +9,7 @@ import msgspec
 from hardpoint.plugins import (
     CompletionOutput,
     EngineConfig,
+    HardpointError,
     Logprob,
     PrefixCacheStats,
     RequestOutput,
@@ -16,6 +17,7 @@ from hardpoint.plugins import (
     SamplingParams,
     SchedulerStats,
 )
+from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.requests import ToolCall
 from hardpoint.plugins.server import InstalledExtension
 from hardpoint.plugins.stats import Health
@@ -75,6 +77,11 @@ class FakeEngine:
     live: list = dataclasses.field(default_factory=list)
     utilities: list = dataclasses.field(default_factory=list)
     closed: bool = False
+    paused: bool = False
+    sleep_level: int = 0
+    manifest: Manifest = dataclasses.field(
+        default_factory=lambda: Manifest(hardpoint="9.9", entries=())
+    )
 
     def __post_init__(self):
         self.tokenizer = FakeTokenizer()
@@ -184,6 +191,30 @@ class FakeEngine:
             prefix_cache=PrefixCacheStats(),
         )
 
+    async def pause(self, mode="abort", *, clear_cache=True):
+        self.utilities.append(("pause", mode, clear_cache))
+        self.paused = True
+
+    async def resume(self):
+        if self.sleep_level:
+            raise HardpointError("the engine is asleep; wake_up first")
+        self.paused = False
+
+    async def is_paused(self):
+        return self.paused
+
+    async def sleep(self, level=1, mode="abort"):
+        self.utilities.append(("sleep", level, mode))
+        self.paused, self.sleep_level = True, level
+
+    async def wake_up(self, tags=None):
+        self.utilities.append(("wake_up", tags))
+        if tags is None:
+            self.paused, self.sleep_level = False, 0
+
+    async def is_sleeping(self):
+        return self.sleep_level > 0
+
     async def plugin_meters(self):
         return {}
 
@@ -208,6 +239,7 @@ def _words(text):
 
 
 def configured(**server):
-    """Return a configuration with a table `server`."""
-    config = msgspec.convert({"server": {"port": 0, **server}}, EngineConfig)
+    """Return a configuration with a table `server`, by default without an access log."""
+    server = {"port": 0, "access_log": "off", **server}
+    config = msgspec.convert({"server": server}, EngineConfig)
     return msgspec.structs.replace(config, max_model_len=4096)

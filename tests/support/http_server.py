@@ -7,9 +7,11 @@ import socket
 import threading
 
 import httpx
+import uvloop
 
 from hardpoint.builtin_plugins.server.assembly import assemble
-from hardpoint.builtin_plugins.server.serving import Serving, bind
+from hardpoint.builtin_plugins.server.operations.addresses import bind, bind_admin
+from hardpoint.builtin_plugins.server.serving import Serving
 
 
 class RunningServer:
@@ -19,13 +21,17 @@ class RunningServer:
         engine: that it serves.
         service: of the server, for what no client sees.
         client: of httpx, with the URL as its base.
+        admin: of httpx, for the admin address; None without one.
+        thread: that the server runs in.
     """
 
-    def __init__(self, engine, url, service, serving, loop):
+    def __init__(self, engine, url, admin_url, service, serving, loop):
         self.engine, self.url, self.service, self.serving = engine, url, service, serving
         self._loop = loop
-        self.client = httpx.Client(base_url=url, timeout=30)
-        self.port = int(url.rpartition(":")[2])
+        self.client = client_of(url)
+        self.admin = admin_url and client_of(admin_url)
+        self.thread, self.box = None, {}
+        self.port = 0 if url.startswith("unix:") else int(url.rpartition(":")[2])
 
     def post(self, path, body, **kwargs):
         """Return the response to a JSON body."""
@@ -50,9 +56,39 @@ class RunningServer:
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(30)
 
+    @property
+    def code(self):
+        """The exit code, once the server has ended."""
+        return self.box["code"]
+
     def socket(self):
         """Return a plain connection."""
         return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+
+def client_of(url):
+    """Return a client of httpx for a URL, or for `unix:PATH`."""
+    if not url.startswith("unix:"):
+        return httpx.Client(base_url=url, timeout=30)
+    transport = httpx.HTTPTransport(uds=url.removeprefix("unix:"))
+    return httpx.Client(base_url="http://localhost", transport=transport, timeout=30)
+
+
+async def _serve(engine, started, box, kwargs):
+    with contextlib.ExitStack() as stack:
+        bound = stack.enter_context(contextlib.closing(bind(engine.config.server)))
+        admin = bind_admin(engine.config.server)
+        if admin is not None:
+            stack.enter_context(contextlib.closing(admin))
+        applications = assemble(engine, "9.9", bound=bound.host, admin=admin, **kwargs)
+        box.update(
+            loop=asyncio.get_running_loop(),
+            url=bound.url,
+            admin_url=admin and admin.url,
+            service=applications.service,
+            serving=Serving(applications, bound, admin),
+        )
+        box["code"] = await box["serving"].run(handle_signals=False, announce=started.set)
 
 
 @contextlib.contextmanager
@@ -64,28 +100,10 @@ def running(engine, **kwargs):
     """
     started, box = threading.Event(), {}
 
-    async def main():
-        bound = bind(engine.config.server)
-        try:
-            applications = assemble(engine, "9.9", **kwargs)
-            serving = Serving(applications, [bound])
-            box.update(
-                loop=asyncio.get_running_loop(),
-                url="http://{}:{}".format(*bound.getsockname()[:2]),
-                service=applications.service,
-                serving=serving,
-            )
-            running = asyncio.ensure_future(serving.run(handle_signals=False))
-            while not serving.is_listening and not running.done():
-                await asyncio.sleep(0.01)
-            started.set()
-            box["code"] = await running
-        finally:
-            bound.close()
-
     def run():
         try:
-            asyncio.run(main())
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_serve(engine, started, box, kwargs))
         except BaseException as error:
             box["error"] = error
             started.set()
@@ -96,11 +114,15 @@ def running(engine, **kwargs):
     if "error" in box:
         thread.join()
         raise box["error"]
-    server = RunningServer(engine, box["url"], box["service"], box["serving"], box["loop"])
+    keys = ("url", "admin_url", "service", "serving", "loop")
+    server = RunningServer(engine, *(box[key] for key in keys))
+    server.thread, server.box = thread, box
     try:
         yield server
     finally:
         server.client.close()
+        if server.admin is not None:
+            server.admin.close()
         with contextlib.suppress(RuntimeError):
             box["loop"].call_soon_threadsafe(box["serving"].stop)
         thread.join(30)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.builtin_plugins.server.operations.traffic import count_tokens_of
 from hardpoint.plugins import CompletionOutput, Logprob, RequestOutput, Tokenizer
 
 
@@ -41,8 +42,15 @@ class UsageCount:
         """Start at zero."""
         self._tokenizer = tokenizer
         self.completion_tokens = 0
+        self.finish_reasons: list[str] = []
         self._prompts: dict[int, tuple[int, int]] = {}
         self._reasoning: list[str] = []
+        count_tokens_of(self)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(tokens for tokens, _ in self._prompts.values())
 
     def add(self, output: RequestOutput, prompt: int = 0) -> None:
         """Count an output that holds what is new, of one of several prompts."""
@@ -53,6 +61,8 @@ class UsageCount:
             self.completion_tokens += len(completion.token_ids)
             if completion.reasoning:
                 self._reasoning.append(completion.reasoning)
+            if completion.finish_reason is not None:
+                self.finish_reasons.append(completion.finish_reason)
 
     def usage(self, *, whole: bool = True) -> Usage:
         """Return the counts.
@@ -60,7 +70,7 @@ class UsageCount:
         Args:
             whole: with details, which are counted at the end alone.
         """
-        prompt = sum(tokens for tokens, _ in self._prompts.values())
+        prompt = self.prompt_tokens
         usage = Usage(prompt, self.completion_tokens, prompt + self.completion_tokens)
         if whole:
             cached = sum(cached for _, cached in self._prompts.values())

@@ -101,6 +101,7 @@ class StatusRoutes:
                 "fallbacks": {name: fault.message for name, fault in health.fallbacks.items()},
                 "slow": {name: fault.message for name, fault in health.slow.items()},
                 "restarts": health.restarts,
+                "paused": self._service.paused,
             }
             body |= {name: value for name, value in details.items() if value}
         return json_response(body)
@@ -121,7 +122,7 @@ class StatusRoutes:
 
     async def metrics(self, request: Request) -> Response:  # noqa: ARG002
         """Return figures for Prometheus."""
-        text = await self._service.engine.metrics()
+        text = await self._service.engine.metrics() + self._service.traffic.metrics()
         return Response(text, media_type="text/plain; version=0.0.4")
 
 

@@ -1,0 +1,305 @@
+"""Connections: uvicorn's HTTP protocol, with limits on sizes, times and numbers."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import fcntl
+import termios
+from http import HTTPStatus
+from typing import Any
+
+import httptools
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from hardpoint.builtin_plugins.server.errors import AnswerError, error_response, unavailable
+from hardpoint.plugins.server import ServerConfig
+
+from .traffic import Traffic
+
+_LINGER_SECONDS = 2.0
+_HEADER_SEPARATORS = 4
+_UPGRADING = (b"upgrade", b"http2-settings")
+
+
+class Connection(HttpToolsProtocol):
+    """One connection; it ends with the reason for a client that is too slow, or sends no HTTP.
+
+    Requests for another protocol, such as HTTP/2, are answered as if they did not ask for it.
+    """
+
+    def __init__(self, settings: ServerConfig, traffic: Traffic, **kwargs: Any) -> None:
+        """Serve a connection.
+
+        Args:
+            kwargs: of uvicorn.
+        """
+        super().__init__(**kwargs)
+        self._settings, self._traffic = settings, traffic
+        self._in_head = True
+        self._head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._unsent = 0
+        self._upgrading = (b"", "")
+        self._reads = True
+        self._refusal: tuple[AnswerError, str] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Expect a request, or refuse it if there are too many connections."""
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self._writer = _Writer(self.transport, self._finish)
+        self._traffic.connections += 1
+        if self._traffic.connections > self._settings.limits.connections:
+            self.app = self._refuse_connection
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._traffic.connections -= 1
+        self._stop_head_timer()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Read what the client sends."""
+        if not self._reads:
+            return
+        self._unset_keepalive_if_required()
+        in_head = self._in_head
+        if in_head:
+            self._head_bytes += len(data)
+        try:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                head = self._without_upgrade()  # which makes another parser
+                self.parser.feed_data(head + data[upgrade.args[0] :])
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            error, reason = self._refusal or (_malformed(), "malformed")
+            self._refuse(error, reason)
+            return
+        if in_head and self._in_head and self._head_bytes:
+            if self._head_bytes > self._settings.limits.header_bytes:
+                self._refuse(self._too_long(), "header_size")
+            elif self._head_timer is None:
+                self._await_head()
+
+    def on_message_begin(self) -> None:
+        """Begin a request."""
+        super().on_message_begin()
+        if self._head_timer is None:
+            self._await_head()
+
+    def on_headers_complete(self) -> None:
+        """Answer a request whose headers have come.
+
+        Raises:
+            ValueError: they are too long, which ends the parser.
+        """
+        if self.parser.should_upgrade():
+            self._upgrading = self.parser.get_method(), self.parser.get_http_version()
+            return
+        self._in_head = False
+        self._stop_head_timer()
+        size = len(self.url) + sum(len(n) + len(v) + _HEADER_SEPARATORS for n, v in self.headers)
+        if size > self._settings.limits.header_bytes:
+            self._refusal = self._too_long(), "header_size"
+            raise ValueError("the headers are too long")
+        super().on_headers_complete()
+        self.cycle.transport = self._writer  # type: ignore[assignment]
+
+    def _without_upgrade(self) -> bytes:
+        """Return the head of a request again, without its wish for another protocol.
+
+        The parser takes everything after such a head for the other protocol, but clients that would
+        like HTTP/2, such as Java's, send the body of a usual request.
+
+        Raises:
+            HttpParserError: it is a CONNECT, which has no body.
+        """
+        method, version = self._upgrading
+        if method == b"CONNECT":
+            raise httptools.HttpParserError
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version.encode())]
+        for name, value in self.headers:
+            kept = value
+            if name == b"connection":
+                options = [option.strip() for option in value.split(b",")]
+                kept = b", ".join(o for o in options if o.lower() not in _UPGRADING)
+            if name not in _UPGRADING:
+                lines.append(b"%b: %b" % (name, kept))
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
+    def on_message_complete(self) -> None:
+        """End a request; another one may follow."""
+        if self.parser.should_upgrade():
+            return
+        super().on_message_complete()
+        self._in_head = True
+        self._head_bytes = 0
+        self._stop_head_timer()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request, or for the rest of this one."""
+        if not self._reads:
+            return
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            if not self._in_head:
+                self._await_head()
+            if self.transport.get_write_buffer_size():
+                self._watch_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection."""
+        if not self.transport.is_closing():
+            self._close()
+
+    def pause_writing(self) -> None:
+        """Let the application wait until the client has read more, for a while."""
+        super().pause_writing()
+        self._watch_writing()
+
+    def resume_writing(self) -> None:
+        """Let the application write."""
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _await_head(self) -> None:
+        """Expect that a request, or its headers, are whole in time."""
+        self._stop_head_timer()
+        self._head_timer = self.loop.call_later(self._settings.header_seconds, self._head_is_late)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self._in_head and self._head_bytes:
+            seconds = self._settings.header_seconds
+            message = f"headers: expected them within {seconds:g} s (server.header_seconds)"
+            self._refuse(AnswerError(408, message), "header_time")
+        elif self.cycle is None or self.cycle.response_complete:
+            self._close()
+
+    def _too_long(self) -> AnswerError:
+        limit = self._settings.limits.header_bytes
+        return AnswerError(
+            431, f"headers: expected at most {limit} bytes (server.limits.header_bytes)"
+        )
+
+    def _refuse(self, error: AnswerError, reason: str) -> None:
+        """Answer with an error, if no other answer is due, and close the connection after it."""
+        self._stop_head_timer()
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            if cycle.response_started or not cycle.more_body or self.pipeline:
+                self._reads = False
+                cycle.keep_alive = False
+                return
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self._traffic.refused(self.client, error.status, reason)
+        self.transport.write(self._answer(error))
+        self._linger()
+
+    def _answer(self, error: AnswerError) -> bytes:
+        response = error_response(error)
+        headers = [
+            *self.server_state.default_headers,
+            *response.raw_headers,
+            (b"connection", b"close"),
+        ]
+        lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+        return STATUS_LINE[HTTPStatus(error.status)] + lines + b"\r\n" + bytes(response.body)
+
+    async def _refuse_connection(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limit = self._settings.limits.connections
+        error = unavailable(
+            f"the server has {limit} connections, its maximum (server.limits.connections); "
+            "try again later"
+        )
+        error.headers["connection"] = "close"
+        self._traffic.refused(self.client, error.status, "connections")
+        await error_response(error)(scope, receive, send)
+
+    def _finish(self) -> None:
+        """Close the connection after its last answer."""
+        if self._in_head and self._reads:
+            self._close()
+        else:
+            self._linger()
+
+    def _linger(self) -> None:
+        """Close the connection once the client has stopped sending, or soon.
+
+        Closing it while more comes would reset it, and so take the answer from the client.
+        """
+        self._reads = False
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._stop_head_timer()
+        self._head_timer = self.loop.call_later(_LINGER_SECONDS, self._close)
+
+    def _close(self) -> None:
+        """Close the connection; what is not sent yet is sent, if the client reads it."""
+        if self.transport.get_write_buffer_size():
+            self._watch_writing()
+        self.transport.close()
+
+    def _watch_writing(self) -> None:
+        if self._write_timer is None:
+            self._unsent = self._unread()
+            self._write_timer = self.loop.call_later(
+                self._settings.send_seconds, self._check_writing
+            )
+
+    def _unread(self) -> int:
+        """Return how much the client has not read, as far as this machine knows."""
+        unsent = self.transport.get_write_buffer_size()
+        number = self.transport.get_extra_info("socket").fileno()
+        if number < 0:
+            return unsent
+        in_kernel = array.array("i", [0])
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(number, termios.TIOCOUTQ, in_kernel)
+        return unsent + in_kernel[0]
+
+    def _check_writing(self) -> None:
+        """Disconnect a client that has read nothing for too long."""
+        self._write_timer = None
+        is_writing = not self.flow.write_paused and not self.cycle.response_complete
+        if is_writing or not self.transport.get_write_buffer_size():
+            return
+        if self._unread() < self._unsent:
+            self._watch_writing()
+            return
+        self._traffic.refused(self.client, None, "slow_reader")
+        self.transport.abort()
+
+
+class _Writer:
+    """The transport, as the answer to a request sees it: with another way to close it."""
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, transport: asyncio.Transport, close: Any) -> None:
+        """Write to a transport, and close it by a call."""
+        self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
+
+
+def _malformed() -> AnswerError:
+    return AnswerError(400, "request: expected HTTP/1.1", code="malformed_http")

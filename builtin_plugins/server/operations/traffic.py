@@ -1,0 +1,308 @@
+"""What goes through a server: the access log, and figures for Prometheus."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import Message, Scope, Send
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+_PROBES = frozenset({"/health", "/ready", "/metrics"})
+_CLIENT_GONE = 499
+_LONGEST_TEXT = 512
+_SPECIAL = {ord('"'): '\\"', ord("\\"): "\\\\"}
+_CURRENT: contextvars.ContextVar[Exchange | None] = contextvars.ContextVar(
+    "hardpoint_exchange", default=None
+)
+
+
+class TokenCounts(Protocol):
+    """Counts of what a request generates, while it does."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of its prompts."""
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of its completions so far."""
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Of the completions that ended."""
+
+
+def count_tokens_of(counts: TokenCounts) -> None:
+    """Make counts those of the request that is being answered, for the access log."""
+    if (exchange := _CURRENT.get()) is not None:
+        exchange.counts = counts
+
+
+class AccessEntry(msgspec.Struct, omit_defaults=True):
+    """A line of the access log; without headers, bodies and keys.
+
+    Attributes:
+        time: of the request, in UTC.
+        client: name of the key's owner.
+        address: of the client.
+        admin: whether it came to the admin address.
+        path: without the query.
+        status: 499 if the client went before the answer.
+        bytes: of the answer's body.
+        seconds: until the end of the answer.
+        first_byte_seconds: until the first byte of its body.
+        prompt_tokens, completion_tokens: of routes that generate.
+        finish_reasons: of their completions, each once.
+        reason: why the request was refused.
+    """
+
+    time: str
+    address: str
+    method: str
+    path: str
+    status: int
+    bytes: int
+    seconds: float
+    first_byte_seconds: float | None = None
+    request_id: str | None = None
+    client: str | None = None
+    admin: bool = False
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    finish_reasons: list[str] | None = None
+    reason: str | None = None
+
+
+class Exchange:
+    """One request and its answer."""
+
+    __slots__ = ("_headers", "_send", "bytes", "counts", "first_byte", "started", "state", "status")
+
+    def __init__(self, scope: Scope, send: Send, headers: Headers) -> None:
+        """Begin; the headers are added to those of the answer."""
+        self._send = send
+        self._headers = headers
+        self.state: dict[str, Any] = scope["state"]
+        self.started = time.perf_counter()
+        self.first_byte = 0.0
+        self.bytes = 0
+        self.status = 0
+        self.counts: TokenCounts | None = None
+
+    async def send(self, message: Message) -> None:
+        """Send a part of the answer."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.state["is_answered"] = True
+            message["headers"] = [*message["headers"], *self._headers]
+        else:
+            if not self.first_byte:
+                self.first_byte = time.perf_counter()
+            self.bytes += len(message.get("body", b""))
+        await self._send(message)
+
+
+class Traffic:
+    """Counts and logs what goes through a server.
+
+    Attributes:
+        connections: that are open.
+        open: requests that are being answered.
+        requests: answered so far, by route and status.
+        rejected: requests and connections that were refused so far, by reason.
+        closes: whether clients are asked to close their connections.
+        write: takes lines of the access log.
+    """
+
+    def __init__(
+        self,
+        access_log: Literal["text", "json", "off"] = "off",
+        write: Callable[[str], object] | None = None,
+    ) -> None:
+        """Start without requests.
+
+        Args:
+            access_log: form of the log.
+            write: takes its lines; None writes them to standard error.
+        """
+        self.connections = 0
+        self.open = 0
+        self.requests: Counter[tuple[str, int]] = Counter()
+        self.rejected: Counter[str] = Counter()
+        self.closes = False
+        self._format = {"text": as_text, "json": as_json}.get(access_log)
+        self.write = write or _write_error
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_Figures(self))
+
+    def begin(self, scope: Scope, send: Send, headers: Headers = ()) -> Exchange:
+        """Return a request that is being answered; its `send` sends the answer.
+
+        Args:
+            headers: further ones of the answer.
+        """
+        self.open += 1
+        if self.closes:
+            headers = [*headers, (b"connection", b"close")]
+        exchange = Exchange(scope, send, headers)
+        _CURRENT.set(exchange)
+        return exchange
+
+    def end(self, exchange: Exchange, scope: Scope, *, admin: bool) -> None:
+        """Count and log a request whose answer has ended."""
+        self.open -= 1
+        status = exchange.status or _CLIENT_GONE
+        state = exchange.state
+        self.requests[state.get("route", "none"), status] += 1
+        reason = state.get("refused")
+        if reason is not None:
+            self.rejected[reason] += 1
+        if self._format is None or (scope["path"] in _PROBES and status < 400):
+            return
+        client, counts = state.get("client"), exchange.counts
+        entry = AccessEntry(
+            time=_now(),
+            address=_address(scope.get("client")),
+            method=scope["method"],
+            path=scope["path"][:_LONGEST_TEXT],
+            status=status,
+            bytes=exchange.bytes,
+            seconds=round(time.perf_counter() - exchange.started, 6),
+            request_id=state["request_id"],
+            client=None if client is None else client.name,
+            admin=admin,
+            reason=reason,
+        )
+        if exchange.first_byte:
+            entry.first_byte_seconds = round(exchange.first_byte - exchange.started, 6)
+        if counts is not None:
+            entry.prompt_tokens = counts.prompt_tokens
+            entry.completion_tokens = counts.completion_tokens
+            entry.finish_reasons = sorted(set(counts.finish_reasons)) or None
+        self.write(self._format(entry))
+
+    def refused(self, address: tuple[str, int] | None, status: int | None, reason: str) -> None:
+        """Count and log a connection that ends before it has a request.
+
+        Args:
+            status: that it was answered with; None if it got no answer.
+        """
+        self.rejected[reason] += 1
+        if self._format is not None:
+            entry = AccessEntry(
+                time=_now(),
+                address=_address(address),
+                method="-",
+                path="-",
+                status=status or _CLIENT_GONE,
+                bytes=0,
+                seconds=0.0,
+                reason=reason,
+            )
+            self.write(self._format(entry))
+
+    def metrics(self) -> str:
+        """Return the figures in Prometheus's text format."""
+        return generate_latest(self._registry).decode()
+
+
+class _Figures(Collector):
+    """The figures as metrics."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+
+    def collect(self) -> Iterable[Metric]:
+        traffic = self._traffic
+        requests = CounterMetricFamily(
+            "hardpoint:http_requests",
+            "Requests that were answered, by route and status.",
+            labels=("route", "status"),
+        )
+        for (route, status), count in traffic.requests.items():
+            requests.add_metric((route, str(status)), count)
+        rejected = CounterMetricFamily(
+            "hardpoint:http_rejected",
+            "Requests and connections that were refused, by reason.",
+            labels=("reason",),
+        )
+        for reason, count in traffic.rejected.items():
+            rejected.add_metric((reason,), count)
+        yield requests
+        yield rejected
+        yield GaugeMetricFamily(
+            "hardpoint:http_requests_open", "Requests that are being answered.", traffic.open
+        )
+        yield GaugeMetricFamily(
+            "hardpoint:http_connections_open", "Connections that are open.", traffic.connections
+        )
+
+
+def as_json(entry: AccessEntry) -> str:
+    """Return an entry as a line of JSON."""
+    return msgspec.json.encode(entry).decode()
+
+
+def as_text(entry: AccessEntry) -> str:
+    """Return an entry as a line of text."""
+    where = "admin " if entry.admin else ""
+    parts = [
+        f"{entry.time} {entry.address} {_escaped(entry.client or '-')} "
+        f'{where}"{entry.method} {_escaped(entry.path)}" {entry.status} {entry.bytes} B '
+        f"{entry.seconds:.3f} s"
+    ]
+    if entry.first_byte_seconds is not None:
+        parts.append(f"first byte {entry.first_byte_seconds:.3f} s")
+    if entry.request_id is not None:
+        parts.append(_escaped(entry.request_id))
+    if entry.prompt_tokens is not None:
+        parts.append(f"{entry.prompt_tokens} + {entry.completion_tokens} tokens")
+    if entry.finish_reasons:
+        parts.append(",".join(entry.finish_reasons))
+    if entry.reason is not None:
+        parts.append(entry.reason)
+    return " ".join(parts)
+
+
+def _escaped(text: str) -> str:
+    """Return a text without characters that a terminal or a parser of lines would obey."""
+    if text.isprintable() and '"' not in text and "\\" not in text:
+        return text
+    quoted = text.translate(_SPECIAL)
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in quoted)
+
+
+def _address(client: Any) -> str:
+    if not client:
+        return "unix"
+    host, port = client
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _now() -> str:
+    now = time.time()
+    whole = int(now)
+    if whole != _second[0]:
+        _second[:] = whole, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole))
+    return f"{_second[1]}.{int((now - whole) * 1000):03d}Z"
+
+
+_second: list[Any] = [0, ""]
+"""The latest second as number and as text."""
+
+
+def _write_error(line: str) -> None:
+    """Write a line to standard error; what reads it may be gone."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(line + "\n")

@@ -1,0 +1,357 @@
+"""The routes of the admin address: what operators see and steer."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hardpoint.builtin_plugins.server.bodies import convert_body, decode_object, read_body
+from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.builtin_plugins.server.service import Service
+from hardpoint.plugins import ConfigError, HardpointError, RequestError
+from hardpoint.plugins.errors import EngineDeadError, PluginError
+from hardpoint.plugins.server import Route
+from hardpoint.plugins.typed import Strict
+
+from .models import json_response
+
+_log = logging.getLogger("hardpoint")
+
+_SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
+_HIDDEN = "***"
+
+_OF_SERVER = frozenset({"/drain", "/log_level"})
+"""Routes that work without an engine."""
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class Nothing(Strict):
+    """A body without fields."""
+
+
+class AbortRequests(Strict):
+    """Requests to end, by the ids that `GET /requests` lists."""
+
+    request_ids: list[str]
+
+
+class Pause(Strict):
+    """A pause, see `AsyncLLM.pause`."""
+
+    mode: Literal["abort", "wait", "keep"] = "abort"
+    clear_cache: bool = True
+
+
+class Sleep(Strict):
+    """A sleep, see `AsyncLLM.sleep`."""
+
+    level: Literal[0, 1, 2] = 1
+    mode: Literal["abort", "wait", "keep"] = "abort"
+
+
+class WakeUp(Strict):
+    """What to wake up, see `AsyncLLM.wake_up`."""
+
+    tags: list[str] | None = None
+
+
+class ResetPrefixCache(Strict):
+    """A reset of the prefix cache."""
+
+    recompute_running: bool = False
+
+
+class SetPolicy(Strict):
+    """Another scheduling policy, by the name under which it is installed."""
+
+    use: str
+    options: dict[str, Any] = {}
+
+
+class SetLogLevel(Strict):
+    """The level of a logger of the server's process: "hardpoint" or one below it."""
+
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+    logger: str = "hardpoint"
+
+
+class WorkerCall(Strict):
+    """A call of a method of every worker, see `AsyncLLM.collective_rpc`."""
+
+    method: str
+    args: list[Any] = []
+    timeout: float | None = None
+
+
+class AdminRoutes:
+    """The routes."""
+
+    def __init__(self, service: Service) -> None:
+        """Steer what the service serves."""
+        self._service = service
+        self._engine = service.engine
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        return [
+            self._get("/plugins", self.plugins, "List the plugins, their health and their cost."),
+            self._get("/requests", self.requests, "List live requests, and why each waits."),
+            self._get("/stats", self.stats, "Return the state of the scheduler."),
+            self._get("/is_paused", self.is_paused, "Say whether the engine is paused."),
+            self._get("/is_sleeping", self.is_sleeping, "Say whether the engine is asleep."),
+            self._post("/requests/abort", self.abort, AbortRequests, "End requests."),
+            self._post("/pause", self.pause, Pause, "Stop generating."),
+            self._post("/resume", self.resume, Nothing, "Continue after a pause."),
+            self._post("/sleep", self.sleep, Sleep, "Release memory."),
+            self._post("/wake_up", self.wake_up, WakeUp, "Take memory again, and continue."),
+            self._post(
+                "/reset_prefix_cache",
+                self.reset_prefix_cache,
+                ResetPrefixCache,
+                "Clear the prefix cache.",
+            ),
+            self._post(
+                "/reset_encoder_cache",
+                self.reset_encoder_cache,
+                Nothing,
+                "Clear the embeddings of images and the like.",
+            ),
+            self._post(
+                "/reset_mm_cache",
+                self.reset_mm_cache,
+                Nothing,
+                "Clear the processed images and the like.",
+            ),
+            self._post("/policy", self.set_policy, SetPolicy, "Replace the scheduling policy."),
+            self._post("/start_profile", self.start_profile, Nothing, "Profile the workers."),
+            self._post("/stop_profile", self.stop_profile, Nothing, "Write the profiles."),
+            self._post("/log_level", self.set_log_level, SetLogLevel, "Change a log level."),
+            self._post("/collective_rpc", self.call_workers, WorkerCall, "Call all workers."),
+            self._post("/drain", self.drain, Nothing, "End the server as SIGTERM does."),
+        ]
+
+    def _get(self, path: str, answer: Callable[[], Awaitable[Any]], summary: str) -> Route:
+        async def endpoint(request: Request) -> Response:  # noqa: ARG001
+            return await self._answered(answer)
+
+        return Route(path=path, endpoint=endpoint, admin=True, summary=summary)
+
+    def _post(
+        self, path: str, run: Callable[[T], Awaitable[Any]], type_: type[T], summary: str
+    ) -> Route:
+        async def endpoint(request: Request) -> Response:
+            asked = await self._read(request, type_)
+            _log.info("administrator %s: POST %s", request.state.client.name, path)
+            return await self._answered(lambda: run(asked), is_served=path not in _OF_SERVER)
+
+        return Route(
+            path=path,
+            endpoint=endpoint,
+            methods=("POST",),
+            admin=True,
+            summary=summary,
+            request_type=type_,
+        )
+
+    async def _answered(
+        self, answer: Callable[[], Awaitable[Any]], *, is_served: bool = True
+    ) -> Response:
+        """Return an answer as JSON.
+
+        Args:
+            is_served: whether the engine has a part in it, and so has to run.
+
+        Raises:
+            AnswerError: the engine cannot do that, or not now.
+        """
+        if is_served:
+            self._service.check_engine()
+        try:
+            return json_response(await answer())
+        except EngineDeadError:
+            raise
+        except (ConfigError, PluginError) as error:
+            raise AnswerError(400, str(error)) from error
+        except HardpointError as error:
+            if type(error) is HardpointError:  # of its state, such as "the engine is asleep"
+                raise AnswerError(409, str(error), code="conflict") from error
+            raise
+
+    async def _read(self, request: Request, type_: type[T]) -> T:
+        settings = self._service.settings
+        body = await read_body(request, settings.limits.body_bytes, settings.body_seconds)
+        return convert_body(decode_object(body) if body else {}, type_, lenient=False)
+
+    async def plugins(self) -> dict[str, Any]:
+        """List the plugins, their health and their cost."""
+        manifest = self._engine.manifest
+        health = await self._engine.health()
+        return {
+            "hardpoint": manifest.hardpoint,
+            "generation": manifest.generation,
+            "hash": manifest.hash,
+            "plugins": [
+                {
+                    "kind": entry.kind,
+                    "name": entry.name,
+                    "class": entry.value,
+                    "distribution": entry.distribution,
+                    "version": entry.version,
+                    "origin": entry.origin,
+                    "place": entry.place,
+                    "options": without_secrets(entry.options),
+                }
+                for entry in manifest.tree()
+            ],
+            "quarantined": health.quarantined,
+            "faults": health.faults,
+            "server_faults": self._service.faults.counts,
+            "fallbacks": health.fallbacks,
+            "slow": health.slow,
+            "meters": await self._engine.plugin_meters(),
+        }
+
+    async def requests(self) -> dict[str, Any]:
+        """List live requests, and why each waits."""
+        return {"requests": await self._engine.live_requests()}
+
+    async def stats(self) -> Any:
+        """Return the state of the scheduler."""
+        return await self._engine.scheduler_stats()
+
+    async def abort(self, asked: AbortRequests) -> dict[str, Any]:
+        """End requests; return which of them there were."""
+        ids = set(asked.request_ids)
+        live = await self._engine.live_requests()
+        found = {
+            request.external_id
+            for request in live
+            if not ids.isdisjoint((request.external_id, request.request_id))
+        }
+        await self._engine.abort(asked.request_ids)
+        return {"aborted": sorted(found)}
+
+    async def is_paused(self) -> dict[str, bool]:
+        """Say whether the engine is paused."""
+        return {"is_paused": await self._engine.is_paused()}
+
+    async def is_sleeping(self) -> dict[str, bool]:
+        """Say whether the engine is asleep."""
+        return {"is_sleeping": await self._engine.is_sleeping()}
+
+    async def pause(self, asked: Pause) -> dict[str, Any]:
+        """Stop generating; requests are refused from now on."""
+        self._service.paused = "the engine is paused by an administrator"
+        try:
+            await self._engine.pause(asked.mode, clear_cache=asked.clear_cache)
+        finally:
+            state = await self._follow()
+        return state
+
+    async def resume(self, asked: Nothing) -> dict[str, Any]:  # noqa: ARG002
+        """Continue after a pause."""
+        await self._engine.resume()
+        return await self._follow()
+
+    async def sleep(self, asked: Sleep) -> dict[str, Any]:
+        """Release memory; requests are refused from now on."""
+        self._service.paused = "the engine was put to sleep by an administrator"
+        try:
+            await self._engine.sleep(asked.level, asked.mode)
+        finally:
+            state = await self._follow()
+        return state
+
+    async def wake_up(self, asked: WakeUp) -> dict[str, Any]:
+        """Take memory again, and continue once there is all of it."""
+        await self._engine.wake_up(asked.tags)
+        return await self._follow()
+
+    async def _follow(self) -> dict[str, Any]:
+        """Refuse requests, or not, as the engine is now; return that."""
+        sleeping, paused = await self._engine.is_sleeping(), await self._engine.is_paused()
+        if sleeping:
+            self._service.paused = "the engine was put to sleep by an administrator"
+        elif paused:
+            self._service.paused = "the engine is paused by an administrator"
+        else:
+            self._service.paused = None
+        return {"is_paused": paused, "is_sleeping": sleeping}
+
+    async def reset_prefix_cache(self, asked: ResetPrefixCache) -> dict[str, Any]:
+        """Clear the prefix cache."""
+        await self._engine.reset_prefix_cache(recompute_running=asked.recompute_running)
+        return {}
+
+    async def reset_encoder_cache(self, asked: Nothing) -> dict[str, Any]:  # noqa: ARG002
+        """Clear the embeddings of images and the like."""
+        await self._engine.reset_encoder_cache()
+        return {}
+
+    async def reset_mm_cache(self, asked: Nothing) -> dict[str, Any]:  # noqa: ARG002
+        """Clear the processed images and the like."""
+        await self._engine.reset_mm_cache()
+        return {}
+
+    async def set_policy(self, asked: SetPolicy) -> dict[str, Any]:
+        """Replace the scheduling policy."""
+        if ":" in asked.use:  # a class by its path would be code that a request chooses
+            raise RequestError(
+                f"use: expected the name of an installed scheduling policy, got {asked.use!r}"
+            )
+        await self._engine.set_policy(asked.use, asked.options)
+        return {"policy": asked.use}
+
+    async def start_profile(self, asked: Nothing) -> dict[str, Any]:  # noqa: ARG002
+        """Profile the workers."""
+        await self._engine.start_profile()
+        return {}
+
+    async def stop_profile(self, asked: Nothing) -> dict[str, Any]:  # noqa: ARG002
+        """Write the profiles."""
+        return {"files": await self._engine.stop_profile()}
+
+    async def set_log_level(self, asked: SetLogLevel) -> dict[str, Any]:
+        """Change a log level; return the one before."""
+        if asked.logger != "hardpoint" and not asked.logger.startswith("hardpoint."):
+            raise RequestError(
+                f'logger: expected "hardpoint" or one below it, got {asked.logger[:100]!r}'
+            )
+        logger = logging.getLogger(asked.logger)
+        before = logging.getLevelName(logger.level)
+        logger.setLevel(asked.level)
+        return {"logger": asked.logger, "level": asked.level, "before": before}
+
+    async def call_workers(self, asked: WorkerCall) -> dict[str, Any]:
+        """Call a method of all workers."""
+        return {
+            "results": await self._engine.collective_rpc(asked.method, asked.timeout, asked.args)
+        }
+
+    async def drain(self, asked: Nothing) -> dict[str, Any]:  # noqa: ARG002
+        """End the server as SIGTERM does."""
+        self._service.drain_asked = True
+        return {"open": self._service.load.open}
+
+
+def without_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options, but not the values of those whose names say that they are secret."""
+    return {
+        name: _HIDDEN if _SECRET.search(name) else _without_secrets(value)
+        for name, value in options.items()
+    }
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return without_secrets(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_without_secrets(item) for item in value]
+    return value

@@ -1,0 +1,382 @@
+"""The admin address and its routes."""
+
+import logging
+import re
+import stat
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.fake_engine import FakeEngine, configured
+from support.http_server import client_of, running
+from support.processes import ROOT
+
+from hardpoint.plugins import ConfigError, HardpointError, RequestError
+from hardpoint.plugins.errors import EngineDeadError, PluginNotFoundError
+from hardpoint.plugins.manifest import Manifest, PluginEntry
+from hardpoint.plugins.server import Authenticator, Client, InstalledExtension, Route
+from hardpoint.plugins.stats import Health, PluginMeter
+from hardpoint.plugins.step_record import LiveRequest, WaitingFor, WaitReason
+
+ASK = {"messages": [{"role": "user", "content": "Hi"}]}
+
+WAITING = LiveRequest(
+    request_id="7-0",
+    external_id="chatcmpl-a",
+    index=0,
+    status="waiting",
+    num_prompt_tokens=5,
+    num_computed_tokens=0,
+    num_output_tokens=0,
+    priority=0,
+    age_seconds=1.5,
+    waits_for=WaitReason(WaitingFor.BLOCKS, "needs 2 blocks, 1 is free", 2, 1),
+)
+PLUGIN = PluginEntry(
+    kind="logits_processors",
+    name="acme",
+    value="acme:Acme",
+    distribution="acme",
+    version="1.0",
+    options={"api_key": "hush", "size": 3, "parts": [{"password": "hush", "rows": 4}]},
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    path = tmp_path_factory.mktemp("admin") / "admin.sock"
+    engine = FakeEngine(config=configured(admin=f"unix:{path}"))
+    engine.manifest = Manifest(hardpoint="9.9", entries=(PLUGIN,))
+    with running(engine) as running_server:
+        yield running_server
+
+
+def post(server, path, body=None):
+    return server.admin.post(path, json={} if body is None else body)
+
+
+def test_it_is_off_by_default():
+    with running(FakeEngine(config=configured())) as server:
+        assert server.admin is None
+
+
+def test_users_have_none_of_its_routes(server):
+    for path in ("/plugins", "/requests", "/stats", "/is_paused"):
+        assert server.client.get(path).status_code == 404
+    for path in ("/pause", "/drain", "/collective_rpc", "/requests/abort"):
+        assert server.client.post(path, json={}).status_code == 404
+
+
+def test_it_has_none_of_the_users_routes(server):
+    assert post(server, "/v1/chat/completions", ASK).status_code == 404
+
+
+def test_its_socket_is_its_owners_alone(server):
+    path = Path(server.engine.config.server.admin.removeprefix("unix:"))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_plugins(server):
+    server.engine.health_now = Health({"acme": 2}, {"acme": "it raised"})
+
+    async def meters():
+        return {"acme": PluginMeter(steps=3, rows=6, seconds=0.5)}
+
+    server.engine.plugin_meters = meters
+    answer = server.admin.get("/plugins").json()
+    (plugin,) = answer["plugins"]
+    assert (plugin["kind"], plugin["name"], plugin["version"]) == (PLUGIN.kind, "acme", "1.0")
+    assert plugin["options"] == {
+        "api_key": "***",
+        "size": 3,
+        "parts": [{"password": "***", "rows": 4}],
+    }
+    assert answer["faults"] == {"acme": 2}
+    assert answer["quarantined"] == {"acme": "it raised"}
+    assert answer["meters"]["acme"]["rows"] == 6
+    server.engine.health_now = Health({}, {})
+
+
+def test_requests_say_why_they_wait(server):
+    server.engine.live = [WAITING]
+    (request,) = server.admin.get("/requests").json()["requests"]
+    assert request["external_id"] == "chatcmpl-a"
+    assert request["waits_for"]["waiting_for"] == "blocks"
+    assert request["waits_for"]["message"] == "needs 2 blocks, 1 is free"
+
+
+def test_requests_are_aborted_by_either_id(server):
+    server.engine.live = [WAITING]
+    for name in ("chatcmpl-a", "7-0"):
+        answer = post(server, "/requests/abort", {"request_ids": [name, "no such"]})
+        assert answer.json() == {"aborted": ["chatcmpl-a"]}
+        assert server.engine.utilities[-1] == ("abort", [name, "no such"])
+
+
+def test_a_paused_engine_refuses_requests_until_it_is_resumed(server):
+    answer = post(server, "/pause", {"mode": "keep", "clear_cache": False})
+    assert answer.json() == {"is_paused": True, "is_sleeping": False}
+    assert ("pause", "keep", False) in server.engine.utilities
+    refused = server.post("/v1/chat/completions", ASK)
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "paused"
+    assert refused.json()["error"]["message"] == "the engine is paused by an administrator"
+    assert int(refused.headers["retry-after"]) >= 1
+    assert server.client.get("/ready").status_code == 503
+    health = server.client.get("/health")
+    assert (health.status_code, health.json()["paused"]) == (
+        200,
+        "the engine is paused by an administrator",
+    )
+    assert server.admin.get("/is_paused").json() == {"is_paused": True}
+    assert post(server, "/resume").json() == {"is_paused": False, "is_sleeping": False}
+    assert server.post("/v1/chat/completions", ASK).status_code == 200
+    assert server.client.get("/ready").status_code == 200
+    assert "paused" not in server.client.get("/health").json()
+
+
+def test_a_sleeping_engine_refuses_requests_until_all_of_it_is_awake(server):
+    assert post(server, "/sleep", {"level": 2}).json() == {"is_paused": True, "is_sleeping": True}
+    assert ("sleep", 2, "abort") in server.engine.utilities
+    refused = server.post("/v1/chat/completions", ASK)
+    assert refused.status_code == 503
+    assert "put to sleep" in refused.json()["error"]["message"]
+    conflict = post(server, "/resume")
+    assert conflict.status_code == 409
+    assert conflict.json()["error"]["message"] == "the engine is asleep; wake_up first"
+    assert post(server, "/wake_up", {"tags": ["weights"]}).json()["is_sleeping"] is True
+    assert server.post("/v1/chat/completions", ASK).status_code == 503
+    assert server.admin.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert post(server, "/wake_up").json()["is_sleeping"] is False
+    assert server.post("/v1/chat/completions", ASK).status_code == 200
+
+
+def test_a_pause_that_fails_refuses_nothing(server, monkeypatch):
+    async def pause(mode, *, clear_cache):
+        raise RequestError("mode: this engine cannot wait")
+
+    monkeypatch.setattr(server.engine, "pause", pause, raising=False)
+    answer = post(server, "/pause", {"mode": "wait"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "mode"
+    assert server.post("/v1/chat/completions", ASK).status_code == 200
+
+
+def test_a_restarted_engine_is_not_paused(server):
+    post(server, "/pause")
+    server.engine.is_running, server.engine.paused = False, False
+    try:
+        refused = post(server, "/pause")
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "engine_restarting"
+        threading.Event().wait(0.3)
+    finally:
+        server.engine.is_running = True
+    assert server.post("/v1/chat/completions", ASK).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "call"),
+    [
+        ("/reset_prefix_cache", {"recompute_running": True}, ("reset_prefix_cache", True)),
+        ("/reset_encoder_cache", {}, ("reset_encoder_cache",)),
+        ("/reset_mm_cache", {}, ("reset_mm_cache",)),
+        ("/policy", {"use": "fair", "options": {"tag": "x"}}, ("set_policy", "fair", {"tag": "x"})),
+        ("/start_profile", {}, ("start_profile",)),
+        ("/stop_profile", {}, ("stop_profile",)),
+        (
+            "/collective_rpc",
+            {"method": "list_loras", "args": [1], "timeout": 2.5},
+            ("collective_rpc", "list_loras", 2.5, [1]),
+        ),
+    ],
+)
+def test_calls_reach_the_engine(server, path, body, call):
+    assert post(server, path, body).status_code == 200
+    assert server.engine.utilities[-1] == call
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (HardpointError("there is no encoder cache"), 409),
+        (PluginNotFoundError("there is no policy 'x'"), 400),
+        (ConfigError("policy: wrong"), 400),
+        (RequestError("method: expected another one"), 400),
+        (EngineDeadError("the engine has ended"), 503),
+    ],
+)
+def test_errors_of_the_engine_are_answered(server, monkeypatch, error, status):
+    async def fail():
+        raise error
+
+    monkeypatch.setattr(server.engine, "reset_encoder_cache", fail, raising=False)
+    answer = post(server, "/reset_encoder_cache")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (status, str(error))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/pause", {"mode": "now"}, "mode: expected"),
+        ("/pause", {"mod": "keep"}, "mod"),
+        ("/resume", {"x": 1}, "x"),
+        ("/sleep", {"level": 3}, "level: expected"),
+        ("/requests/abort", {}, "request_ids"),
+        ("/policy", {"use": "os:system"}, "use: expected the name of an installed"),
+        ("/log_level", {"level": "LOUD"}, "level: expected"),
+        ("/log_level", {"level": "INFO", "logger": "root"}, 'logger: expected "hardpoint" or'),
+        ("/collective_rpc", {"method": 3}, "method: expected"),
+    ],
+)
+def test_bad_bodies_are_refused(server, path, body, words):
+    before = len(server.engine.utilities)
+    answer = post(server, path, body)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+    assert len(server.engine.utilities) == before
+
+
+def test_bodies_are_json_alone(server):
+    answer = server.admin.post("/pause", content="{}", headers={"content-type": "text/plain"})
+    assert answer.status_code == 415
+    answer = server.admin.post("/resume")  # no body is no field
+    assert answer.status_code == 200
+
+
+def test_a_page_of_somebody_else_may_not_use_it(server):
+    answer = server.admin.post("/pause", json={}, headers={"origin": "https://evil.example"})
+    assert answer.status_code == 403
+    assert server.engine.paused is False
+
+
+def test_log_level(server):
+    logger = logging.getLogger("hardpoint.some")
+    answer = post(server, "/log_level", {"logger": "hardpoint.some", "level": "DEBUG"})
+    assert answer.json() == {"logger": "hardpoint.some", "level": "DEBUG", "before": "NOTSET"}
+    assert logger.level == logging.DEBUG
+    logger.setLevel(logging.NOTSET)
+
+
+def test_stats_health_metrics_and_version(server):
+    assert server.admin.get("/stats").json()["num_running"] == 0
+    assert server.admin.get("/health").json() == {"status": "ok"}
+    assert server.admin.get("/version").json() == {"version": "9.9"}
+    assert "hardpoint:http_requests_total" in server.admin.get("/metrics").text
+
+
+def test_drain_ends_the_server(tmp_path):
+    engine = FakeEngine(config=configured(admin=f"unix:{tmp_path}/a", drain_seconds=5))
+    with running(engine) as server:
+        assert post(server, "/drain").json() == {"open": 0}
+        server.thread.join(10)
+        assert not server.thread.is_alive()
+        assert server.code == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+async def hello(request):
+    from starlette.responses import PlainTextResponse
+
+    return PlainTextResponse(request.state.client.name)
+
+
+def test_admin_routes_of_plugins_are_there_and_nowhere_else(tmp_path):
+    engine = FakeEngine(
+        config=configured(admin=f"unix:{tmp_path}/a"),
+        extensions=(
+            ("acme", Route(path="/acme", endpoint=hello, admin=True)),
+            ("acme", Route(path="/stats", endpoint=hello)),  # of users: no clash with the admin's
+        ),
+    )
+    with running(engine) as server:
+        assert server.admin.get("/acme").text == "administrator"
+        assert server.client.get("/acme").status_code == 404
+        assert server.client.get("/stats").text == "anybody"
+        assert server.admin.get("/stats").json()["num_running"] == 0
+
+
+def keys(**clients):
+    """Return authenticators that know keys by the clients that have them."""
+
+    async def authenticate(headers, path):
+        return clients.get(headers.get("authorization", "").removeprefix("Bearer "))
+
+    extension = Authenticator(authenticate=authenticate)
+    return [InstalledExtension("keys", "the keys", extension)]
+
+
+def test_a_port_needs_the_key_of_an_administrator():
+    engine = FakeEngine(config=configured(admin="127.0.0.1:0", admin_keys_file="keys.toml"))
+    user, admin = Client(name="ada"), Client(name="root", admin=True)
+    with running(
+        engine,
+        authenticators=keys(user=user),
+        admin_authenticators=keys(admin=admin, weak=Client(name="weak")),
+    ) as server:
+
+        def status(path, key, client=server.admin):
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            return client.get(path, headers=headers).status_code
+
+        for path in ("/plugins", "/health", "/metrics", "/version", "/no/such"):
+            assert status(path, None) == 401
+            assert status(path, "user") == 401
+            assert status(path, "weak") == 403
+        assert status("/plugins", "admin") == 200
+        assert status("/v1/models", "admin", server.client) == 401
+        assert status("/v1/models", "user", server.client) == 200
+        answer = server.admin.get("/health", headers={"host": "evil.example"})
+        assert answer.status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"admin": "127.0.0.1:0"}, "server.admin_keys_file: expected a file of keys"),
+        ({"admin": "here"}, 'server.admin: expected "unix:PATH" or "HOST:PORT", got \'here\''),
+        ({"admin": "127.0.0.1:99999"}, "server.admin: expected"),
+        ({"admin": ":80"}, "server.admin: expected"),
+        (
+            {"admin": "127.0.0.1:0", "admin_keys_file": "keys.toml"},
+            "server.admin_keys_file: expected keys that can be checked",
+        ),
+    ],
+)
+def test_addresses_that_are_wrong_or_unsafe(settings, words):
+    with pytest.raises(ConfigError) as raised, running(FakeEngine(config=configured(**settings))):
+        pass
+    assert words in str(raised.value)
+
+
+def test_every_route_says_what_it_does(server):
+    from hardpoint.builtin_plugins.server.assembly import admin_routes
+
+    for route in admin_routes(server.service):
+        assert route.summary
+        assert route.path.startswith("/")
+        assert ("POST" in route.methods) == (route.request_type is not None)
+        if route.request_type is not None:
+            assert msgspec.inspect.type_info(route.request_type).forbid_unknown_fields
+
+
+def test_the_page_about_them_lists_all_routes(server):
+    from hardpoint.builtin_plugins.server.assembly import admin_routes
+
+    page = (ROOT / "docs" / "admin.md").read_text()
+    listed = set(re.findall(r"^\| `(GET|POST) (/\S+)` \|", page, re.MULTILINE))
+    assert listed == {
+        (method, route.path) for route in admin_routes(server.service) for method in route.methods
+    }
+    for route in admin_routes(server.service):
+        if route.request_type is not None:
+            (line,) = [x for x in page.splitlines() if x.startswith(f"| `POST {route.path}` ")]
+            for field in route.request_type.__struct_fields__:
+                assert f"`{field}`" in line
+
+
+def test_the_client_of_a_unix_socket_needs_no_host(server):
+    path = server.engine.config.server.admin
+    with client_of(path) as client:
+        assert client.get("/version", headers={"host": "whatever"}).status_code == 200

@@ -1,0 +1,351 @@
+"""Connections: what is too large, too slow or no HTTP, and what clients do at the edges of HTTP."""
+
+import contextlib
+import json
+import socket
+import time
+
+import pytest
+from support.fake_engine import FakeEngine, configured
+from support.http_server import running
+from support.waiting import wait_until
+
+ASK = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()
+HEAD = b"Host: localhost\r\nContent-Type: application/json\r\n"
+
+
+def post(body=ASK, head=HEAD, path=b"/v1/chat/completions"):
+    length = b"Content-Length: %d\r\n" % len(body)
+    return b"POST %b HTTP/1.1\r\n%b%b\r\n%b" % (path, head, length, body)
+
+
+def read_all(connection):
+    """Return all that comes until the connection ends."""
+    parts = []
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def read_answer(connection):
+    """Return status, headers and body of one answer with a length."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        part = connection.recv(1 << 16)
+        assert part, data
+        data += part
+    head, _, body = data.partition(b"\r\n\r\n")
+    lines = head.decode().split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines[1:])
+    while len(body) < int(headers["content-length"]):
+        body += connection.recv(1 << 16)
+    return int(lines[0].split()[1]), headers, json.loads(body)
+
+
+def answer_of(server, data):
+    """Return the answer to bytes, after which the server closes the connection."""
+    with server.socket() as connection:
+        connection.sendall(data)
+        status, headers, body = read_answer(connection)
+        assert headers["connection"] == "close"
+        assert read_all(connection) == b""
+    return status, body["error"]
+
+
+@pytest.fixture(scope="module")
+def server():
+    config = configured(
+        header_seconds=0.3, keep_alive_seconds=0.3, limits={"header_bytes": 4000, "connections": 8}
+    )
+    with running(FakeEngine(config=config)) as running_server:
+        yield running_server
+
+
+@pytest.fixture(autouse=True)
+def alone(server):
+    """Wait until the connections of other tests are gone; afterwards, the server must answer."""
+    server.client.close()
+    server.client = type(server.client)(base_url=server.url, timeout=30)
+    wait_until(lambda: server.service.traffic.connections == 0, 10)
+    yield
+    assert server.client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"nonsense\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+        b"GET /health HTTP/9.9\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: a\x00b\r\n\r\n",
+        b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET http:// HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"CONNECT example.org:443 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_answered_with_400_as_json(server, data):
+    status, error = answer_of(server, data)
+    assert (status, error["code"]) == (400, "malformed_http")
+    assert error["message"] == "request: expected HTTP/1.1"
+
+
+def test_a_broken_body_ends_its_request(server):
+    asked = len(server.engine.asked)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\n" + HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+    status, error = answer_of(server, head + b"zz\r\n")
+    assert (status, error["code"]) == (400, "malformed_http")
+    assert len(server.engine.asked) == asked
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * 5000,  # no end
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * 5000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 1000 + b"\r\n",
+        b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ],
+)
+def test_long_headers_are_refused(server, data):
+    status, error = answer_of(server, data)
+    assert status == 431
+    assert error["message"] == "headers: expected at most 4000 bytes (server.limits.header_bytes)"
+
+
+def test_long_headers_in_small_pieces_are_refused_before_they_end(server):
+    with server.socket() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: ")
+        for _ in range(50):
+            connection.sendall(b"x" * 100)
+            time.sleep(0.001)
+        assert read_answer(connection)[0] == 431
+
+
+def test_headers_below_the_limit_are_fine(server):
+    assert server.client.get("/health", headers={"x-long": "x" * 3000}).status_code == 200
+
+
+def test_headers_that_do_not_end_are_answered_with_408(server):
+    began = time.monotonic()
+    status, error = answer_of(server, b"GET /health HTTP/1.1\r\nHost: local")
+    assert status == 408
+    assert error["message"] == "headers: expected them within 0.3 s (server.header_seconds)"
+    assert 0.25 < time.monotonic() - began < 3
+
+
+def test_a_slow_loris_is_disconnected_in_time_however_often_it_sends(server):
+    began = time.monotonic()
+    with server.socket() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+        connection.settimeout(0.02)
+        answer = b""
+        while not answer and time.monotonic() - began < 5:
+            with contextlib.suppress(TimeoutError):
+                connection.sendall(b"a: b\r\n")
+                answer = connection.recv(100)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize("data", [b"", b"\r\n"])
+def test_a_connection_without_a_request_is_closed(server, data):
+    with server.socket() as connection:
+        connection.sendall(data)
+        connection.settimeout(5)
+        assert connection.recv(100)[:12] in (b"", b"HTTP/1.1 408")
+
+
+def test_an_idle_connection_is_kept_for_a_while(server):
+    with server.socket() as connection:
+        connection.sendall(post())
+        assert read_answer(connection)[0] == 200
+        time.sleep(0.1)
+        connection.sendall(post())
+        assert read_answer(connection)[0] == 200
+        began = time.monotonic()
+        assert connection.recv(100) == b""
+        assert 0.2 < time.monotonic() - began < 3
+
+
+def test_a_line_break_after_a_request_does_not_keep_the_connection(server):
+    with server.socket() as connection:
+        connection.sendall(post())
+        assert read_answer(connection)[0] == 200
+        connection.sendall(b"\r\n")
+        connection.settimeout(5)
+        assert connection.recv(100)[:12] in (b"", b"HTTP/1.1 408")
+
+
+def test_pipelined_requests_are_answered_in_order(server):
+    with server.socket() as connection:
+        wrong = post(b"{", path=b"/v1/completions")
+        connection.sendall(post() + wrong + post().replace(b"POST", b"GET", 1) + post())
+        assert [read_answer_of_many(connection) for _ in range(4)] == [200, 400, 405, 200]
+
+
+def read_answer_of_many(connection):
+    """Return the status of the next answer, reading not a byte more."""
+    head = b""
+    while not head.endswith(b"\r\n\r\n"):
+        head += connection.recv(1)
+    length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+    while length:
+        length -= len(connection.recv(length))
+    return int(head.split()[1])
+
+
+def test_nonsense_after_a_request_does_not_cut_its_answer(server):
+    with server.socket() as connection:
+        connection.sendall(post() + b"\x00\x01\x02 nonsense\r\n\r\n")
+        assert read_answer(connection)[0] == 200
+        assert read_all(connection) == b""
+
+
+@pytest.mark.parametrize("protocol", [b"websocket", b"h2c"])
+def test_a_request_for_another_protocol_is_answered_in_this_one(server, protocol):
+    upgrade = b"Connection: Upgrade\r\nUpgrade: " + protocol + b"\r\n"
+    with server.socket() as connection:
+        connection.sendall(post(head=HEAD + upgrade))
+        status, _, body = read_answer(connection)
+        assert status == 200
+        assert body["choices"][0]["message"]["content"] == "Hello there , friend"
+        connection.sendall(post(head=HEAD + upgrade)[:100])
+        connection.sendall(post(head=HEAD + upgrade)[100:] + post())
+        assert [read_answer_of_many(connection) for _ in range(2)] == [200, 200]
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + upgrade + b"\r\n")
+        assert read_answer(connection)[0] == 200
+
+
+def test_expect_100_continue(server):
+    with server.socket() as connection:
+        connection.sendall(
+            post(b"", head=HEAD + b"Expect: 100-continue\r\n").replace(
+                b"Content-Length: 0", b"Content-Length: %d" % len(ASK)
+            )
+        )
+        assert connection.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(ASK)
+        assert read_answer(connection)[0] == 200
+
+
+def test_an_answer_before_the_end_of_a_body_arrives(server):
+    """The rest of the body is read, for closing at once would reset the connection."""
+    body = b"x" * (9 << 20)
+    with server.socket() as connection:
+        connection.sendall(post(body)[:200])
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            connection.sendall(body[: 1 << 20])
+        status, headers, answer = read_answer(connection)
+    assert (status, headers["connection"]) == (413, "close")
+    assert "server.limits.body_bytes" in answer["error"]["message"]
+
+
+def test_a_body_that_goes_on_after_its_answer_ends_with_the_connection(server):
+    with server.socket() as connection:
+        data = post(b"x" * 100_000, path=b"/nowhere")
+        connection.sendall(data[:5000])
+        assert read_answer(connection)[0] == 404
+        began = time.monotonic()
+        while time.monotonic() - began < 5:
+            try:
+                connection.sendall(b"x" * 10)
+            except (BrokenPipeError, ConnectionResetError):
+                break
+            time.sleep(0.02)
+        assert time.monotonic() - began < 3
+
+
+def test_connections_beyond_the_limit_are_answered_with_503(server):
+    with contextlib.ExitStack() as stack:
+        many = [stack.enter_context(server.socket()) for _ in range(9)]
+        wait_until(lambda: server.service.traffic.connections == 9, 10)
+        many[8].sendall(post())
+        status, headers, body = read_answer(many[8])
+        assert (status, headers["connection"]) == (503, "close")
+        assert body["error"]["message"].startswith("the server has 8 connections, its maximum")
+        assert int(headers["retry-after"]) >= 1
+        many[7].sendall(post())
+        assert read_answer(many[7])[0] == 200
+        assert server.service.traffic.rejected["connections"] >= 1
+
+
+def test_what_is_refused_is_counted(server):
+    rejected = server.service.traffic.rejected
+    before = {name: rejected[name] for name in ("malformed", "header_size", "header_time")}
+    answer_of(server, b"nonsense\r\n\r\n")
+    answer_of(server, b"GET / HTTP/1.1\r\nX: " + b"x" * 5000)
+    answer_of(server, b"GET / HT")
+    assert {name: rejected[name] - count for name, count in before.items()} == {
+        "malformed": 1,
+        "header_size": 1,
+        "header_time": 1,
+    }
+    assert 'hardpoint:http_rejected_total{reason="malformed"}' in server.client.get("/metrics").text
+
+
+def slow_reader(server):
+    """Return a connection that asks for a stream and does not read."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(30)
+    connection.connect(("127.0.0.1", server.port))
+    body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True}).encode()
+    connection.sendall(post(body))
+    return connection
+
+
+def test_a_client_that_does_not_read_is_disconnected_and_its_request_ended():
+    text = " ".join(["word" * 20_000] * 300)  # 24 MB, more than the kernel buffers
+    engine = FakeEngine(text=text, delay=1e-4, config=configured(send_seconds=0.3))
+    with running(engine) as server, slow_reader(server) as connection:
+        wait_until(lambda: server.engine.aborted == 1, 20)
+        assert server.engine.open == 0
+        assert server.service.load.open == 0
+        wait_until(lambda: server.service.traffic.connections == 0, 5)
+        assert server.service.traffic.rejected["slow_reader"] == 1
+        assert len(read_all(connection)) < len(text)
+
+
+def test_a_client_that_reads_slowly_gets_all():
+    text = " ".join(["word" * 20_000] * 150)
+    engine = FakeEngine(text=text, delay=1e-4, config=configured(send_seconds=0.3))
+    with running(engine) as server:
+        with slow_reader(server) as connection:
+            began, size, tail = time.monotonic(), 0, b""
+            while part := connection.recv(1 << 20 if time.monotonic() - began > 1 else 2000):
+                size += len(part)
+                tail = (tail + part)[-100:]
+                if time.monotonic() - began < 1:
+                    time.sleep(0.01)
+                if b"data: [DONE]" in tail:
+                    break
+        assert size > len(text)
+        assert server.engine.aborted == 0
+
+
+def test_500_connections_at_once(server_of_many):
+    body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True}).encode()
+    with contextlib.ExitStack() as stack:
+        many = [stack.enter_context(server_of_many.socket()) for _ in range(500)]
+        for connection in many:
+            connection.sendall(post(body))
+        for connection in many:
+            answer = b""
+            while b"data: [DONE]" not in answer:
+                answer += connection.recv(1 << 16)
+            assert answer.startswith(b"HTTP/1.1 200 OK")
+            assert answer.count(b"friend") == 1
+        assert server_of_many.service.traffic.connections == 500
+    assert server_of_many.engine.aborted == 0
+
+
+@pytest.fixture
+def server_of_many():
+    with running(FakeEngine(delay=0.01, config=configured())) as running_server:
+        yield running_server

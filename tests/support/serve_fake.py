@@ -1,0 +1,46 @@
+"""`hardpoint serve` with a fake engine, as a program: `serve_fake.py ENGINE [argument...]`.
+
+ENGINE is JSON: fields of FakeEngine; `loading` is how many seconds it loads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+
+from hardpoint.builtin_plugins.server.command import COMMAND
+from hardpoint.plugins import CommandContext, EngineConfig, HardpointError
+from hardpoint.plugins.config import ConfigSources
+from support.fake_engine import FakeEngine, configured
+
+
+def main() -> int:
+    fields = json.loads(sys.argv[1])
+    loading = fields.pop("loading", 0)
+    server = fields.pop("server", {})
+
+    def open_async(config: EngineConfig, sources: ConfigSources, restart: str) -> FakeEngine:
+        print("loading", flush=True)
+        time.sleep(loading)
+        return FakeEngine(config=config, **fields)
+
+    context = CommandContext(
+        load_config=lambda: (configured(**server), ConfigSources()),
+        load_catalog=lambda config, sources: NotImplemented,
+        open_model=lambda config, sources: NotImplemented,
+        open_async=open_async,
+        version="9.9",
+    )
+    parser = argparse.ArgumentParser()
+    COMMAND.configure(parser)
+    try:
+        return COMMAND.run(parser.parse_args(sys.argv[2:]), context)
+    except HardpointError as error:
+        context.show_error(str(error))
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,12 +17,15 @@ from hardpoint.plugins.server import (
 
 from .application import Application
 from .authentication import Authentication
-from .extensions import Owned, ServerFaults, Transforms, in_order, routes_of
+from .extensions import Transforms, in_order, routes_of
+from .faults import Owned, ServerFaults
 from .guard import Guard
+from .openapi import OpenAPIRoute
 from .routes.chat import ChatRoutes
 from .routes.completions import CompletionRoutes
 from .routes.models import StatusRoutes
 from .service import Service
+from .streaming import while_connected
 
 
 @dataclass(frozen=True)
@@ -65,15 +68,21 @@ def assemble(
     Raises:
         ConfigError, PluginError: an extension is wrong, or two are at odds.
     """
-    installed = [
-        *authenticators,
-        *engine.server_extensions(ServerContext(engine=engine, version=version)),
-    ]
-    faults = ServerFaults()
-    transforms = Transforms(in_order(installed, Transform), faults)
-    service = Service(engine, version, transforms, faults)
-    settings = service.settings
-    routes = routes_of(installed, core_routes(service), settings.replace_routes)
+    settings = engine.config.server
+    faults = ServerFaults(settings.extension_seconds)
+    service = Service(engine, version, faults)
+    context = ServerContext(
+        engine=engine,
+        version=version,
+        reader=service.read_plain,
+        runner=while_connected,
+    )
+    installed = [*authenticators, *engine.server_extensions(context)]
+    service.transforms = Transforms(in_order(installed, Transform), faults)
+    document = OpenAPIRoute(service)
+    core = [*core_routes(service), document.route]
+    routes = routes_of(installed, core, settings.replace_routes)
+    document.routes = [route for route, _ in routes if not route.admin]
     asked: list[Owned] = in_order(installed, Authenticator)
     service.has_keys = bool(asked)
     users = Application(

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from hardpoint.plugins import RequestError, typed
 
 from .errors import AnswerError
+from .streaming import ClientGoneError
 
 _log = logging.getLogger("hardpoint")
 
@@ -29,6 +30,7 @@ async def read_body(request: Request, limit: int, seconds: float) -> bytes:
 
     Raises:
         AnswerError: it is too long, or it stops.
+        ClientGoneError: the client is gone.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
@@ -46,7 +48,7 @@ async def read_body(request: Request, limit: int, seconds: float) -> bytes:
                 headers={"connection": "close"},
             ) from None
         if message["type"] != "http.request":
-            raise asyncio.CancelledError  # the client is gone
+            raise ClientGoneError
         part = message.get("body", b"")
         size += len(part)
         if size > limit:

@@ -15,9 +15,11 @@ from hardpoint.plugins import (
     SamplingParams,
     SchedulerStats,
 )
+from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.requests import ToolCall
 from hardpoint.plugins.server import InstalledExtension
 from hardpoint.plugins.stats import Health
+from hardpoint.registry.hooks import HookSet
 
 
 class FakeTokenizer:
@@ -51,6 +53,8 @@ class FakeEngine:
         open: requests that are being answered.
         aborted: requests that were closed before their end.
         extensions: (plugin, extension) pairs that plugins add.
+        hooks: objects with hooks, which the engine's own loader takes.
+        arguments: JSON schemas of the arguments of plugins, by name.
     """
 
     text: str = "Hello there , friend"
@@ -74,6 +78,8 @@ class FakeEngine:
     live: list = dataclasses.field(default_factory=list)
     utilities: list = dataclasses.field(default_factory=list)
     closed: bool = False
+    arguments: dict = dataclasses.field(default_factory=dict)
+    hooks: tuple = ()
 
     def __post_init__(self):
         self.tokenizer = FakeTokenizer()
@@ -187,7 +193,15 @@ class FakeEngine:
         return {}
 
     def server_extensions(self, server):
-        return [InstalledExtension(p, f"plugin {p!r}", e) for p, e in self.extensions]
+        hooks = HookSet()
+        for plugin in self.hooks:
+            name = type(plugin).__name__.lower()
+            hooks.add(plugin, Source(name, f"acme:{name}", "acme", "1.0", "a test"))
+        installed = [InstalledExtension(p, f"plugin {p!r}", e) for p, e in self.extensions]
+        return [*installed, *hooks.server_extensions(server)]
+
+    def argument_schemas(self):
+        return self.arguments
 
     async def aclose(self):
         self.closed = True

@@ -410,7 +410,7 @@ class ServerContext:
     async def read(self, request: HTTPRequest, type_: type[StructT]) -> StructT:
         """Return the JSON body of a request to a route, checked.
 
-        The limits are those of the server's own routes, and so are the words of errors; members
+        The limits and the messages of errors are those of the server's own routes; members
         that are null are left out. Transforms do not see it.
 
         Args:
@@ -427,7 +427,7 @@ class ServerContext:
     async def while_connected(self, request: HTTPRequest, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of work for a route, which is cancelled when the client goes.
 
-        A route that generates runs it so, after it has read the body; nobody else ends it.
+        A route that generates runs it so, after it has read the body; nothing else ends it.
 
         Raises:
             Exception: raised by the work, or the client is gone, which the server knows.

@@ -46,6 +46,7 @@ def core_routes(service: Service) -> list[Route]:
     """Return the server's own routes."""
     return [
         *StatusRoutes(service).routes(),
+        *OpenAPIRoute(service).routes(),
         *ChatRoutes(service).routes(),
         *CompletionRoutes(service).routes(),
     ]
@@ -79,10 +80,8 @@ def assemble(
     )
     installed = [*authenticators, *engine.server_extensions(context)]
     service.transforms = Transforms(in_order(installed, Transform), faults)
-    document = OpenAPIRoute(service)
-    core = [*core_routes(service), document.route]
-    routes = routes_of(installed, core, settings.replace_routes)
-    document.routes = [route for route, _ in routes if not route.admin]
+    routes = routes_of(installed, core_routes(service), settings.replace_routes)
+    service.routes = [route for route, _ in routes if not route.admin]
     asked: list[Owned] = in_order(installed, Authenticator)
     service.has_keys = bool(asked)
     users = Application(

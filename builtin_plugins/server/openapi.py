@@ -40,22 +40,17 @@ _PARAMETER_TYPES = {"int": "integer", "float": "number"}
 
 
 class OpenAPIRoute:
-    """The route of the document.
-
-    Attributes:
-        routes: that the document describes; to be set before the first request.
-    """
+    """The route of the document."""
 
     def __init__(self, service: Service) -> None:
         """Describe the routes of a server."""
         self._service = service
         self._document: bytes | None = None
-        self.routes: Sequence[Route] = ()
-        self.route = Route(
-            path="/openapi.json",
-            endpoint=self.describe,
-            summary="Describe these routes.",
-        )
+
+    def routes(self) -> list[Route]:
+        """Return the route."""
+        summary = "Describe the routes, as OpenAPI 3.1."
+        return [Route(path="/openapi.json", endpoint=self.describe, summary=summary)]
 
     async def describe(self, request: Request) -> Response:  # noqa: ARG002
         """Return the document, which is made once."""
@@ -66,7 +61,7 @@ class OpenAPIRoute:
     def _described(self) -> dict[str, Any]:
         service = self._service
         return openapi_document(
-            self.routes,
+            service.routes,
             version=service.version,
             arguments=service.engine.argument_schemas(),
             open_routes=service.settings.open_routes if service.has_keys else None,

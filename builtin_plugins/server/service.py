@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from starlette.responses import Response
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.errors import shown
 from hardpoint.plugins.server import AsyncGenerator as Engine
-from hardpoint.plugins.server import Call, Client
+from hardpoint.plugins.server import Call, Client, Route
 
 from .bodies import convert_body, decode_object, read_body, without_ignored
 from .errors import AnswerError, answer_error, unavailable
@@ -113,6 +113,7 @@ class Service:
         load: of the routes that generate.
         faults: of extensions.
         transforms: of plugins.
+        routes: of the users' address, those of plugins too.
         has_keys: whether routes need a client.
         paused: why requests are refused although the engine runs; None if they are not.
     """
@@ -126,6 +127,7 @@ class Service:
         self.names = self.settings.served_names or [engine.config.model]
         self.version = version
         self.transforms = Transforms()
+        self.routes: Sequence[Route] = ()
         self.started = int(time.time())
         self.phase = Phase.SERVING
         self.paused: str | None = None

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hardpoint
 from hardpoint.testing.scripted import scripted_config, write_scripted_model
 
 _START_SECONDS = 120.0
@@ -138,13 +139,18 @@ def serve(
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(environment or {})},
+            env={**os.environ, "PYTHONPATH": _import_path(), **(environment or {})},
         )
         log: list[str] = []
         try:
             yield TestServer(_wait(process, log), log)
         finally:
             _end(process)
+
+
+def _import_path() -> str:
+    """Return where this process imports from, and where it has imported this package from."""
+    return os.pathsep.join([*sys.path, str(Path(hardpoint.__file__).parent.parent)])
 
 
 def _wait(process: subprocess.Popen[str], log: list[str]) -> str:

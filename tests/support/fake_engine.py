@@ -10,6 +10,7 @@ from hardpoint.plugins import (
     EngineConfig,
     Logprob,
     PrefixCacheStats,
+    RequestError,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
@@ -88,6 +89,8 @@ class FakeEngine:
         return SamplingParams()
 
     def generate(self, prompt, sampling_params=None, request_id=None, **extras):
+        if not isinstance(prompt, str) and any(not 0 <= token < 0x110000 for token in prompt):
+            raise RequestError("prompt: expected token ids below 1114112")
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(list(prompt))
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         return self._answer(prompt, text, ids, sampling_params, request_id, extras)

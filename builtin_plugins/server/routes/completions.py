@@ -43,6 +43,7 @@ class CompletionRequest(SamplingFields):
         logprobs: likeliest tokens per position.
         echo: whether answers begin with the prompt, and its log-probabilities with `logprobs`.
         best_of: must be `n`.
+        add_special_tokens: whether those of the tokenizer are put before texts.
     """
 
     refused: ClassVar[Mapping[str, str]] = {

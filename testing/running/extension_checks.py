@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NoReturn
 
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError
@@ -91,7 +91,7 @@ class _Engine:
         raise AttributeError(f"the hook calls engine.{name}, which a server has only in requests")
 
 
-async def _no_request(*_: Any) -> NoReturn:
+async def _no_request(*_: Any) -> Any:
     raise RuntimeError("there is no request")
 
 
@@ -117,15 +117,16 @@ def check_extensions(hooks: HookSet) -> None:
 
 def _installed(hooks: HookSet) -> list[InstalledExtension]:
     engine: Any = _Engine()
-    context = ServerContext(engine=engine, version="0", reader=_no_request, runner=_no_request)
+    neither: Any = _no_request
+    context = ServerContext(engine=engine, version="0", reader=neither, runner=neither)
     try:
         return hooks.server_extensions(context)
     except HardpointError as error:
         raise EXTENSIONS.violation(str(error)) from error
 
 
-def _run(rule: Rule, what: str, make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """Return the result of a coroutine, which has to come soon.
+def _run(rule: Rule, what: str, make: Callable[[], Awaitable[Any]]) -> Any:
+    """Return the result of a call, which has to come soon.
 
     Raises:
         Violation: it raised something else than a RequestError or HTTPException, or it waits.

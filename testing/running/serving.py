@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hardpoint
 from hardpoint.testing.scripted import scripted_config, write_scripted_model
 
 _START_SECONDS = 120.0
@@ -150,7 +149,7 @@ def serve(
 
 def _import_path() -> str:
     """Return where this process imports from, and where it has imported this package from."""
-    return os.pathsep.join([*sys.path, str(Path(hardpoint.__file__).parent.parent)])
+    return os.pathsep.join([*sys.path, str(Path(__file__).parents[3])])
 
 
 def _wait(process: subprocess.Popen[str], log: list[str]) -> str:

@@ -42,14 +42,14 @@ def test_usage_of_others_is_for_administrators(server):
     assert server.ask("/acme/usage", {"client": "ann"}, headers=key("admin")).status == 200
 
 
-def test_a_wrong_body_is_refused_in_the_servers_words(server):
+def test_a_wrong_body_is_refused_with_the_servers_message(server):
     refused = server.ask("/acme/usage", {"clent": "ann"}, headers=key("ann"))
     assert (refused.status, refused.json()["error"]["param"]) == (400, "clent")
     assert "did you mean 'client'?" in refused.json()["error"]["message"]
 
 
 def test_strangers_are_refused(server):
-    for headers in ({}, {"authorization": "Bearer nobody"}, {"authorization": "ann-key"}):
+    for headers in ({}, {"authorization": "Bearer unknown"}, {"authorization": "ann-key"}):
         assert server.ask("/v1/models", headers=headers).status == 401
     assert server.ask("/health").json() == {"status": "ok"}
 

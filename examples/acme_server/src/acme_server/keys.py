@@ -24,7 +24,7 @@ def key_authenticator(pairs: str) -> Authenticator:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given = _hashed(key.strip())
         found = None
-        for known, name in names.items():  # all of them, so that the time tells nothing
+        for known, name in names.items():  # all of them, so that the time reveals nothing
             if hmac.compare_digest(known, given) and scheme.lower() == "bearer":
                 found = name
         if found is None:

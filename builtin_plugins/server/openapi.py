@@ -137,9 +137,8 @@ def _plugin_args(
         properties[plugin] = _moved(schema, prefix)
     return {
         "type": "object",
-        "description": "Arguments of the enabled plugins, by name.",
+        "description": "Arguments of plugins by name; those of output parsers are not listed.",
         "properties": properties,
-        "additionalProperties": False,
     }
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "json_schema",
     "parse_value",
     "plain_data",
+    "reason_of",
     "schema_components",
     "shown",
     "split_setting",

@@ -81,7 +81,7 @@ def unused_code() -> Iterator[tuple[str, str]]:
     """Yield name and place of what nothing in the package uses and nobody outside it may use."""
     search = vulture.Vulture()
     search.scavenge([str(ROOT / folder) for folder in FOLDERS])
-    public = public_names() | entry_points()
+    public = public_names() | entry_points() | body_fields()
     for item in search.get_unused_code():
         if item.name not in public and not item.name.startswith("__"):
             yield item.name, f"{item.filename}:{item.first_lineno}"
@@ -96,6 +96,19 @@ def public_names() -> set[str]:
         for node in ast.walk(tree(path))
         for name in defined(node)
         if not name.startswith("_")
+    }
+
+
+def body_fields() -> set[str]:
+    """Return the fields of the bodies of the server's routes, which clients write and read."""
+    return {
+        field.target.id
+        for module, path in modules().items()
+        if module.startswith("hardpoint.builtin_plugins.server.")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ClassDef)
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     }
 
 

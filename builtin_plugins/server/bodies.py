@@ -11,7 +11,8 @@ import msgspec
 from msgspec import inspect as types
 from starlette.requests import Request
 
-from hardpoint.plugins import RequestError, typed
+from hardpoint.plugins import RequestError
+from hardpoint.plugins.typed import convert, join_path
 
 from .errors import AnswerError
 from .streaming import ClientGoneError
@@ -116,7 +117,7 @@ def convert_body(body: dict[str, Any], type_: type[T], *, lenient: bool) -> T:
         RequestError: naming the field, its value and what would be right.
     """
     try:
-        return typed.convert(body, type_, path="", error=RequestError)
+        return convert(body, type_, path="", error=RequestError)
     except RequestError:
         if not lenient:
             raise
@@ -124,7 +125,7 @@ def convert_body(body: dict[str, Any], type_: type[T], *, lenient: bool) -> T:
     known = _known(body, types.type_info(type_), "", unknown)
     if unknown:
         _log.warning("unknown fields of a request were left out: %s", ", ".join(unknown[:20])[:500])
-    return typed.convert(known, type_, path="", error=RequestError)
+    return convert(known, type_, path="", error=RequestError)
 
 
 def _known(value: Any, info: types.Type, path: str, unknown: list[str]) -> Any:
@@ -143,11 +144,11 @@ def _known(value: Any, info: types.Type, path: str, unknown: list[str]) -> Any:
     kept: dict[str, Any] = {}
     for name, item in value.items():
         if name in fields:
-            kept[name] = _known(item, fields[name], typed.join_path(path, name), unknown)
+            kept[name] = _known(item, fields[name], join_path(path, name), unknown)
         elif name in tag or not info.forbid_unknown_fields:
             kept[name] = item
         else:
-            unknown.append(typed.join_path(path, name)[:100])
+            unknown.append(join_path(path, name)[:100])
     return kept
 
 

@@ -13,7 +13,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hardpoint.plugins import ConfigError
-from hardpoint.plugins.errors import PluginFaultError, reason_of
+from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.plugins.typed import reason_of
 
 from .errors import error_response
 from .faults import AnswerCutError, BrokenContractError, Owned, ServerFaults

@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.plugins import Command, CommandContext, EngineConfig, typed
+from hardpoint.plugins import Command, CommandContext, EngineConfig
 from hardpoint.plugins.commands import ConfigSources
 from hardpoint.plugins.server import AsyncGenerator, ServerConfig
+from hardpoint.plugins.typed import convert
 
 _OPTIONS = ("host", "port", "uds", "admin", "root_path", "keys_file")
 """Options that are fields of the table `server`."""
@@ -72,11 +73,15 @@ def _config(
     changes: dict[str, Any] = {"server": _checked(table), "model": model}
     if sources.of("stats.sinks") == "default":
         changes["stats"] = msgspec.structs.replace(config.stats, sinks=["prometheus"])
+    if table.served_names and config.metrics.model_name is None:
+        changes["metrics"] = msgspec.structs.replace(
+            config.metrics, model_name=table.served_names[0]
+        )
     return msgspec.structs.replace(config, **changes), ConfigSources(by_path)
 
 
 def _checked(table: ServerConfig) -> ServerConfig:
-    return typed.convert(table, ServerConfig, path="server")
+    return convert(table, ServerConfig, path="server")
 
 
 def _loop_factory() -> Any:

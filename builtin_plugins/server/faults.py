@@ -19,8 +19,8 @@ from hardpoint.plugins.errors import (
     EnginePausedError,
     EngineTimeoutError,
     PluginFaultError,
-    reason_of,
 )
+from hardpoint.plugins.typed import reason_of
 
 from .errors import AnswerError, plugin_fault
 from .streaming import ClientGoneError

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import Scope
 
-from hardpoint.plugins.errors import shown
+from hardpoint.plugins.typed import shown
 
 from .errors import AnswerError
 

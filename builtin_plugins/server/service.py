@@ -16,9 +16,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hardpoint.plugins import RequestError
-from hardpoint.plugins.errors import shown
 from hardpoint.plugins.server import AsyncGenerator as Engine
 from hardpoint.plugins.server import Call, Client, Route
+from hardpoint.plugins.typed import shown
 
 from .bodies import convert_body, decode_object, read_body, without_ignored
 from .errors import AnswerError, answer_error, unavailable

@@ -8,9 +8,8 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.builtin_plugins.server.errors import answer_error, plugin_fault
+from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.plugins import CompletionOutput, Logprob, RequestOutput, Tokenizer
-from hardpoint.plugins import errors as _errors
 
 
 class PromptDetails(msgspec.Struct):
@@ -80,11 +79,12 @@ def check_ended(completion: CompletionOutput) -> None:
     """
     if completion.finish_reason != "error":
         return
-    message = completion.error or "the engine gave no reason"
-    cls = getattr(_errors, completion.error_kind or "", None)
-    if isinstance(cls, type) and issubclass(cls, _errors.HardpointError):
-        raise answer_error(cls(message))
-    raise plugin_fault(message)
+    raise AnswerError(
+        500,
+        completion.error or "the engine gave no reason",
+        kind="generation_error",
+        headers={"x-should-retry": "false"},
+    )
 
 
 def new_id(prefix: str, asked: str | None = None) -> str:

@@ -14,8 +14,9 @@ from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.errors import AnswerError, ErrorBody
 from hardpoint.builtin_plugins.server.service import Service
-from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput, typed
+from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput
 from hardpoint.plugins.server import Call, Route, ToolCall
+from hardpoint.plugins.typed import Strict
 
 from .answers import (
     Usage,
@@ -32,7 +33,7 @@ from .fields import IGNORED, REFUSED, SamplingFields
 DONE = b"data: [DONE]\n\n"
 
 
-class Message(typed.Strict):
+class Message(Strict):
     """One message of a conversation.
 
     Attributes:
@@ -68,13 +69,13 @@ class Message(typed.Strict):
         return message
 
 
-class NamedFunction(typed.Strict):
+class NamedFunction(Strict):
     """The name of a tool."""
 
     name: str
 
 
-class NamedTool(typed.Strict):
+class NamedTool(Strict):
     """The tool that has to be called."""
 
     type: Literal["function"]
@@ -234,17 +235,6 @@ class ChatCompletion(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_logprobs: list[Any] | None = None
     prompt_token_ids: list[int] | None = None
     kv_transfer_params: dict[str, Any] | None = None
-
-
-class ChatCompletionChunk(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A part of a streamed answer."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[ChunkChoice]
-    usage: Usage | None = None
 
 
 class ChatRoutes:

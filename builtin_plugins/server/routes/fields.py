@@ -13,11 +13,10 @@ from hardpoint.plugins import (
     RequestError,
     RequestOutputKind,
     SamplingParams,
-    typed,
 )
-from hardpoint.plugins.errors import shown
 from hardpoint.plugins.server import ServerLimits
 from hardpoint.plugins.structured import StructuredOutputs
+from hardpoint.plugins.typed import Strict, shown
 
 _ANY_CASE = "it is for the provider's own platform"
 
@@ -42,7 +41,7 @@ REFUSED = {
 """Fields that are known and not supported, with the reason."""
 
 
-class StreamOptions(typed.Strict):
+class StreamOptions(Strict):
     """What a stream holds besides the answer.
 
     Attributes:
@@ -58,15 +57,15 @@ class StreamOptions(typed.Strict):
     include_progress: bool = False
 
 
-class TextFormat(typed.Strict, tag_field="type", tag="text"):
+class TextFormat(Strict, tag_field="type", tag="text"):
     """Any text."""
 
 
-class JsonObjectFormat(typed.Strict, tag_field="type", tag="json_object"):
+class JsonObjectFormat(Strict, tag_field="type", tag="json_object"):
     """Any JSON object."""
 
 
-class NamedSchema(typed.Strict):
+class NamedSchema(Strict):
     """A JSON schema with a name.
 
     Attributes:
@@ -80,13 +79,13 @@ class NamedSchema(typed.Strict):
     description: str | None = None
 
 
-class JsonSchemaFormat(typed.Strict, tag_field="type", tag="json_schema"):
+class JsonSchemaFormat(Strict, tag_field="type", tag="json_schema"):
     """JSON of a schema."""
 
     json_schema: NamedSchema
 
 
-class StructuralTagFormat(typed.Strict, tag_field="type", tag="structural_tag"):
+class StructuralTagFormat(Strict, tag_field="type", tag="structural_tag"):
     """A text made of parts, see `StructuredOutputs.structural_tag`."""
 
     format: Any = None
@@ -98,7 +97,7 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTa
 Number = Annotated[float, Meta(ge=-100, le=100)]
 
 
-class SamplingFields(typed.Strict):
+class SamplingFields(Strict):
     """Fields of every route that generates text; those that are left out are the model's defaults.
 
     Attributes:

@@ -254,6 +254,10 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
         """
         return self._engine.server_extensions(server)
 
+    def argument_schemas(self) -> dict[str, dict[str, Any]]:
+        """Return the JSON schema of each enabled plugin's arguments, by the plugin's name."""
+        return self._engine.parts.plugins.argument_schemas()
+
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests by their ids; each yields what it has, with finish reason "abort".
 

@@ -382,6 +382,8 @@ class ServerConfig(Strict):
         unknown_fields: "error" refuses requests with fields that the server does not know, "warn"
             leaves them out and logs them.
         replace_routes: paths of the server's own routes that plugins may replace.
+        extension_seconds: maximum time that an authenticator, a transform or a middleware of a
+            plugin may take for a request, without what it wraps.
         page: whether `/` is a web page.
         access_log: of requests, on standard error.
         heartbeat_seconds: time without an event after which a stream gets a comment, so that no
@@ -412,6 +414,7 @@ class ServerConfig(Strict):
     admin_keys_file: str | None = None
     unknown_fields: Literal["error", "warn"] = "error"
     replace_routes: list[str] = []
+    extension_seconds: PositiveSeconds = 10.0
     page: bool = True
     access_log: Literal["text", "json", "off"] = "text"
     heartbeat_seconds: Seconds = 15.0

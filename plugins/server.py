@@ -7,9 +7,17 @@ routes, middleware, transforms and authenticators through the hook `server_exten
 from __future__ import annotations
 
 import collections.abc as c
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -32,6 +40,7 @@ __all__ = [
     "App",
     "AsyncGenerator",
     "Authenticator",
+    "BodyReader",
     "Call",
     "Client",
     "Controls",
@@ -47,6 +56,7 @@ __all__ = [
     "ServerLimits",
     "ToolCall",
     "Transform",
+    "WorkRunner",
 ]
 
 Scope = MutableMapping[str, Any]
@@ -54,6 +64,9 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 """An ASGI application."""
+
+T = TypeVar("T")
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 PauseModeName = Literal["abort", "wait", "keep"]
 
@@ -213,6 +226,9 @@ class AsyncGenerator(Controls, Protocol):
             PluginError: a plugin failed, or returned something else.
         """
 
+    def argument_schemas(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the JSON schema of each enabled plugin's arguments, by the plugin's name."""
+
     async def aclose(self) -> None:
         """End the engine; callers that wait for it get EngineClosedError."""
 
@@ -269,16 +285,18 @@ class Route:
 
     Attributes:
         path: such as "/acme/usage" or "/acme/users/{name}".
-        endpoint: takes starlette's request and returns its response; a HardpointError that it
-            raises becomes an answer, any other error an answer 500 that names the plugin.
-        methods: that it answers.
+        endpoint: takes starlette's request, whose `state.client` is the Client, and returns its
+            response, or a struct, which is sent as JSON. A HardpointError or starlette's
+            HTTPException that it raises becomes an answer, any other error an answer 500 that
+            names the plugin.
+        methods: that it answers; GET answers HEAD too.
         admin: whether it is on the admin address instead of the users'.
         summary: one line for the OpenAPI document.
         request_type, response_type: of JSON bodies, for the OpenAPI document.
     """
 
     path: str
-    endpoint: Callable[[HTTPRequest], Awaitable[Response]]
+    endpoint: Callable[[HTTPRequest], Awaitable[Response | msgspec.Struct]]
     methods: Sequence[str] = ("GET",)
     admin: bool = False
     summary: str = ""
@@ -290,10 +308,13 @@ class Route:
 class Middleware:
     """An ASGI middleware around all routes of the users' address; it runs after authentication.
 
-    `scope["state"]["client"]` is the Client. An error that it raises answers that request alone.
+    `scope["state"]["client"]` is the Client. It answers a request, or calls the application inside
+    once. To refuse a request it raises starlette's HTTPException or a RequestError; any other
+    error, two answers or none end that request alone with 500, which names the plugin. So does a
+    pause of more than `server.extension_seconds` outside of the application inside.
 
     Attributes:
-        wrap: takes an application and returns another one.
+        wrap: takes an application and returns another one; called once, when the server starts.
         before, after: names of plugins whose middleware runs inside of it, or around it.
     """
 
@@ -306,11 +327,12 @@ class Middleware:
 class Transform:
     """Changes the JSON bodies of routes that generate; each part may be left out.
 
-    An error that one raises answers that request alone: a RequestError as 400, any other as 500
-    that names the plugin.
+    An error that one raises answers that request alone: of `request`, a RequestError as 400 and
+    starlette's HTTPException with its status; any other as 500, which names the plugin.
 
     Attributes:
-        request: takes a decoded body, returns the one that is checked and answered.
+        request: takes a decoded body without its nulls, returns the one that is checked and
+            answered.
         response: takes the body of a whole answer, returns the one that is sent.
         event: takes the data of one event of a stream, returns the one that is sent, or None to
             leave it out. It is called per token and slows streams down.
@@ -329,7 +351,8 @@ class Transform:
 class Authenticator:
     """Finds out who makes a call. With at least one, every closed route needs a client.
 
-    An error that one raises refuses that request with 500, which names the plugin.
+    An error that one raises refuses that request: starlette's HTTPException with its status, any
+    other with 500, which names the plugin.
 
     Attributes:
         authenticate: takes the headers by lower-case name, and the path; returns the client, or
@@ -359,6 +382,20 @@ class InstalledExtension:
     extension: ServerExtension
 
 
+class BodyReader(Protocol):
+    """What a server reads and checks the JSON bodies of requests with."""
+
+    async def __call__(self, request: HTTPRequest, type_: type[StructT]) -> StructT:
+        """Return the body of a request as a struct."""
+
+
+class WorkRunner(Protocol):
+    """What a server runs the work for a client with."""
+
+    async def __call__(self, request: HTTPRequest, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of work that ends when the client goes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerContext:
     """What a server gives to the plugins that extend it.
@@ -366,7 +403,38 @@ class ServerContext:
     Attributes:
         engine: that it serves.
         version: of Hardpoint.
+        reader: what `read` calls.
+        runner: what `while_connected` calls.
     """
 
     engine: AsyncGenerator
     version: str
+    reader: BodyReader
+    runner: WorkRunner
+
+    async def read(self, request: HTTPRequest, type_: type[StructT]) -> StructT:
+        """Return the JSON body of a request to a route, checked.
+
+        The limits and the messages of errors are those of the server's own routes; members
+        that are null are left out. Transforms do not see it.
+
+        Args:
+            request: of the route.
+            type_: of the body; derived from `hardpoint.plugins.typed.Strict` it refuses unknown
+                fields.
+
+        Raises:
+            RequestError: naming the field, its value and what would be right.
+            Exception: the body is no JSON, is too long, or stops; the server answers it.
+        """
+        return await self.reader(request, type_)
+
+    async def while_connected(self, request: HTTPRequest, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of work for a route, which is cancelled when the client goes.
+
+        A route that generates runs it so, after it has read the body; nothing else ends it.
+
+        Raises:
+            Exception: raised by the work, or the client is gone, which the server knows.
+        """
+        return await self.runner(request, work)

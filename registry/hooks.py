@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from types import CodeType, TracebackType
-from typing import Any, get_args
+from typing import Any
 
 import pluggy
 
@@ -14,13 +14,13 @@ from hardpoint.plugins.errors import (
     PluginContractError,
     PluginFaultError,
     PluginLoadError,
-    shown,
 )
 from hardpoint.plugins.hooks import PROJECT, HookSpecs
 from hardpoint.plugins.manifest import Source
-from hardpoint.plugins.server import InstalledExtension, ServerContext, ServerExtension
+from hardpoint.plugins.server import InstalledExtension, ServerContext
 
 from .blame import describe, raise_unless_fault
+from .server_extensions import checked_extensions
 
 
 class HookSet:
@@ -106,7 +106,7 @@ class HookSet:
                 raise PluginFaultError(
                     f"{source}: its hook server_extensions failed: {describe(cause)}"
                 ) from cause
-            installed += _checked_extensions(extensions, source)
+            installed += checked_extensions(extensions, source)
         return installed
 
     def _responsible_plugin(
@@ -126,17 +126,6 @@ class HookSet:
                 return str(self._sources[matching[0].plugin_name])
             traceback = traceback.tb_next
         return _one_of(impls)
-
-
-def _checked_extensions(extensions: Any, source: Source) -> list[InstalledExtension]:
-    kinds = get_args(ServerExtension)
-    if not isinstance(extensions, Sequence) or not all(isinstance(e, kinds) for e in extensions):
-        raise PluginContractError(
-            f"{source}: its hook server_extensions must return a list of "
-            f"{', '.join(kind.__name__ for kind in kinds)} of hardpoint.plugins.server, "
-            f"got {shown(extensions)}"
-        )
-    return [InstalledExtension(source.name, str(source), extension) for extension in extensions]
 
 
 def _built(cls: type, source: Source) -> Any:

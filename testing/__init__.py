@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from hardpoint.testing.running.command_suite import CommandSuite
     from hardpoint.testing.running.executor_suite import ExecutorSuite
     from hardpoint.testing.running.hook_suite import HookSuite
+    from hardpoint.testing.running.serving import ServerAnswer, TestServer, serve
     from hardpoint.testing.sampling_suite import SamplerSuite
     from hardpoint.testing.scheduling.cache_replay import measure_hit_rate
     from hardpoint.testing.scheduling.eviction_suite import EvictionPolicySuite
@@ -66,7 +67,9 @@ __all__ = [
     "SchedulingPolicySuite",
     "ScriptedClock",
     "ScriptedModel",
+    "ServerAnswer",
     "StatSinkSuite",
+    "TestServer",
     "TokenizerSuite",
     "WeightLoaderSuite",
     "history_hash",
@@ -76,6 +79,7 @@ __all__ = [
     "pytest_terminal_summary",
     "scripted_config",
     "scripted_engine",
+    "serve",
     "write_scripted_model",
 ]
 
@@ -98,9 +102,12 @@ _LAZY = {
     "SchedulerSimulator": "scheduling.simulator",
     "SchedulerSuite": "scheduling.scheduler_suite",
     "SchedulingPolicySuite": "scheduling.policy_suite",
+    "ServerAnswer": "running.serving",
     "StatSinkSuite": "reporting.sink_suite",
+    "TestServer": "running.serving",
     "TokenizerSuite": "text.tokenizer_suite",
     "load_ops": "engine_access",
+    "serve": "running.serving",
     "measure_hit_rate": "scheduling.cache_replay",
     "WeightLoaderSuite": "model.loader_suite",
 }

@@ -80,6 +80,12 @@ def acme_wrapping(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return once(tmp_path_factory, "acme_wrapping", install_wheel) / "site"
 
 
+@pytest.fixture(scope="session")
+def acme_server(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the wheel of examples/acme_server is installed."""
+    return once(tmp_path_factory, "acme_server", install_wheel) / "site"
+
+
 def install_wheel(work: Path) -> None:
     """Build the wheel of the example that `work` is named after; install it into `work/site`."""
     source = work / "source"

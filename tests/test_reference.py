@@ -3,17 +3,19 @@
 import re
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 from support.processes import ROOT
 
 from hardpoint import plugins
+from hardpoint.builtin_plugins.server.assembly import core_routes
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.describing import struct_fields
 from hardpoint.plugins.hooks import HookSpecs
 from hardpoint.plugins.kinds import KINDS
 
-PAGES = ("kinds.md", "types.md", "hooks.md", "config.md")
+PAGES = ("kinds.md", "types.md", "hooks.md", "config.md", "server.md")
 
 
 def reference(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -116,3 +118,21 @@ def test_every_configuration_value_is_described(pages):
             assert field.doc, f"{path}.{field.name} has no description"
 
     check(EngineConfig, "")
+
+
+def test_every_field_of_a_request_to_the_server_is_described(pages):
+    page = pages["server.md"]
+    requests = [
+        route.request_type
+        for route in core_routes(Mock())
+        if route.request_type and not route.admin
+    ]
+    assert len(requests) >= 2
+    for struct in requests:
+        section = page.split(f"\n## {struct.__name__}\n")[1].split("\n## ")[0]
+        for field in struct_fields(struct):
+            assert f"| `{field.name}` | {field.type_text} |" in section
+        for treated in ("ignored", "refused"):
+            names = getattr(struct, treated, {})
+            assert not names or f"| known and {treated} | because |" in section
+            assert [n for n, why in names.items() if f"| `{n}` | {why} |" not in section] == []

@@ -2,74 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.routing import Route as StarletteRoute
 from starlette.routing import Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hardpoint.plugins import HardpointError
 from hardpoint.plugins.server import Route
 
-from .errors import AnswerError, error_response
-from .extensions import Owned, ServerFaults
+from .boundaries import Boundary, Endpoint, MiddlewareBoundary, PluginEndpoint
+from .errors import AnswerError
+from .faults import AnswerCutError, Owned, ServerFaults
 from .service import Service
-from .streaming import ClientGoneError
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-
-
-class Boundary:
-    """Answers errors of the application inside, so that nothing outside sees them.
-
-    An error after the beginning of an answer ends the connection.
-    """
-
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        """Wrap an application."""
-        self._app, self._service = app, service
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run it."""
-        try:
-            await self._app(scope, receive, send)
-        except ClientGoneError:
-            return
-        except Exception as error:
-            answer = self._service.failure(error)
-            scope["state"]["refused"] = answer.detail.code or answer.detail.type
-            if scope["state"]["is_answered"]:
-                raise
-            await error_response(answer)(scope, receive, send)
-
-
-class Blamed:
-    """A plugin's middleware around an application, whose own errors are answered inside."""
-
-    def __init__(self, owned: Owned, app: ASGIApp, faults: ServerFaults) -> None:
-        """Wrap an application.
-
-        Raises:
-            AnswerError: the middleware cannot be built.
-        """
-        self._owned, self._faults = owned, faults
-        self._app = owned.part.wrap(app)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run it.
-
-        Raises:
-            AnswerError: the middleware failed.
-        """
-        try:
-            await self._app(scope, receive, send)
-        except Exception as cause:
-            raise self._faults.blame(self._owned, "middleware", cause) from cause
 
 
 def make_router(routes: Sequence[tuple[Route, Owned | None]], faults: ServerFaults) -> Router:
@@ -78,9 +28,7 @@ def make_router(routes: Sequence[tuple[Route, Owned | None]], faults: ServerFaul
         [
             StarletteRoute(
                 route.path,
-                _Endpoint(
-                    route.path, route.endpoint if owned is None else _guarded(route, owned, faults)
-                ),
+                Endpoint(route) if owned is None else PluginEndpoint(owned, faults),
                 methods=list(route.methods),
             )
             for route, owned in routes
@@ -88,33 +36,6 @@ def make_router(routes: Sequence[tuple[Route, Owned | None]], faults: ServerFaul
         redirect_slashes=False,
         default=_not_found,
     )
-
-
-class _Endpoint:
-    """An endpoint as an ASGI application; without starlette's own layers around `send`."""
-
-    def __init__(self, path: str, endpoint: Callable[[Request], Awaitable[ASGIApp]]) -> None:
-        self._path, self._endpoint = path, endpoint
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["state"]["route"] = self._path
-        response = await self._endpoint(Request(scope, receive, send))
-        await response(scope, receive, send)
-
-
-def _guarded(route: Route, owned: Owned, faults: ServerFaults) -> Any:
-    async def endpoint(request: Request) -> Any:
-        try:
-            response = await route.endpoint(request)
-            if not callable(response):
-                raise TypeError(f"it returned a {type(response).__name__}, expected a Response")
-        except (HardpointError, HTTPException, AnswerError, ClientGoneError):
-            raise
-        except Exception as cause:
-            raise faults.blame(owned, f"route {route.path}", cause) from cause
-        return response
-
-    return endpoint
 
 
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001
@@ -148,9 +69,9 @@ class Application:
         self._is_admin = is_admin
         self._guard = guard
         self._authentication = authentication
-        app: ASGIApp = Boundary(make_router(routes, faults), service)
+        app: ASGIApp = make_router(routes, faults)
         for owned in reversed(middleware):
-            app = Boundary(Blamed(owned, app, faults), service)
+            app = MiddlewareBoundary(owned, Boundary(app, service), faults)
         self._inner = app
         self._app = Boundary(self._checked, service)
 
@@ -161,13 +82,22 @@ class Application:
         scope["app"] = self  # starlette then raises instead of answering in plain text
         state = scope.setdefault("state", {})
         state["request_id"] = request_id = _request_id(scope)
-        state["is_answered"] = False
+        state["is_gone"] = False
         if self._root_path:
             _remove_prefix(scope, self._root_path)
         headers = [(b"x-request-id", request_id.encode("latin-1"))]
         exchange = self._traffic.begin(scope, send, headers)
+
+        async def noting() -> Message:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                state["is_gone"] = True
+            return message
+
         try:
-            await self._app(scope, receive, exchange.send)
+            # An answer that is cut is left incomplete, and the connection is closed.
+            with contextlib.suppress(AnswerCutError):
+                await self._app(scope, noting, exchange.send)
         finally:
             self._traffic.end(exchange, scope, admin=self._is_admin)
 

@@ -18,8 +18,10 @@ from hardpoint.plugins.server import (
 
 from .application import Application
 from .authentication import AdminAuthentication, Authentication
-from .extensions import Owned, ServerFaults, Transforms, in_order, routes_of
+from .extensions import Transforms, in_order, routes_of
+from .faults import Owned, ServerFaults
 from .guard import Guard
+from .openapi import OpenAPIRoute
 from .operations.addresses import BoundAddress
 from .routes.admin import AdminRoutes
 from .routes.chat import ChatRoutes
@@ -27,6 +29,7 @@ from .routes.completions import CompletionRoutes
 from .routes.models import StatusRoutes
 from .routes.page import live_routes, page_routes, with_page_files
 from .service import Service
+from .streaming import while_connected
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ def core_routes(service: Service, page: Sequence[Route] = ()) -> list[Route]:
     return [
         *page,
         *StatusRoutes(service).routes(),
+        *OpenAPIRoute(service).routes(),
         *ChatRoutes(service).routes(),
         *CompletionRoutes(service).routes(),
     ]
@@ -93,17 +97,21 @@ def assemble(
         ConfigError, PluginError: an extension is wrong, or two are at odds; administrators have
             keys and no one to ask for them.
     """
-    installed = [
-        *authenticators,
-        *engine.server_extensions(ServerContext(engine=engine, version=version)),
-    ]
-    faults = ServerFaults()
-    transforms = Transforms(in_order(installed, Transform), faults)
-    service = Service(engine, version, transforms, faults)
-    settings = service.settings
+    settings = engine.config.server
+    faults = ServerFaults(settings.extension_seconds)
+    service = Service(engine, version, faults)
+    context = ServerContext(
+        engine=engine,
+        version=version,
+        reader=service.read_plain,
+        runner=while_connected,
+    )
+    installed = [*authenticators, *engine.server_extensions(context)]
+    service.transforms = Transforms(in_order(installed, Transform), faults)
     page = page_routes() if settings.page else []
     for_users = [item for item in installed if not _is_for_admin(item)]
     routes = routes_of(for_users, core_routes(service, page), settings.replace_routes)
+    service.routes = [route for route, _ in routes]
     asked: list[Owned] = in_order(installed, Authenticator)
     service.has_keys = bool(asked)
     users = Application(

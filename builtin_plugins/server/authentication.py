@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from starlette.types import Scope
 
-from hardpoint.plugins.server import Client
+from hardpoint.plugins.server import Authenticator, Client
 
 from .errors import AnswerError
-from .extensions import Owned, ServerFaults
+from .faults import BrokenContractError, Owned, ServerFaults
 from .service import ANYBODY
 
 ADMINISTRATOR = Client(name="administrator", admin=True)
@@ -73,10 +73,9 @@ class Authentication:
         headers = {n.decode("latin-1"): v.decode("latin-1") for n, v in scope["headers"]}
         path = scope["path"]
         for owned in self._authenticators:
-            try:
-                client: Client | None = await owned.part.authenticate(headers, path)
-            except Exception as cause:
-                raise self._faults.blame(owned, "authenticator", cause) from cause
+            client = await self._faults.run(
+                owned, "authenticator", _asked, owned.part, headers, path, may_refuse=True
+            )
             if client is not None:
                 return client
         if path in self._open:
@@ -87,3 +86,14 @@ class Authentication:
             code="invalid_api_key",
             headers={"www-authenticate": "Bearer"},
         )
+
+
+async def _asked(
+    authenticator: Authenticator, headers: Mapping[str, str], path: str
+) -> Client | None:
+    client: object = await authenticator.authenticate(headers, path)
+    if client is not None and not isinstance(client, Client):
+        raise BrokenContractError(
+            f"it returned a {type(client).__name__}, expected a Client or None"
+        )
+    return client

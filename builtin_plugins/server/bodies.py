@@ -31,6 +31,7 @@ async def read_body(request: Request, limit: int, seconds: float) -> bytes:
 
     Raises:
         AnswerError: it is too long, or it stops.
+        ClientGoneError: the client is gone.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:

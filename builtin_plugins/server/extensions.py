@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import graphlib
-import logging
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.routing import compile_path
 
-from hardpoint.plugins import ConfigError, RequestError
+from hardpoint.plugins import ConfigError
 from hardpoint.plugins.errors import PluginConflictError
 from hardpoint.plugins.server import (
     Authenticator,
@@ -21,36 +21,10 @@ from hardpoint.plugins.server import (
     Route,
     Transform,
 )
-from hardpoint.plugins.typed import reason_of
 
-from .errors import AnswerError, plugin_fault
-
-_log = logging.getLogger("hardpoint")
+from .faults import BlamedError, BrokenContractError, Owned, ServerFaults
 
 ExtensionT = TypeVar("ExtensionT", Authenticator, Middleware, Transform)
-
-
-@dataclass(frozen=True)
-class Owned:
-    """An extension's part and the plugin that it is of."""
-
-    plugin: str
-    source: str
-    part: Any
-
-
-@dataclass
-class ServerFaults:
-    """How many requests each plugin's extensions ended."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-
-    def blame(self, owned: Owned, what: str, cause: BaseException) -> AnswerError:
-        """Count a fault, log it, and return the answer to the request."""
-        self.counts[owned.plugin] += 1
-        message = f"{owned.source}: its {what} failed: {reason_of(cause)}"
-        _log.error("%s", message, exc_info=cause)
-        return plugin_fault(f"{owned.source}: its {what} failed: {type(cause).__name__}")
 
 
 def in_order(installed: Sequence[InstalledExtension], type_: type[ExtensionT]) -> list[Owned]:
@@ -89,7 +63,7 @@ def in_order(installed: Sequence[InstalledExtension], type_: type[ExtensionT]) -
 def routes_of(
     installed: Sequence[InstalledExtension], core: Sequence[Route], replaceable: Sequence[str]
 ) -> list[tuple[Route, Owned | None]]:
-    """Return all routes, with the owners of those that plugins add.
+    """Return all routes, with the owners of those that plugins add, which come last.
 
     Raises:
         PluginConflictError: two plugins, or a plugin and the server, have a route of one path.
@@ -100,40 +74,51 @@ def routes_of(
         raise ConfigError(
             f"server.replace_routes: expected paths of the server's own routes, got {unknown[0]!r}"
         )
-    found: dict[tuple[str, bool, str], tuple[Route, Owned]] = {}
-    replaced: set[str] = set()
+    added: list[tuple[Route, Owned | None]] = []
+    taken: dict[tuple[str, bool, str], InstalledExtension] = {}
+    replaced: set[tuple[str, bool]] = set()
     for item in installed:
         route = item.extension
         if not isinstance(route, Route):
             continue
-        if not route.path.startswith("/"):
-            raise ConfigError(
-                f"{item.source}: the path of its route must begin with /, got {route.path!r}"
-            )
-        if route.path in paths and route.path not in replaceable:
-            raise PluginConflictError(
-                f"{item.source}: its route {route.path} is one of the server's own; "
-                f"server.replace_routes = [{route.path!r}] lets it replace that"
-            )
-        replaced.add(route.path)
-        for method in route.methods:
-            key = (route.path, route.admin, method.upper())
-            if key in found:
+        hidden = [own for own in core if own.admin == route.admin and _covers(own, route)]
+        for own in hidden:
+            if own.path not in replaceable:
                 raise PluginConflictError(
-                    f"two plugins add the route {method.upper()} {route.path}: "
-                    f"{found[key][1].source} and {item.source}"
+                    f"{item.source}: its route {route.path} is the server's own {own.path}; "
+                    f"server.replace_routes = [{own.path!r}] lets it replace that"
                 )
-            found[key] = route, Owned(item.plugin, item.source, route)
-    added = {id(route): (route, owned) for route, owned in found.values()}
-    kept = [(route, None) for route in core if route.path not in replaced]
-    return [*added.values(), *kept]
+            replaced.add((own.path, own.admin))
+        for method in route.methods:
+            key = (_shape(route.path), route.admin, method)
+            if (other := taken.setdefault(key, item)) is not item:
+                raise PluginConflictError(
+                    f"the route {method} {route.path} is added twice: "
+                    f"by {other.source} and by {item.source}"
+                )
+        added.append((route, Owned(item.plugin, item.source, route)))
+    kept = [(route, None) for route in core if (route.path, route.admin) not in replaced]
+    return [*kept, *added]
+
+
+def _shape(path: str) -> str:
+    """Return a path without the names of its parameters."""
+    return re.sub(r"{\w+(:\w+)?}", lambda found: f"{{{found[1] or ':str'}}}", path)
+
+
+def _covers(own: Route, added: Route) -> bool:
+    """Return whether a route of the server would answer what another one is for."""
+    if _shape(own.path) == _shape(added.path):
+        return True
+    pattern, _, _ = compile_path(own.path)
+    return pattern.match(re.sub(r"{\w+(:\w+)?}", "1", added.path)) is not None
 
 
 class Transforms:
     """The transforms of a server, in order.
 
     Attributes:
-        changes_responses, changes_events: whether any transform does.
+        changes_requests, changes_responses, changes_events: whether any transform does.
     """
 
     def __init__(
@@ -144,6 +129,7 @@ class Transforms:
         self._requests = _having(transforms, "request")
         self._responses = _having(list(reversed(transforms)), "response")
         self._events = _having(list(reversed(transforms)), "event")
+        self.changes_requests = bool(self._requests)
         self.changes_responses = bool(self._responses)
         self.changes_events = bool(self._events)
 
@@ -151,29 +137,37 @@ class Transforms:
         """Return the body of a request as the transforms leave it.
 
         Raises:
-            RequestError: raised by a transform.
-            AnswerError: a transform failed.
+            RequestError, HTTPException: a transform refuses the request.
+            BlamedError: a transform failed.
         """
-        return await self._run(self._requests, "request transform", call, body)
-
-    async def response(self, call: Call, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the body of a whole answer as the transforms leave it; raises as `request`."""
-        return await self._run(self._responses, "response transform", call, body)
-
-    async def _run(
-        self, transforms: Sequence[tuple[Owned, Any]], what: str, call: Call, body: dict[str, Any]
-    ) -> dict[str, Any]:
-        for owned, change in transforms:
-            try:
-                body = await change(call, body)
-            except RequestError:
-                raise
-            except Exception as cause:
-                raise self._faults.blame(owned, what, cause) from cause
-            if not isinstance(body, dict):
-                wrong = TypeError(f"it returned a {type(body).__name__}, expected a dict")
-                raise self._faults.blame(owned, what, wrong)
+        for owned, change in self._requests:
+            body = await self._faults.run(
+                owned, "request transform", _changed, change, call, body, may_refuse=True
+            )
         return body
+
+    async def response(self, call: Call, body: dict[str, Any]) -> bytes:
+        """Return the JSON of a whole answer as the transforms leave it.
+
+        Raises:
+            BlamedError: a transform failed.
+        """
+        encoded = b""
+        for owned, change in self._responses:
+            encoded = await self._faults.run(
+                owned, "response transform", _encoded, change, call, body
+            )
+            body = msgspec.json.decode(encoded)
+        return encoded
+
+    def blame_request(self) -> BlamedError:
+        """Return the answer to a right request that the transforms made a wrong one."""
+        (owned, _), *more = self._requests
+        if more:
+            sources = ", ".join(owned.source for owned, _ in self._requests)
+            owned = Owned(owned.plugin, f"one of {sources}", None)
+        wrong = BrokenContractError("it made a wrong body of a right one")
+        return self._faults.blame(owned, "request transform", wrong)
 
     async def events(
         self, call: Call, events: AsyncGenerator[bytes, None]
@@ -181,26 +175,62 @@ class Transforms:
         """Yield the events of a stream as the transforms leave them.
 
         Raises:
-            AnswerError: a transform failed.
+            BlamedError: a transform failed.
         """
-        async for block in events:
-            changed = [self._event(call, event) for event in block.split(b"\n\n") if event]
-            if kept := b"".join(changed):
-                yield kept
+        async with contextlib.aclosing(events):
+            async for block in events:
+                changed = [self._event(call, event) for event in block.split(b"\n\n") if event]
+                if kept := b"".join(changed):
+                    yield kept
 
     def _event(self, call: Call, event: bytes) -> bytes:
-        head, _, data = event.rpartition(b"data: ")
+        head, data = _parts(event)
         if not data.startswith(b"{"):
             return event + b"\n\n"
-        body: Any = msgspec.json.decode(data)
         for owned, change in self._events:
             try:
-                body = change(call, body)
-            except Exception as cause:
-                raise self._faults.blame(owned, "event transform", cause) from cause
-            if body is None:
-                return b""
-        return head + b"data: " + msgspec.json.encode(body) + b"\n\n"
+                body = change(call, msgspec.json.decode(data))
+                if body is None:
+                    return b""
+                data = _object(body)
+            except BaseException as cause:
+                raise self._faults.passed(owned, "event transform", cause) from None
+        return head + b"data: " + data + b"\n\n"
+
+
+def _parts(event: bytes) -> tuple[bytes, bytes]:
+    """Return what comes before the data of an event, and the data."""
+    head, found, data = event.partition(b"\ndata: ")
+    return (head + b"\n", data) if found else (b"", event.removeprefix(b"data: "))
+
+
+async def _changed(
+    change: Callable[..., Awaitable[Any]], call: Call, body: dict[str, Any]
+) -> dict[str, Any]:
+    changed = await change(call, body)
+    if not isinstance(changed, dict):
+        raise BrokenContractError(f"it returned a {type(changed).__name__}, expected a dict")
+    return changed
+
+
+async def _encoded(
+    change: Callable[..., Awaitable[Any]], call: Call, body: dict[str, Any]
+) -> bytes:
+    return _object(await change(call, body))
+
+
+def _object(body: Any) -> bytes:
+    """Return the JSON of a transform's result.
+
+    Raises:
+        BrokenContractError: it is no JSON object.
+    """
+    if not isinstance(body, dict):
+        raise BrokenContractError(f"it returned a {type(body).__name__}, expected a dict")
+    try:
+        return msgspec.json.encode(body)
+    except (TypeError, ValueError, RecursionError):
+        raise BrokenContractError("it returned what JSON cannot hold") from None
 
 
 def _having(transforms: Sequence[Owned], part: str) -> list[tuple[Owned, Callable[..., Any]]]:

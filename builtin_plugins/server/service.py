@@ -9,7 +9,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -19,12 +19,13 @@ from starlette.responses import Response
 
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.server import AsyncGenerator as Engine
-from hardpoint.plugins.server import Call, Client
+from hardpoint.plugins.server import Call, Client, Route
 from hardpoint.plugins.typed import shown
 
 from .bodies import convert_body, decode_object, read_body, without_ignored
 from .errors import AnswerError, answer_error, unavailable
-from .extensions import ServerFaults, Transforms
+from .extensions import Transforms
+from .faults import ServerFaults
 from .operations.traffic import Traffic
 from .streaming import EventStream, until_disconnect
 
@@ -162,23 +163,24 @@ class Service:
         phase: of the server's end.
         load: of the routes that generate.
         faults: of extensions.
+        transforms: of plugins.
+        routes: of the users' address, those of plugins too.
         has_keys: whether routes need a client.
         paused: why requests are refused although the engine runs; None if they are not.
         drain_asked: whether an administrator has asked for the server's end.
         traffic: of all routes.
     """
 
-    def __init__(
-        self, engine: Engine, version: str, transforms: Transforms, faults: ServerFaults
-    ) -> None:
-        """Serve an engine."""
+    def __init__(self, engine: Engine, version: str, faults: ServerFaults) -> None:
+        """Serve an engine, without transforms yet."""
         self.engine = engine
         self.faults = faults
         self.has_keys = False
         self.settings = engine.config.server
         self.names = self.settings.served_names or [engine.config.model]
         self.version = version
-        self.transforms = transforms
+        self.transforms = Transforms()
+        self.routes: Sequence[Route] = ()
         self.started = int(time.time())
         self.phase = Phase.SERVING
         self.paused: str | None = None
@@ -192,13 +194,34 @@ class Service:
         Raises:
             AnswerError, RequestError: the request is wrong.
         """
-        limits = self.settings.limits
-        body = await read_body(request, limits.body_bytes, self.settings.body_seconds)
+        body = await self._body(request)
         call = call_of(request)
+        if not self.transforms.changes_requests:
+            return call, self._converted(decode_object(body), type_)
         fields = await self.transforms.request(call, decode_object(body))
-        fields = without_ignored(fields, type_)
+        try:
+            return call, self._converted(fields, type_)
+        except RequestError as wrong:
+            try:
+                self._converted(decode_object(body), type_)
+            except RequestError:
+                raise wrong from None
+            raise self.transforms.blame_request() from wrong
+
+    async def read_plain(self, request: Request, type_: type[T]) -> T:
+        """Return the checked body of a request to a route of a plugin.
+
+        Raises:
+            AnswerError, RequestError: the request is wrong.
+        """
+        return self._converted(decode_object(await self._body(request)), type_)
+
+    async def _body(self, request: Request) -> bytes:
+        return await read_body(request, self.settings.limits.body_bytes, self.settings.body_seconds)
+
+    def _converted(self, fields: dict[str, Any], type_: type[T]) -> T:
         lenient = self.settings.unknown_fields == "warn"
-        return call, convert_body(fields, type_, lenient=lenient)
+        return convert_body(without_ignored(fields, type_), type_, lenient=lenient)
 
     def model(self, name: str | None) -> str:
         """Return the name of the model for the answer.
@@ -314,9 +337,7 @@ class Service:
         (answer,) = answers
         body = msgspec.json.encode(answer)
         if self.transforms.changes_responses:
-            body = msgspec.json.encode(
-                await self.transforms.response(call, msgspec.json.decode(body))
-            )
+            body = await self.transforms.response(call, msgspec.json.decode(body))
         return Response(body, media_type="application/json")
 
     def stream(

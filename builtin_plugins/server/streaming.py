@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -17,6 +18,8 @@ _HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "x-accel-buffering": "no",  # nginx would collect events otherwise
 }
+T = TypeVar("T")
+
 _COMMENT = b": waiting\n\n"
 
 
@@ -44,6 +47,22 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of work for a request; cancel it when the client is gone.
+
+    Raises:
+        ClientGoneError: the client is gone.
+        Exception: raised by `work`.
+    """
+    results: list[T] = []
+
+    async def collect() -> None:
+        results.append(await work)
+
+    await until_disconnect(request.receive, collect())
+    return results[0]
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -34,6 +34,8 @@ from hardpoint.testing.suite import (
     short_repr,
 )
 
+from .extension_checks import EXTENSIONS, check_extensions
+
 CONTRACT = Rule(
     "contract: the loader accepts it, and every hook has the name and arguments that are specified",
     "add or correct what the message names",
@@ -130,6 +132,11 @@ class HookSuite(ConformanceSuite):
         """The commands are commands."""
         self._needs("cli_commands")
         self._run_checks(COMMANDS.text, self._check_commands)
+
+    def test_server_extensions(self) -> None:
+        """What it adds to a server keeps the rules of routes, middleware and the like."""
+        self._needs("server_extensions")
+        self._run_checks(EXTENSIONS.text, lambda: check_extensions(self._open()))
 
     def _open(self) -> HookSet:
         try:

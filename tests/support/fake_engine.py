@@ -12,15 +12,17 @@ from hardpoint.plugins import (
     HardpointError,
     Logprob,
     PrefixCacheStats,
+    RequestError,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
     SchedulerStats,
 )
-from hardpoint.plugins.manifest import Manifest
+from hardpoint.plugins.manifest import Manifest, Source
 from hardpoint.plugins.requests import ToolCall
 from hardpoint.plugins.server import InstalledExtension
 from hardpoint.plugins.stats import Health
+from hardpoint.registry.hooks import HookSet
 
 
 class FakeTokenizer:
@@ -54,6 +56,8 @@ class FakeEngine:
         open: requests that are being answered.
         aborted: requests that were closed before their end.
         extensions: (plugin, extension) pairs that plugins add.
+        hooks: objects with hooks, which the engine's own loader takes.
+        arguments: JSON schemas of the arguments of plugins, by name.
     """
 
     text: str = "Hello there , friend"
@@ -82,6 +86,8 @@ class FakeEngine:
     manifest: Manifest = dataclasses.field(
         default_factory=lambda: Manifest(hardpoint="9.9", entries=())
     )
+    arguments: dict = dataclasses.field(default_factory=dict)
+    hooks: tuple = ()
 
     def __post_init__(self):
         self.tokenizer = FakeTokenizer()
@@ -90,6 +96,8 @@ class FakeEngine:
         return SamplingParams()
 
     def generate(self, prompt, sampling_params=None, request_id=None, **extras):
+        if not isinstance(prompt, str) and any(not 0 <= token < 0x110000 for token in prompt):
+            raise RequestError("prompt: expected token ids below 1114112")
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(list(prompt))
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         return self._answer(prompt, text, ids, sampling_params, request_id, extras)
@@ -219,7 +227,15 @@ class FakeEngine:
         return {}
 
     def server_extensions(self, server):
-        return [InstalledExtension(p, f"plugin {p!r}", e) for p, e in self.extensions]
+        hooks = HookSet()
+        for plugin in self.hooks:
+            name = type(plugin).__name__.lower()
+            hooks.add(plugin, Source(name, f"acme:{name}", "acme", "1.0", "a test"))
+        installed = [InstalledExtension(p, f"plugin {p!r}", e) for p, e in self.extensions]
+        return [*installed, *hooks.server_extensions(server)]
+
+    def argument_schemas(self):
+        return self.arguments
 
     async def aclose(self):
         self.closed = True

@@ -11,7 +11,7 @@ from hardpoint.builtin_plugins import commands as builtin
 from hardpoint.builtin_plugins.commands import chat, config, generate, plugins
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 from hardpoint.testing import CommandSuite, ExecutorSuite, HookSuite
-from hardpoint.testing.running import executor_suite, hook_suite
+from hardpoint.testing.running import executor_suite, extension_checks, hook_suite
 
 pytest_plugins = ["hardpoint.testing"]
 
@@ -62,6 +62,19 @@ HOOKS = [
     (hooks.Slow, "prompt", "prompt", r"step_planned took \d+ microseconds, the budget is 1000"),
     (hooks.NoCommands, "commands", "commands", r"cli_commands returned \['hello'\]"),
     (hooks.Twins, "commands", "commands", "two of its commands have one name"),
+    (hooks.adds(3), "server_extensions", "extensions", r"must return a list of Route, .*got \[3\]"),
+    (hooks.PlainRoute, "server_extensions", "extensions", "endpoint: expected an `async def`"),
+    (hooks.BadPath, "server_extensions", "extensions", "path: expected one that begins with /"),
+    (hooks.Calls, "server_extensions", "extensions", "the hook calls engine.generate, which"),
+    (hooks.Alternates, "server_extensions", "extensions", r"returned \['Route'\], and then \[\]"),
+    (hooks.AsksTwice, "server_extensions", "middleware", "it called the application 2 times"),
+    (hooks.Swallows, "server_extensions", "middleware", "for a GET it sent nothing"),
+    (hooks.BeginsOnly, "server_extensions", "middleware", "its answer has no end: .'start'"),
+    (hooks.LosesBody, "server_extensions", "transform", "request returned None, expected a dict"),
+    (hooks.Waits, "server_extensions", "transform", "response had not returned after 0.2 s"),
+    (hooks.BadEvent, "server_extensions", "transform", "event returned .*, expected a dict or"),
+    (hooks.NeedsKey, "server_extensions", "authenticator", "raised KeyError: 'authorization'"),
+    (hooks.SaysTrue, "server_extensions", "authenticator", "returned True"),
 ]  # fmt: skip
 
 COMMANDS = [
@@ -140,6 +153,7 @@ def brief(monkeypatch):
     stop_at_first_failure(monkeypatch)
     monkeypatch.setattr(executor_suite, "_SECONDS", 0.2)
     monkeypatch.setattr(hook_suite, "_LIMIT_SECONDS", 0.2)
+    monkeypatch.setattr(extension_checks, "_SECONDS", 0.2)
     monkeypatch.setattr(executor_suite, "_CLOSE_SECONDS", 0.1)
 
 

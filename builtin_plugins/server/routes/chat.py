@@ -86,6 +86,15 @@ class ChatCompletionRequest(SamplingFields):
     """A conversation to answer.
 
     Attributes:
+        messages: from the first to the last.
+        tools: functions that the model may call, in OpenAI's shape.
+        tool_choice: "none" shows the model no tools; "required" and a named one make it call one.
+        parallel_tool_calls: whether it may call several at once.
+        modalities: "text" alone.
+        add_generation_prompt: whether the prompt ends with the beginning of an answer; None is
+            unless the last message is continued.
+        continue_final_message: go on with the last message, of the assistant.
+        chat_template_kwargs: variables of the template that the operator allows.
         max_completion_tokens: of the answer with its reasoning; `max_tokens` is the same.
         logprobs: whether choices hold log-probabilities.
         top_logprobs: likeliest tokens per position; needs `logprobs`.

@@ -31,6 +31,15 @@ from .answers import (
 from .chat import DONE, ended
 from .fields import REFUSED, SamplingFields
 
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPT_SCHEMAS = [
+    {"type": "string"},
+    _IDS,
+    {"type": "array", "items": {"type": "string"}, "minItems": 1},
+    {"type": "array", "items": _IDS, "minItems": 1},
+]
+"""What msgspec cannot say of a field: a union of lists."""
+
 Prompt = str | list[int] | list[str] | list[list[int]]
 
 
@@ -43,6 +52,7 @@ class CompletionRequest(SamplingFields):
         logprobs: likeliest tokens per position.
         echo: whether answers begin with the prompt, and its log-probabilities with `logprobs`.
         best_of: must be `n`.
+        add_special_tokens: whether those of the tokenizer are put before texts.
     """
 
     refused: ClassVar[Mapping[str, str]] = {
@@ -51,7 +61,7 @@ class CompletionRequest(SamplingFields):
         "suffix": "the model continues prompts and fills in none",
     }
 
-    prompt: Any
+    prompt: Annotated[Any, Meta(extra_json_schema={"anyOf": _PROMPT_SCHEMAS})]
     logprobs: Annotated[int, Meta(ge=0)] | None = None
     echo: bool = False
     best_of: int | None = None

@@ -103,12 +103,15 @@ class SamplingFields(Strict):
     Attributes:
         model: name of the model.
         stream: send the answer as it comes.
+        stream_options: what the stream holds besides the answer.
+        response_format: any text, any JSON object, or JSON of a schema; `structured_outputs` says
+            more.
         timeout: seconds after which the request ends with finish reason "timeout".
         priority: smaller is more important; within the bounds of the key.
         tags: labels for policies and sinks; those of the key win.
         cache_salt: requests with different salts share no cached prompts.
         request_id: of the answer, in place of a random one.
-        plugin_args: arguments of plugins by name; `vllm_xargs` is the same.
+        plugin_args, vllm_xargs: arguments of plugins by name; two names of one thing.
         structured_outputs: what the answer must be, see `StructuredOutputs`.
         guided_json, guided_regex, guided_choice, guided_grammar: older names of parts of that.
         return_token_ids: whether choices hold token ids.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import msgspec
 
 from hardpoint.plugins import Command, hookimpl
+from hardpoint.plugins.server import Authenticator, Client, Middleware, Route, Transform
 
 
 class NoContract:
@@ -186,3 +188,92 @@ class Right:
     @hookimpl
     def step_planned(self, record):
         self.step = record.step
+
+
+def adds(*extensions):
+    """Return a plugin that adds these to a server."""
+
+    class Adds:
+        contract = 1
+
+        @hookimpl
+        def server_extensions(self, server):
+            return list(extensions)
+
+    Adds.__qualname__ = "Adds"
+    return Adds
+
+
+async def ask_twice(app, scope, receive, send):
+    await app(scope, receive, send)
+    await app(scope, receive, send)
+
+
+async def swallow(app, scope, receive, send):
+    pass
+
+
+async def begin_only(app, scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+
+
+def middleware(function):
+    return Middleware(wrap=lambda app: lambda *arguments: function(app, *arguments))
+
+
+async def no_body(call, body):
+    pass
+
+
+async def needs_key(headers, path):
+    return Client(name=headers["authorization"])
+
+
+async def says_true(headers, path):
+    return True
+
+
+async def waits(call, body):
+    await asyncio.sleep(60)
+
+
+async def endpoint(request):
+    return Client(name="x")
+
+
+def plain_endpoint(request):
+    return Client(name="x")
+
+
+class Calls:
+    contract = 1
+
+    @hookimpl
+    def server_extensions(self, server):
+        server.engine.generate("x")
+        return []
+
+
+class Alternates:
+    contract = 1
+    route = Route(path="/acme", endpoint=endpoint)
+
+    def __init__(self):
+        self.calls = 0
+
+    @hookimpl
+    def server_extensions(self, server):
+        self.calls += 1
+        return [self.route] * (self.calls % 2)
+
+
+PlainRoute = adds(Route(path="/acme", endpoint=plain_endpoint))
+BadPath = adds(Route(path="acme", endpoint=endpoint))
+AsksTwice = adds(middleware(ask_twice))
+Swallows = adds(middleware(swallow))
+BeginsOnly = adds(middleware(begin_only))
+LosesBody = adds(Transform(request=no_body))
+Waits = adds(Transform(response=waits))
+BadEvent = adds(Transform(event=lambda call, body: [body]))
+NeedsKey = adds(Authenticator(authenticate=needs_key))
+SaysTrue = adds(Authenticator(authenticate=says_true))

@@ -1,0 +1,214 @@
+"""Where errors end: around a server's routes, and around what plugins put before them."""
+
+from __future__ import annotations
+
+import asyncio
+from contextvars import ContextVar
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hardpoint.plugins import ConfigError
+from hardpoint.plugins.errors import PluginFaultError
+from hardpoint.plugins.server import Route
+from hardpoint.plugins.typed import reason_of
+
+from .errors import error_response
+from .faults import AnswerCutError, BrokenContractError, Owned, ServerFaults
+from .service import Service
+from .streaming import ClientGoneError
+
+
+class CheckedSend:
+    """Passes the messages of one answer on, in the order that answers have.
+
+    Attributes:
+        started, finished: whether the answer is.
+    """
+
+    def __init__(self, send: Send) -> None:
+        """Pass messages to `send`."""
+        self._send = send
+        self.started = self.finished = False
+
+    async def __call__(self, message: Message) -> None:
+        """Pass a message on.
+
+        Raises:
+            BrokenContractError: it is not the next one of an answer.
+        """
+        is_start = message["type"] == "http.response.start"
+        if self.finished or (is_start and self.started):
+            raise BrokenContractError("it answered twice")
+        if message["type"] == "http.response.body" and not self.started:
+            raise BrokenContractError("it sent a body before the start of an answer")
+        await self._send(message)
+        if is_start:
+            self.started = True
+        elif message["type"] == "http.response.body":
+            self.finished = not message.get("more_body", False)
+
+    def check_ended(self, scope: Scope) -> None:
+        """Check that the answer is complete, unless the client is gone.
+
+        Raises:
+            BrokenContractError: it is not.
+        """
+        if not self.finished and not scope["state"]["is_gone"]:
+            missing = "did not finish its answer" if self.started else "ended without an answer"
+            raise BrokenContractError(f"it {missing}")
+
+
+class Boundary:
+    """Answers errors of the application inside, so that nothing outside sees them."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        """Wrap an application."""
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run it.
+
+        Raises:
+            AnswerCutError: it failed after the beginning of an answer.
+        """
+        started = False
+
+        async def noting(message: Message) -> None:
+            nonlocal started
+            await send(message)
+            started = True
+
+        try:
+            await self._app(scope, receive, noting)
+        except ClientGoneError:
+            scope["state"]["is_gone"] = True
+        except AnswerCutError:
+            raise
+        except Exception as error:
+            answer = self._service.failure(error)
+            scope["state"]["refused"] = answer.detail.code or answer.detail.type
+            if started:
+                raise AnswerCutError from error
+            await error_response(answer)(scope, receive, send)
+
+
+class _Inside:
+    """The application inside of a middleware; its time is not the middleware's."""
+
+    def __init__(self, app: ASGIApp, limit: ContextVar[asyncio.Timeout], seconds: float) -> None:
+        self._app, self._limit, self._seconds = app, limit, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limit = self._limit.get()
+        limit.reschedule(None)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time() + self._seconds)
+
+
+class MiddlewareBoundary:
+    """A plugin's middleware around an application, whose own errors are answered inside."""
+
+    def __init__(self, owned: Owned, app: ASGIApp, faults: ServerFaults) -> None:
+        """Wrap an application.
+
+        Raises:
+            PluginFaultError, ConfigError: the middleware cannot be built.
+        """
+        self._owned, self._faults = owned, faults
+        self._limit: ContextVar[asyncio.Timeout] = ContextVar(f"limit of {owned.plugin}")
+        inside = _Inside(app, self._limit, faults.seconds)
+        try:
+            self._app: ASGIApp = owned.part.wrap(inside)
+        except Exception as cause:
+            raise PluginFaultError(
+                f"{owned.source}: its middleware cannot be built: {reason_of(cause)}"
+            ) from cause
+        if not callable(self._app):
+            raise ConfigError(
+                f"{owned.source}: wrap of its middleware must return an application, "
+                f"got a {type(self._app).__name__}"
+            )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run it.
+
+        Raises:
+            BlamedError: the middleware failed.
+        """
+        sent = CheckedSend(send)
+        limit = asyncio.timeout(self._faults.seconds)
+        token = self._limit.set(limit)
+        try:
+            async with limit:
+                await self._app(scope, receive, sent)
+            sent.check_ended(scope)
+        except BaseException as raised:
+            cause = self._faults.too_slow() if limit.expired() else raised
+            error = self._faults.passed(self._owned, "middleware", cause, may_refuse=True)
+            raise _cut(error, sent) from None
+        finally:
+            self._limit.reset(token)
+
+
+class Endpoint:
+    """An endpoint as an ASGI application; without starlette's own layers around `send`."""
+
+    def __init__(self, route: Route) -> None:
+        """Call a route's endpoint."""
+        self._route = route
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        scope["state"]["route"] = self._route.path
+        response = _as_response(await self._route.endpoint(Request(scope, receive, send)))
+        await response(scope, receive, send)
+
+
+class PluginEndpoint:
+    """The endpoint of a plugin's route as an ASGI application."""
+
+    def __init__(self, owned: Owned, faults: ServerFaults) -> None:
+        """Call the endpoint of the route that the plugin adds."""
+        self._owned, self._faults = owned, faults
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request.
+
+        Raises:
+            BlamedError: the plugin failed.
+        """
+        route = self._owned.part
+        scope["state"]["route"] = route.path
+        sent = CheckedSend(send)
+        try:
+            response = _as_response(await route.endpoint(Request(scope, receive)))
+            await response(scope, receive, sent)
+            sent.check_ended(scope)
+        except BaseException as cause:
+            what = f"route {route.path}"
+            error = self._faults.passed(self._owned, what, cause, may_refuse=True)
+            raise _cut(error, sent) from None
+
+
+def _cut(error: BaseException, sent: CheckedSend) -> BaseException:
+    """Return what to raise for an error, which no answer can follow if one has begun."""
+    if isinstance(error, Exception) and sent.started and not isinstance(error, ClientGoneError):
+        return AnswerCutError()
+    return error
+
+
+def _as_response(answer: Any) -> Response:
+    if isinstance(answer, Response):
+        return answer
+    if isinstance(answer, msgspec.Struct):
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+    raise BrokenContractError(
+        f"it returned a {type(answer).__name__}, expected a Response or a struct"
+    )

@@ -1,0 +1,200 @@
+"""`/openapi.json`: the routes, their bodies and the plugins' arguments as an OpenAPI document."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hardpoint.plugins import SamplingParams, typed
+from hardpoint.plugins.server import Route
+
+from .errors import ErrorBody
+from .service import Service
+
+_REF = "#/components/schemas/"
+_PARAMETER = re.compile(r"{(\w+)(?::(\w+))?}")
+_INTRODUCTION = (
+    "The API of one model that Hardpoint serves. A field that is null is a field that is left out. "
+    "Unknown fields are refused unless the server is lenient; fields that are described as ignored "
+    "change nothing."
+)
+_ERRORS = {
+    400: "A field is wrong; `param` is its path.",
+    401: "The key is missing or wrong.",
+    403: "The Host, the Origin or the key does not allow this.",
+    404: "There is no such route or model.",
+    408: "The body stopped.",
+    413: "The body is too long.",
+    415: "The body is not `application/json`.",
+    429: "Too many requests wait; Retry-After says when to send it again.",
+    500: "The server or a plugin failed; not to be sent again if x-should-retry is false.",
+    503: "The engine is being restarted or the server ends; send it again after Retry-After.",
+}
+_PARAMETER_TYPES = {"int": "integer", "float": "number"}
+
+
+class OpenAPIRoute:
+    """The route of the document."""
+
+    def __init__(self, service: Service) -> None:
+        """Describe the routes of a server."""
+        self._service = service
+        self._document: bytes | None = None
+
+    def routes(self) -> list[Route]:
+        """Return the route."""
+        summary = "Describe the routes, as OpenAPI 3.1."
+        return [Route(path="/openapi.json", endpoint=self.describe, summary=summary)]
+
+    async def describe(self, request: Request) -> Response:  # noqa: ARG002
+        """Return the document, which is made once."""
+        if self._document is None:
+            self._document = msgspec.json.encode(self._described())
+        return Response(self._document, media_type="application/json")
+
+    def _described(self) -> dict[str, Any]:
+        service = self._service
+        return openapi_document(
+            service.routes,
+            version=service.version,
+            arguments=service.engine.argument_schemas(),
+            open_routes=service.settings.open_routes if service.has_keys else None,
+        )
+
+
+def openapi_document(
+    routes: Sequence[Route],
+    *,
+    version: str,
+    arguments: Mapping[str, Mapping[str, Any]],
+    open_routes: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of some routes.
+
+    Args:
+        version: of Hardpoint.
+        arguments: JSON schemas of `plugin_args`, by the names of the plugins.
+        open_routes: paths that need no key; None if none needs one.
+    """
+    names, schemas = typed.schema_components(_types(routes), _REF)
+    for type_, name in names.items():
+        _add_treatment(schemas[name], type_)
+    schemas["PluginArgs"] = _plugin_args(arguments, schemas)
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "Hardpoint", "version": version, "description": _INTRODUCTION},
+        "paths": _paths(routes, names, open_routes),
+        "components": {"schemas": schemas},
+    }
+    if open_routes is not None:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+    return document
+
+
+def _types(routes: Iterable[Route]) -> list[type[msgspec.Struct]]:
+    found: dict[type[msgspec.Struct], None] = {ErrorBody: None}
+    for route in routes:
+        for type_ in (route.request_type, route.response_type):
+            if type_ is not None:
+                found[type_] = None
+    return list(found)
+
+
+def _add_treatment(schema: dict[str, Any], type_: type[msgspec.Struct]) -> None:
+    """Add what sampling parameters mean, and the fields that are known and not used."""
+    properties = schema.setdefault("properties", {})
+    shared = typed.attribute_docs(SamplingParams)
+    for name, content in properties.items():
+        if name in shared:
+            content.setdefault("description", shared[name])
+        if name in ("plugin_args", "vllm_xargs"):
+            content.pop("type", None)
+            content["anyOf"] = [{"$ref": _REF + "PluginArgs"}, {"type": "null"}]
+    for name, reason in getattr(type_, "ignored", {}).items():
+        properties[name] = {"description": f"Ignored: {reason}."}
+    if refused := getattr(type_, "refused", {}):
+        schema["x-refused"] = dict(refused)
+
+
+def _plugin_args(
+    arguments: Mapping[str, Mapping[str, Any]], schemas: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the schema of `plugin_args`; types that it refers to are put into `schemas`."""
+    properties: dict[str, Any] = {}
+    for plugin, given in arguments.items():
+        schema = copy.deepcopy(dict(given))
+        prefix = f"PluginArgs_{re.sub(r'[^A-Za-z0-9_-]', '_', plugin)}_"
+        definitions = schema.pop("$defs", {})
+        for name, definition in definitions.items():
+            schemas[prefix + name] = _moved(definition, prefix)
+        properties[plugin] = _moved(schema, prefix)
+    return {
+        "type": "object",
+        "description": "Arguments of plugins by name; those of output parsers are not listed.",
+        "properties": properties,
+    }
+
+
+def _moved(value: Any, prefix: str) -> Any:
+    """Return a schema whose references to its own definitions are to components."""
+    if isinstance(value, dict):
+        return {
+            name: _REF + prefix + item.removeprefix("#/$defs/")
+            if name == "$ref" and isinstance(item, str)
+            else _moved(item, prefix)
+            for name, item in value.items()
+        }
+    return [_moved(item, prefix) for item in value] if isinstance(value, list) else value
+
+
+def _paths(
+    routes: Iterable[Route],
+    names: Mapping[type[msgspec.Struct], str],
+    open_routes: Sequence[str] | None,
+) -> dict[str, Any]:
+    paths: dict[str, Any] = {}
+    for route in routes:
+        path = _PARAMETER.sub(r"{\1}", route.path)
+        item = paths.setdefault(path, {})
+        for method in route.methods:
+            operation = _operation(route, names)
+            operation["operationId"] = "_".join([method.lower(), *re.findall(r"\w+", path)])
+            if open_routes is not None and route.path in open_routes:
+                operation["security"] = []
+            item[method.lower()] = operation
+    return paths
+
+
+def _operation(route: Route, names: Mapping[type[msgspec.Struct], str]) -> dict[str, Any]:
+    def content(type_: type[msgspec.Struct]) -> dict[str, Any]:
+        return {"application/json": {"schema": {"$ref": _REF + names[type_]}}}
+
+    answer: dict[str, Any] = {"description": "The answer."}
+    if route.response_type is not None:
+        answer["content"] = content(route.response_type)
+    operation: dict[str, Any] = {"summary": route.summary or route.path}
+    if parameters := [_parameter(name, kind) for name, kind in _PARAMETER.findall(route.path)]:
+        operation["parameters"] = parameters
+    if route.request_type is not None:
+        operation["requestBody"] = {"required": True, "content": content(route.request_type)}
+        if "stream" in route.request_type.__struct_fields__ and "content" in answer:
+            answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    operation["responses"] = {"200": answer}
+    for status, meaning in _ERRORS.items():
+        response: dict[str, Any] = {"description": meaning}
+        if status != 503 or route.request_type is not None:  # /health has a body of its own then
+            response["content"] = content(ErrorBody)
+        operation["responses"][str(status)] = response
+    return operation
+
+
+def _parameter(name: str, kind: str) -> dict[str, Any]:
+    schema = {"type": _PARAMETER_TYPES.get(kind, "string")}
+    return {"name": name, "in": "path", "required": True, "schema": schema}

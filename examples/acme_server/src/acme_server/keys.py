@@ -1,0 +1,38 @@
+"""An authenticator that knows clients by the keys of an environment variable."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+
+from hardpoint.plugins.server import Authenticator, Client
+
+
+def key_authenticator(pairs: str) -> Authenticator:
+    """Return what finds out who makes a call.
+
+    Args:
+        pairs: `name=key` with commas between them; the client "admin" is an administrator.
+    """
+    names: dict[bytes, str] = {}
+    for pair in pairs.split(","):
+        name, _, key = pair.partition("=")
+        names[_hashed(key.strip())] = name.strip()
+
+    async def authenticate(headers: Mapping[str, str], path: str) -> Client | None:  # noqa: ARG001
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = _hashed(key.strip())
+        found = None
+        for known, name in names.items():  # all of them, so that the time reveals nothing
+            if hmac.compare_digest(known, given) and scheme.lower() == "bearer":
+                found = name
+        if found is None:
+            return None
+        return Client(name=found, cache_salt=found, tags={"client": found}, admin=found == "admin")
+
+    return Authenticator(authenticate=authenticate)
+
+
+def _hashed(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

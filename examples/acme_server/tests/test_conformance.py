@@ -1,0 +1,11 @@
+"""The plugin keeps every rule of hooks: the conformance kit says so."""
+
+from acme_server import AcmeServer
+
+from hardpoint.testing import HookSuite
+
+pytest_plugins = ["hardpoint.testing"]
+
+
+class TestAcmeServer(HookSuite):
+    hooks = AcmeServer

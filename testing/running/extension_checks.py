@@ -1,0 +1,245 @@
+"""Checks of what a plugin adds to a server, without one: requests that are made up."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NoReturn
+
+from hardpoint.plugins import EngineConfig, HardpointError, RequestError
+from hardpoint.plugins.server import (
+    App,
+    Authenticator,
+    Call,
+    Client,
+    InstalledExtension,
+    Middleware,
+    ServerContext,
+    Transform,
+)
+from hardpoint.testing.engine_access import HookSet, load_tokenizer
+from hardpoint.testing.suite import Rule, short_repr
+
+EXTENSIONS = Rule(
+    "extensions: server_extensions returns what a server takes, the same each time",
+    "correct what the message names",
+)
+MIDDLEWARE = Rule(
+    "middleware: it answers a request or calls the application inside, and each answer is whole",
+    "call the application once and pass its messages on, or send one whole answer",
+)
+TRANSFORM = Rule(
+    "transform: it returns a body, and refuses a request with a RequestError alone",
+    "return the body that you got, changed where it has to be",
+)
+AUTHENTICATOR = Rule(
+    "authenticator: it returns a Client, or None for requests of strangers",
+    "return None where a header is missing or malformed",
+)
+
+_SECONDS = 2.0
+_BODY = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "Hi"}],
+    "stream": False,
+    "max_tokens": 4,
+}
+_ANSWER = {
+    "id": "chatcmpl-1",
+    "object": "chat.completion",
+    "created": 1,
+    "model": "m",
+    "choices": [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "Hello"},
+            "finish_reason": "stop",
+        }
+    ],
+    "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+}
+_EVENT = {
+    "id": "chatcmpl-1",
+    "object": "chat.completion.chunk",
+    "created": 1,
+    "model": "m",
+    "choices": [{"index": 0, "delta": {"content": "Hello"}, "finish_reason": None}],
+}
+_HEADERS: Sequence[dict[str, str]] = (
+    {},
+    {"authorization": ""},
+    {"authorization": "Bearer"},
+    {"authorization": "Bearer \xff\x00"},
+    {"authorization": "Basic " + "x" * 4000},
+    {"x-api-key": "' or 1=1"},
+)
+
+
+class _Engine:
+    """What a hook may look at of an engine before there are requests."""
+
+    config = EngineConfig()
+    is_running = True
+    dead_error = None
+
+    @property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(None)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"the hook calls engine.{name}, which a server has only in requests")
+
+
+async def _no_request(*_: Any) -> Any:
+    raise RuntimeError("there is no request")
+
+
+def check_extensions(hooks: HookSet) -> None:
+    """Check everything that a plugin adds.
+
+    Raises:
+        Violation: something is wrong.
+    """
+    first, second = _installed(hooks), _installed(hooks)
+    types = [[type(item.extension).__name__ for item in found] for found in (first, second)]
+    if types[0] != types[1]:
+        raise EXTENSIONS.violation(f"it returned {types[0]}, and then {types[1]}")
+    for item in first:
+        match item.extension:
+            case Middleware():
+                _check_middleware(item.extension)
+            case Transform():
+                _check_transform(item.extension)
+            case Authenticator():
+                _check_authenticator(item.extension)
+
+
+def _installed(hooks: HookSet) -> list[InstalledExtension]:
+    engine: Any = _Engine()
+    neither: Any = _no_request
+    context = ServerContext(engine=engine, version="0", reader=neither, runner=neither)
+    try:
+        return hooks.server_extensions(context)
+    except HardpointError as error:
+        raise EXTENSIONS.violation(str(error)) from error
+
+
+def _run(rule: Rule, what: str, make: Callable[[], Awaitable[Any]]) -> Any:
+    """Return the result of a call, which has to come soon.
+
+    Raises:
+        Violation: it raised something else than a RequestError or HTTPException, or it waits.
+    """
+    from starlette.exceptions import HTTPException  # noqa: PLC0415 - for servers alone
+
+    async def limited() -> Any:
+        return await asyncio.wait_for(make(), _SECONDS)
+
+    try:
+        return asyncio.run(limited())
+    except TimeoutError as error:
+        raise rule.violation(f"{what} had not returned after {_SECONDS:g} s") from error
+    except (RequestError, HTTPException) as refusal:
+        return refusal
+    except (Exception, SystemExit) as error:
+        raise rule.violation(f"{what} raised {type(error).__name__}: {error}") from error
+
+
+def _check_middleware(middleware: Middleware) -> None:
+    for status, method in ((200, "GET"), (200, "POST"), (404, "GET")):
+        sent: list[dict[str, Any]] = []
+        calls: list[str] = []
+        app = middleware.wrap(_inside(status, calls))
+        if not callable(app):
+            raise MIDDLEWARE.violation(f"wrap returned a {type(app).__name__}, no application")
+        refused = _run(MIDDLEWARE, "it", lambda: _ask(app, method, sent))  # noqa: B023 - at once
+        if isinstance(refused, Exception) and not sent:
+            continue
+        kinds = [message["type"].removeprefix("http.response.") for message in sent]
+        if len(calls) > 1:
+            raise MIDDLEWARE.violation(f"it called the application {len(calls)} times")
+        if kinds.count("start") != 1 or kinds[0] != "start":
+            raise MIDDLEWARE.violation(f"for a {method} it sent {kinds or 'nothing'}")
+        if sent[-1].get("more_body", False) or len(kinds) < 2:
+            raise MIDDLEWARE.violation(f"for a {method} its answer has no end: {kinds}")
+
+
+def _inside(status: int, calls: list[str]) -> App:
+    async def app(scope: Any, receive: Any, send: Any) -> None:  # noqa: ARG001
+        calls.append(scope["path"])
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b"he", "more_body": True})
+        await send({"type": "http.response.body", "body": b"y", "more_body": False})
+
+    return app
+
+
+async def _ask(app: App, method: str, sent: list[dict[str, Any]]) -> None:
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": "/v1/chat/completions",
+        "raw_path": b"/v1/chat/completions",
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+        "client": ("127.0.0.1", 50000),
+        "server": ("127.0.0.1", 8000),
+        "state": {"client": Client(name="anybody"), "request_id": "req-1"},
+    }
+    messages = [{"type": "http.request", "body": b"{}", "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop(0)
+        await asyncio.sleep(_SECONDS * 2)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(dict(message))
+
+    await app(scope, receive, send)
+
+
+def _check_transform(transform: Transform) -> None:
+    call = Call(
+        request_id="req-1",
+        path="/v1/chat/completions",
+        client=Client(name="anybody"),
+        headers={"host": "localhost"},
+    )
+    for name, given in (("request", _BODY), ("response", _ANSWER)):
+        change = getattr(transform, name)
+        if change is None:
+            continue
+        body = copy.deepcopy(given)
+        result = _run(TRANSFORM, name, lambda: change(call, body))  # noqa: B023 - called at once
+        if isinstance(result, Exception):
+            if name == "response":
+                raise TRANSFORM.violation(f"response raised {type(result).__name__}: {result}")
+        elif not isinstance(result, dict):
+            raise TRANSFORM.violation(f"{name} returned {short_repr(result)}, expected a dict")
+    if transform.event is None:
+        return
+    try:
+        event = transform.event(call, copy.deepcopy(_EVENT))
+    except Exception as error:
+        raise TRANSFORM.violation(f"event raised {type(error).__name__}: {error}") from error
+    if event is not None and not isinstance(event, dict):
+        raise TRANSFORM.violation(f"event returned {short_repr(event)}, expected a dict or None")
+
+
+def _check_authenticator(authenticator: Authenticator) -> None:
+    for headers in _HEADERS:
+        what = f"authenticate of {short_repr(headers)[:80]}"
+        found = _run(
+            AUTHENTICATOR,
+            what,
+            lambda: authenticator.authenticate({"host": "localhost", **headers}, "/v1/models"),  # noqa: B023
+        )
+        if found is not None and not isinstance(found, Client | Exception):
+            raise AUTHENTICATOR.violation(f"{what} returned {short_repr(found)}")

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hardpoint.plugins import HardpointError
 from hardpoint.plugins.server import Route
 
+from .cross_origin import CrossOrigin
 from .errors import AnswerError, error_response
 from .extensions import Owned, ServerFaults
 from .service import Service
@@ -132,9 +133,11 @@ class Application:
         guard: Any,
         authentication: Any,
         middleware: Sequence[Owned] = (),
+        cross_origin: CrossOrigin | None = None,
     ) -> None:
         """Put the parts together; of the middleware, the first one is the outermost."""
         self._guard = guard
+        self._cross_origin = cross_origin or CrossOrigin()
         self._authentication = authentication
         app: ASGIApp = Boundary(make_router(routes, faults), service)
         for owned in reversed(middleware):
@@ -146,24 +149,40 @@ class Application:
         """Answer a request."""
         if scope["type"] != "http":
             return
+        # Authentication and router see one path, so that they never take it for two routes.
+        scope = {**scope, "path": _path(scope), "root_path": ""}
         scope["app"] = self  # starlette then raises instead of answering in plain text
         state = scope.setdefault("state", {})
         state["request_id"] = request_id = _request_id(scope)
         state["is_answered"] = False
-        name = request_id.encode("latin-1")
+        added = [(b"x-request-id", request_id.encode()), *self._cross_origin.headers(scope)]
 
         async def with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 state["is_answered"] = True
-                message["headers"] = [*message["headers"], (b"x-request-id", name)]
+                message["headers"] = [*message["headers"], *added]
             await send(message)
 
         await self._app(scope, receive, with_id)
 
     async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._guard.check(scope)
+        if (answer := self._cross_origin.preflight(scope)) is not None:
+            return await answer(scope, receive, send)
         scope["state"]["client"] = await self._authentication.client(scope)
-        await self._inner(scope, receive, send)
+        return await self._inner(scope, receive, send)
+
+
+def _path(scope: Scope) -> str:
+    """Return the path without the prefix of a proxy.
+
+    The HTTP library puts it before every path; a proxy may have left it there, too.
+    """
+    path, root = str(scope["path"]), scope.get("root_path", "")
+    for _ in range(2):
+        if root and path.startswith(f"{root}/"):
+            path = path[len(root) :]
+    return path
 
 
 def _request_id(scope: Scope) -> str:

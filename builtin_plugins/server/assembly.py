@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hardpoint.plugins import ConfigError
 from hardpoint.plugins.server import (
     AsyncGenerator,
     Authenticator,
@@ -17,6 +19,7 @@ from hardpoint.plugins.server import (
 
 from .application import Application
 from .authentication import Authentication
+from .cross_origin import CrossOrigin
 from .extensions import Owned, ServerFaults, Transforms, in_order, routes_of
 from .guard import Guard
 from .routes.chat import ChatRoutes
@@ -73,6 +76,11 @@ def assemble(
     transforms = Transforms(in_order(installed, Transform), faults)
     service = Service(engine, version, transforms, faults)
     settings = service.settings
+    if settings.root_path and not re.fullmatch(r"(/[^/?#]+)+", settings.root_path):
+        raise ConfigError(
+            "server.root_path: expected a path such as '/llm', without a slash at the end, got "
+            f"{settings.root_path!r}"
+        )
     routes = routes_of(installed, core_routes(service), settings.replace_routes)
     asked: list[Owned] = in_order(installed, Authenticator)
     service.has_keys = bool(asked)
@@ -83,5 +91,6 @@ def assemble(
         guard=Guard(bound, settings.allowed_hosts, settings.allowed_origins),
         authentication=Authentication(asked, faults, settings.open_routes),
         middleware=in_order(installed, Middleware),
+        cross_origin=CrossOrigin(settings.allowed_origins),
     )
     return Applications(service, users)

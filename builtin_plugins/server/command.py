@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-from typing import Any
+import signal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from hardpoint.plugins import Command, CommandContext, EngineConfig, typed
 from hardpoint.plugins.commands import ConfigSources
 from hardpoint.plugins.server import AsyncGenerator, ServerConfig
+
+if TYPE_CHECKING:
+    from .keys import KeyStore
 
 _OPTIONS = ("host", "port", "uds", "admin", "root_path", "keys_file")
 """Options that are fields of the table `server`."""
@@ -30,28 +34,48 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add("--admin", metavar="ADDRESS", help="unix:PATH or HOST:PORT of the admin routes")
     add("--root-path", metavar="PATH", help="prefix of the paths at a proxy")
     add("--keys-file", metavar="PATH", help="TOML file of the keys that requests need")
+    add(
+        "--api-key",
+        metavar="KEY",
+        help="a key that requests need; better in HARDPOINT_API_KEY, for lists of processes show "
+        "options",
+    )
 
 
 def _run(options: argparse.Namespace, context: CommandContext) -> int:
-    from .serving import bind  # noqa: PLC0415 - its libraries take time, and only `serve` needs them
+    # Their libraries take time, and only `serve` needs them.
+    from .keys import KeyStore, single_key  # noqa: PLC0415
+    from .serving import bind  # noqa: PLC0415
+    from .tls import check_tls  # noqa: PLC0415
 
     config, sources = _config(options, *context.load_config())
+    key, path = single_key(options.api_key), config.server.keys_file
+    keys = KeyStore(path, key) if key or path else None
+    scheme = "https" if check_tls(config.server) else "http"
     with contextlib.ExitStack() as stack:
         bound = stack.enter_context(contextlib.closing(bind(config.server)))
         engine = context.open_async(config, sources, config.server.restart)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_serve(engine, context, bound))
+            return runner.run(_serve(engine, context, bound, keys, scheme))
 
 
-async def _serve(engine: AsyncGenerator, context: CommandContext, bound: Any) -> int:
+async def _serve(
+    engine: AsyncGenerator, context: CommandContext, bound: Any, keys: KeyStore | None, scheme: str
+) -> int:
     from .assembly import assemble  # noqa: PLC0415 - as above
+    from .keys import installed  # noqa: PLC0415
     from .serving import Serving  # noqa: PLC0415
 
     try:
         host, port = bound.getsockname()[:2]
-        applications = assemble(engine, context.version, bound=host)
+        authenticators = []
+        if keys is not None:
+            authenticators.append(installed(keys))
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
+        applications = assemble(engine, context.version, bound=host, authenticators=authenticators)
         if not context.quiet:
-            print(f"Serving {applications.service.names[0]} at http://{host}:{port}", flush=True)
+            name = applications.service.names[0]
+            print(f"Serving {name} at {scheme}://{host}:{port}", flush=True)
         return await Serving(applications, [bound]).run()
     finally:
         await engine.aclose()

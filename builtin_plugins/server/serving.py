@@ -80,6 +80,8 @@ class Serving:
                 timeout_keep_alive=max(1, round(settings.keep_alive_seconds)),
                 timeout_graceful_shutdown=1,
                 root_path=settings.root_path,
+                ssl_certfile=settings.tls_certificate,
+                ssl_keyfile=settings.tls_key,
             )
         )
 

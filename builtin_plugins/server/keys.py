@@ -276,7 +276,7 @@ def _parsed(text: str, what: str, *, admin: bool) -> list[KeyEntry]:
     return [_entry_of(table, f"{what}: key[{i}]", admin) for i, table in enumerate(tables)]
 
 
-def _entry_of(table: Any, path: str, admin: bool) -> KeyEntry:  # noqa: FBT001
+def _entry_of(table: Any, path: str, admin: bool) -> KeyEntry:
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: expected a table [[key]]")
     secrets: Sequence[Any] = [table.pop(name, None) for name in ("key", "hash")]

@@ -140,7 +140,7 @@ class Service:
         limits = self.settings.limits
         body = await read_body(request, limits.body_bytes, self.settings.body_seconds)
         call = call_of(request)
-        fields = await self.transforms.request(call, decode_object(body))
+        fields = await self.transforms.request(call, decode_object(body, limits.depth))
         fields = without_ignored(fields, type_)
         lenient = self.settings.unknown_fields == "warn"
         return call, convert_body(fields, type_, lenient=lenient)
@@ -181,7 +181,7 @@ class Service:
         if self.engine.is_running:
             return
         if (dead := self.engine.dead_error) is not None:
-            raise unavailable(f"the engine has ended: {dead}")
+            raise answer_error(dead)
         raise unavailable("the engine is being restarted", 2)
 
     def check_prompt(self, *parts: Any) -> None:
@@ -211,6 +211,7 @@ class Service:
 
         Raises:
             RequestError: priority or timeout are out of bounds.
+            AnswerError: the client may not bring `kv_transfer_params`.
         """
         client = call.client
         priority = client.min_priority if client.min_priority > 0 else 0
@@ -221,6 +222,15 @@ class Service:
                 f"priority: expected {client.min_priority} to {client.max_priority} for this key, "
                 f"got {priority}"
             )
+        if asked.kv_transfer_params is not None:
+            if not client.kv_transfer:
+                raise AnswerError(
+                    403,
+                    "kv_transfer_params: this key may not bring them; the operator allows it with "
+                    "`kv_transfer = true`",
+                    param="kv_transfer_params",
+                )
+            raise RequestError("kv_transfer_params: this engine has no KV connector to take them")
         tags = {**dict(asked.tags or {}), **client.tags}
         return {
             "priority": priority,
@@ -233,7 +243,9 @@ class Service:
         limits = (client.max_timeout, self.settings.limits.timeout_seconds)
         longest = min((limit for limit in limits if limit is not None), default=None)
         if asked is not None and longest is not None and asked > longest:
-            raise RequestError(f"timeout: expected at most {longest:g} s, got {asked:g}")
+            raise RequestError(
+                f"timeout: expected at most {longest:g} s on this server, got {asked:g}"
+            )
         return longest if asked is None else asked
 
     async def answer(
@@ -293,8 +305,12 @@ class Service:
     def failure(self, error: BaseException) -> AnswerError:
         """Return the answer to a request that failed, and log what is not the client's fault."""
         answer = answer_error(error, self.load.retry_after())
-        if answer.status == 500 and not isinstance(error, AnswerError):
+        if isinstance(error, AnswerError):
+            return answer
+        if answer.status == 500:
             _log.error("a request failed: %s", error, exc_info=error)
+        elif answer.detail.message != str(error):
+            _log.warning("a request was answered with %d: %s", answer.status, error)
         return answer
 
 

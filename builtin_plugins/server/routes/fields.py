@@ -133,7 +133,7 @@ class SamplingFields(typed.Strict):
     stop: str | list[str] | UnsetType = UNSET
     stop_token_ids: list[int] | UnsetType = UNSET
     ignore_eos: bool | UnsetType = UNSET
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None
     presence_penalty: float | UnsetType = UNSET
     frequency_penalty: float | UnsetType = UNSET
     repetition_penalty: float | UnsetType = UNSET
@@ -154,7 +154,7 @@ class SamplingFields(typed.Strict):
     timeout: Annotated[float, Meta(gt=0)] | None = None
     tags: dict[str, str] | None = None
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
-    request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    request_id: Annotated[str, Meta(pattern=r"\A[\x21-\x7e]{1,128}\Z")] | None = None
     return_token_ids: bool = False
     kv_transfer_params: dict[str, Any] | None = None
     plugin_args: dict[str, Any] | None = None
@@ -247,6 +247,27 @@ def check_limits(asked: Any, limits: ServerLimits) -> None:
     for name, limit, amount in _amounts(asked, limits):
         if amount > limit:
             raise _too_many(name, limit, amount)
+    for name in _GRAMMARS:
+        value = getattr(asked, name, None)
+        if value is None or value is UNSET:
+            continue
+        if (size := len(msgspec.json.encode(value))) > limits.schema_bytes:
+            raise RequestError(
+                f"{name}: expected at most {limits.schema_bytes} bytes of JSON on this server, "
+                f"got {size}"
+            )
+
+
+_GRAMMARS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "tools",
+)
+"""Fields that are schemas or grammars, or hold them."""
 
 
 def _amounts(asked: Any, limits: ServerLimits) -> list[tuple[str, int, int]]:

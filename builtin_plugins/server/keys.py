@@ -93,7 +93,7 @@ class KeyStore:
         """
         self._path = None if path is None else Path(path)
         self._what, self._admin, self._clock = what, admin, clock
-        self._single = [] if single is None else [entry_of(single, Client("default", admin=admin))]
+        self._single = [] if single is None else [entry_of(single, Client(name="default", admin=admin))]
         self._seen = self._state()
         self._checked_at = clock()
         self._entries = self._read()
@@ -233,9 +233,12 @@ def _read_private(path: Path, what: str) -> str:
         folder, real = path.parent.resolve(strict=True), path.resolve(strict=True)
         if not real.is_relative_to(folder):
             raise ConfigError(f"{what}: {str(path)!r} is a link out of its folder")
-        with open(os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            _check_private(os.fstat(file.fileno()), path, what)
-            content = file.read(_MAX_BYTES + 1)
+        opened = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            _check_private(os.fstat(opened), path, what)
+            content = os.read(opened, _MAX_BYTES + 1)
+        finally:
+            os.close(opened)
     except OSError as cause:
         raise ConfigError(f"{what}: {str(path)!r} cannot be read: {cause.strerror}") from None
     if len(content) > _MAX_BYTES:

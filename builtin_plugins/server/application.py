@@ -122,6 +122,9 @@ class Application:
     """The application of one address.
 
     Requests pass: request id, guard, authentication, middleware of plugins, route.
+
+    Attributes:
+        routes: that it has.
     """
 
     def __init__(
@@ -136,6 +139,7 @@ class Application:
         cross_origin: CrossOrigin | None = None,
     ) -> None:
         """Put the parts together; of the middleware, the first one is the outermost."""
+        self.routes = [route for route, _ in routes]
         self._guard = guard
         self._cross_origin = cross_origin or CrossOrigin()
         self._authentication = authentication

@@ -41,7 +41,8 @@ def bind(settings: ServerConfig) -> socket.socket:
         ConfigError: the address is in use, or none of this machine.
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    bound = socket.socket(family)
+    # With the protocol named, asyncio sends the parts of an answer at once (TCP_NODELAY).
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((settings.host, settings.port))

@@ -93,7 +93,9 @@ class KeyStore:
         """
         self._path = None if path is None else Path(path)
         self._what, self._admin, self._clock = what, admin, clock
-        self._single = [] if single is None else [entry_of(single, Client(name="default", admin=admin))]
+        self._single = (
+            [] if single is None else [entry_of(single, Client(name="default", admin=admin))]
+        )
         self._seen = self._state()
         self._checked_at = clock()
         self._entries = self._read()

@@ -7,6 +7,8 @@ import ssl
 from hardpoint.plugins import ConfigError
 from hardpoint.plugins.server import ServerConfig
 
+_MAX_BYTES = 1 << 20
+
 
 def check_tls(settings: ServerConfig) -> bool:
     """Return whether the server speaks HTTPS.
@@ -20,10 +22,11 @@ def check_tls(settings: ServerConfig) -> bool:
     if certificate is None or key is None:
         missing, given = ("key", "certificate") if key is None else ("certificate", "key")
         raise ConfigError(f"server.tls_{missing}: expected a PEM file, for there is a tls_{given}")
+    contents = {}
     for name, path in (("certificate", certificate), ("key", key)):
         try:
             with open(path, "rb") as file:
-                file.read(1)
+                contents[name] = file.read(_MAX_BYTES)
         except OSError as cause:
             raise ConfigError(
                 f"server.tls_{name}: {path!r} cannot be read: {cause.strerror}"
@@ -33,10 +36,11 @@ def check_tls(settings: ServerConfig) -> bool:
         # Without a password, OpenSSL would ask on the terminal for one.
         context.load_cert_chain(certificate, key, password=b"")
     except ssl.SSLError as cause:
-        reason = {
-            "KEY_VALUES_MISMATCH": f"the key of {key!r} is not the certificate's",
-            "BAD_DECRYPT": f"{key!r} is encrypted; expected a key without a password",
-            "BAD_PASSWORD_READ": f"{key!r} is encrypted; expected a key without a password",
-        }.get(cause.reason, f"{certificate!r} and {key!r} are no certificate and key in PEM")
+        if b"ENCRYPTED" in contents["key"]:
+            reason = f"{key!r} is encrypted; expected a key without a password"
+        elif cause.reason == "KEY_VALUES_MISMATCH":
+            reason = f"the key of {key!r} is not the certificate's"
+        else:
+            reason = f"{certificate!r} and {key!r} are no certificate and key in PEM"
         raise ConfigError(f"server.tls_certificate, tls_key: {reason}") from None
     return True

@@ -229,7 +229,11 @@ def test_the_timeout_of_a_key_is_bounded(bounded):
 def test_salts_differ_by_key_and_by_request(bounded):
     """CVE-2025-46570: whoever shares cached prompts can find out others' by their speed."""
     given = [{}, {"cache_salt": "x"}, {"cache_salt": "y"}]
-    salts = [asked(bounded, name, **fields)["cache_salt"] for name in ("alice", "bob") for fields in given]
+    salts = [
+        asked(bounded, name, **fields)["cache_salt"]
+        for name in ("alice", "bob")
+        for fields in given
+    ]
     assert len(set(salts)) == 6
     assert asked(bounded, "alice", cache_salt="x")["cache_salt"] == salts[1]
     assert asked(bounded, "alice", cache_salt=salts[3])["cache_salt"] != salts[3]

@@ -9,6 +9,7 @@ import time
 
 import httpx
 import psutil
+
 from support.scripted_folder import write_config
 
 

@@ -182,9 +182,11 @@ class SamplingFields(typed.Strict):
         params = msgspec.structs.replace(defaults, **{**given, "output_kind": kind, **fields})
         limit = limits.max_tokens
         if limit is not None:
-            if params.max_tokens is not None and params.max_tokens > limit:
-                raise _too_many("max_tokens", limit, params.max_tokens)
-            params = msgspec.structs.replace(params, max_tokens=params.max_tokens or limit)
+            given_tokens = fields.get("max_tokens")  # the model's default is no fault of theirs
+            if given_tokens is not None and given_tokens > limit:
+                raise _too_many("max_tokens", limit, given_tokens)
+            most = min(params.max_tokens or limit, limit)
+            params = msgspec.structs.replace(params, max_tokens=most)
         return params
 
     def _structured(self) -> StructuredOutputs | None:
@@ -247,9 +249,11 @@ def check_limits(asked: Any, limits: ServerLimits) -> None:
     for name, limit, amount in _amounts(asked, limits):
         if amount > limit:
             raise _too_many(name, limit, amount)
-    for name in _GRAMMARS:
-        value = getattr(asked, name, None)
-        if value is None or value is UNSET:
+    grammars = {name: getattr(asked, name, None) for name in _GRAMMARS}
+    if isinstance(found := grammars["response_format"], JsonSchemaFormat):
+        grammars["response_format"] = found.json_schema.schema
+    for name, value in grammars.items():
+        if value is None:
             continue
         if (size := len(msgspec.json.encode(value))) > limits.schema_bytes:
             raise RequestError(

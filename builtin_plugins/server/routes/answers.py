@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from hardpoint.builtin_plugins.server.errors import answer_error, plugin_fault
-from hardpoint.plugins import CompletionOutput, Logprob, RequestOutput, Tokenizer
+from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput, Tokenizer
 from hardpoint.plugins import errors as _errors
 
 
@@ -76,11 +76,13 @@ def check_ended(completion: CompletionOutput) -> None:
     """Raise the error of a completion that ended with one.
 
     Raises:
-        AnswerError: it names the plugin or the model.
+        AnswerError: it names the plugin or the model, or the grammar that is wrong.
     """
     if completion.finish_reason != "error":
         return
     message = completion.error or "the engine gave no reason"
+    if message.startswith("structured."):  # a grammar is compiled while the request waits
+        raise answer_error(RequestError(message))
     cls = getattr(_errors, completion.error_kind or "", None)
     if isinstance(cls, type) and issubclass(cls, _errors.HardpointError):
         raise answer_error(cls(message))

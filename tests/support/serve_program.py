@@ -12,6 +12,9 @@ import psutil
 
 from support.scripted_folder import write_config
 
+KEYS = {name: f"{name}-0123456789abcdef" for name in ("single", "alice", "bob")}
+"""Of the server that tests share."""
+
 
 class ServeProgram:
     """A server that runs.

@@ -1,4 +1,4 @@
-"""Cross-origin requests: what tells browsers that pages of other sites may use the server."""
+"""Cross-origin requests: headers that let pages of other sites use the server."""
 
 from __future__ import annotations
 

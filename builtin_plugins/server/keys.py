@@ -1,7 +1,7 @@
 """Keys of clients: hashed, compared in constant time, read from a file and read again on change.
 
 A key is found by its SHA-256. That is no password hash: keys are random and long, such as those of
-`openssl rand -hex 32`, so that nobody finds one by trying.
+`openssl rand -hex 32`, so that no one finds one by trying.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class KeyStore:
 
         Args:
             path: of the TOML file; None is none.
-            single: a further key, of nobody in particular.
+            single: a further key, of the client "default".
             what: the field of the configuration that names the file, for messages.
             admin: whether they are keys of administrators.
             clock: seconds.
@@ -226,7 +226,7 @@ def installed(store: KeyStore) -> InstalledExtension:
 
 
 def _read_private(path: Path, what: str) -> str:
-    """Return the text of a file that nobody else can read or change.
+    """Return the text of a file that no other user can read or change.
 
     Raises:
         ConfigError: others can, or it cannot be read.
@@ -278,10 +278,10 @@ def _parsed(text: str, what: str, *, admin: bool) -> list[KeyEntry]:
         raise ConfigError(f"{what}: expected at least one table [[key]]")
     if len(tables) > _MAX_KEYS:
         raise ConfigError(f"{what}: expected at most {_MAX_KEYS} keys, got {len(tables)}")
-    return [_entry_of(table, f"{what}: key[{i}]", admin) for i, table in enumerate(tables)]
+    return [_entry_of(table, f"{what}: key[{i}]", admin=admin) for i, table in enumerate(tables)]
 
 
-def _entry_of(table: Any, path: str, admin: bool) -> KeyEntry:
+def _entry_of(table: Any, path: str, *, admin: bool) -> KeyEntry:
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: expected a table [[key]]")
     secrets: Sequence[Any] = [table.pop(name, None) for name in ("key", "hash")]

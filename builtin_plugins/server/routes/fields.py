@@ -185,8 +185,8 @@ class SamplingFields(typed.Strict):
             given_tokens = fields.get("max_tokens")  # the model's default is no fault of theirs
             if given_tokens is not None and given_tokens > limit:
                 raise _too_many("max_tokens", limit, given_tokens)
-            most = min(params.max_tokens or limit, limit)
-            params = msgspec.structs.replace(params, max_tokens=most)
+            limit = min(params.max_tokens or limit, limit)
+            params = msgspec.structs.replace(params, max_tokens=limit)
         return params
 
     def _structured(self) -> StructuredOutputs | None:

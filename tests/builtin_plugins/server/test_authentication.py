@@ -8,20 +8,18 @@ from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 
 from hardpoint.builtin_plugins.server.assembly import assemble
-from hardpoint.builtin_plugins.server.keys import KeyStore, entry_of, installed
+from hardpoint.builtin_plugins.server.keys import KeyStore, installed
 from hardpoint.plugins import ConfigError
-from hardpoint.plugins.server import Client
+from hardpoint.plugins.server import Transform
 
 KEY = "right-0123456789abcdef"
 RIGHT = {"authorization": f"Bearer {KEY}"}
 WRONG = ({}, {"authorization": "Bearer wrong"}, {"x-api-key": "wrong"}, {"authorization": KEY})
 
 
-def keys(*clients):
-    """Return an authenticator of clients whose keys are their names."""
-    store = KeyStore(None, KEY)
-    store._entries += [entry_of(f"{client.name}-0123456789abcdef", client) for client in clients]
-    return installed(store)
+def keys(path=None):
+    """Return an authenticator of KEY, and of the keys of a file."""
+    return installed(KeyStore(path, KEY))
 
 
 @pytest.fixture(scope="module")
@@ -168,20 +166,29 @@ def test_malformed_root_paths_are_refused(path):
 
 
 ASK = {"messages": [{"role": "user", "content": "Hi"}]}
-ALICE = Client(
-    name="alice",
-    tags={"team": "red"},
-    min_priority=2,
-    max_priority=4,
-    max_timeout=5.0,
-)
-BOB = Client(name="bob", kv_transfer=True)
+CLIENTS = """
+[[key]]
+name = "alice"
+key = "alice-0123456789abcdef"
+tags = { team = "red" }
+min_priority = 2
+max_priority = 4
+max_timeout = 5
+
+[[key]]
+name = "bob"
+key = "bob-0123456789abcdef"
+kv_transfer = true
+"""
 
 
 @pytest.fixture(scope="module")
-def bounded():
+def bounded(tmp_path_factory):
+    path = tmp_path_factory.mktemp("keys") / "keys.toml"
+    path.touch(0o600)
+    path.write_text(CLIENTS)
     engine = FakeEngine(config=configured())
-    with running(engine, authenticators=[keys(ALICE, BOB)]) as running_server:
+    with running(engine, authenticators=[keys(str(path))]) as running_server:
         yield running_server
 
 
@@ -254,8 +261,6 @@ def test_kv_transfer_params_need_a_marked_key(bounded):
 
 def test_no_key_travels_with_a_call(bounded):
     """Transforms of plugins see the headers but the credentials."""
-    from hardpoint.plugins.server import Transform
-
     seen = []
 
     async def look(call, body):

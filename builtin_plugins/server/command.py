@@ -15,7 +15,7 @@ from hardpoint.plugins.commands import ConfigSources
 from hardpoint.plugins.server import AsyncGenerator, ServerConfig
 
 if TYPE_CHECKING:
-    from .keys import KeyStore
+    from .keys import Stores
 
 _OPTIONS = ("host", "port", "uds", "admin", "root_path", "keys_file")
 """Options that are fields of the table `server`."""
@@ -44,13 +44,12 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace, context: CommandContext) -> int:
     # Their libraries take time, and only `serve` needs them.
-    from .keys import KeyStore, single_key  # noqa: PLC0415
+    from .keys import stores_of  # noqa: PLC0415
     from .serving import bind  # noqa: PLC0415
     from .tls import check_tls  # noqa: PLC0415
 
     config, sources = _config(options, *context.load_config())
-    key, path = single_key(options.api_key), config.server.keys_file
-    keys = KeyStore(path, key) if key or path else None
+    keys = stores_of(config.server, options.api_key)
     scheme = "https" if check_tls(config.server) else "http"
     with contextlib.ExitStack() as stack:
         bound = stack.enter_context(contextlib.closing(bind(config.server)))
@@ -60,7 +59,7 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
 
 
 async def _serve(
-    engine: AsyncGenerator, context: CommandContext, bound: Any, keys: KeyStore | None, scheme: str
+    engine: AsyncGenerator, context: CommandContext, bound: Any, keys: Stores, scheme: str
 ) -> int:
     from .assembly import assemble  # noqa: PLC0415 - as above
     from .keys import installed  # noqa: PLC0415
@@ -68,10 +67,8 @@ async def _serve(
 
     try:
         host, port = bound.getsockname()[:2]
-        authenticators = []
-        if keys is not None:
-            authenticators.append(installed(keys))
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
+        authenticators = [] if keys.users is None else [installed(keys.users)]
         applications = assemble(engine, context.version, bound=host, authenticators=authenticators)
         if not context.quiet:
             name = applications.service.names[0]

@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Meta
 
 from hardpoint.plugins import ConfigError, typed
-from hardpoint.plugins.server import Authenticator, Client, InstalledExtension
+from hardpoint.plugins.server import Authenticator, Client, InstalledExtension, ServerConfig
 
 _log = logging.getLogger("hardpoint")
 
@@ -77,6 +77,7 @@ class KeyStore:
         *,
         what: str = "server.keys_file",
         admin: bool = False,
+        apart_from: KeyStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Read the keys.
@@ -86,6 +87,7 @@ class KeyStore:
             single: a further key, of the client "default".
             what: the field of the configuration that names the file, for messages.
             admin: whether they are keys of administrators.
+            apart_from: keys that these must not be.
             clock: seconds.
 
         Raises:
@@ -93,12 +95,18 @@ class KeyStore:
         """
         self._path = None if path is None else Path(path)
         self._what, self._admin, self._clock = what, admin, clock
+        self._apart_from = apart_from
         self._single = (
             [] if single is None else [entry_of(single, Client(name="default", admin=admin))]
         )
         self._seen = self._state()
         self._checked_at = clock()
         self._entries = self._read()
+
+    @property
+    def entries(self) -> Sequence[KeyEntry]:
+        """The keys as they are now."""
+        return self._entries
 
     @property
     def names(self) -> list[str]:
@@ -169,6 +177,13 @@ class KeyStore:
                     f"{self._what}: {digests[entry.digest]!r} and {entry.name!r} have the same key"
                 )
             names[entry.name], digests[entry.digest] = index, entry.name
+        others = () if self._apart_from is None else self._apart_from.entries
+        for other in others:
+            if other.digest in digests:
+                raise ConfigError(
+                    f"{self._what}: the key of {digests[other.digest]!r} is that of the user "
+                    f"{other.name!r}; expected keys of administrators alone"
+                )
         return entries
 
 
@@ -218,6 +233,43 @@ def single_key(option: str | None) -> str | None:
                 raise ConfigError(f"{name}: expected a key, got an empty text")
             return key
     return None
+
+
+@dataclass(frozen=True)
+class Stores:
+    """The keys of a server.
+
+    Attributes:
+        users: None if requests need no key.
+        admin: of administrators; None without a file of them.
+    """
+
+    users: KeyStore | None
+    admin: KeyStore | None
+
+    def reload(self) -> None:
+        """Read all files again."""
+        for store in (self.users, self.admin):
+            if store is not None:
+                store.reload()
+
+
+def stores_of(settings: ServerConfig, option: str | None) -> Stores:
+    """Return the keys that a configuration names.
+
+    Args:
+        option: the value of `--api-key`.
+
+    Raises:
+        ConfigError: a file or a key is wrong.
+    """
+    single, path = single_key(option), settings.keys_file
+    users = KeyStore(path, single) if single or path else None
+    admin = None
+    if settings.admin_keys_file is not None:
+        what = "server.admin_keys_file"
+        admin = KeyStore(settings.admin_keys_file, what=what, admin=True, apart_from=users)
+    return Stores(users, admin)
 
 
 def installed(store: KeyStore) -> InstalledExtension:

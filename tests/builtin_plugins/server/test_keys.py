@@ -9,8 +9,9 @@ import os
 import pytest
 
 from hardpoint.builtin_plugins.server import keys as module
-from hardpoint.builtin_plugins.server.keys import ENVIRONMENT, KeyStore, single_key
+from hardpoint.builtin_plugins.server.keys import ENVIRONMENT, KeyStore, single_key, stores_of
 from hardpoint.plugins import ConfigError
+from hardpoint.plugins.server import ServerConfig
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef"
 
@@ -235,6 +236,28 @@ def test_a_spoilt_file_leaves_the_keys_and_is_logged_once(file, caplog, spoil):
     write(file, table("carol", BOB))
     clock.now = 4.0
     assert client_of(store, x_api_key=ALICE) is None
+
+
+def test_a_users_key_is_no_administrators(file, tmp_path):
+    admin = tmp_path / "admin.toml"
+    write(admin, table("root", "root-0123456789abcdef"))
+    settings = ServerConfig(keys_file=str(file), admin_keys_file=str(admin))
+    stores = stores_of(settings, None)
+    assert stores.users.find("root-0123456789abcdef") is None
+    assert stores.admin.find(ALICE) is None
+    assert stores.admin.find("root-0123456789abcdef").admin
+    write(admin, table("root", ALICE))
+    with pytest.raises(ConfigError, match="the key of 'root' is that of the user 'alice'"):
+        stores_of(settings, None)
+    stores.reload()
+    assert stores.admin.names == ["root"]
+    assert stores.admin.find(ALICE) is None
+
+
+def test_a_server_without_keys():
+    stores = stores_of(ServerConfig(), None)
+    assert (stores.users, stores.admin) == (None, None)
+    stores.reload()
 
 
 def test_reload_does_not_wait(file):

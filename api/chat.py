@@ -17,6 +17,8 @@ from hardpoint.plugins import RequestError, Tokenizer, typed
 from hardpoint.plugins.errors import shown
 from hardpoint.plugins.structured import check_schema
 
+from .user_text import UserText
+
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any] | Callable[..., Any]]
 """Tools as OpenAI's API has them, or Python functions."""
@@ -260,15 +262,16 @@ class Chat:
         Raises:
             RequestError: the model has no chat template, or it refuses the messages.
         """
-        text = tokenizer.apply_chat_template(
-            read_messages(messages),
+        read = read_messages(messages)
+        texts = UserText(tokenizer, read, self.tools, self._variables)
+        rendered = tokenizer.apply_chat_template(
+            texts.marked(read),
             add_generation_prompt=self._begins,
-            tools=self.tools or None,
+            tools=texts.marked(self.tools) or None,
             continue_final_message=self._continues,
-            variables=self._variables or None,
+            variables=texts.marked(self._variables) or None,
         )
-        # The template writes the special tokens itself.
-        ids = tokenizer.encode(text, add_special_tokens=False)
+        text, ids = texts.encode(rendered)
         return {"type": "token", "prompt_token_ids": ids, "prompt": text}
 
 

@@ -327,6 +327,7 @@ class ServerLimits(Strict):
         body_bytes: of a request's body.
         header_bytes: of its request line and headers.
         connections: that are open at once; further ones are answered with 503.
+        depth: of arrays and objects in one another, in a body.
         requests: that are being answered at once; further ones are answered with 429.
         prompts: in one request.
         prompt_characters: of all texts of a request; None is 32 for each token of `max_model_len`.
@@ -345,6 +346,7 @@ class ServerLimits(Strict):
     body_bytes: Count = 8 << 20
     header_bytes: Count = 64 << 10
     connections: Count = 4096
+    depth: Annotated[int, Meta(ge=1, le=200)] = 128
     requests: Count = 1024
     prompts: Count = 1024
     prompt_characters: Count | None = None

@@ -24,6 +24,7 @@ SMALL = 100
 """Lines below which a module that only one other imports belongs into that one."""
 
 SMALL_MODULES = {
+    "hardpoint.builtin_plugins.server.tls": "ssl and its errors, before a model loads",
     "hardpoint.completion": "argcomplete, which nothing but a shell's request imports",
     "hardpoint.core.client.output_queue": "the queue of an LLM; EventLoopBridge is AsyncLLM's",
     "hardpoint.core.engine_process.main_module.find_unpicklable": "a search, used for errors alone",
@@ -32,6 +33,7 @@ SMALL_MODULES = {
     "hardpoint.core.worker.profiling": "torch's profiler, which nothing else of a worker needs",
     "hardpoint.core.worker.sampling.edits": "an algorithm with tests of its own",
     "hardpoint.registry.ordering": "an algorithm with tests of its own",
+    "hardpoint.user_text": "an algorithm with tests of its own",
 }
 """Small modules with one importer that are a concept of their own, and why."""
 

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hardpoint.plugins.server import Route
 
 from .boundaries import Boundary, Endpoint, MiddlewareBoundary, PluginEndpoint
+from .cross_origin import CrossOrigin
 from .errors import AnswerError
 from .faults import AnswerCutError, Owned, ServerFaults
 from .service import Service
@@ -46,6 +47,9 @@ class Application:
     """The application of one address.
 
     Requests pass: request id, guard, authentication, middleware of plugins, route.
+
+    Attributes:
+        routes: that it has.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Application:
         guard: Any,
         authentication: Any,
         middleware: Sequence[Owned] = (),
+        cross_origin: CrossOrigin | None = None,
         is_admin: bool = False,
     ) -> None:
         """Put the parts together; of the middleware, the first one is the outermost.
@@ -67,7 +72,9 @@ class Application:
         self._traffic = service.traffic
         self._root_path = "" if is_admin else service.settings.root_path
         self._is_admin = is_admin
+        self.routes = [route for route, _ in routes]
         self._guard = guard
+        self._cross_origin = cross_origin or CrossOrigin()
         self._authentication = authentication
         app: ASGIApp = make_router(routes, faults)
         for owned in reversed(middleware):
@@ -85,7 +92,10 @@ class Application:
         state["is_gone"] = False
         if self._root_path:
             _remove_prefix(scope, self._root_path)
-        headers = [(b"x-request-id", request_id.encode("latin-1"))]
+        headers = [
+            (b"x-request-id", request_id.encode("latin-1")),
+            *self._cross_origin.headers(scope),
+        ]
         exchange = self._traffic.begin(scope, send, headers)
 
         async def noting() -> Message:
@@ -103,13 +113,17 @@ class Application:
 
     async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._guard.check(scope)
+        if (answer := self._cross_origin.preflight(scope)) is not None:
+            return await answer(scope, receive, send)
         scope["state"]["client"] = await self._authentication.client(scope)
-        await self._inner(scope, receive, send)
+        return await self._inner(scope, receive, send)
 
 
 def _remove_prefix(scope: Scope, prefix: str) -> None:
-    """Make the path the server's own, whether or not the proxy has left its prefix there."""
-    scope["root_path"] = prefix
+    """Make the path the server's own, whether or not the proxy has left its prefix there.
+
+    Authentication and router see that one path, so that they never take it for two routes.
+    """
     if scope["path"].startswith(f"{prefix}/"):
         scope["path"] = scope["path"].removeprefix(prefix)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from hardpoint.plugins.server import (
 
 from .application import Application
 from .authentication import AdminAuthentication, Authentication
+from .cross_origin import CrossOrigin
 from .extensions import Transforms, in_order, routes_of
 from .faults import Owned, ServerFaults
 from .guard import Guard
@@ -98,6 +100,11 @@ def assemble(
             keys and no one to ask for them.
     """
     settings = engine.config.server
+    if settings.root_path and not re.fullmatch(r"(/[^/?#]+)+", settings.root_path):
+        raise ConfigError(
+            "server.root_path: expected a path such as '/llm', without a slash at the end, got "
+            f"{settings.root_path!r}"
+        )
     faults = ServerFaults(settings.extension_seconds)
     service = Service(engine, version, faults)
     context = ServerContext(
@@ -121,6 +128,7 @@ def assemble(
         guard=Guard(bound, settings.allowed_hosts, settings.allowed_origins),
         authentication=Authentication(asked, faults, with_page_files(settings.open_routes, page)),
         middleware=in_order(installed, Middleware),
+        cross_origin=CrossOrigin(settings.allowed_origins),
     )
     if admin is None:
         return Applications(service, users)

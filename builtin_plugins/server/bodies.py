@@ -12,7 +12,7 @@ from msgspec import inspect as types
 from starlette.requests import Request
 
 from hardpoint.plugins import RequestError
-from hardpoint.plugins.typed import convert, join_path
+from hardpoint.plugins.typed import convert, join_path, shown
 
 from .errors import AnswerError
 from .streaming import ClientGoneError
@@ -67,16 +67,19 @@ def _too_long(limit: int) -> AnswerError:
     )
 
 
-def decode_object(body: bytes) -> dict[str, Any]:
+def decode_object(body: bytes, depth: int) -> dict[str, Any]:
     """Return the JSON object of a body, without its members that are null.
 
+    Args:
+        depth: of arrays and objects in one another, at most.
+
     Raises:
-        AnswerError: it is none.
+        AnswerError: it is none, or deeper.
     """
     try:
         decoded = msgspec.json.decode(body)
     except RecursionError:
-        raise AnswerError(400, "body: expected JSON, got one that is nested too deeply") from None
+        raise _too_deep(depth) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as cause:
         # msgspec's message holds a position and nothing of the body.
         raise AnswerError(400, f"body: expected JSON: {cause}") from None
@@ -84,7 +87,29 @@ def decode_object(body: bytes) -> dict[str, Any]:
         raise AnswerError(
             400, f"body: expected a JSON object, got {_json_type(decoded)}", param="body"
         )
+    # Almost all bodies have too few brackets to be too deep.
+    if body.count(b"[") + body.count(b"{") > depth and _is_deeper(decoded, depth):
+        raise _too_deep(depth)
     return {name: value for name, value in decoded.items() if value is not None}
+
+
+def _too_deep(depth: int) -> AnswerError:
+    return AnswerError(
+        400,
+        f"body: expected at most {depth} arrays and objects in one another (server.limits.depth)",
+        param="body",
+    )
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    """Return whether plain data has more than `depth` levels."""
+    level: list[Any] = [value]
+    for _ in range(depth):
+        items = [x.values() if isinstance(x, dict) else x for x in level]
+        level = [item for x in items for item in x if isinstance(item, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def _json_type(value: Any) -> str:
@@ -124,7 +149,8 @@ def convert_body(body: dict[str, Any], type_: type[T], *, lenient: bool) -> T:
     unknown: list[str] = []
     known = _known(body, types.type_info(type_), "", unknown)
     if unknown:
-        _log.warning("unknown fields of a request were left out: %s", ", ".join(unknown[:20])[:500])
+        names = shown(", ".join(unknown[:20]), 500)  # quoted, for they may hold line ends
+        _log.warning("unknown fields of a request were left out: %s", names)
     return convert(known, type_, path="", error=RequestError)
 
 

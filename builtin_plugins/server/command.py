@@ -17,6 +17,7 @@ from hardpoint.plugins.server import AsyncGenerator, ServerConfig
 from hardpoint.plugins.typed import convert
 
 if TYPE_CHECKING:
+    from .keys import Stores
     from .operations.addresses import BoundAddress
 
 _SIGNAL_CODE = 128
@@ -38,16 +39,26 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add("--admin", metavar="ADDRESS", help="unix:PATH or HOST:PORT of the admin routes")
     add("--root-path", metavar="PATH", help="prefix of the paths at a proxy")
     add("--keys-file", metavar="PATH", help="TOML file of the keys that requests need")
+    add(
+        "--api-key",
+        metavar="KEY",
+        help="a key that requests need; better in HARDPOINT_API_KEY, for lists of processes show "
+        "options",
+    )
 
 
 def _run(options: argparse.Namespace, context: CommandContext) -> int:
-    # Its libraries take time, and only `serve` needs them.
+    # Their libraries take time, and only `serve` needs them.
+    from .keys import stores_of  # noqa: PLC0415
     from .operations.addresses import bind, bind_admin  # noqa: PLC0415
+    from .tls import check_tls  # noqa: PLC0415
 
     config, sources = _config(options, *context.load_config())
     if context.quiet:
         server = msgspec.structs.replace(config.server, access_log="off")
         config = msgspec.structs.replace(config, server=server)
+    keys = stores_of(config.server, options.api_key)
+    check_tls(config.server)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_ended_by_sigterm())
         users = stack.enter_context(contextlib.closing(bind(config.server)))
@@ -56,7 +67,7 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
             stack.enter_context(contextlib.closing(admin))
         engine = context.open_async(config, sources, config.server.restart)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_serve(engine, context, users, admin))
+            return runner.run(_serve(engine, context, users, admin, keys))
 
 
 @contextlib.contextmanager
@@ -78,12 +89,22 @@ async def _serve(
     context: CommandContext,
     users: BoundAddress,
     admin: BoundAddress | None,
+    keys: Stores,
 ) -> int:
     from .assembly import assemble  # noqa: PLC0415 - as above
+    from .keys import installed  # noqa: PLC0415
     from .serving import Serving  # noqa: PLC0415
 
     try:
-        applications = assemble(engine, context.version, bound=users.host, admin=admin)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
+        applications = assemble(
+            engine,
+            context.version,
+            bound=users.host,
+            authenticators=[] if keys.users is None else [installed(keys.users)],
+            admin=admin,
+            admin_authenticators=[] if keys.admin is None else [installed(keys.admin)],
+        )
 
         def announce() -> None:
             if not context.quiet:

@@ -9,7 +9,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from hardpoint.plugins import HardpointError, OverloadedError, RequestError
+from hardpoint.plugins import OverloadedError, RequestError
 from hardpoint.plugins.errors import (
     EngineClosedError,
     EngineDeadError,
@@ -20,6 +20,13 @@ from hardpoint.plugins.errors import (
 
 _PATH = re.compile(r"[A-Za-z_][\w.\-/]*(?:\[\d+\][\w.\-/]*)*(?=: )")
 _RETRY_SECONDS = 5
+# How Hardpoint quotes exceptions that are not its own: "its prepare failed: OSError: ...".
+_QUOTED = re.compile(
+    r"((?:\bfailed: [A-Za-z_][\w.]*)|(?:: [A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt))): .*",
+    re.DOTALL,
+)
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
+_SOURCE = re.compile(r"(?:/[\w.+@-]+)+\.(?:py|pyx|rs|cc?|cpp|cu|h|hpp|so)\b(?::\d+)*")
 
 _KINDS = {
     400: "invalid_request_error",
@@ -93,7 +100,8 @@ def answer_error(error: BaseException, retry_after: float = _RETRY_SECONDS) -> A
     """Return the answer to a request that failed with an error.
 
     Args:
-        error: any; of one that is not Hardpoint's, the answer says nothing.
+        error: any; of one that is not Hardpoint's, and of how an engine ended, the answer says
+            nothing.
         retry_after: seconds after which an overloaded server has room.
     """
     match error:
@@ -104,23 +112,34 @@ def answer_error(error: BaseException, retry_after: float = _RETRY_SECONDS) -> A
             return AnswerError(error.status_code, str(error.detail), headers=headers)
         case OverloadedError():
             headers = {"retry-after": str(max(1, round(retry_after)))}
-            return AnswerError(429, str(error), code="overloaded", headers=headers)
+            return AnswerError(429, for_clients(str(error)), code="overloaded", headers=headers)
         case RequestError():
-            message = str(error)
+            message = for_clients(str(error))
             found = _PATH.match(message)
             return AnswerError(400, message, param=found[0] if found else None)
-        case EngineDeadError() | EngineClosedError() | EnginePausedError() | EngineTimeoutError():
-            return unavailable(str(error))
+        case EngineDeadError():
+            return unavailable("the engine has ended; send the request again later")
+        case EngineClosedError() | EnginePausedError() | EngineTimeoutError():
+            return unavailable(for_clients(str(error)))
         case PluginFaultError():
             return plugin_fault(str(error))
-        case HardpointError():
-            return AnswerError(500, str(error))
     return AnswerError(500, "the server failed; its log says why")
 
 
 def plugin_fault(message: str) -> AnswerError:
     """Return the answer to a request that a plugin ended; clients are not to send it again."""
-    return AnswerError(500, message, kind="plugin_error", headers={"x-should-retry": "false"})
+    headers = {"x-should-retry": "false"}
+    return AnswerError(500, for_clients(message), kind="plugin_error", headers=headers)
+
+
+def for_clients(message: str) -> str:
+    """Return a message without the texts of libraries and plugins that it quotes.
+
+    They may hold paths, addresses and data of others; the class of the exception stays. The log
+    has all of it.
+    """
+    message = _QUOTED.sub(r"\1", message)
+    return _SOURCE.sub("(a file)", _ADDRESS.sub("(an address)", message))
 
 
 def error_response(error: AnswerError) -> Response:

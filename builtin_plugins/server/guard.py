@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Collection
-from urllib.parse import urlsplit
 
 from starlette.types import Scope
 
+from hardpoint.plugins import ConfigError
 from hardpoint.plugins.typed import shown
 
+from .cross_origin import checked_origins
 from .errors import AnswerError
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::[0-9]{1,5})?")
+_ONCE = (b"host", b"origin", b"authorization", b"x-api-key", b"content-type", b"content-encoding")
+"""Headers that proxies and servers may read differently where there are several."""
 
 
 class Guard:
@@ -28,57 +33,68 @@ class Guard:
                 reaches.
             allowed: names that requests may use; None is loopback names and the bound address.
             origins: of pages that may use it, such as "https://example.org".
+
+        Raises:
+            ConfigError: a name or an origin is malformed.
         """
         self._any = allowed is not None and "*" in allowed
-        self._names = {*_LOOPBACK} if allowed is None else {name.lower() for name in allowed}
+        names = _LOOPBACK if allowed is None else map(_checked_name, allowed)
+        self._names = {*names}
         if bound is not None and allowed is None:
-            self._names.add(bound.lower())
+            self._names.add(_plain(bound))
         self._default = allowed is None
         self._is_socket = bound is None
-        self._origins = frozenset(origins)
+        self._origins = checked_origins(origins)
 
     def check(self, scope: Scope) -> None:
         """Check a request.
 
         Raises:
-            AnswerError: its Host, Origin or Content-Type is not allowed.
+            AnswerError: its Host, Origin or Content-Type is not allowed, or it has two of one.
         """
         headers: dict[bytes, bytes] = {}
         for name, value in scope["headers"]:
-            if name == b"host" and name in headers:
-                raise AnswerError(400, "host: expected one Host header, got several")
+            if name in headers and name in _ONCE:
+                header = name.decode("latin-1")
+                raise AnswerError(400, f"{header}: expected one such header, got several")
             headers[name] = value
-        host = _host(headers.get(b"host", b"").decode("latin-1"))
-        if not self._allows(host, scope):
-            raise AnswerError(
-                403,
-                f"host: {shown(host, 100)} is no name of this server; "
-                "server.allowed_hosts lists them",
-                code="host_not_allowed",
-            )
+        self._check_host(headers.get(b"host", b"").decode("latin-1"), scope)
         if (origin := headers.get(b"origin")) is not None:
-            self._check_origin(origin.decode("latin-1"), headers)
+            self._check_origin(origin.decode("latin-1").lower(), headers)
+        else:
+            self._check_site(headers)
         if scope["method"] in ("POST", "PUT", "PATCH"):
             _check_type(headers)
 
+    def _check_host(self, header: str, scope: Scope) -> None:
+        if self._any or (self._is_socket and self._default):
+            return
+        if not header:
+            raise AnswerError(400, "host: expected a Host header, got none")
+        name = _host(header)
+        if name is None or not self._allows(name, scope):
+            raise AnswerError(
+                403,
+                f"host: {shown(header, 100)} is no name of this server; "
+                "server.allowed_hosts lists them",
+                code="host_not_allowed",
+            )
+
     def _allows(self, host: str, scope: Scope) -> bool:
-        if self._any or host in self._names:
+        if host in self._names:
             return True
         if not self._default:
             return False
-        if self._is_socket:
-            return True
         # Bound to all addresses: the one that this connection came to is one of its names. No page
         # of somebody else can have it as its own, as it could have a name.
         local = scope.get("server") or ("", 0)
-        return _is_address(host) and host == local[0]
+        return _is_address(host) and host == _plain(local[0])
 
     def _check_origin(self, origin: str, headers: dict[bytes, bytes]) -> None:
         if "*" in self._origins or origin in self._origins:
             return
         host = headers.get(b"host", b"").decode("latin-1").lower()
-        parts = urlsplit(origin)
-        if parts.netloc.lower() == host and parts.scheme in ("http", "https"):
+        if host and origin in (f"http://{host}", f"https://{host}"):
             return
         raise AnswerError(
             403,
@@ -87,12 +103,55 @@ class Guard:
             code="origin_not_allowed",
         )
 
+    def _check_site(self, headers: dict[bytes, bytes]) -> None:
+        """Refuse what browsers load for other sites' pages without an Origin, such as images.
 
-def _host(header: str) -> str:
-    """Return the name of a Host header, without port and brackets."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0].lower()
-    return header.rpartition(":")[0].lower() if ":" in header else header.lower()
+        A link to the server may be followed.
+        """
+        if "*" in self._origins or headers.get(b"sec-fetch-mode") == b"navigate":
+            return
+        if headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
+            raise AnswerError(
+                403,
+                "sec-fetch-site: pages of other sites may not use this server; "
+                "server.allowed_origins lists those that may",
+                code="origin_not_allowed",
+            )
+
+
+def _host(header: str) -> str | None:
+    """Return the name or address of a Host header, without port; None if it is malformed."""
+    found = _HOST.fullmatch(header)
+    if found is None:
+        return None
+    address, name = found[1], found[2]
+    if address is not None:
+        return _plain(address) if _is_address(address) else None
+    return _plain(name.removesuffix("."))
+
+
+def _checked_name(name: str) -> str:
+    found = (
+        name
+        if name == "*"
+        else _host(f"[{name}]" if name.count(":") > 1 > name.count("[") else name)
+    )
+    if found is None:
+        raise ConfigError(
+            f"server.allowed_hosts: expected names or addresses such as 'llm.example.org', or "
+            f"'*' for any, got {shown(name, 100)}"
+        )
+    return found
+
+
+def _plain(name: str) -> str:
+    """Return a name in lower case, or an address in its only short form."""
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return name.lower()
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)
 
 
 def _is_address(host: str) -> bool:
@@ -105,6 +164,11 @@ def _is_address(host: str) -> bool:
 
 def _check_type(headers: dict[bytes, bytes]) -> None:
     has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+    if not has_body:
+        return
     type_ = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
-    if has_body and type_ != "application/json":
+    if type_ != "application/json":
         raise AnswerError(415, f"content-type: expected application/json, got {shown(type_, 100)}")
+    coding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+    if coding.lower() != "identity":
+        raise AnswerError(415, f"content-encoding: expected none, got {shown(coding, 100)}")

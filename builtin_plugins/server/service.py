@@ -197,13 +197,13 @@ class Service:
         body = await self._body(request)
         call = call_of(request)
         if not self.transforms.changes_requests:
-            return call, self._converted(decode_object(body), type_)
-        fields = await self.transforms.request(call, decode_object(body))
+            return call, self._converted(self._decoded(body), type_)
+        fields = await self.transforms.request(call, self._decoded(body))
         try:
             return call, self._converted(fields, type_)
         except RequestError as wrong:
             try:
-                self._converted(decode_object(body), type_)
+                self._converted(self._decoded(body), type_)
             except RequestError:
                 raise wrong from None
             raise self.transforms.blame_request() from wrong
@@ -214,7 +214,10 @@ class Service:
         Raises:
             AnswerError, RequestError: the request is wrong.
         """
-        return self._converted(decode_object(await self._body(request)), type_)
+        return self._converted(self._decoded(await self._body(request)), type_)
+
+    def _decoded(self, body: bytes) -> dict[str, Any]:
+        return decode_object(body, self.settings.limits.depth)
 
     async def _body(self, request: Request) -> bytes:
         return await read_body(request, self.settings.limits.body_bytes, self.settings.body_seconds)
@@ -260,8 +263,10 @@ class Service:
         """
         if self.engine.is_running:
             return
-        if (dead := self.engine.dead_error) is not None:
-            raise unavailable(f"the engine has ended: {dead}", code="engine_ended")
+        if self.engine.dead_error is not None:
+            raise unavailable(
+                "the engine has ended; send the request again later", code="engine_ended"
+            )
         raise unavailable("the engine is being restarted", 2, code="engine_restarting")
 
     def check_prompt(self, *parts: Any) -> None:
@@ -291,6 +296,7 @@ class Service:
 
         Raises:
             RequestError: priority or timeout are out of bounds.
+            AnswerError: the client may not bring `kv_transfer_params`.
         """
         client = call.client
         priority = client.min_priority if client.min_priority > 0 else 0
@@ -301,6 +307,15 @@ class Service:
                 f"priority: expected {client.min_priority} to {client.max_priority} for this key, "
                 f"got {priority}"
             )
+        if asked.kv_transfer_params is not None:
+            if not client.kv_transfer:
+                raise AnswerError(
+                    403,
+                    "kv_transfer_params: this key may not bring them; the operator allows it with "
+                    "`kv_transfer = true`",
+                    param="kv_transfer_params",
+                )
+            raise RequestError("kv_transfer_params: this engine has no KV connector to take them")
         tags = {**dict(asked.tags or {}), **client.tags}
         return {
             "priority": priority,
@@ -313,7 +328,9 @@ class Service:
         limits = (client.max_timeout, self.settings.limits.timeout_seconds)
         longest = min((limit for limit in limits if limit is not None), default=None)
         if asked is not None and longest is not None and asked > longest:
-            raise RequestError(f"timeout: expected at most {longest:g} s, got {asked:g}")
+            raise RequestError(
+                f"timeout: expected at most {longest:g} s on this server, got {asked:g}"
+            )
         return longest if asked is None else asked
 
     async def answer(
@@ -371,8 +388,12 @@ class Service:
     def failure(self, error: BaseException) -> AnswerError:
         """Return the answer to a request that failed, and log what is not the client's fault."""
         answer = answer_error(error, self.load.retry_after())
-        if answer.status == 500 and not isinstance(error, AnswerError):
+        if isinstance(error, AnswerError):
+            return answer
+        if answer.status == 500:
             _log.error("a request failed: %s", error, exc_info=error)
+        elif answer.detail.message != str(error):
+            _log.warning("a request was answered with %d: %s", answer.status, error)
         return answer
 
 

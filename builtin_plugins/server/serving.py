@@ -48,18 +48,18 @@ class Serving:
         """Serve the applications on their addresses."""
         self._service = applications.service
         self._bound = [users]
-        self._listeners = [self._listener(applications.users)]
+        self._listeners = [self._listener(applications.users, users)]
         if admin is not None:
             assert applications.admin is not None
             self._bound.append(admin)
-            self._listeners.append(self._listener(applications.admin))
+            self._listeners.append(self._listener(applications.admin, admin))
         self._signals = 0
         self._code = 0
         self._at_once = False
         self._end = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
 
-    def _listener(self, application: ASGIApp) -> _Listener:
+    def _listener(self, application: ASGIApp, address: BoundAddress) -> _Listener:
         settings = self._service.settings
         protocol: Any = functools.partial(Connection, settings, self._service.traffic)
         keep_alive: Any = settings.keep_alive_seconds  # uvicorn takes fractions as well
@@ -77,6 +77,8 @@ class Serving:
                 backlog=_BACKLOG,
                 timeout_keep_alive=keep_alive,
                 timeout_graceful_shutdown=1,
+                ssl_certfile=settings.tls_certificate if address.is_encrypted else None,
+                ssl_keyfile=settings.tls_key if address.is_encrypted else None,
             )
         )
 

@@ -73,11 +73,15 @@ def compile_template(source: str) -> Template:
     return environment.from_string(source)
 
 
+class _TooLongError(ValueError):
+    """A text is longer than allowed."""
+
+
 def render(template: Template, request: dict[str, Any], max_characters: int) -> str:
     """Return a template's text for the variables of a request.
 
     Raises:
-        ValueError: it is longer than `max_characters`.
+        _TooLongError: it is longer than `max_characters`.
         Exception: the template raises anything.
     """
     pieces, size = [], 0
@@ -85,7 +89,7 @@ def render(template: Template, request: dict[str, Any], max_characters: int) -> 
         pieces.append(piece)
         size += len(piece)
         if size > max_characters:
-            raise ValueError(
+            raise _TooLongError(
                 f"its text is longer than {max_characters} characters (template_characters)"
             )
     return "".join(pieces)
@@ -110,7 +114,10 @@ def answer(compiled: Callable[[str], Template], line: bytes, max_characters: int
     except MemoryError:
         return {"error": "it needs too much memory"}
     except Exception as error:  # a template is a program: it can raise anything
-        return {"error": str(error)[:1000] or type(error).__name__}
+        kind, text = type(error).__name__, str(error)[:1000]
+        # What the template's author says, with raise_exception, is meant for the caller.
+        is_meant = text and kind in ("TemplateError", _TooLongError.__name__)
+        return {"error": text if is_meant else f"it failed: {kind}: {text}"}
 
 
 def main(seconds: float, max_characters: int, max_bytes: int) -> None:

@@ -34,6 +34,7 @@ class BoundAddress:
         url: for people.
         path: of a Unix socket.
         inode: of that path.
+        is_encrypted: whether it speaks HTTPS.
     """
 
     socket: socket.socket
@@ -41,6 +42,7 @@ class BoundAddress:
     url: str
     path: Path | None = None
     inode: tuple[int, int] | None = None
+    is_encrypted: bool = False
 
     def check(self) -> None:
         """Check that the address is still this one's.
@@ -66,7 +68,7 @@ def bind(settings: ServerConfig) -> BoundAddress:
     """
     if settings.uds is not None:
         return _bind_unix(settings.uds, int(settings.uds_mode, 8), "server.uds")
-    return _bind_port(settings.host, settings.port, "server.port", settings.send_seconds)
+    return _bind_port(settings.host, settings.port, "server.port", settings)
 
 
 def bind_admin(settings: ServerConfig) -> BoundAddress | None:
@@ -90,10 +92,10 @@ def bind_admin(settings: ServerConfig) -> BoundAddress | None:
             f"{settings.admin!r}; a Unix socket needs none"
         )
     host = host.removeprefix("[").removesuffix("]")
-    return _bind_port(host, int(port), "server.admin", settings.send_seconds)
+    return _bind_port(host, int(port), "server.admin", settings)
 
 
-def _bind_port(host: str, port: int, field: str, seconds: float) -> BoundAddress:
+def _bind_port(host: str, port: int, field: str, settings: ServerConfig) -> BoundAddress:
     bound: socket.socket | None = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -104,7 +106,7 @@ def _bind_port(host: str, port: int, field: str, seconds: float) -> BoundAddress
         # Of connections: what a client does not read waits here, and then in the engine, merged.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # for hosts that vanish without a word
-            milliseconds = round(1000 * max(seconds, _SHORTEST_TIMEOUT))
+            milliseconds = round(1000 * max(settings.send_seconds, _SHORTEST_TIMEOUT))
             bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         bound.bind(address)
     except OSError as cause:
@@ -114,7 +116,9 @@ def _bind_port(host: str, port: int, field: str, seconds: float) -> BoundAddress
             f"{field}: {_joined(host, port)} cannot be bound: {cause.strerror}"
         ) from None
     actual = bound.getsockname()[1]
-    return BoundAddress(bound, host, f"http://{_joined(host, actual)}")
+    scheme = "http" if settings.tls_certificate is None else "https"
+    url = f"{scheme}://{_joined(host, actual)}"
+    return BoundAddress(bound, host, url, is_encrypted=scheme == "https")
 
 
 def _joined(host: str, port: int) -> str:

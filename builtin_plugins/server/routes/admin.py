@@ -187,7 +187,11 @@ class AdminRoutes:
     async def _read(self, request: Request, type_: type[T]) -> T:
         settings = self._service.settings
         body = await read_body(request, settings.limits.body_bytes, settings.body_seconds)
-        return convert_body(decode_object(body) if body else {}, type_, lenient=False)
+        return convert_body(
+            decode_object(body, self._service.settings.limits.depth) if body else {},
+            type_,
+            lenient=False,
+        )
 
     async def plugins(self) -> dict[str, Any]:
         """List the plugins, their health and their cost."""

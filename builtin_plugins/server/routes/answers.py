@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.builtin_plugins.server.errors import AnswerError, answer_error, for_clients
 from hardpoint.builtin_plugins.server.operations.traffic import count_tokens_of
-from hardpoint.plugins import CompletionOutput, Logprob, RequestOutput, Tokenizer
+from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput, Tokenizer
 
 
 class PromptDetails(msgspec.Struct):
@@ -85,13 +85,16 @@ def check_ended(completion: CompletionOutput) -> None:
     """Raise the error of a completion that ended with one.
 
     Raises:
-        AnswerError: it names the plugin or the model.
+        AnswerError: it names the plugin or the model, or the grammar that is wrong.
     """
     if completion.finish_reason != "error":
         return
+    message = completion.error or "the engine gave no reason"
+    if message.startswith("structured."):  # a grammar is compiled while the request waits
+        raise answer_error(RequestError(message))
     raise AnswerError(
         500,
-        completion.error or "the engine gave no reason",
+        for_clients(message),
         kind="generation_error",
         headers={"x-should-retry": "false"},
     )

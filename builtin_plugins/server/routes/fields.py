@@ -135,7 +135,7 @@ class SamplingFields(Strict):
     stop: str | list[str] | UnsetType = UNSET
     stop_token_ids: list[int] | UnsetType = UNSET
     ignore_eos: bool | UnsetType = UNSET
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None
     presence_penalty: float | UnsetType = UNSET
     frequency_penalty: float | UnsetType = UNSET
     repetition_penalty: float | UnsetType = UNSET
@@ -156,7 +156,7 @@ class SamplingFields(Strict):
     timeout: Annotated[float, Meta(gt=0)] | None = None
     tags: dict[str, str] | None = None
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
-    request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    request_id: Annotated[str, Meta(pattern=r"\A[\x21-\x7e]{1,128}\Z")] | None = None
     return_token_ids: bool = False
     kv_transfer_params: dict[str, Any] | None = None
     plugin_args: dict[str, Any] | None = None
@@ -184,9 +184,11 @@ class SamplingFields(Strict):
         params = msgspec.structs.replace(defaults, **{**given, "output_kind": kind, **fields})
         limit = limits.max_tokens
         if limit is not None:
-            if params.max_tokens is not None and params.max_tokens > limit:
-                raise _too_many("max_tokens", limit, params.max_tokens)
-            params = msgspec.structs.replace(params, max_tokens=params.max_tokens or limit)
+            given_tokens = fields.get("max_tokens")  # the model's default is no fault of theirs
+            if given_tokens is not None and given_tokens > limit:
+                raise _too_many("max_tokens", limit, given_tokens)
+            limit = min(params.max_tokens or limit, limit)
+            params = msgspec.structs.replace(params, max_tokens=limit)
         return params
 
     def _structured(self) -> StructuredOutputs | None:
@@ -249,6 +251,29 @@ def check_limits(asked: Any, limits: ServerLimits) -> None:
     for name, limit, amount in _amounts(asked, limits):
         if amount > limit:
             raise _too_many(name, limit, amount)
+    grammars = {name: getattr(asked, name, None) for name in _GRAMMARS}
+    if isinstance(found := grammars["response_format"], JsonSchemaFormat):
+        grammars["response_format"] = found.json_schema.schema
+    for name, value in grammars.items():
+        if value is None:
+            continue
+        if (size := len(msgspec.json.encode(value))) > limits.schema_bytes:
+            raise RequestError(
+                f"{name}: expected at most {limits.schema_bytes} bytes of JSON on this server, "
+                f"got {size}"
+            )
+
+
+_GRAMMARS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "tools",
+)
+"""Fields that are schemas or grammars, or hold them."""
 
 
 def _amounts(asked: Any, limits: ServerLimits) -> list[tuple[str, int, int]]:

@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.builtin_plugins.server.errors import AnswerError, for_clients
 from hardpoint.builtin_plugins.server.service import ANYBODY, Phase, Service
 from hardpoint.plugins import HardpointError
 from hardpoint.plugins.server import Route
@@ -96,10 +96,10 @@ class StatusRoutes:
         body = {"status": "ok" if health.ok else "degraded"}
         if with_details:
             details = {
-                "quarantined": health.quarantined,
+                "quarantined": {n: for_clients(why) for n, why in health.quarantined.items()},
                 "faults": faults,
-                "fallbacks": {name: fault.message for name, fault in health.fallbacks.items()},
-                "slow": {name: fault.message for name, fault in health.slow.items()},
+                "fallbacks": {n: for_clients(f.message) for n, f in health.fallbacks.items()},
+                "slow": {name: for_clients(fault.message) for name, fault in health.slow.items()},
                 "restarts": health.restarts,
                 "paused": self._service.paused,
             }

@@ -1,0 +1,195 @@
+"""Answers never repeat the text of a library: it may hold paths, addresses and data of others.
+
+CVE-2026-22778: a message of an image library told the address of a heap object.
+"""
+
+import pytest
+from support.fake_engine import FakeEngine, configured
+from support.http_server import running
+
+from hardpoint.builtin_plugins.server.errors import for_clients
+from hardpoint.plugins import HardpointError, ModelError, RequestError
+from hardpoint.plugins.errors import (
+    EngineClosedError,
+    EngineDeadError,
+    EngineTimeoutError,
+    PluginFaultError,
+)
+from hardpoint.plugins.server import Authenticator, Middleware, Route, Transform
+from hardpoint.plugins.stats import Health, StepFault
+
+SECRET = "/etc/secret/token"
+BODY = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def quoting(*_):
+    raise OSError(2, "No such file", SECRET)
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (
+            "plugin 'acme' (acme 1.0): its prepare failed: OSError: [Errno 2] '/etc/x'\nmore",
+            "plugin 'acme' (acme 1.0): its prepare failed: OSError",
+        ),
+        (
+            "plugin 'acme' (acme 1.0): ZeroDivisionError: division by zero",
+            "plugin 'acme' (acme 1.0): ZeroDivisionError",
+        ),
+        (
+            "messages: the chat template refuses them: it failed: UndefinedError: 'x' has no 'y'",
+            "messages: the chat template refuses them: it failed: UndefinedError",
+        ),
+        (
+            "messages: the chat template refuses them: Roles must alternate",
+            "messages: the chat template refuses them: Roles must alternate",
+        ),
+        ("got <io.BytesIO object at 0x7f9a364ea090>", "got <io.BytesIO object at (an address)>"),
+        ("panicked at /root/.cargo/llg/src/lib.rs:5:9", "panicked at (a file)"),
+        ("n: expected at most 3, got 4", "n: expected at most 3, got 4"),
+        ("timeout: failed: too late", "timeout: failed: too late"),
+    ],
+)
+def test_what_clients_see_of_a_message(message, expected):
+    assert for_clients(message) == expected
+
+
+@pytest.fixture(scope="module")
+def running_server():
+    with running(FakeEngine(config=configured())) as server:
+        yield server
+
+
+@pytest.fixture
+def server(running_server):
+    yield running_server
+    running_server.engine.error = None
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "expected"),
+    [
+        (OSError(2, "No such file", SECRET), 500, "the server failed; its log says why"),
+        (KeyError(SECRET), 500, "the server failed; its log says why"),
+        (RecursionError(SECRET), 500, "the server failed; its log says why"),
+        (MemoryError(SECRET), 500, "the server failed; its log says why"),
+        (HardpointError(f"chat templates: {SECRET}"), 500, "the server failed; its log says why"),
+        (ModelError(f"{SECRET} is damaged"), 500, "the server failed; its log says why"),
+        (
+            EngineDeadError(f"the engine process (pid 5) failed: OSError: {SECRET}"),
+            503,
+            "the engine has ended; send the request again later",
+        ),
+        (EngineClosedError("the engine was closed"), 503, "the engine was closed"),
+        (EngineTimeoutError("no answer in 5 s"), 503, "no answer in 5 s"),
+        (
+            PluginFaultError(f"plugin 'acme': its rows failed: OSError: {SECRET}"),
+            500,
+            "plugin 'acme': its rows failed: OSError",
+        ),
+        (
+            RequestError(f"plugin_args: plugin 'acme': its prepare failed: OSError: {SECRET}"),
+            400,
+            "plugin_args: plugin 'acme': its prepare failed: OSError",
+        ),
+    ],
+)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_errors_of_the_engine(server, error, status, expected, streamed, caplog):
+    server.engine.error = error
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        body = {**BODY} if "chat" in path else {"prompt": "hi"}
+        response = server.post(path, {**body, "stream": streamed})
+        assert response.status_code == status
+        assert response.json()["error"]["message"] == expected
+        assert SECRET not in response.text
+        assert SECRET not in str(response.headers)
+    if SECRET in str(error):
+        assert SECRET in caplog.text  # the operator sees it
+
+
+def test_an_error_within_a_stream():
+    error = PluginFaultError(f"plugin 'acme': its rows failed: OSError: {SECRET}")
+    engine = FakeEngine(config=configured(), error=error, fails_after=2)
+    with running(engine) as server:
+        events = server.events("/v1/chat/completions", {**BODY, "stream": True})
+    assert events[-1]["error"]["message"] == "plugin 'acme': its rows failed: OSError"
+
+
+def middleware(_):
+    async def app(*_):
+        quoting()
+
+    return app
+
+
+async def failing(*_):
+    quoting()
+
+
+@pytest.mark.parametrize(
+    ("extension", "what"),
+    [
+        (Transform(request=failing), "transform"),
+        (Middleware(wrap=middleware), "middleware"),
+        (Authenticator(authenticate=failing), "authenticator"),
+        (Route(path="/acme", endpoint=failing), "route /acme"),
+    ],
+)
+def test_errors_of_extensions(extension, what):
+    engine = FakeEngine(config=configured(), extensions=(("acme", extension),))
+    with running(engine) as server:
+        is_route = isinstance(extension, Route)
+        path = "/acme" if is_route else "/v1/chat/completions"
+        response = server.client.get(path) if is_route else server.post(path, BODY)
+    assert response.status_code == 500
+    message = response.json()["error"]["message"]
+    assert message.startswith("plugin 'acme': its ")
+    assert message.endswith(f"{what} failed: FileNotFoundError")
+    assert SECRET not in response.text
+
+
+def test_health_names_plugins_without_their_words():
+    quoted = f"plugin 'acme': its observe failed: OSError: {SECRET}"
+    health = Health(
+        faults={"acme": 1},
+        quarantined={"acme": quoted},
+        fallbacks={"acme": StepFault(1, quoted)},
+        slow={},
+    )
+    with running(FakeEngine(config=configured(), health_now=health)) as server:
+        response = server.client.get("/health")
+    assert response.json()["status"] == "degraded"
+    assert response.json()["quarantined"] == {"acme": "plugin 'acme': its observe failed: OSError"}
+    assert SECRET not in response.text
+
+
+def test_a_dead_engine_is_said_without_its_words():
+    dead = EngineDeadError(f"the engine process failed: OSError: {SECRET}")
+    engine = FakeEngine(config=configured())
+    with running(engine) as server:
+        engine.is_running, engine.dead_error = False, dead
+        responses = [server.client.get("/health"), server.post("/v1/chat/completions", BODY)]
+    for response in responses:
+        assert response.status_code == 503
+        assert SECRET not in response.text
+
+
+def test_lenient_fields_are_logged_in_one_line(caplog):
+    """A field's name cannot forge a line of the log."""
+    with running(FakeEngine(config=configured(unknown_fields="warn"))) as server:
+        response = server.post("/v1/chat/completions", {**BODY, "x\nERROR forged\x1b[2J": 1})
+    assert response.status_code == 200
+    (record,) = [r for r in caplog.records if "unknown fields" in r.message]
+    assert "\n" not in record.message
+    assert "\x1b" not in record.message
+
+
+@pytest.mark.parametrize("given", ["a b", "x" * 129, "a\tb", "\xff"])
+def test_request_ids_of_clients_are_plain(server, given):
+    raw = given.encode("latin-1")
+    response = server.client.get("/health", headers={b"x-request-id": raw})
+    assert response.headers["x-request-id"].startswith("req-")
+    response = server.client.get("/health", headers={"x-request-id": "abc-1"})
+    assert response.headers["x-request-id"] == "abc-1"

@@ -1,0 +1,305 @@
+"""Every limit of `server.limits`, from the outside: at the limit, and one over it."""
+
+import threading
+
+import msgspec
+import pytest
+from support.fake_engine import FakeEngine, configured
+from support.http_server import running
+
+from hardpoint.plugins.server import ServerLimits
+
+LIMITS = {
+    "body_bytes": 20_000,
+    "depth": 20,
+    "requests": 3,
+    "prompts": 3,
+    "prompt_characters": 200,
+    "n": 3,
+    "max_tokens": 7,
+    "logprobs": 2,
+    "stop": 3,
+    "bad_words": 3,
+    "logit_bias": 3,
+    "messages": 3,
+    "tools": 3,
+    "schema_bytes": 300,
+    "timeout_seconds": 5.0,
+}
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+MESSAGE = {"role": "user", "content": "Hi"}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running(FakeEngine(config=configured(limits=LIMITS))) as running_server:
+        yield running_server
+
+
+def tool(name, **schema):
+    parameters = {"type": "object", **schema}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def words(count):
+    return ["w"] * count
+
+
+def send(server, path, fields):
+    base = {"messages": [MESSAGE]} if path == CHAT else {"prompt": "x"}
+    return server.post(path, {**base, **fields})
+
+
+MORE = "expected at most {limit} on this server, got {over}"
+CASES = [
+    ("n", CHAT, lambda k: {"n": k}, "n", MORE),
+    ("n", TEXT, lambda k: {"n": k}, "n", MORE),
+    ("max_tokens", CHAT, lambda k: {"max_tokens": k}, "max_tokens", MORE),
+    ("max_tokens", CHAT, lambda k: {"max_completion_tokens": k}, "max_tokens", MORE),
+    ("max_tokens", TEXT, lambda k: {"max_tokens": k}, "max_tokens", MORE),
+    ("logprobs", TEXT, lambda k: {"logprobs": k}, "logprobs", MORE),
+    ("logprobs", CHAT, lambda k: {"logprobs": True, "top_logprobs": k}, "top_logprobs", MORE),
+    ("logprobs", CHAT, lambda k: {"prompt_logprobs": k}, "prompt_logprobs", MORE),
+    ("logprobs", TEXT, lambda k: {"prompt_logprobs": k}, "prompt_logprobs", MORE),
+    ("stop", CHAT, lambda k: {"stop": words(k)}, "stop", MORE),
+    ("stop", CHAT, lambda k: {"stop_token_ids": [1] * k}, "stop_token_ids", MORE),
+    ("bad_words", CHAT, lambda k: {"bad_words": words(k)}, "bad_words", MORE),
+    (
+        "logit_bias",
+        CHAT,
+        lambda k: {"logit_bias": {str(i): 1 for i in range(k)}},
+        "logit_bias",
+        MORE,
+    ),
+    (
+        "logit_bias",
+        CHAT,
+        lambda k: {"allowed_token_ids": [*range(k)]},
+        "allowed_token_ids",
+        MORE,
+    ),
+    ("messages", CHAT, lambda k: {"messages": [MESSAGE] * k}, "messages", MORE),
+    (
+        "tools",
+        CHAT,
+        lambda k: {
+            "tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(k)]
+        },
+        "tools",
+        MORE,
+    ),
+    (
+        "prompts",
+        TEXT,
+        lambda k: {"prompt": words(k)},
+        "prompt",
+        "expected at most {limit} prompts, got {over}",
+    ),
+    (
+        "prompt_characters",
+        TEXT,
+        lambda k: {"prompt": "x" * k},
+        "prompt",
+        "expected at most {limit} characters on this server, got {over}",
+    ),
+    (
+        "prompt_characters",
+        TEXT,
+        lambda k: {"prompt": ["x" * (k - 20), "x" * 20]},
+        "prompt",
+        "expected at most {limit} characters on this server, got {over}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "path", "fields", "param", "words_of_it"), CASES)
+def test_at_a_limit_and_one_over_it(server, name, path, fields, param, words_of_it):
+    limit = LIMITS[name]
+    assert send(server, path, fields(limit)).status_code == 200
+    response = send(server, path, fields(limit + 1))
+    message = words_of_it.format(limit=limit, over=limit + 1)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["message"] == f"{param}: {message}"
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+
+
+def test_the_characters_of_a_conversation_count_together(server):
+    def size(content):
+        plain = {"role": "user", "content": content}
+        return sum(map(len, [*plain, *plain.values()]))
+
+    content = "x" * (LIMITS["prompt_characters"] - size(""))
+    assert send(server, CHAT, {"messages": [{**MESSAGE, "content": content}]}).status_code == 200
+    response = send(server, CHAT, {"messages": [{**MESSAGE, "content": content + "x"}]})
+    assert response.json()["error"]["message"] == (
+        "prompt: expected at most 200 characters on this server, got 201"
+    )
+
+
+def padded(make, part=lambda value: value):
+    """Return the value of exactly `schema_bytes` of JSON, and of one more, by a longer text.
+
+    Args:
+        part: of a value that is counted.
+    """
+    short = len(msgspec.json.encode(part(make(""))))
+    room = LIMITS["schema_bytes"] - short
+    return make("x" * room), make("x" * (room + 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        (
+            "response_format",
+            lambda x: {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": {"title": x}, "strict": False},
+            },
+        ),
+        ("structured_outputs", lambda x: {"json": {"title": x}}),
+        ("guided_json", lambda x: {"title": x}),
+        ("guided_regex", lambda x: f"a{x}"),
+        ("guided_choice", lambda x: ["a", f"b{x}"]),
+        ("guided_grammar", lambda x: f'start: "{x}"'),
+    ],
+)
+def test_the_size_of_schemas_and_grammars(server, name, make):
+    for path in (CHAT, TEXT):
+        is_format = name == "response_format"
+        part = (lambda value: value["json_schema"]["schema"]) if is_format else (lambda v: v)
+        fits, over = padded(make, part)
+        assert "bytes of JSON" not in send(server, path, {name: fits}).text
+        response = send(server, path, {name: over})
+        assert response.status_code == 400
+        assert response.json()["error"]["message"].startswith(
+            f"{name}: expected at most 300 bytes of JSON on this server, got "
+        )
+
+
+def test_the_schemas_of_all_tools_count_together(server):
+    def tools(x):
+        return [tool("a", title="y" * 20), tool("b", title=x)]
+
+    limits = {**LIMITS, "prompt_characters": 10_000}
+    with running(FakeEngine(config=configured(limits=limits))) as other:
+        fits, over = padded(tools)
+        assert send(other, CHAT, {"tools": fits}).status_code == 200
+        response = send(other, CHAT, {"tools": over})
+    assert response.json()["error"]["message"] == (
+        "tools: expected at most 300 bytes of JSON on this server, got 301"
+    )
+
+
+def test_a_timeout_is_bounded_and_given_to_all(server):
+    assert send(server, CHAT, {"timeout": 5.0}).status_code == 200
+    assert server.engine.asked[-1][2]["timeout"] == 5.0
+    assert send(server, CHAT, {}).status_code == 200
+    assert server.engine.asked[-1][2]["timeout"] == 5.0
+    response = send(server, CHAT, {"timeout": 5.01})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == (
+        "timeout: expected at most 5 s on this server, got 5.01"
+    )
+
+
+def test_max_tokens_is_given_to_requests_without(server):
+    assert send(server, CHAT, {}).status_code == 200
+    assert server.engine.asked[-1][1].max_tokens == 7
+
+
+def body_of(size):
+    """Return a body of that many bytes."""
+    start = b'{"messages": [{"role": "user", "content": "Hi"}]'
+    return start + b" " * (size - len(start) - 1) + b"}"
+
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_the_size_of_bodies(server, chunked):
+    def content(size):
+        body = body_of(size)
+        return iter([body[:5000], body[5000:]]) if chunked else body
+
+    limit = LIMITS["body_bytes"]
+    assert server.client.post(CHAT, content=content(limit), headers=JSON).status_code == 200
+    response = server.client.post(CHAT, content=content(limit + 1), headers=JSON)
+    assert response.status_code == 413
+    message = "body: expected at most 20000 bytes (server.limits.body_bytes)"
+    assert response.json()["error"]["message"] == message
+
+
+def test_a_declared_length_is_refused_before_the_body_comes(server):
+    with server.socket() as connection:
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        connection.sendall((head + "content-length: 99999999999999999999\r\n\r\n{").encode())
+        answer = connection.makefile("rb").readline()
+    assert answer.split()[1] in (b"413", b"400")
+
+
+def nested(depth, pattern):
+    """Return a body of that many arrays and objects in one another."""
+    opened = ('{"a":' if pattern == "{" else "[") * (depth - 1)
+    closed = ("}" if pattern == "{" else "]") * (depth - 1)
+    inner = f"{opened}1{closed}"
+    return f'{{"messages": [{{"role": "user", "content": "Hi"}}], "plugin_args": {inner}}}'
+
+
+@pytest.mark.parametrize("pattern", ["{", "["])
+def test_the_depth_of_bodies(server, pattern):
+    limit = LIMITS["depth"]
+    fits = server.client.post(CHAT, content=nested(limit, pattern), headers=JSON)
+    assert "in one another" not in fits.text
+    for depth in (limit + 1, 500, 3000):
+        response = server.client.post(CHAT, content=nested(depth, pattern), headers=JSON)
+        assert response.status_code == 400
+        assert response.json()["error"]["message"] == (
+            "body: expected at most 20 arrays and objects in one another (server.limits.depth)"
+        )
+
+
+def test_many_brackets_are_not_deep(server):
+    bias = {"messages": [MESSAGE], "tags": {f"k{i}": "[{" * 20 for i in range(20)}}
+    assert server.post(CHAT, bias).status_code == 200
+
+
+def test_requests_at_once():
+    """One more is 429, and is answered when there is room again."""
+    engine = FakeEngine(config=configured(limits={"requests": 3}), delay=0.05)
+    with running(engine) as server:
+        streams = [threading.Thread(target=lambda: send(server, CHAT, {})) for _ in range(3)]
+        for stream in streams:
+            stream.start()
+        while server.service.load.open < 3:
+            pass
+        response = send(server, CHAT, {})
+        for stream in streams:
+            stream.join()
+        assert response.status_code == 429
+        assert int(response.headers["retry-after"]) >= 1
+        error = response.json()["error"]
+        assert error["code"] == "overloaded"
+        assert error["message"].startswith("the server answers 3 requests, its maximum (server.")
+        assert send(server, CHAT, {}).status_code == 200
+
+
+def test_every_limit_is_tested_here():
+    """Header bytes are the HTTP protocol's, and tested with it."""
+    assert {*LIMITS, "header_bytes"} == {*ServerLimits.__struct_fields__}
+
+
+def test_negative_numbers_are_no_way_around(server):
+    """llama.cpp's CVE-2026-21869, and all of the vocabulary by -1."""
+    for name in ("n", "max_tokens", "max_completion_tokens", "top_logprobs", "prompt_logprobs"):
+        for value in (-1, -(2**31), -(2**63)):
+            response = send(server, CHAT, {name: value, "logprobs": name == "top_logprobs"})
+            assert response.status_code == 400, (name, value)
+            assert response.json()["error"]["param"] == name
+    for name in ("logprobs", "prompt_logprobs", "n", "max_tokens"):
+        response = send(server, TEXT, {name: -1})
+        assert response.status_code == 400, name
+        assert response.json()["error"]["param"] == name

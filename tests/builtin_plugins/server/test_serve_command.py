@@ -1,0 +1,44 @@
+"""`hardpoint serve`: what is wrong with keys and certificates is said before the model loads."""
+
+import argparse
+from types import SimpleNamespace
+
+import pytest
+from support.fake_engine import configured
+
+from hardpoint.builtin_plugins.server.command import COMMAND
+from hardpoint.plugins import ConfigError
+from hardpoint.plugins.commands import ConfigSources
+
+
+def serve(*arguments, **server):
+    def open_async(*_):
+        pytest.fail("the model would be loaded")
+
+    context = SimpleNamespace(
+        load_config=lambda: (configured(**server), ConfigSources()), open_async=open_async
+    )
+    parser = argparse.ArgumentParser()
+    COMMAND.configure(parser)
+    return COMMAND.run(parser.parse_args(arguments), context)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "server", "message"),
+    [
+        (["--keys-file", "/nowhere/keys"], {}, "server.keys_file: '/nowhere/keys' cannot be read"),
+        ([], {"keys_file": "/nowhere/keys"}, "server.keys_file: '/nowhere/keys' cannot be read"),
+        (["--api-key", ""], {}, "--api-key: expected a key, got an empty text"),
+        (["--api-key", "a b"], {}, "key 'default': expected 1 to 1024 visible ASCII characters"),
+        ([], {"tls_key": "/nowhere/key"}, "server.tls_certificate: expected a PEM file"),
+    ],
+)
+def test_before_the_model_loads(arguments, server, message):
+    with pytest.raises(ConfigError, match=message):
+        serve(*arguments, **server)
+
+
+def test_an_empty_variable_is_no_open_server(monkeypatch):
+    monkeypatch.setenv("HARDPOINT_API_KEY", "")
+    with pytest.raises(ConfigError, match="HARDPOINT_API_KEY: expected a key, got an empty text"):
+        serve()

@@ -1,0 +1,79 @@
+"""`hardpoint serve` as a program of its own, with the scripted model."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+
+import httpx
+import psutil
+
+from support.scripted_folder import write_config
+
+KEYS = {name: f"{name}-0123456789abcdef" for name in ("single", "alice", "bob")}
+"""Of the server that tests share."""
+
+
+class ServeProgram:
+    """A server that runs.
+
+    Attributes:
+        url: where it answers.
+        client: of httpx, with the URL as its base.
+    """
+
+    def __init__(self, process, url, output, **client):
+        self.process, self.url, self._output = process, url, output
+        self.client = httpx.Client(base_url=url, timeout=30, **client)
+
+    @property
+    def output(self):
+        """All that it wrote so far, to standard output and error."""
+        return self._output.read_text()
+
+    def processes(self):
+        """Return its process and all below."""
+        own = psutil.Process(self.process.pid)
+        return [own, *own.children(recursive=True)]
+
+
+@contextlib.contextmanager
+def serving(folder, scripted, *settings, options=(), environment=None, **client):
+    """Run a server while the body runs.
+
+    Args:
+        folder: its working directory.
+        settings: lines of its configuration.
+        options: further ones of the command.
+        environment: further variables.
+        client: arguments of httpx.
+    """
+    write_config(folder, scripted, "server.port = 0", "stats.sinks = []", *settings)
+    output = folder / "output.txt"
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hardpoint", "serve", *options],
+            cwd=folder,
+            env={**os.environ, **(environment or {})},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        deadline = time.monotonic() + 60
+        while not (found := re.search(r"Serving .* at (https?://\S+)", output.read_text())):
+            assert process.poll() is None, output.read_text()
+            assert time.monotonic() < deadline, output.read_text()
+            time.sleep(0.05)
+        server = ServeProgram(process, found[1], output, **client)
+        with server.client:
+            yield server
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise

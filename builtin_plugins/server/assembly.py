@@ -22,6 +22,7 @@ from .guard import Guard
 from .routes.chat import ChatRoutes
 from .routes.completions import CompletionRoutes
 from .routes.models import StatusRoutes
+from .routes.tokens import TokenRoutes
 from .service import Service
 
 
@@ -45,6 +46,7 @@ def core_routes(service: Service) -> list[Route]:
         *StatusRoutes(service).routes(),
         *ChatRoutes(service).routes(),
         *CompletionRoutes(service).routes(),
+        *TokenRoutes(service).routes(),
     ]
 
 

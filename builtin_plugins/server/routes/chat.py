@@ -16,7 +16,7 @@ from hardpoint.builtin_plugins.server.errors import AnswerError, ErrorBody
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput
 from hardpoint.plugins.server import Call, Route, ToolCall
-from hardpoint.plugins.typed import Strict
+from hardpoint.plugins.typed import Strict, shown
 
 from .answers import (
     Usage,
@@ -29,6 +29,7 @@ from .answers import (
     token_text,
 )
 from .fields import IGNORED, REFUSED, SamplingFields
+from .progress import with_progress
 
 DONE = b"data: [DONE]\n\n"
 
@@ -41,6 +42,7 @@ class Message(Strict):
         reasoning, reasoning_content: what the assistant thought; two names of one thing.
         tool_calls: that the assistant made.
         tool_call_id: of the call that a message of role "tool" answers.
+        refusal, audio, function_call, annotations, parsed: of answers that are sent back; ignored.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -54,6 +56,7 @@ class Message(Strict):
     audio: None = None
     function_call: None = None
     annotations: list[Any] | None = None
+    parsed: Any = None
 
     def plain(self) -> dict[str, Any]:
         """Return the message as chat templates have it, with both names of the reasoning."""
@@ -75,11 +78,27 @@ class NamedFunction(Strict):
     name: str
 
 
-class NamedTool(Strict):
+class NamedTool(Strict, tag_field="type", tag="function"):
     """The tool that has to be called."""
 
-    type: Literal["function"]
     function: NamedFunction
+
+
+class AllowedTools(Strict):
+    """Some of the tools.
+
+    Attributes:
+        mode: whether the model may call them, or has to call one.
+    """
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[NamedTool], Meta(min_length=1)]
+
+
+class AllowedToolChoice(Strict, tag_field="type", tag="allowed_tools"):
+    """The tools that may be called, of those that the request has."""
+
+    allowed_tools: AllowedTools
 
 
 class ChatCompletionRequest(SamplingFields):
@@ -113,10 +132,11 @@ class ChatCompletionRequest(SamplingFields):
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     include_reasoning: bool = True
+    add_special_tokens: Literal[False] = False
     modalities: list[Literal["text"]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -133,6 +153,41 @@ class ChatCompletionRequest(SamplingFields):
             if "enable_thinking" in template:
                 variables.setdefault("enable_thinking", effort != "none")
         return variables or None
+
+    def tools_and_choice(self) -> tuple[list[dict[str, Any]] | None, Any]:
+        """Return the tools, of which members that are null are left out, and the choice.
+
+        Raises:
+            RequestError: the choice is of a tool that the request does not have.
+        """
+        tools = [_without_nulls(tool) for tool in self.tools or ()] or None
+        choice = self.tool_choice or "auto"
+        if isinstance(choice, NamedTool):
+            return tools, {"name": choice.function.name}
+        if not isinstance(choice, AllowedToolChoice):
+            return tools, choice
+        names = [tool.function.name for tool in choice.allowed_tools.tools]
+        known = [_tool_name(tool) for tool in tools or ()]
+        for index, name in enumerate(names):
+            if name not in known:
+                raise RequestError(
+                    f"tool_choice.allowed_tools.tools[{index}].function.name: expected one of the "
+                    f"tools ({', '.join(map(str, known)) or 'none'}), got {shown(name)}"
+                )
+        allowed = [tool for tool in tools or () if _tool_name(tool) in names]
+        return allowed, choice.allowed_tools.mode
+
+
+def _without_nulls(tool: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in tool.items() if value is not None}
+    if isinstance(function := kept.get("function"), dict):
+        kept["function"] = {name: value for name, value in function.items() if value is not None}
+    return kept
+
+
+def _tool_name(tool: dict[str, Any]) -> Any:
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, dict) else None
 
 
 class Function(msgspec.Struct, omit_defaults=True):
@@ -252,41 +307,41 @@ class ChatRoutes:
         """Answer a conversation, whole or as it comes."""
         call, asked = await self._service.read(request, ChatCompletionRequest)
         model = self._service.model(asked.model)
-        outputs = self._outputs(call, asked)
-        identity = {
-            "id": new_id("chatcmpl-", asked.request_id),
-            "created": int(time.time()),
-            "model": model,
-        }
+        answer_id = new_id("chatcmpl-", asked.request_id)
+        outputs = self._outputs(call, asked, answer_id)
+        identity = {"id": answer_id, "created": int(time.time()), "model": model}
         if asked.stream:
             stream = ChatStream(self._service, asked, identity)
-            return self._service.stream(call, stream.events(outputs), stream.failed)
+            events = stream.events(outputs)
+            if asked.wants_progress:
+                events = with_progress(self._service.engine, [answer_id], events, stream.head)
+            return self._service.stream(call, events, stream.failed)
         return await self._service.answer(request, call, self._whole(asked, identity, outputs))
 
     def _outputs(
-        self, call: Call, asked: ChatCompletionRequest
+        self, call: Call, asked: ChatCompletionRequest, answer_id: str
     ) -> AsyncGenerator[RequestOutput, None]:
         """Return the outputs of a conversation, which begin when they are asked for."""
         engine, limits = self._service.engine, self._service.settings.limits
         if asked.top_logprobs and not asked.logprobs:
             raise RequestError("top_logprobs: expected logprobs to be true with it")
         max_tokens = asked.max_completion_tokens or asked.max_tokens
+        if max_tokens == 0:
+            raise RequestError("max_tokens: expected at least 1, got 0")
         params = asked.sampling_params(
             engine.default_sampling_params(),
             limits,
             max_tokens=max_tokens,
             logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
         )
-        choice: Any = asked.tool_choice or "auto"
-        if isinstance(choice, NamedTool):
-            choice = {"name": choice.function.name}
+        tools, choice = asked.tools_and_choice()
         messages = [message.plain() for message in asked.messages]
-        self._service.check_prompt(messages, asked.tools)
+        self._service.check_prompt(messages, tools)
         return engine.chat(
             messages,
             params,
-            new_id("chatcmpl-", asked.request_id),
-            tools=asked.tools,
+            answer_id,
+            tools=tools,
             tool_choice=choice,
             parallel_tool_calls=asked.parallel_tool_calls,
             add_generation_prompt=asked.add_generation_prompt,
@@ -320,7 +375,7 @@ class ChatRoutes:
 
 
 def _choice(completion: CompletionOutput, asked: ChatCompletionRequest) -> Choice:
-    message = AnswerMessage("assistant", completion.content, refusal=None)
+    message = AnswerMessage("assistant", completion.content or None, refusal=None)
     if asked.include_reasoning and completion.reasoning:
         message.reasoning = message.reasoning_content = completion.reasoning
     if completion.tool_calls:
@@ -372,13 +427,17 @@ def _position(position: Mapping[int, Logprob], token: int, count: int) -> TokenL
     text = token_text(chosen, token)
     top = [
         TopLogprob(token_text(p, t), finite(p.logprob), list(token_text(p, t).encode()))
-        for t, p in likeliest(position, count)
+        for t, p in (likeliest(position, count, token) if count else ())
     ]
     return TokenLogprob(text, finite(chosen.logprob), list(text.encode()), top)
 
 
 class ChatStream:
-    """Writes a streamed answer; what all chunks share is encoded once."""
+    """Writes a streamed answer; what all chunks share is encoded once.
+
+    Attributes:
+        head: the beginning of each chunk, up to its list of choices.
+    """
 
     def __init__(
         self, service: Service, asked: ChatCompletionRequest, identity: Mapping[str, Any]
@@ -386,7 +445,7 @@ class ChatStream:
         """Prepare the chunks of a request."""
         head = {"id": identity["id"], "object": "chat.completion.chunk"}
         head |= {"created": identity["created"], "model": identity["model"]}
-        self._head = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
+        self.head = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
         self._encode = msgspec.json.Encoder().encode
         self._asked = asked
         self._options = asked.stream_options
@@ -399,14 +458,18 @@ class ChatStream:
     ) -> AsyncGenerator[bytes, None]:
         """Yield the events, those of one output together."""
         options = self._options
+        transfer: dict[str, Any] | None = None
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 self._usage.add(output)
+                transfer = output.kv_transfer_params or transfer
                 if chunks := self._chunks(output):
                     yield chunks
+        if transfer is not None:
+            yield self.head + b'],"kv_transfer_params":' + self._encode(transfer) + b"}\n\n"
         if options is not None and options.include_usage:
             usage = self._encode(self._usage.usage())
-            yield self._head + b'],"usage":' + usage + b"}\n\n"
+            yield self.head + b'],"usage":' + usage + b"}\n\n"
         yield DONE
 
     def failed(self, error: AnswerError) -> bytes:
@@ -414,22 +477,34 @@ class ChatStream:
         return b"data: " + self._encode(ErrorBody(error.detail)) + b"\n\n" + DONE
 
     def _chunks(self, output: RequestOutput) -> bytes:
-        tail = b"]}\n\n"
+        tail = b"}\n\n"
         options = self._options
         if options is not None and options.continuous_usage_stats:
-            tail = b'],"usage":' + self._encode(self._usage.usage(whole=False)) + b"}\n\n"
+            tail = b',"usage":' + self._encode(self._usage.usage(whole=False)) + b"}\n\n"
         parts: list[bytes] = []
         for completion in output.outputs:
             if completion.index not in self._begun:
+                first = self._encode(self._first(completion.index))
+                parts += (self.head, first, b"]", self._about_prompt(output), tail)
                 self._begun.add(completion.index)
-                parts += (self._head, self._encode(self._first(completion.index, output)), tail)
             check_ended(completion)
             choice = self._choice(completion)
             if choice is not None:
-                parts += (self._head, self._encode(choice), tail)
+                parts += (self.head, self._encode(choice), b"]", tail)
         return b"".join(parts)
 
-    def _first(self, index: int, output: RequestOutput) -> ChunkChoice:  # noqa: ARG002
+    def _about_prompt(self, output: RequestOutput) -> bytes:
+        """Return what the very first chunk says of the prompt, if that was asked for."""
+        parts = b""
+        if self._begun:
+            return parts
+        if self._asked.return_token_ids:
+            parts += b',"prompt_token_ids":' + self._encode(output.prompt_token_ids)
+        if self._asked.prompt_logprobs is not None:
+            parts += b',"prompt_logprobs":' + self._encode(prompt_logprobs(output))
+        return parts
+
+    def _first(self, index: int) -> ChunkChoice:
         content = ""
         if self._asked.echo and self._asked.continue_final_message:
             before = self._asked.messages[-1].content

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from hardpoint.builtin_plugins.server.errors import AnswerError, ErrorBody
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput
+from hardpoint.plugins.requests import Prompt
 from hardpoint.plugins.server import Call, Route
 
 from .answers import (
@@ -26,12 +27,12 @@ from .answers import (
     likeliest,
     new_id,
     prompt_logprobs,
+    prompt_positions,
     token_text,
 )
 from .chat import DONE, ended
 from .fields import REFUSED, SamplingFields
-
-Prompt = str | list[int] | list[str] | list[list[int]]
+from .progress import with_progress
 
 
 class CompletionRequest(SamplingFields):
@@ -145,20 +146,44 @@ class CompletionRoutes:
         call, asked = await self._service.read(request, CompletionRequest)
         model = self._service.model(asked.model)
         prompts = asked.prompts(self._service.settings.limits.prompts)
+        self._service.check_prompt([prompt for prompt in prompts if isinstance(prompt, str)])
+        given = await self._tokenised(asked, prompts)
         answer_id = new_id("cmpl-", asked.request_id)
-        outputs = merged(self._outputs(call, asked, prompts, answer_id))
+        ids = [answer_id] if len(prompts) == 1 else [f"{answer_id}-{i}" for i in range(len(given))]
+        outputs = merged(self._outputs(call, asked, given, ids))
         identity = {"id": answer_id, "created": int(time.time()), "model": model}
         answer = CompletionAnswer(self._service, asked, identity)
         if asked.stream:
-            return self._service.stream(call, answer.events(outputs), answer.failed)
+            events = answer.events(outputs)
+            if asked.wants_progress:
+                events = with_progress(self._service.engine, ids, events, answer.head)
+            return self._service.stream(call, events, answer.failed)
         return await self._service.answer(request, call, answer.whole(outputs))
+
+    async def _tokenised(
+        self, asked: CompletionRequest, prompts: Sequence[str | list[int]]
+    ) -> list[Prompt]:
+        """Return the prompts as the engine takes them, texts without special tokens as ids."""
+        if asked.add_special_tokens:
+            return list(prompts)
+        tokenise = self._service.engine.tokenise
+        return [
+            {
+                "type": "token",
+                "prompt": prompt,
+                "prompt_token_ids": await tokenise(prompt, add_special_tokens=False),
+            }
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in prompts
+        ]
 
     def _outputs(
         self,
         call: Call,
         asked: CompletionRequest,
-        prompts: Sequence[str | list[int]],
-        answer_id: str,
+        prompts: Sequence[Prompt],
+        ids: Sequence[str],
     ) -> list[AsyncGenerator[RequestOutput, None]]:
         engine, limits = self._service.engine, self._service.settings.limits
         if asked.best_of not in (None, 1 if asked.n is msgspec.UNSET else asked.n):
@@ -172,13 +197,10 @@ class CompletionRoutes:
         if asked.echo and asked.logprobs is not None and asked.prompt_logprobs is None:
             fields["prompt_logprobs"] = asked.logprobs
         params = asked.sampling_params(defaults, limits, **fields)
-        self._service.check_prompt([prompt for prompt in prompts if isinstance(prompt, str)])
         extras = self._service.extras(call, asked)
         return [
-            engine.generate(
-                prompt, params, answer_id if len(prompts) == 1 else f"{answer_id}-{i}", **extras
-            )
-            for i, prompt in enumerate(prompts)
+            engine.generate(prompt, params, request_id, **extras)
+            for prompt, request_id in zip(prompts, ids, strict=True)
         ]
 
 
@@ -227,7 +249,11 @@ async def merged(
 
 
 class CompletionAnswer:
-    """Writes the answer to prompts, whole or as a stream."""
+    """Writes the answer to prompts, whole or as a stream.
+
+    Attributes:
+        head: the beginning of each chunk, up to its list of choices.
+    """
 
     def __init__(
         self, service: Service, asked: CompletionRequest, identity: Mapping[str, Any]
@@ -237,7 +263,7 @@ class CompletionAnswer:
         self._n = 1 if asked.n is msgspec.UNSET else asked.n
         head = {"id": identity["id"], "object": "text_completion"}
         head |= {"created": identity["created"], "model": identity["model"]}
-        self._head = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
+        self.head = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
         self._encode = msgspec.json.Encoder().encode
         self._usage = UsageCount(service.engine.tokenizer)
         self._offsets: dict[int, int] = {}
@@ -272,7 +298,7 @@ class CompletionAnswer:
                 yield self._chunks(number, output)
         if options is not None and options.include_usage:
             usage = self._encode(self._usage.usage())
-            yield self._head + b'],"usage":' + usage + b"}\n\n"
+            yield self.head + b'],"usage":' + usage + b"}\n\n"
         yield DONE
 
     def failed(self, error: AnswerError) -> bytes:
@@ -293,7 +319,7 @@ class CompletionAnswer:
         for completion in output.outputs:
             check_ended(completion)
             choice = self._choice(number, output, completion)
-            parts += (self._head, self._encode(choice), tail)
+            parts += (self.head, self._encode(choice), tail)
         return b"".join(parts)
 
     def _choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> Choice:
@@ -323,7 +349,7 @@ class CompletionAnswer:
             choice.token_ids = token_ids
             if is_first:
                 choice.prompt_token_ids = output.prompt_token_ids
-        if asked.prompt_logprobs is not None and output.prompt_logprobs is not None:
+        if asked.prompt_logprobs is not None and output.prompt_logprobs is not None and is_first:
             choice.prompt_logprobs = prompt_logprobs(output) or []
         return choice
 
@@ -348,9 +374,11 @@ def _add(
         text = token_text(chosen, token)
         columns.tokens.append(text)
         columns.token_logprobs.append(finite(chosen.logprob))
-        columns.top_logprobs.append(
-            {token_text(p, t): finite(p.logprob) for t, p in likeliest(position, max(count, 1))}
-        )
+        top: dict[str, float] = {}
+        for other, logprob in likeliest(position, count, token):
+            # Of several tokens with one text, such as parts of characters, the likeliest counts.
+            top.setdefault(token_text(logprob, other), finite(logprob.logprob))
+        columns.top_logprobs.append(top)
         columns.text_offset.append(offset)
         offset += len(text)
 
@@ -358,8 +386,7 @@ def _add(
 def _add_prompt(columns: Logprobs, output: RequestOutput, count: int, tokenizer: Any) -> None:
     """Add the positions of a prompt, the first of which has no log-probability."""
     offset = 0
-    positions = output.prompt_logprobs or []
-    for position, token in zip(positions, output.prompt_token_ids, strict=False):
+    for position, token in zip(prompt_positions(output), output.prompt_token_ids, strict=False):
         if position is None:
             text = tokenizer.decode([token], skip_special_tokens=False)
             columns.tokens.append(text)

@@ -21,12 +21,16 @@ from hardpoint.plugins.typed import Strict, shown
 _ANY_CASE = "it is for the provider's own platform"
 
 IGNORED = {
+    "guided_decoding_backend": "grammars are compiled by the first backend that takes them",
+    "length_penalty": "there is no beam search",
     "metadata": _ANY_CASE,
     "prompt_cache_key": "cached prompts are found by their content",
     "prompt_cache_retention": "cached prompts are kept while there is room",
     "safety_identifier": _ANY_CASE,
     "service_tier": _ANY_CASE,
+    "session_id": "cached prompts are found by their content",
     "spaces_between_special_tokens": "the tokenizer decides",
+    "stream_interval": "tokens are sent as they come, and together where a client reads slowly",
     "user": _ANY_CASE,
 }
 """Fields that clients send and that change nothing, with the reason."""
@@ -34,11 +38,15 @@ IGNORED = {
 REFUSED = {
     "chat_template": "templates come from the operator alone",
     "documents": "give them in the messages",
+    "guided_whitespace_pattern": "say it in the grammar",
+    "logprob_token_ids": "ask for the likeliest tokens with logprobs",
     "media_io_kwargs": "the model reads text alone",
     "mm_processor_kwargs": "the model reads text alone",
+    "return_tokens_as_token_ids": "ask for ids with return_token_ids",
     "truncate_prompt_tokens": "cut the prompt before you send it",
+    "use_beam_search": "completions are sampled",
 }
-"""Fields that are known and not supported, with the reason."""
+"""Fields that are known and not supported, with the reason; false or empty ones ask for nothing."""
 
 
 class StreamOptions(Strict):
@@ -97,30 +105,15 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTa
 Number = Annotated[float, Meta(ge=-100, le=100)]
 
 
-class SamplingFields(Strict):
-    """Fields of every route that generates text; those that are left out are the model's defaults.
+class ChoiceFields(Strict):
+    """How tokens are chosen; fields that are left out are the model's defaults.
 
     Attributes:
-        model: name of the model.
-        stream: send the answer as it comes.
-        timeout: seconds after which the request ends with finish reason "timeout".
-        priority: smaller is more important; within the bounds of the key.
-        tags: labels for policies and sinks; those of the key win.
-        cache_salt: requests with different salts share no cached prompts.
-        request_id: of the answer, in place of a random one.
         plugin_args: arguments of plugins by name; `vllm_xargs` is the same.
         structured_outputs: what the answer must be, see `StructuredOutputs`.
         guided_json, guided_regex, guided_choice, guided_grammar: older names of parts of that.
-        return_token_ids: whether choices hold token ids.
-        kv_transfer_params: for the KV connector; from keys that may.
     """
 
-    ignored: ClassVar[Mapping[str, str]] = IGNORED
-    refused: ClassVar[Mapping[str, str]] = REFUSED
-
-    model: str | None = None
-    stream: bool = False
-    stream_options: StreamOptions | None = None
     n: int | UnsetType = UNSET
     temperature: float | UnsetType = UNSET
     top_p: float | UnsetType = UNSET
@@ -149,13 +142,6 @@ class SamplingFields(Strict):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    priority: int | None = None
-    timeout: Annotated[float, Meta(gt=0)] | None = None
-    tags: dict[str, str] | None = None
-    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
-    request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
-    return_token_ids: bool = False
-    kv_transfer_params: dict[str, Any] | None = None
     plugin_args: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
 
@@ -175,10 +161,11 @@ class SamplingFields(Strict):
             given["logit_bias"] = _by_token(self.logit_bias)
         if (structured := self._structured()) is not None:
             given["structured"] = structured
+        if self.plugin_args is not None and self.vllm_xargs is not None:
+            raise RequestError("plugin_args and vllm_xargs: expected one of them, got both")
         if (arguments := self.plugin_args or self.vllm_xargs) is not None:
             given["plugin_args"] = arguments
-        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        params = msgspec.structs.replace(defaults, **{**given, "output_kind": kind, **fields})
+        params = msgspec.structs.replace(defaults, **{**given, **fields})
         limit = limits.max_tokens
         if limit is not None:
             if params.max_tokens is not None and params.max_tokens > limit:
@@ -209,8 +196,63 @@ class SamplingFields(Strict):
             raise RequestError(f"{' and '.join(found)}: expected one of them, got both")
         for name, value in found.items():
             given = {key: item for key, item in value.items() if item is not None}
-            return StructuredOutputs.checked(given, name)
+            try:
+                return StructuredOutputs.checked(given, name)
+            except RequestError as error:
+                raise RequestError(_with_own_path(str(error), name)) from None
         return None
+
+
+class SamplingFields(ChoiceFields):
+    """Fields of every route that generates text.
+
+    Attributes:
+        model: name of the model.
+        stream: send the answer as it comes.
+        stream_options: what a stream holds besides the answer.
+        return_progress: the same as `stream_options.include_progress`.
+        timeout: seconds after which the request ends with finish reason "timeout".
+        priority: smaller is more important; within the bounds of the key.
+        tags: labels for policies and sinks; those of the key win.
+        cache_salt: requests with different salts share no cached prompts.
+        request_id: of the answer, in place of a random one.
+        return_token_ids: whether choices hold token ids.
+        kv_transfer_params: for the KV connector; from keys that may.
+    """
+
+    ignored: ClassVar[Mapping[str, str]] = IGNORED
+    refused: ClassVar[Mapping[str, str]] = REFUSED
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_progress: bool = False
+    priority: int | None = None
+    timeout: Annotated[float, Meta(gt=0)] | None = None
+    tags: dict[str, str] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    return_token_ids: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
+
+    def sampling_params(
+        self, defaults: SamplingParams, limits: ServerLimits, **fields: Any
+    ) -> SamplingParams:
+        """Return the parameters, with outputs as the answer needs them.
+
+        Raises:
+            RequestError: a field is wrong, or more than the server allows.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options: expected stream to be true with it")
+        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        return super().sampling_params(defaults, limits, **{"output_kind": kind, **fields})
+
+    @property
+    def wants_progress(self) -> bool:
+        """Whether the stream begins with how much of the prompt is computed."""
+        options = self.stream_options
+        return self.return_progress or (options is not None and options.include_progress)
 
 
 _SAME_NAME = (
@@ -283,6 +325,24 @@ def _by_token(bias: Mapping[str, float]) -> dict[int, float]:
             raise RequestError(f"logit_bias: expected token ids as keys, got {shown(key, 100)}")
         by_token[int(key)] = value
     return by_token
+
+
+_PATHS = {
+    "response_format.json": "response_format.json_schema.schema",
+    "response_format.structural_tag": "response_format",
+    **{
+        f"guided_{name}.{name}": f"guided_{name}" for name in ("json", "regex", "choice", "grammar")
+    },
+}
+"""Where the parts of what an answer must be are in a request."""
+
+
+def _with_own_path(message: str, name: str) -> str:
+    """Return an error of the field `name` with the path that the request has."""
+    for path, own in _PATHS.items():
+        if path.startswith(f"{name}.") and message.startswith(path):
+            return own + message.removeprefix(path)
+    return message
 
 
 def _asked_format(asked: ResponseFormat | None) -> dict[str, Any] | None:

@@ -290,8 +290,12 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
         return await self._engine.health()
 
     async def metrics(self) -> str:
-        """Return what the enabled stat sinks export, in Prometheus's text format."""
-        return ""
+        """Return the metrics that sinks such as "prometheus" export, as Prometheus reads them.
+
+        Empty without such a sink, and once closed. It answers within about a second, also while
+        the engine is dead or busy: with what it said last.
+        """
+        return await self._engine.metrics()
 
     async def why_waiting(self, request_id: str) -> dict[int, WaitReason | None]:
         """Return why the completions of a request got no tokens in the last step, by index.

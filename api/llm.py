@@ -395,6 +395,13 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         """Return the faults of plugins, their effects, and the quarantined plugins."""
         return self._engine.health()
 
+    def metrics(self) -> str:
+        """Return the metrics that sinks such as "prometheus" export, as Prometheus reads them.
+
+        Empty without such a sink, and once closed. It waits for its turn, as every call does.
+        """
+        return self._engine.metrics()
+
     def is_paused(self) -> bool:
         """Return whether the engine is paused; also of an engine that is closed."""
         return self._engine.is_paused

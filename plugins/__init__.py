@@ -93,7 +93,14 @@ from .requests import (
 from .sampler import Sampler, SamplerContext, SamplingRows
 from .scheduler import EncoderCache, PauseState, Scheduler, SchedulerContext
 from .scheduling_policy import Load, PolicyContext, SchedulingPolicy
-from .stats import IterationStats, PrefixCacheStats, SchedulerStats, StatSink, StatSinkContext
+from .stats import (
+    IterationStats,
+    PluginReport,
+    PrefixCacheStats,
+    SchedulerStats,
+    StatSink,
+    StatSinkContext,
+)
 from .step_record import StepRecord, WaitingFor, WaitReason
 from .tokenizer import DecodeStream, Tokenizer, TokenizerContext
 from .typed import Arguments, Options, State
@@ -220,6 +227,7 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "ReasoningTracker",
     # Stat sinks: stable
     "IterationStats",
+    "PluginReport",
     "PrefixCacheStats",
     "SchedulerStats",
     "StatSink",

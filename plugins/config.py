@@ -18,6 +18,7 @@ __all__ = [
     "KVCacheConfig",
     "KVEventsConfig",
     "LoadConfig",
+    "MetricsConfig",
     "PluginUse",
     "PluginsConfig",
     "ReasoningConfig",
@@ -158,6 +159,18 @@ class StatsConfig(Strict):
     def on(self) -> bool:
         """Whether statistics are needed."""
         return bool(self.sinks) or self.request_metrics
+
+
+class MetricsConfig(Strict):
+    """The metrics that sinks such as "prometheus" export.
+
+    Attributes:
+        aliases: engines under whose names they are exported, too, for dashboards and gateways.
+        model_name: label of all metrics; None is the model as configured.
+    """
+
+    aliases: list[Literal["vllm"]] = []
+    model_name: Annotated[str, Meta(min_length=1)] | None = None
 
 
 class EngineProcessConfig(Strict):
@@ -432,6 +445,7 @@ class EngineConfig(Strict):
     kv_cache: KVCacheConfig = KVCacheConfig()
     kv_events: KVEventsConfig = KVEventsConfig()
     stats: StatsConfig = StatsConfig()
+    metrics: MetricsConfig = MetricsConfig()
     engine: EngineProcessConfig = EngineProcessConfig()
     executor: ExecutorConfig = ExecutorConfig()
     sampler: SamplerConfig = SamplerConfig()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -15,6 +15,7 @@ __all__ = [
     "Health",
     "IterationStats",
     "PluginMeter",
+    "PluginReport",
     "PrefixCacheStats",
     "RequestMetrics",
     "SchedulerStats",
@@ -43,9 +44,13 @@ class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):
 
     Attributes:
         num_waiting: requests that do not run, for any reason.
+        num_deferred: those of them that could not be admitted even if there were room: they wait
+            for a grammar, or for KV blocks from another place.
         kv_cache_usage: share of the blocks that requests reference, from 0 to 1.
         num_preemptions: total.
         num_drafts, num_accepted_drafts: total of draft tokens verified and accepted.
+        num_accepted_by_position: the same of accepted ones, by position in their draft.
+        num_verified_drafts: total of drafts; each has the draft tokens of a request in one step.
     """
 
     num_running: int
@@ -55,6 +60,9 @@ class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):
     num_preemptions: int = 0
     num_drafts: int = 0
     num_accepted_drafts: int = 0
+    num_deferred: int = 0
+    num_verified_drafts: int = 0
+    num_accepted_by_position: list[int] = []
 
 
 class RequestMetrics(msgspec.Struct, kw_only=True, frozen=True):
@@ -92,12 +100,17 @@ class FinishedRequest(msgspec.Struct, kw_only=True, frozen=True):
         request_id: the user's.
         finish_reason: "stop", "length", "abort", "error", "repetition" or "timeout".
         tags: the request's own.
+        index: which of the `n` completions of its prompt it is.
+        n, max_tokens: parameters of the request.
     """
 
     request_id: str
     finish_reason: str
     tags: dict[str, str]
     metrics: RequestMetrics
+    index: int = 0
+    n: int = 1
+    max_tokens: int | None = None
 
 
 class IterationStats(msgspec.Struct, kw_only=True):
@@ -185,6 +198,27 @@ class Health(msgspec.Struct, frozen=True):
         return not self.quarantined
 
 
+class PluginReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine says of its plugins and of itself when its metrics are asked for.
+
+    If it cannot answer, this is its last answer.
+
+    Attributes:
+        meters: by plugin name, costs of the logits processors since the engine's start.
+        health: of the engine and all its plugins.
+        scheduler: state of the scheduler now; None if the engine did not answer, and what was
+            recorded last holds.
+        sleep_level: 0 is awake, 1 and 2 as for `sleep`.
+        num_blocks: size of the KV cache; None if it is unknown.
+    """
+
+    meters: dict[str, PluginMeter] = {}
+    health: Health = Health({}, {})
+    scheduler: SchedulerStats | None = None
+    sleep_level: int = 0
+    num_blocks: int | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class StatSinkContext(Context["StatSink"]):
     """Context of a stat sink.
@@ -193,11 +227,19 @@ class StatSinkContext(Context["StatSink"]):
         clock: of the frontend, in seconds.
         model: as configured.
         engine_index: of the engine, the first one of several.
+        model_name: of the model in exported metrics; None is as configured.
+        aliases: engines under whose names metrics are exported, too (`metrics.aliases`).
+        block_size: of the KV cache, in tokens; None if it is unknown.
+        prefix_caching: whether the KV cache keeps the blocks of common prefixes.
     """
 
     clock: Callable[[], float]
     model: str
     engine_index: int = 0
+    model_name: str | None = None
+    aliases: Sequence[str] = ()
+    block_size: int | None = None
+    prefix_caching: bool = True
 
 
 class StatSink(Component):
@@ -219,3 +261,14 @@ class StatSink(Component):
 
         `AsyncLLM` also calls it while idle, `LLM` and `LLMEngine` only in steps.
         """
+
+    def exposition(self, plugins: PluginReport) -> str:  # noqa: ARG002
+        """Return what this sink exports, in Prometheus's text format; nothing by default.
+
+        `metrics()` and the server's `GET /metrics` return that of all sinks, joined. Called in the
+        frontend's process, by `AsyncLLM` in the thread of the event loop.
+
+        Args:
+            plugins: of this moment; read-only.
+        """
+        return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,13 +26,21 @@ class DraftCounts:
 
     Attributes:
         verified: draft tokens that steps verified.
-        accepted: draft tokens that were accepted.
+        by_accepted: number of drafts, by how many of their tokens were accepted.
     """
 
     def __init__(self) -> None:
         """Create counters at zero."""
         self.verified = 0
-        self.accepted = 0
+        self.by_accepted: Counter[int] = Counter()
+
+    def accepted_by_position(self) -> list[int]:
+        """Return how many draft tokens were accepted, by position in their draft."""
+        longest = max(self.by_accepted, default=0)
+        return [
+            sum(count for accepted, count in self.by_accepted.items() if accepted > position)
+            for position in range(longest)
+        ]
 
 
 def process_results(
@@ -164,7 +173,7 @@ def _count_drafts(
     accepted = len(tokens) - 1
     request.num_computed_tokens -= verified - accepted
     drafts.verified += verified
-    drafts.accepted += accepted
+    drafts.by_accepted[accepted] += 1
 
 
 def _add_extras(

@@ -175,6 +175,7 @@ class DefaultScheduler(Scheduler):
         """Return queue lengths, cache usage and counters."""
         tracker = self._tracker
         usable = tracker.cache.num_usable_blocks
+        accepted = self._drafts.accepted_by_position()
         return SchedulerStats(
             num_running=len(tracker.running),
             num_waiting=tracker.num_waiting,
@@ -182,7 +183,10 @@ class DefaultScheduler(Scheduler):
             prefix_cache=tracker.cache.stats(),
             num_preemptions=tracker.num_preemptions,
             num_drafts=self._drafts.verified,
-            num_accepted_drafts=self._drafts.accepted,
+            num_accepted_drafts=sum(accepted),
+            num_deferred=len(tracker.blocked),
+            num_verified_drafts=self._drafts.by_accepted.total(),
+            num_accepted_by_position=accepted,
         )
 
     def live_requests(self) -> Iterable[Request]:

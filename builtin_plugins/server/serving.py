@@ -24,6 +24,7 @@ ENGINE_DIED = 3
 
 _POLL_SECONDS = 0.1
 _BACKLOG = 2048
+_SEND_BUFFER = 1 << 16
 
 
 class _Listener(uvicorn.Server):
@@ -43,6 +44,8 @@ def bind(settings: ServerConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     bound = socket.socket(family)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Of connections: what a client does not read waits here, and then in the engine, merged.
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
     try:
         bound.bind((settings.host, settings.port))
     except OSError as cause:

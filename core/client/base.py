@@ -60,12 +60,13 @@ class EngineCoreClient(Protocol):
     def end_waiting(self) -> None:
         """Let a thread that waits in `get_output` raise EngineClosedError, before `close`."""
 
-    def call_utility(self, method: str, *args: Any) -> Any:
+    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
         """Call one of the engine's utilities and wait for its result.
 
         Args:
             method: one of `utility_calls.UTILITIES`.
             args: its positional arguments.
+            timeout: seconds to wait for an engine process; None is the utility's own.
 
         Raises:
             HardpointError: the error that the utility raised.
@@ -114,7 +115,7 @@ class InprocClient:
     def end_waiting(self) -> None:
         """Do nothing: a step ends by itself."""
 
-    def call_utility(self, method: str, *args: Any) -> Any:
+    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:  # noqa: ARG002
         """Call a method of the core; its future, if it gives one, is done at once."""
         self._check()
         try:

@@ -341,8 +341,11 @@ class ProcessClient:
         """
         return self._sockets.call(method, *args)
 
-    def call_utility(self, method: str, *args: Any) -> Any:
+    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
         """Call one of the engine's utilities and wait for its result.
+
+        Args:
+            timeout: seconds to wait; None is the utility's own.
 
         Raises:
             EngineDeadError: the engine is gone.
@@ -351,22 +354,27 @@ class ProcessClient:
         """
         future = self.call(method, *args)
         try:
-            return future.result(self.utility_timeout(method))
+            return future.result(self.utility_timeout(method) if timeout is None else timeout)
         except TimeoutError:
             if future.done():  # the utility itself raised it
                 raise
             future.cancel()
-            raise self.no_answer(method) from None
+            raise self.no_answer(method, timeout) from None
 
     def utility_timeout(self, method: str) -> float | None:
         """Return the timeout of a utility call in seconds; None is without limit."""
         return None if method in NO_TIMEOUT else self._timeout_s
 
-    def no_answer(self, method: str) -> EngineTimeoutError:
-        """Return the error for a utility call that was not answered in time."""
+    def no_answer(self, method: str, timeout: float | None = None) -> EngineTimeoutError:
+        """Return the error for a utility call that was not answered in time.
+
+        Args:
+            timeout: of the call in seconds; None is the configured one.
+        """
+        limit = f"{self._timeout_s:g} s (engine.call_timeout_seconds)"
         return EngineTimeoutError(
-            f"the engine did not answer {method} within {self._timeout_s:g} s "
-            "(engine.call_timeout_seconds)"
+            f"the engine did not answer {method} within "
+            f"{limit if timeout is None else f'{timeout:g} s'}"
         )
 
     def close(self) -> None:

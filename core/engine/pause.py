@@ -46,6 +46,7 @@ class PauseController:
         self._core = core
         self._state = PauseState.UNPAUSED
         self._asleep: set[str] = set()  # memory tags
+        self._sleep_level = 0
         # What to do once the engine is idle, with the future of the call that wants it.
         self._when_idle: list[tuple[Callable[[], None], Future[None]]] = []
         self._last_sleep: Future[None] | None = None
@@ -60,6 +61,11 @@ class PauseController:
     def is_sleeping(self) -> bool:
         """Whether some memory is released."""
         return bool(self._asleep)
+
+    @property
+    def sleep_level(self) -> int:
+        """The level of the sleep that released memory; 0 while none is released."""
+        return self._sleep_level if self._asleep else 0
 
     def pause(self, mode: str, *, clear_cache: bool) -> Future[None]:
         """Stop scheduling; the future is done when the engine is idle.
@@ -178,7 +184,7 @@ class PauseController:
         self._clear_caches()
         self._set_state(PauseState.PAUSED_ALL)  # no request can run now, whatever the mode
         self._core.executor.collective_rpc("sleep", (level,))
-        self._asleep = set(MEMORY_TAGS)
+        self._asleep, self._sleep_level = set(MEMORY_TAGS), level
 
 
 def _do_nothing() -> None:

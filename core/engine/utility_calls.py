@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -20,7 +20,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.executor import Worker
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.requests import LoRARequest
-from hardpoint.plugins.stats import PluginMeter, StepFault
+from hardpoint.plugins.stats import Health, PluginMeter, PluginReport, StepFault
 from hardpoint.plugins.step_record import LiveRequest
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
@@ -280,16 +280,19 @@ class EngineUtilities(ControlCalls):
     @utility()
     def slow_plugins(self: UtilityHost) -> dict[str, StepFault]:
         """Return the steps in which plugins took too long, by plugin name."""
-        slow = self._parts.faults.slow()
-        for meters in self._parts.executor.collective_rpc("plugin_meters"):
-            for name, meter in meters.items():
-                if meter.slow_steps:
-                    slow[name] = StepFault(
-                        meter.slow_steps,
-                        f"plugin {name!r}: its methods took up to {meter.slowest_step:.3g} s in "
-                        f"one step, more than plugins.slow_seconds",
-                    )
-        return slow
+        return _slow_plugins(self._parts, self._parts.executor.collective_rpc("plugin_meters"))
+
+    @utility()
+    def plugin_report(self: UtilityHost) -> PluginReport:
+        """Return what sinks export of the engine; of `health`, what the engine itself knows."""
+        parts = self._parts
+        meters: list[dict[str, PluginMeter]] = parts.executor.collective_rpc("plugin_meters")
+        return PluginReport(
+            meters=meters[0],
+            health=Health({}, {}, parts.faults.report(), _slow_plugins(parts, meters)),
+            scheduler=parts.scheduler.stats(),
+            sleep_level=self._pause.sleep_level,
+        )
 
 
 class SyncControlCalls(ControlCalls, SyncCaller):
@@ -357,6 +360,21 @@ def failure_of(method: str, error: BaseException) -> HardpointError:
 def result_type(method: str) -> Any:
     """Return the declared result type of a utility; of a future, the type of its result."""
     return UTILITIES[method].result_type
+
+
+def _slow_plugins(
+    parts: EngineCoreParts, meters_of_workers: Sequence[Mapping[str, PluginMeter]]
+) -> dict[str, StepFault]:
+    slow = parts.faults.slow()
+    for meters in meters_of_workers:
+        for name, meter in meters.items():
+            if meter.slow_steps:
+                slow[name] = StepFault(
+                    meter.slow_steps,
+                    f"plugin {name!r}: its methods took up to {meter.slowest_step:.3g} s in "
+                    f"one step, more than plugins.slow_seconds",
+                )
+    return slow
 
 
 def _call_workers(

@@ -29,7 +29,7 @@ from hardpoint.plugins import (
     SchedulingPolicy,
     WaitReason,
 )
-from hardpoint.plugins.errors import EngineClosedError, EngineDeadError
+from hardpoint.plugins.errors import EngineClosedError, EngineDeadError, PluginFaultError
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.server import InstalledExtension, ServerContext
 from hardpoint.plugins.stats import Health
@@ -37,7 +37,7 @@ from hardpoint.plugins.typed import convert
 from hardpoint.registry.blame import raise_unless_fault
 from hardpoint.registry.discovery import is_third_party
 
-from .frontend import EngineParts, Frontend, Submission
+from .frontend import METRICS_TIMEOUT_S, EngineParts, Frontend, Submission
 from .input_processor import NO_EXTRAS, AsyncTokenizer, RequestExtras
 from .lifecycle import DEADLY, WINDOW_S, EngineLifecycle, EngineState, Restarter
 from .output_collector import RequestOutputCollector
@@ -241,6 +241,24 @@ class AsyncEngine:
         fallbacks = await EngineUtilities.step_faults.call_async(self.call_utility)
         slow = await EngineUtilities.slow_plugins.call_async(self.call_utility)
         return self._frontend.health(fallbacks, slow, self._restarter.count)
+
+    async def metrics(self) -> str:
+        """Return what the sinks of statistics export; nothing without any.
+
+        Takes at most about a second: of an engine that does not answer, what it said last is used.
+        """
+        statistics, answer = self._frontend.statistics, None
+        if statistics is None or not statistics.has_sinks:
+            return ""
+        if self._lifecycle.state is EngineState.SERVING:
+            with contextlib.suppress(HardpointError, TimeoutError):
+                async with asyncio.timeout(METRICS_TIMEOUT_S):
+                    answer = await EngineUtilities.plugin_report.call_async(self.call_utility)
+        try:
+            return self._frontend.exposition(answer, self._restarter.count)
+        except PluginFaultError as fault:  # of a sink whose faults end the engine
+            self._engine_died(fault, final=True)
+            return ""
 
     async def why_waiting(self, request_id: str) -> dict[int, WaitReason | None]:
         """Return why the completions of a request got no tokens in the last step, by index.

@@ -33,7 +33,7 @@ from hardpoint.plugins.component import Component
 from hardpoint.plugins.config import ConfigSources, KVCacheConfig, SchedulerConfig
 from hardpoint.plugins.errors import EngineDeadError, PluginFaultError, shown
 from hardpoint.plugins.read_only import read_only
-from hardpoint.plugins.stats import Health, StepFault
+from hardpoint.plugins.stats import Health, PluginReport, StepFault
 from hardpoint.registry.blame import describe
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.guards import GuardedTokenizer
@@ -55,6 +55,9 @@ _log = logging.getLogger("hardpoint")
 _DISPENSABLE = frozenset({"logits_processors", "kv_event_publishers", "hooks"})
 _MOST_NAMED = 8  # requests, in an error
 _ABORTED = str(FinishReason.ABORT)
+
+METRICS_TIMEOUT_S = 1.0
+"""How long an export of metrics waits for the engine's answer."""
 
 _AT_ONCE = math.ulp(0.0)
 """The timeout, in seconds, of a request whose time is up before it is sent."""
@@ -180,6 +183,7 @@ class Frontend:
             share_params=not parts.hooks.has("request_received"),
         )
         self.statistics = parts.statistics
+        self._num_blocks = config.kv_cache.num_blocks
         self.output = OutputProcessor(
             parts.tokenizer, config.engine.stream_interval, parts.statistics
         )
@@ -412,6 +416,23 @@ class Frontend:
             fallbacks = fallbacks | self.statistics.faults()
             slow = slow | self.statistics.slow()
         return self._health.report(fallbacks, slow, restarts)
+
+    def exposition(self, answer: PluginReport | None, restarts: int = 0) -> str:
+        """Return what the sinks export; nothing without any.
+
+        Args:
+            answer: of the engine; None if it gave none, then its last one is used.
+
+        Raises:
+            PluginFaultError: a sink whose faults end the engine failed.
+        """
+        if self.statistics is None:
+            return ""
+        report = self.statistics.last_report(answer)
+        health = self.health(report.health.fallbacks, report.health.slow, restarts)
+        return self.statistics.exposition(
+            msgspec.structs.replace(report, health=health, num_blocks=self._num_blocks)
+        )
 
     def close(self, close_client: Callable[[], None]) -> None:
         """Call the hooks, close the client and the components: all of them, even if one raises."""

@@ -32,7 +32,7 @@ from hardpoint.plugins.stats import Health, StepFault
 from hardpoint.plugins.typed import convert
 from hardpoint.registry.blame import is_fault, raise_unless_fault
 
-from .frontend import EngineParts, Frontend, ProcessedBatch
+from .frontend import METRICS_TIMEOUT_S, EngineParts, Frontend, ProcessedBatch
 from .input_processor import NO_EXTRAS, RequestExtras
 from .prompts import Prompt
 from .request_state import AnyOutput
@@ -237,6 +237,29 @@ class LLMEngine:
             self._fallbacks = EngineUtilities.step_faults.call(self.call_utility)
             self._slow = EngineUtilities.slow_plugins.call(self.call_utility)
         return self._frontend.health(self._fallbacks, self._slow)
+
+    @locked
+    def metrics(self) -> str:
+        """Return what the sinks of statistics export; nothing without any, or once closed.
+
+        Of an engine that does not answer within a second, what it said last is used.
+
+        Raises:
+            EngineFaultError: a sink whose faults end the engine failed.
+        """
+        statistics = self._frontend.statistics
+        if self._closed or statistics is None or not statistics.has_sinks:
+            return ""
+        answer = None
+        with contextlib.suppress(HardpointError):
+            answer = EngineUtilities.plugin_report.call(self._ask_soon)
+        try:
+            return self._frontend.exposition(answer)
+        except PluginFaultError as fault:
+            self._fail(fault)
+
+    def _ask_soon(self, method: str, *args: Any) -> Any:
+        return self._client.call_utility(method, *args, timeout=METRICS_TIMEOUT_S)
 
     def close(self) -> None:
         """End the engine and free its memory; a thread that waits for outputs gets an error.

@@ -7,6 +7,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from hardpoint.core.faults import Fanout, StepFaults, create_all
 from hardpoint.plugins import (
     EngineConfig,
@@ -16,6 +18,7 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     FinishReason,
     IterationStats,
+    PluginReport,
     PrefixCacheStats,
     SchedulerStats,
     StatSink,
@@ -44,7 +47,18 @@ def open_statistics(config: EngineConfig, plugins: PluginSet, clock: _Clock) -> 
         return None
     faults = StepFaults.under(config.plugins)
     sinks: Fanout[StatSink] = Fanout(
-        create_all(plugins, "stat_sinks", faults, StatSinkContext, clock=clock, model=config.model)
+        create_all(
+            plugins,
+            "stat_sinks",
+            faults,
+            StatSinkContext,
+            clock=clock,
+            model=config.model,
+            model_name=config.metrics.model_name,
+            aliases=tuple(config.metrics.aliases),
+            block_size=config.kv_cache.block_size,
+            prefix_caching=config.kv_cache.prefix_caching,
+        )
     )
     return Statistics(
         sinks,
@@ -67,12 +81,14 @@ class RequestFigures:
         "arrived",
         "ended",
         "first_token_at",
+        "index",
         "last_token_at",
         "metrics",
         "num_cached_tokens",
         "num_generation_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "params",
         "queued_at",
         "request_id",
         "scheduled_at",
@@ -83,7 +99,7 @@ class RequestFigures:
     def __init__(self, request: EngineCoreRequest, arrived: float) -> None:
         """Read the figures that the request itself has."""
         self.request_id = request.external_req_id or request.request_id
-        self.tags = request.tags
+        self.tags, self.params, self.index = request.tags, request.params, request.child_index
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_cached_tokens = 0
         self.num_generation_tokens = 0
@@ -141,6 +157,7 @@ class Statistics:
         self._sinks, self._faults, self._clock = sinks, faults, clock
         self._request_metrics = request_metrics
         self._stats = IterationStats()
+        self._last_report = PluginReport()
         self._now = self._engine_now = 0.0
         self._reported_at = clock() if sinks else 0.0
         self._lock = threading.RLock()
@@ -201,6 +218,9 @@ class Statistics:
                     finish_reason=str(reason),
                     tags=request.tags,
                     metrics=metrics,
+                    index=request.index,
+                    n=request.params.n,
+                    max_tokens=request.params.max_tokens,
                 )
             )
 
@@ -242,6 +262,23 @@ class Statistics:
         if self.has_sinks and self._clock() - self._reported_at >= self.interval_seconds:
             self.report()
 
+    def last_report(self, answer: PluginReport | None) -> PluginReport:
+        """Return the engine's answer; None is the last one, without the state of the scheduler."""
+        if answer is not None:
+            self._last_report = msgspec.structs.replace(answer, scheduler=None)
+        return self._last_report if answer is None else answer
+
+    def exposition(self, report: PluginReport) -> str:
+        """Return what the sinks export, joined; nothing once they are closed.
+
+        Raises:
+            PluginFaultError: a sink whose faults end the engine failed; all were called.
+        """
+        texts: list[str] = []
+        shown = read_only(report)
+        self._call_sinks(lambda sink: texts.append(_checked(sink.exposition(shown))), "exposition")
+        return "".join(texts)
+
     def close(self, live: Iterable[RequestFigures] = ()) -> None:
         """Report a last time and close the sinks. In any thread, and twice does nothing.
 
@@ -280,6 +317,18 @@ class Statistics:
                     request.scheduled_at = event.timestamp
             elif request.queued_at is None:
                 request.queued_at = event.timestamp
+
+
+def _checked(text: object) -> str:
+    """Return the text of a sink, complete lines.
+
+    Raises:
+        TypeError, UnicodeEncodeError: it is no text that can be sent.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"expected a str, got {type(text).__name__}")
+    text.encode()
+    return text + "\n" if text and not text.endswith("\n") else text
 
 
 def _between(first: float | None, second: float | None) -> float | None:

@@ -34,14 +34,14 @@ CLOSE = Rule(
 )
 
 
-def call(rule: Rule, method: Callable[..., None], *given: Any) -> None:
-    """Call a method that must raise nothing.
+def call(rule: Rule, method: Callable[..., Any], *given: Any) -> Any:
+    """Call a method that must raise nothing; return its result.
 
     Raises:
         Violation: it raised.
     """
     try:
-        method(*given)
+        return method(*given)
     except Exception as cause:
         name = method.__name__
         shown = ", ".join(map(short_repr, given))
@@ -72,7 +72,7 @@ def longest_call(method: Callable[[], None], limit: float) -> float:
     return best
 
 
-def in_thread(method: Callable[[], None]) -> None:
+def in_thread(method: Callable[[], object]) -> None:
     """Call a method in a thread of its own; raise what it raised."""
     raised: list[BaseException] = []
 

@@ -9,9 +9,11 @@ from typing import Any, ClassVar
 
 import pytest
 from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
 
 from hardpoint.plugins import (
     IterationStats,
+    PluginReport,
     PrefixCacheStats,
     SchedulerStats,
     StatSink,
@@ -19,10 +21,16 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.read_only import read_only
-from hardpoint.plugins.stats import FinishedRequest, RequestMetrics
+from hardpoint.plugins.stats import (
+    FinishedRequest,
+    Health,
+    PluginMeter,
+    RequestMetrics,
+    StepFault,
+)
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.scripted import ScriptedClock
-from hardpoint.testing.suite import Rule, reject_replaced_tests
+from hardpoint.testing.suite import Rule, reject_replaced_tests, short_repr
 
 from .calls import (
     CLOSE,
@@ -47,6 +55,13 @@ THREADS = Rule(
     "check_same_thread=False)",
 )
 
+EXPOSITION = Rule(
+    "exposition: Prometheus reads it at any time, and finds no counter that has fallen",
+    "return complete lines of the text format, each series once, with backslash, quotation mark "
+    "and line break in label values escaped; read only what `record` and the report say; and let "
+    "a total go on where the engine's starts again, after a restart",
+)
+
 _COUNTS = st.integers(0, 3) | st.integers(0, 10**9)
 _SECONDS = st.just(0.0) | st.floats(0, 1e4)
 _MAYBE = st.none() | _SECONDS
@@ -57,6 +72,11 @@ _SCHEDULERS = st.builds(
     kv_cache_usage=st.floats(0, 1),
     prefix_cache=st.builds(PrefixCacheStats, _COUNTS, _COUNTS, _COUNTS),
     num_preemptions=_COUNTS,
+    num_drafts=_COUNTS,
+    num_accepted_drafts=_COUNTS,
+    num_deferred=_COUNTS,
+    num_verified_drafts=_COUNTS,
+    num_accepted_by_position=st.lists(_COUNTS, max_size=2),
 )
 _METRICS = st.builds(
     RequestMetrics,
@@ -74,11 +94,24 @@ _FINISHED = st.builds(
     finish_reason=st.sampled_from(["stop", "length", "abort", "error", "repetition", "timeout"]),
     tags=st.dictionaries(st.sampled_from(["tenant", "é"]), st.text(max_size=4), max_size=2),
     metrics=_METRICS,
+    index=st.integers(0, 2),
+    n=st.integers(1, 3),
+    max_tokens=st.none() | _COUNTS,
 )
+
+
+def _stats(num_computed_tokens: int, num_cached_tokens: int, **more: Any) -> IterationStats:
+    return IterationStats(
+        num_prompt_tokens=num_computed_tokens + num_cached_tokens,
+        num_cached_tokens=num_cached_tokens,
+        **more,
+    )
+
+
 _STATS = st.just(IterationStats()) | st.builds(
-    IterationStats,
+    _stats,
     engine_index=st.integers(0, 2),
-    num_prompt_tokens=_COUNTS,
+    num_computed_tokens=_COUNTS,
     num_cached_tokens=_COUNTS,
     num_generation_tokens=_COUNTS,
     num_preemptions=_COUNTS,
@@ -87,10 +120,32 @@ _STATS = st.just(IterationStats()) | st.builds(
     finished=st.lists(_FINISHED, max_size=2),
     scheduler=st.none() | _SCHEDULERS,
 )
+
+_PLUGINS = st.sampled_from(["top_k", 'a "plugin"\n'])
+_STEP_FAULTS = st.dictionaries(_PLUGINS, st.builds(StepFault, _COUNTS, st.text(max_size=4)))
+_METERS = st.builds(
+    PluginMeter, steps=_COUNTS, rows=_COUNTS, seconds=_SECONDS, faults=_COUNTS, slow_steps=_COUNTS
+)
+_REPORTS = st.builds(
+    PluginReport,
+    meters=st.dictionaries(_PLUGINS, _METERS),
+    health=st.builds(
+        Health,
+        faults=st.dictionaries(_PLUGINS, _COUNTS),
+        quarantined=st.dictionaries(_PLUGINS, st.text(max_size=4)),
+        fallbacks=_STEP_FAULTS,
+        slow=_STEP_FAULTS,
+    ),
+    scheduler=st.none() | _SCHEDULERS,
+    sleep_level=st.integers(0, 2),
+    num_blocks=st.none() | st.integers(1, 10**6),
+)
+_EXPORTS = st.lists(_STATS | _REPORTS, min_size=1, max_size=8)
 _EVENTS = st.lists(_STATS | st.just("report") | _SECONDS, min_size=1, max_size=8)
 
 _CALLS = 1000
 _REPORT_EVERY = 50
+_MODEL = 'a "model" \\ of\ntwo lines'
 
 
 class _TrackedStats(IterationStats, weakref=True):
@@ -140,6 +195,24 @@ class StatSinkSuite(ComponentSuite):
 
         self._search(STATISTICS.text, 100, check, events=_EVENTS)
 
+    def test_exposition(self) -> None:
+        """What is exported can be read at any time, and no counter falls."""
+
+        def check(events: Sequence[Any]) -> None:
+            sink = self._make()
+            before = _counters(_exported(sink, PluginReport()))
+            for event in events:
+                if isinstance(event, IterationStats):
+                    call(EXPOSITION, sink.record, read_only(event))
+                    event = PluginReport()
+                text = _exported(sink, event)
+                if _exported(sink, event) != text:
+                    raise EXPOSITION.violation("the same report gave another text at once")
+                before = _compared(before, _counters(text))
+            call(CLOSE, sink.close)
+
+        self._search(EXPOSITION.text, 100, check, events=_EXPORTS)
+
     def test_reads_only(self) -> None:
         """The sink changes nothing that it is given."""
         self._run_checks(READS_ONLY.text, lambda: self._use(self._make()))
@@ -164,7 +237,7 @@ class StatSinkSuite(ComponentSuite):
 
     def _make(self, clock: Callable[[], float] | None = None) -> StatSink:
         sink: StatSink = self._build(
-            StatSinkContext, clock=clock or ScriptedClock(tick=0.01), model="a model"
+            StatSinkContext, clock=clock or ScriptedClock(tick=0.01), model=_MODEL
         )
         return sink
 
@@ -172,6 +245,7 @@ class StatSinkSuite(ComponentSuite):
         """Call every method once, and close it."""
         call(STATISTICS, sink.record, read_only(_batch(0)))
         call(STATISTICS, sink.report)
+        call(EXPOSITION, sink.exposition, read_only(_report(0)))
         call(CLOSE, sink.close)
 
     def _check_threads(self) -> None:
@@ -179,6 +253,7 @@ class StatSinkSuite(ComponentSuite):
         for method, given in (
             (sink.record, [read_only(_batch(0))]),
             (sink.report, []),
+            (sink.exposition, [read_only(_report(0))]),
             (sink.record, [read_only(_batch(1))]),
             (sink.close, []),
         ):
@@ -192,6 +267,7 @@ class StatSinkSuite(ComponentSuite):
             sink.record(stats)
             if number % _REPORT_EVERY == _REPORT_EVERY - 1:
                 sink.report()
+                sink.exposition(read_only(_report(number)))
             return [weakref.ref(stats)]
 
         check_growth(sink, use, _CALLS)
@@ -206,6 +282,7 @@ class StatSinkSuite(ComponentSuite):
         call(CLOSE, sink.close)
         call(CLOSE, sink.record, read_only(_batch(1)))
         call(CLOSE, sink.report)
+        call(CLOSE, sink.exposition, read_only(_report(1)))
 
     def _check_speed(self) -> None:
         sink, budget = self._make(), self.budget_us_per_call or 0.0
@@ -214,6 +291,74 @@ class StatSinkSuite(ComponentSuite):
             if (seconds := longest_call(method, budget / 1e6)) > budget / 1e6:
                 raise too_slow(name, seconds, budget)
         sink.close()
+
+
+def _exported(sink: StatSink, report: PluginReport) -> str:
+    """Return what a sink exports.
+
+    Raises:
+        Violation: it raises, or returns no text.
+    """
+    text = call(EXPOSITION, sink.exposition, read_only(report))
+    if not isinstance(text, str):
+        raise EXPOSITION.violation(f"exposition() returned {short_repr(text)}, expected a str")
+    return text
+
+
+def _counters(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Return the values of all counters and of all buckets, counts and sums, by name and labels.
+
+    Raises:
+        Violation: the text cannot be read, or a series is in it twice.
+    """
+    try:
+        families = list(text_string_to_metric_families(text))
+    except Exception as cause:
+        raise EXPOSITION.violation(
+            f"the text cannot be read: {type(cause).__name__}: {cause}"
+        ) from cause
+    counters, seen = {}, set()
+    for family in families:
+        for sample in family.samples:
+            series = (sample.name, tuple(sorted(sample.labels.items())))
+            if series in seen:
+                raise EXPOSITION.violation(f"{_series_text(series)} is there twice")
+            seen.add(series)
+            if family.type in ("counter", "histogram", "summary") and "quantile" not in (
+                sample.labels
+            ):
+                counters[series] = sample.value
+    return counters
+
+
+def _compared(before: dict[Any, float], after: dict[Any, float]) -> dict[Any, float]:
+    """Return the later counters.
+
+    Raises:
+        Violation: one of them has fallen, or is missing.
+    """
+    for series, value in before.items():
+        if series not in after:
+            raise EXPOSITION.violation(f"{_series_text(series)} is no longer there")
+        if after[series] < value:
+            raise EXPOSITION.violation(
+                f"{_series_text(series)} fell from {value:g} to {after[series]:g}"
+            )
+    return after
+
+
+def _series_text(series: tuple[str, tuple[tuple[str, str], ...]]) -> str:
+    labels = ", ".join(f"{name}={value!r}" for name, value in series[1])
+    return f"{series[0]}{{{labels}}}"
+
+
+def _report(number: int) -> PluginReport:
+    """Return the report of an engine with a plugin, different for each number."""
+    return PluginReport(
+        meters={"top_k": PluginMeter(steps=number, rows=2 * number, seconds=0.1 * number)},
+        health=Health({"top_k": number}, {}),
+        num_blocks=100,
+    )
 
 
 def _batch(number: int) -> IterationStats:

@@ -53,6 +53,15 @@ def test_drafts_are_counted():
     sim.step()
     stats = sim.scheduler.stats()
     assert (stats.num_drafts, stats.num_accepted_drafts) == (3, 1)
+    assert (stats.num_verified_drafts, stats.num_accepted_by_position) == (1, [1])
+    history = [7] * 4 + sim.tokens["a"]
+    sim.scheduler.update_drafts({"a": guess(history, 2)})
+    sim.step()
+    sim.scheduler.update_drafts({"a": [-1]})
+    sim.step()
+    stats = sim.scheduler.stats()
+    assert (stats.num_drafts, stats.num_accepted_drafts) == (6, 3)
+    assert (stats.num_verified_drafts, stats.num_accepted_by_position) == (3, [2, 1])
 
 
 def test_there_are_no_more_drafts_than_allowed():

@@ -81,8 +81,11 @@ def test_a_grammar_that_is_being_compiled_lets_others_go_first():
     assert sim.why("g1").message == "its grammar is being compiled"
     assert sim.records[-1].waiting["g1"].waiting_for is WaitingFor.GRAMMAR
     sim.add("b")
+    stats = sim.scheduler.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_deferred) == (1, 2, 1)
     grammars.compiling.clear()
     assert admitted(sim.step()) == ["g1", "b"]  # in the same step, and before b
+    assert sim.scheduler.stats().num_deferred == 0
 
 
 def test_a_grammar_that_is_wrong_ends_its_request_with_its_message():

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.builtin_plugins.stats import LogSink
+from hardpoint.builtin_plugins.stats.log import LogSink
 from hardpoint.plugins import IterationStats, PrefixCacheStats, SchedulerStats, StatSinkContext
 from hardpoint.testing import ScriptedClock, scripted_config
 

@@ -7,7 +7,8 @@ import zmq
 from support.searching import kit_examples
 
 from hardpoint.builtin_plugins.kv_cache.events import NullPublisher, ZmqPublisher
-from hardpoint.builtin_plugins.stats import LogSink
+from hardpoint.builtin_plugins.stats.log import LogSink
+from hardpoint.builtin_plugins.stats.prometheus import PrometheusSink
 from hardpoint.plugins import KVEventBatch
 from hardpoint.testing import KVEventPublisherSuite, StatSinkSuite
 
@@ -17,6 +18,11 @@ pytest_plugins = ["hardpoint.testing"]
 class TestLogSink(StatSinkSuite):
     examples = kit_examples()
     sink = LogSink
+
+
+class TestPrometheusSink(StatSinkSuite):
+    examples = kit_examples()
+    sink = PrometheusSink
 
 
 class TestNullPublisher(KVEventPublisherSuite):

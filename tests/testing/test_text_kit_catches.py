@@ -62,6 +62,14 @@ SINKS = [
     (sinks.NeedsScheduler, "statistics", "statistics", "raised AttributeError: 'NoneType' object"),
     (sinks.AddsNone, "statistics", "statistics", "raised TypeError: unsupported operand"),
     (sinks.Rates, "statistics", "statistics", r"report\(\) raised ZeroDivisionError"),
+    (sinks.ExportsNothing, "exposition", "exposition", r"exposition\(\) returned None, expected"),
+    (sinks.ExportsMeans, "exposition", "exposition", r"exposition\(.*\) raised ZeroDivisionErr"),
+    (sinks.ExportsRawLabels, "exposition", "exposition", "the text cannot be read: ValueError: "),
+    (sinks.ExportsTwice, "exposition", "exposition", r"tokens_total{} is there twice"),
+    (sinks.ExportsSinceLast, "exposition", "exposition", "the same report gave another text"),
+    (sinks.ExportsTotalsOfTheEngine, "exposition", "exposition", r"queried_total{} fell from \d"),
+    (sinks.ExportsKnownPlugins, "exposition", "exposition", r"number='0'} is no longer there"),
+    (sinks.ExportsAfterClose, "close", "close", r"exposition\(.*\) raised ValueError: I/O oper"),
     (sinks.Drains, "reads_only", "reads only", "raised TypeError: this list is read-only"),
     (sinks.Normalizes, "reads_only", "reads only", "immutable type: 'SchedulerStats'"),
     (sinks.Database, "threads", "threads", "raised ProgrammingError: SQLite objects created in"),
@@ -121,6 +129,7 @@ BROKEN = [(suite, attribute, *sample) for suite, attribute, found in SUITES for 
 RIGHT = [
     (TokenizerSuite, "tokenizer", tokenizers.Bytes),
     (StatSinkSuite, "sink", sinks.Totals),
+    (StatSinkSuite, "sink", sinks.Exports),
     (Subscribed, "publisher", publishers.Queued),
 ]
 

@@ -34,6 +34,15 @@ class Totals(StatSink):
         self.file.close()
 
 
+class Exports(Totals):
+    """Correct: exports the tokens."""
+
+    contract = 1
+
+    def exposition(self, plugins):
+        return f"# TYPE tokens_total counter\ntokens_total {self.tokens}\n"
+
+
 class WithoutContract(Totals):
     """States no contract of its own."""
 
@@ -193,3 +202,74 @@ class SleepsInReports(Totals):
         self.count += 1
         if self.count % 10 == 0:
             time.sleep(0.02)
+
+
+class ExportsNothing(Totals):
+    contract = 1
+
+    def exposition(self, plugins):
+        if self.tokens:
+            return f"tokens_total {self.tokens}\n"
+
+
+class ExportsMeans(Totals):
+    contract = 1
+    count = 0
+
+    def record(self, stats):
+        super().record(stats)
+        self.count += 1
+
+    def exposition(self, plugins):
+        return f"tokens_per_batch {self.tokens / self.count}\n"
+
+
+class ExportsRawLabels(Totals):
+    contract = 1
+
+    def exposition(self, plugins):
+        return f'tokens_total{{model="{self.context.model}"}} {self.tokens}\n'
+
+
+class ExportsTwice(Exports):
+    contract = 1
+
+    def exposition(self, plugins):
+        return 2 * super().exposition(plugins)
+
+
+class ExportsSinceLast(Exports):
+    contract = 1
+
+    def exposition(self, plugins):
+        text, self.tokens = super().exposition(plugins), 0
+        return text
+
+
+class ExportsTotalsOfTheEngine(Totals):
+    contract = 1
+    queried = 0
+
+    def record(self, stats):
+        if stats.scheduler is not None:
+            self.queried = stats.scheduler.prefix_cache.queried_tokens
+
+    def exposition(self, plugins):
+        return f"# TYPE queried_total counter\nqueried_total {self.queried}\n"
+
+
+class ExportsKnownPlugins(Totals):
+    contract = 1
+
+    def exposition(self, plugins):
+        lines = ["# TYPE plugin_rows_total counter"]
+        for number, meter in enumerate(plugins.meters.values()):
+            lines.append(f'plugin_rows_total{{number="{number}"}} {meter.rows}')
+        return "\n".join(lines) + "\n"
+
+
+class ExportsAfterClose(Totals):
+    contract = 1
+
+    def exposition(self, plugins):
+        return f"bytes_written {self.file.tell()}\n"

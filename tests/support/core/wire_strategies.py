@@ -180,6 +180,9 @@ STATS = whole(
     num_preemptions=COUNT,
     num_drafts=COUNT,
     num_accepted_drafts=COUNT,
+    num_deferred=COUNT,
+    num_verified_drafts=COUNT,
+    num_accepted_by_position=st.lists(COUNT, max_size=3),
 )
 BATCHES = whole(
     EngineCoreOutputs,

@@ -1,0 +1,1 @@
+"""Stat sinks: a line in the log, and metrics for Prometheus."""

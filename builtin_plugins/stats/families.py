@@ -1,0 +1,295 @@
+"""The metrics of the Prometheus sink: their names, and the figures that they show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from .figures import EngineFigures, Histogram, PluginFigures
+
+OWN = "hardpoint"
+"""Prefix of all names; an alias is another prefix."""
+
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+"""By sleep level."""
+
+_LABELS = ("model_name", "engine")
+
+Series = Mapping[str, Any]
+"""Values by the value of a family's own label."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A metric with the names and labels that vLLM gives it, after its own prefix.
+
+    Attributes:
+        name: without the prefix, and without `_total` of a counter.
+        kind: class of its Prometheus family.
+        help: what it counts.
+        read: returns its value of an engine, or one per value of `label`.
+        label: in addition to those that all have.
+    """
+
+    name: str
+    kind: type[Any]
+    help: str
+    read: Callable[[EngineFigures], Any]
+    label: str | None = None
+
+
+_G, _C, _H = GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily
+
+ENGINE_FAMILIES = (
+    Family("num_requests_running", _G, "Requests that run.", lambda e: e.scheduler.num_running),
+    Family("num_requests_waiting", _G, "Requests that wait.", lambda e: e.scheduler.num_waiting),
+    Family(
+        "num_requests_waiting_by_reason",
+        _G,
+        "Requests that wait for room (capacity), or for a grammar or KV blocks from another place "
+        "(deferred).",
+        lambda e: _waiting(e),
+        "reason",
+    ),
+    Family(
+        "kv_cache_usage_perc",
+        _G,
+        "Share of the KV cache blocks that requests use, from 0 to 1.",
+        lambda e: e.scheduler.kv_cache_usage,
+    ),
+    Family(
+        "engine_sleep_state",
+        _G,
+        "1 for the state that the engine is in.",
+        lambda e: {s: int(e.sleep_level == level) for level, s in enumerate(SLEEP_STATES)},
+        "sleep_state",
+    ),
+    Family(
+        "prefix_cache_queries",
+        _C,
+        "Tokens looked up in the prefix cache.",
+        lambda e: e.prefix_cache_queries.value,
+    ),
+    Family(
+        "prefix_cache_hits",
+        _C,
+        "Tokens found in the prefix cache.",
+        lambda e: e.prefix_cache_hits.value,
+    ),
+    Family("num_preemptions", _C, "Preemptions of requests.", lambda e: e.preemptions.value),
+    Family(
+        "prompt_tokens",
+        _C,
+        "Tokens of prompts whose first token was generated, cached ones included.",
+        lambda e: e.prompt_tokens,
+    ),
+    Family(
+        "prompt_tokens_by_source",
+        _C,
+        "The same, computed or found in the prefix cache.",
+        lambda e: {
+            "local_compute": e.prompt_tokens - e.prompt_tokens_cached,
+            "local_cache_hit": e.prompt_tokens_cached,
+        },
+        "source",
+    ),
+    Family(
+        "prompt_tokens_cached",
+        _C,
+        "Those of them that were not computed.",
+        lambda e: e.prompt_tokens_cached,
+    ),
+    Family("generation_tokens", _C, "Generated tokens.", lambda e: e.generation_tokens),
+    Family(
+        "request_success",
+        _C,
+        "Completions that ended, by reason.",
+        lambda e: e.finished,
+        "finished_reason",
+    ),
+    Family(
+        "spec_decode_num_drafts",
+        _C,
+        "Drafts of speculative decoding that were verified.",
+        lambda e: e.drafts.value,
+    ),
+    Family(
+        "spec_decode_num_draft_tokens",
+        _C,
+        "Draft tokens that were verified.",
+        lambda e: e.draft_tokens.value,
+    ),
+    Family(
+        "spec_decode_num_accepted_tokens",
+        _C,
+        "Draft tokens that were accepted.",
+        lambda e: e.accepted_tokens.value,
+    ),
+    Family(
+        "spec_decode_num_accepted_tokens_per_pos",
+        _C,
+        "The same by position in the draft.",
+        lambda e: {str(at): total.value for at, total in enumerate(e.accepted_by_position)},
+        "position",
+    ),
+    Family(
+        "iteration_tokens_total",
+        _H,
+        "Tokens of prompts and generated tokens of a batch of outputs.",
+        lambda e: e.iteration_tokens,
+    ),
+    Family(
+        "time_to_first_token_seconds",
+        _H,
+        "From a request's arrival to its first token.",
+        lambda e: e.time_to_first_token,
+    ),
+    Family(
+        "inter_token_latency_seconds",
+        _H,
+        "Between two outputs with tokens of a request.",
+        lambda e: e.inter_token_latency,
+    ),
+    Family(
+        "request_time_per_output_token_seconds",
+        _H,
+        "Mean time of a token after the first, per completion.",
+        lambda e: e.time_per_output_token,
+    ),
+    Family("e2e_request_latency_seconds", _H, "From arrival to end.", lambda e: e.e2e),
+    Family("request_queue_time_seconds", _H, "From arrival to first step.", lambda e: e.queue),
+    Family(
+        "request_prefill_time_seconds", _H, "From first step to first token.", lambda e: e.prefill
+    ),
+    Family(
+        "request_decode_time_seconds", _H, "From first token to last token.", lambda e: e.decode
+    ),
+    Family(
+        "request_inference_time_seconds",
+        _H,
+        "From first step to last token.",
+        lambda e: e.inference,
+    ),
+    Family(
+        "request_prompt_tokens",
+        _H,
+        "Prompt tokens of a completion that ended.",
+        lambda e: e.request_prompt_tokens,
+    ),
+    Family(
+        "request_generation_tokens",
+        _H,
+        "Generated tokens of a completion that ended.",
+        lambda e: e.request_generation_tokens,
+    ),
+    Family("request_params_n", _H, "The parameter n of a prompt that ended.", lambda e: e.params_n),
+    Family(
+        "request_params_max_tokens",
+        _H,
+        "The parameter max_tokens of a completion that ended.",
+        lambda e: e.params_max_tokens,
+    ),
+)
+"""Metrics of an engine, under its own prefix and under those of the aliases."""
+
+PLUGIN_COUNTERS = {
+    "seconds": "Time in a logits processor's methods.",
+    "rows": "Rows that a logits processor processed.",
+    "steps": "Steps in which a logits processor ran.",
+    "faults": "Requests that a plugin ended.",
+    "slow_steps": "Steps for which a plugin took longer than plugins.slow_seconds.",
+    "fallbacks": "Decisions of a plugin that the built-in default made, and calls that had no "
+    "effect.",
+}
+"""Metrics `plugin_<key>` of plugins, under the own prefix only."""
+
+
+def engine_families(
+    model_name: str, engines: Mapping[int, EngineFigures], prefixes: Sequence[str]
+) -> Iterator[Metric]:
+    """Yield all metrics of the engines, under each prefix."""
+    for family in ENGINE_FAMILIES:
+        labels = _LABELS if family.label is None else (*_LABELS, family.label)
+        metrics = [
+            family.kind(f"{prefix}:{family.name}", family.help, labels=labels)
+            for prefix in prefixes
+        ]
+        for index, figures in engines.items():
+            add = _add_histogram if family.kind is HistogramMetricFamily else _add_value
+            value = family.read(figures)
+            for metric in metrics:
+                if family.label is None:
+                    add(metric, (model_name, str(index)), value)
+                    continue
+                for key, one in value.items():
+                    add(metric, (model_name, str(index), key), one)
+        yield from metrics
+
+
+def cache_families(
+    model_name: str,
+    engine: int,
+    config: Mapping[str, object],
+    num_blocks: int,
+    prefixes: Sequence[str],
+) -> Iterator[Metric]:
+    """Yield the sizes of the KV cache as labels; under an alias, with the names that it reads.
+
+    Args:
+        config: other labels.
+        num_blocks: of the cache.
+    """
+    for prefix in prefixes:
+        blocks = "num_blocks" if prefix == OWN else "num_gpu_blocks"
+        labels: dict[str, object] = {"engine": engine, **config, blocks: num_blocks}
+        if prefix == OWN:
+            labels["model_name"] = model_name
+        metric = GaugeMetricFamily(
+            f"{prefix}:cache_config_info", "The KV cache, in labels.", labels=tuple(labels)
+        )
+        metric.add_metric([str(value) for value in labels.values()], 1.0)
+        yield metric
+
+
+def plugin_families(model_name: str, engine: int, figures: PluginFigures) -> Iterator[Metric]:
+    """Yield all metrics of plugins, and the number of the engine's restarts."""
+    common = (model_name, str(engine))
+    for what, text in PLUGIN_COUNTERS.items():
+        counter = CounterMetricFamily(f"{OWN}:plugin_{what}", text, labels=(*_LABELS, "plugin"))
+        for name, total in figures.totals(what).items():
+            counter.add_metric((*common, name), total)
+        yield counter
+    gauge = GaugeMetricFamily(
+        f"{OWN}:plugin_quarantined",
+        "1 if requests that use the plugin are refused.",
+        labels=(*_LABELS, "plugin"),
+    )
+    for name, quarantined in figures.quarantined.items():
+        gauge.add_metric((*common, name), quarantined)
+    yield gauge
+    restarts = CounterMetricFamily(
+        f"{OWN}:engine_restarts", "Restarts of a dead engine.", labels=_LABELS
+    )
+    restarts.add_metric(common, figures.restarts)
+    yield restarts
+
+
+def _waiting(engine: EngineFigures) -> Series:
+    deferred = engine.scheduler.num_deferred
+    return {"capacity": engine.scheduler.num_waiting - deferred, "deferred": deferred}
+
+
+def _add_value(metric: Any, labels: Sequence[str], value: float) -> None:
+    metric.add_metric(labels, value)
+
+
+def _add_histogram(metric: Any, labels: Sequence[str], value: Histogram) -> None:
+    metric.add_metric(labels, value.buckets(), value.sum)

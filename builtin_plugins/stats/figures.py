@@ -1,0 +1,200 @@
+"""What the Prometheus sink adds up: plain numbers, for a step may end many requests at once."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+from hardpoint.plugins import IterationStats, PluginReport, PrefixCacheStats, SchedulerStats
+
+# The bounds are those of vLLM, with smaller ones for small models: sums over instances of both
+# engines are right from vLLM's first bound on.
+_FIRST_TOKEN = (
+    "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 640 2560"
+)
+_NEXT_TOKEN = (
+    "0.001 0.0025 0.005 0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80"
+)
+_REQUEST = (
+    "0.001 0.01 0.05 0.1 0.2 0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 "
+    "7680"
+)
+_TOKENS = "1 2 5 10 20 50 100 200 500 1000 2000 5000 10000 20000 50000 100000 200000 500000 1000000"
+_STEP_TOKENS = "1 8 16 32 64 128 256 512 1024 2048 4096 8192 16384"
+_COMPLETIONS = "1 2 5 10 20"
+
+FINISH_REASONS = ("stop", "length", "abort", "error", "repetition", "timeout")
+
+
+class Histogram:
+    """Counts of values by the smallest bound that is not below them.
+
+    Attributes:
+        sum: of all values.
+    """
+
+    __slots__ = ("_bounds", "_counts", "sum")
+
+    def __init__(self, bounds: str) -> None:
+        """Start empty; `bounds` rise, without infinity, and are separated by blanks."""
+        self._bounds = [float(bound) for bound in bounds.split()]
+        self._counts = [0] * (len(self._bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float | None) -> None:
+        """Add a value; None is none."""
+        if value is not None:
+            self._counts[bisect_left(self._bounds, value)] += 1
+            self.sum += value
+
+    def add_all(self, values: Sequence[float]) -> None:
+        """Add several values."""
+        bounds, counts = self._bounds, self._counts
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+        self.sum += sum(values)
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return each bound as text, infinity too, and the number of values up to it."""
+        result, total = [], 0
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            total += count
+            result.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
+        return result
+
+
+class Total:
+    """Follows a total that starts again with a new engine; never falls."""
+
+    __slots__ = ("_last", "value")
+
+    def __init__(self) -> None:
+        """Start at zero."""
+        self._last = self.value = 0.0
+
+    def follow(self, now: float) -> None:
+        """Add what the total has grown; one that is smaller than before has started again."""
+        self.value += now - self._last if now >= self._last else now
+        self._last = now
+
+
+class EngineFigures:
+    """The figures of one engine and of its requests.
+
+    Attributes:
+        scheduler: its state; its totals are followed by other attributes.
+        sleep_level: 0 is awake.
+    """
+
+    def __init__(self) -> None:
+        """Start with an idle engine."""
+        self.scheduler = SchedulerStats(
+            num_running=0, num_waiting=0, kv_cache_usage=0.0, prefix_cache=PrefixCacheStats()
+        )
+        self.sleep_level = 0
+        self.prompt_tokens = self.prompt_tokens_cached = self.generation_tokens = 0
+        self.finished = Counter(dict.fromkeys(FINISH_REASONS, 0))
+        self.prefix_cache_queries, self.prefix_cache_hits = Total(), Total()
+        self.preemptions = Total()
+        self.drafts, self.draft_tokens, self.accepted_tokens = Total(), Total(), Total()
+        self.accepted_by_position: list[Total] = []
+        self.iteration_tokens = Histogram(_STEP_TOKENS)
+        self.time_to_first_token = Histogram(_FIRST_TOKEN)
+        self.inter_token_latency = Histogram(_NEXT_TOKEN)
+        self.time_per_output_token = Histogram(_NEXT_TOKEN)
+        self.e2e, self.queue, self.prefill = (Histogram(_REQUEST) for _ in range(3))
+        self.decode, self.inference = Histogram(_REQUEST), Histogram(_REQUEST)
+        self.request_prompt_tokens, self.request_generation_tokens = _tokens(), _tokens()
+        self.params_n, self.params_max_tokens = Histogram(_COMPLETIONS), _tokens()
+
+    def record(self, stats: IterationStats) -> None:
+        """Add the statistics of a batch."""
+        self.prompt_tokens += stats.num_prompt_tokens
+        self.prompt_tokens_cached += stats.num_cached_tokens
+        self.generation_tokens += stats.num_generation_tokens
+        if tokens := stats.num_prompt_tokens + stats.num_generation_tokens:
+            self.iteration_tokens.add(tokens)
+        self.time_to_first_token.add_all(stats.time_to_first_token)
+        self.inter_token_latency.add_all(stats.inter_token_latency)
+        if stats.scheduler is not None:
+            self._follow(stats.scheduler)
+        if stats.finished:
+            self._add_finished(stats)
+
+    def _follow(self, scheduler: SchedulerStats) -> None:
+        self.scheduler = scheduler
+        self.prefix_cache_queries.follow(scheduler.prefix_cache.queried_tokens)
+        self.prefix_cache_hits.follow(scheduler.prefix_cache.hit_tokens)
+        self.preemptions.follow(scheduler.num_preemptions)
+        self.drafts.follow(scheduler.num_verified_drafts)
+        self.draft_tokens.follow(scheduler.num_drafts)
+        self.accepted_tokens.follow(scheduler.num_accepted_drafts)
+        by_position = scheduler.num_accepted_by_position
+        while len(self.accepted_by_position) < len(by_position):
+            self.accepted_by_position.append(Total())
+        for position, total in enumerate(self.accepted_by_position):
+            total.follow(by_position[position] if position < len(by_position) else 0)
+
+    def _add_finished(self, stats: IterationStats) -> None:
+        for request in stats.finished:
+            metrics = request.metrics
+            self.finished[request.finish_reason] += 1
+            self.request_prompt_tokens.add(metrics.num_prompt_tokens)
+            self.request_generation_tokens.add(metrics.num_generation_tokens)
+            self.params_max_tokens.add(request.max_tokens)
+            if request.index == 0:  # the prompt has one n, and several completions
+                self.params_n.add(request.n)
+            self.e2e.add(metrics.e2e_seconds)
+            self.queue.add(metrics.queue_seconds)
+            self.prefill.add(metrics.prefill_seconds)
+            decode = metrics.decode_seconds
+            self.decode.add(decode)
+            if decode is None:
+                continue
+            if metrics.prefill_seconds is not None:
+                self.inference.add(metrics.prefill_seconds + decode)
+            if metrics.num_generation_tokens > 1:
+                self.time_per_output_token.add(decode / (metrics.num_generation_tokens - 1))
+
+
+class PluginFigures:
+    """The costs and faults of plugins, by plugin name.
+
+    Attributes:
+        quarantined: 1 for a plugin that is quarantined, else 0.
+        restarts: of the engine.
+        num_blocks: of the KV cache; None if it is unknown.
+    """
+
+    def __init__(self) -> None:
+        """Start without plugins."""
+        self._totals: dict[str, defaultdict[str, Total]] = defaultdict(lambda: defaultdict(Total))
+        self.quarantined: dict[str, float] = {}
+        self.restarts = 0
+        self.num_blocks: int | None = None
+
+    def follow(self, report: PluginReport) -> None:
+        """Read a report."""
+        health = report.health
+        for name, meter in report.meters.items():
+            self._totals["seconds"][name].follow(meter.seconds)
+            self._totals["rows"][name].follow(meter.rows)
+            self._totals["steps"][name].follow(meter.steps)
+        for name, count in health.faults.items():
+            self._totals["faults"][name].follow(count)
+        for what, faults in (("fallbacks", health.fallbacks), ("slow_steps", health.slow)):
+            for name, fault in faults.items():
+                self._totals[what][name].follow(fault.count)
+        known = {*self.quarantined, *report.meters, *health.faults, *health.quarantined}
+        self.quarantined = {name: float(name in health.quarantined) for name in sorted(known)}
+        self.restarts = health.restarts
+        self.num_blocks = report.num_blocks
+
+    def totals(self, what: str) -> Mapping[str, float]:
+        """Return a total by plugin name: seconds, rows, steps, faults, fallbacks or slow_steps."""
+        return {name: total.value for name, total in sorted(self._totals[what].items())}
+
+
+def _tokens() -> Histogram:
+    return Histogram(_TOKENS)

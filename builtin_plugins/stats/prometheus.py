@@ -1,0 +1,73 @@
+"""The stat sink that exports metrics for Prometheus."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from hardpoint.plugins import IterationStats, PluginReport, StatSink, StatSinkContext
+
+from .families import OWN, cache_families, engine_families, plugin_families
+from .figures import EngineFigures, PluginFigures
+
+
+class PrometheusSink(StatSink, Collector):
+    """Adds up figures, and exports them as `hardpoint:...` and under the names of aliases.
+
+    Its registry is its own: several engines of a process never meet, and closing frees the memory.
+    """
+
+    contract = 1
+
+    def __init__(self, context: StatSinkContext) -> None:
+        """Create a sink with all counters at zero."""
+        super().__init__(context)
+        self._model_name = context.model_name or context.model
+        self._prefixes = (OWN, *context.aliases)
+        self._closed = False
+        self._start()
+
+    def record(self, stats: IterationStats) -> None:
+        """Add the statistics of a batch."""
+        if not self._closed:
+            self._engines[stats.engine_index].record(stats)
+
+    def exposition(self, plugins: PluginReport) -> str:
+        """Return all metrics."""
+        if self._closed:
+            return ""
+        engine = self._engines[self.context.engine_index]
+        if plugins.scheduler is not None:
+            engine.scheduler = plugins.scheduler
+        engine.sleep_level = plugins.sleep_level
+        self._plugins.follow(plugins)
+        registry = CollectorRegistry()
+        registry.register(self)
+        return generate_latest(registry).decode()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics, for the registry."""
+        context, model_name = self.context, self._model_name
+        yield from engine_families(model_name, self._engines, self._prefixes)
+        yield from plugin_families(model_name, context.engine_index, self._plugins)
+        if self._plugins.num_blocks is not None:
+            config = {
+                "block_size": context.block_size,
+                "enable_prefix_caching": context.prefix_caching,
+            }
+            yield from cache_families(
+                model_name, context.engine_index, config, self._plugins.num_blocks, self._prefixes
+            )
+
+    def close(self) -> None:
+        """Forget all figures."""
+        self._closed = True
+        self._start()
+
+    def _start(self) -> None:
+        self._engines: defaultdict[int, EngineFigures] = defaultdict(EngineFigures)
+        self._plugins = PluginFigures()

@@ -1,0 +1,357 @@
+"""The Prometheus sink: what it exports is what happened, under its own names and under vLLM's."""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+import weakref
+
+import msgspec
+import pytest
+from prometheus_client import REGISTRY
+from prometheus_client.parser import text_string_to_metric_families
+from support.processes import ROOT
+
+from hardpoint import LLM, SamplingParams
+from hardpoint.builtin_plugins.stats.families import ENGINE_FAMILIES, PLUGIN_COUNTERS
+from hardpoint.builtin_plugins.stats.prometheus import PrometheusSink
+from hardpoint.plugins import (
+    ConfigError,
+    IterationStats,
+    PluginReport,
+    PrefixCacheStats,
+    SchedulerStats,
+    StatSinkContext,
+)
+from hardpoint.plugins.stats import (
+    FinishedRequest,
+    Health,
+    PluginMeter,
+    RequestMetrics,
+    StepFault,
+)
+from hardpoint.testing import scripted_config
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+SINK = {"stats": {"sinks": ["prometheus"]}}
+VLLM = SINK | {"metrics": {"aliases": ["vllm"]}}
+
+# What dashboards, routers and the endpoint picker of the Gateway API read.
+NAMES_OF_VLLM = {
+    "cache_config_info": "gauge",
+    "e2e_request_latency_seconds": "histogram",
+    "engine_sleep_state": "gauge",
+    "generation_tokens_total": "counter",
+    "inter_token_latency_seconds": "histogram",
+    "iteration_tokens_total": "histogram",
+    "kv_cache_usage_perc": "gauge",
+    "num_preemptions_total": "counter",
+    "num_requests_running": "gauge",
+    "num_requests_waiting": "gauge",
+    "num_requests_waiting_by_reason": "gauge",
+    "prefix_cache_hits_total": "counter",
+    "prefix_cache_queries_total": "counter",
+    "prompt_tokens_by_source_total": "counter",
+    "prompt_tokens_cached_total": "counter",
+    "prompt_tokens_total": "counter",
+    "request_decode_time_seconds": "histogram",
+    "request_generation_tokens": "histogram",
+    "request_inference_time_seconds": "histogram",
+    "request_params_max_tokens": "histogram",
+    "request_params_n": "histogram",
+    "request_prefill_time_seconds": "histogram",
+    "request_prompt_tokens": "histogram",
+    "request_queue_time_seconds": "histogram",
+    "request_success_total": "counter",
+    "request_time_per_output_token_seconds": "histogram",
+    "spec_decode_num_accepted_tokens_per_pos_total": "counter",
+    "spec_decode_num_accepted_tokens_total": "counter",
+    "spec_decode_num_draft_tokens_total": "counter",
+    "spec_decode_num_drafts_total": "counter",
+    "time_to_first_token_seconds": "histogram",
+}
+
+
+class State:
+    """As a SchedulerStats, with which no weak reference is possible."""
+
+    def __init__(self, stats):
+        vars(self).update(msgspec.structs.asdict(stats))
+
+
+def series(text, **labels):
+    """Return the values of all series that have some labels, by name without the prefix.
+
+    What is left of the labels follows the name: "request_success_total stop".
+    """
+    values = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            given = {"model_name": "tiny", "engine": "0"} | labels
+            if given.items() <= sample.labels.items():
+                rest = [v for k, v in sorted(sample.labels.items()) if k not in given]
+                values[" ".join([sample.name.partition(":")[2], *rest])] = sample.value
+    return values
+
+
+def types(text, prefix):
+    found = re.findall(rf"^# TYPE {prefix}:(\S+) (\S+)$", text, re.MULTILINE)
+    assert len(found) == len(dict(found))
+    return dict(found)
+
+
+def sink(**fields):
+    return PrometheusSink(
+        StatSinkContext(
+            name="prometheus", options=None, clock=time.monotonic, **({"model": "tiny"} | fields)
+        )
+    )
+
+
+def scheduler_stats(queried=0, hit=0, **fields):
+    given = {"num_running": 0, "num_waiting": 0, "kv_cache_usage": 0.0} | fields
+    return SchedulerStats(prefix_cache=PrefixCacheStats(1, queried, hit), **given)
+
+
+def opened(scripted, extra):
+    extra = {"kv_cache": {"block_size": 4, "num_blocks": 200}} | extra
+    extra["metrics"] = extra.get("metrics", {}) | {"model_name": "tiny"}
+    return LLM(config=scripted_config(scripted, extra))
+
+
+def test_an_engine_exports_what_its_requests_did(scripted):
+    slow = {"slow": {"seconds": 0.001}}
+    prompts = ["say abc", "long 3456789", "long 3456789"]
+    extra = {"stats": {"sinks": ["prometheus"], "request_metrics": True}}
+    extra["plugins"] = {"enable": ["support.plugins.slow:Slow"]}
+    with opened(scripted, extra) as llm:
+        idle = series(llm.metrics())
+        assert idle["request_success_total stop"] == idle["prompt_tokens_total"] == 0
+        short = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, plugin_args=slow)
+        twice = SamplingParams(max_tokens=5, n=2, ignore_eos=True)
+        outputs = [llm.generate(prompts[0], GREEDY), llm.generate(prompts[1], short)]
+        outputs += [llm.generate(prompts[2], twice)]
+        text = llm.metrics()
+    found = series(text)
+    ended = [each.metrics for (output,) in outputs for each in output.outputs]
+    assert [(each.num_prompt_tokens, each.num_generation_tokens) for each in ended] == [
+        *[(7, 13), (12, 3), (12, 5), (12, 5)]
+    ]
+    assert found["prompt_tokens_total"] == 43
+    assert found["generation_tokens_total"] == 26
+    cached = sum(each.num_cached_tokens for each in ended)
+    assert cached > 0
+    assert found["prompt_tokens_cached_total"] == found["prefix_cache_hits_total"] == cached
+    assert found["prompt_tokens_by_source_total local_cache_hit"] == cached
+    assert found["prompt_tokens_by_source_total local_compute"] == 43 - cached
+    assert found["prefix_cache_queries_total"] == 43
+    assert found["request_success_total stop"] == 1
+    assert found["request_success_total length"] == 3
+    assert found["request_success_total abort"] == 0
+    assert found["iteration_tokens_total_sum"] == 43 + 26
+    assert found["time_to_first_token_seconds_count"] == 4
+    assert found["inter_token_latency_seconds_count"] == 26 - 4
+    assert found["request_prompt_tokens_sum"] == 43
+    assert found["request_generation_tokens_sum"] == 26
+    assert found["request_generation_tokens_bucket 5.0"] == 3
+    assert found["request_generation_tokens_bucket +Inf"] == 4
+    assert (found["request_params_n_count"], found["request_params_n_sum"]) == (3, 1 + 1 + 2)
+    assert found["request_params_max_tokens_sum"] == 20 + 3 + 5 + 5
+    assert found["num_requests_running"] == found["num_requests_waiting"] == 0
+    assert found["cache_config_info 4 True 200"] == 1
+    assert found["plugin_steps_total slow"] == found["plugin_rows_total slow"] == 3
+    assert found["plugin_seconds_total slow"] >= 0.003
+    assert found["engine_restarts_total"] == 0
+
+
+def test_durations_are_those_of_the_requests(scripted):
+    extra = {"stats": {"sinks": ["prometheus"], "request_metrics": True}}
+    with opened(scripted, extra) as llm:
+        ended = [each.metrics for each in llm.generate(["say abc", "long", "emoji"], GREEDY)]
+        found = series(llm.metrics())
+    for name, seconds in {
+        "e2e_request_latency_seconds": [each.e2e_seconds for each in ended],
+        "request_queue_time_seconds": [each.queue_seconds for each in ended],
+        "request_prefill_time_seconds": [each.prefill_seconds for each in ended],
+        "request_decode_time_seconds": [each.decode_seconds for each in ended],
+        "request_inference_time_seconds": [e.prefill_seconds + e.decode_seconds for e in ended],
+        "request_time_per_output_token_seconds": [
+            each.decode_seconds / (each.num_generation_tokens - 1) for each in ended
+        ],
+    }.items():
+        assert found[f"{name}_count"] == 3
+        assert found[f"{name}_sum"] == pytest.approx(sum(seconds))
+    first = [each.time_to_first_token for each in ended]
+    assert found["time_to_first_token_seconds_sum"] == pytest.approx(sum(first))
+
+
+def test_engines_of_one_process_do_not_meet_and_leave_nothing(scripted):
+    before = {metric.name for metric in REGISTRY.collect()}
+    with opened(scripted, SINK) as first, opened(scripted, SINK) as second:
+        first.generate("say abc", GREEDY)
+        second.generate(["say abc", "say abc"], GREEDY)
+        assert series(first.metrics())["request_success_total stop"] == 1
+        second.close()
+        assert second.metrics() == ""
+        assert series(first.metrics())["request_success_total stop"] == 1
+    assert {metric.name for metric in REGISTRY.collect()} == before
+
+
+def test_a_closed_sink_keeps_nothing():
+    one, state = sink(), State(scheduler_stats())
+    one.record(IterationStats(scheduler=state))
+    assert one.exposition(PluginReport())
+    kept = weakref.ref(state)
+    del state
+    assert kept() is not None
+    one.close()
+    gc.collect()
+    assert kept() is None
+    one.record(IterationStats(num_prompt_tokens=1))
+    assert one.exposition(PluginReport()) == ""
+
+
+def test_without_such_a_sink_there_is_nothing(scripted):
+    with opened(scripted, {}) as llm:
+        assert llm.metrics() == ""
+    with opened(scripted, {"stats": {"sinks": ["log"]}}) as llm:
+        llm.generate("say abc", GREEDY)
+        assert llm.metrics() == ""
+
+
+def test_an_alias_has_the_names_and_values_that_dashboards_read(scripted):
+    with opened(scripted, VLLM) as llm:
+        llm.generate("say abc", GREEDY)
+        text = llm.metrics()
+    assert types(text, "vllm") == NAMES_OF_VLLM
+    assert set(types(text, "hardpoint")) >= set(NAMES_OF_VLLM)
+    lines = text.splitlines()
+    for name in NAMES_OF_VLLM.keys() - {"cache_config_info"}:
+        own = [line[10:] for line in lines if re.match(rf"hardpoint:{name}[_{{]", line)]
+        assert own == [line[5:] for line in lines if re.match(rf"vllm:{name}[_{{]", line)]
+        assert own or name.startswith("spec_decode_num_accepted_tokens_per_pos")
+    config = 'block_size="4",enable_prefix_caching="True",engine="0",num_gpu_blocks="200"'
+    assert f"vllm:cache_config_info{{{config}}} 1.0" in lines
+    assert (
+        'vllm:request_success_total{engine="0",finished_reason="stop",model_name="tiny"} 1.0'
+        in (lines)
+    )
+    with opened(scripted, SINK) as llm:
+        assert "vllm:" not in llm.metrics()
+
+
+def test_an_unknown_alias_is_refused(scripted):
+    with pytest.raises(ConfigError, match=r"metrics\.aliases\[0\].*'vlm'"):
+        LLM(config=scripted_config(scripted, SINK | {"metrics": {"aliases": ["vlm"]}}))
+
+
+def test_every_name_is_in_the_documentation():
+    page = (ROOT / "docs" / "statistics.md").read_text(encoding="utf-8")
+    names = [family.name for family in ENGINE_FAMILIES] + ["cache_config_info", "engine_restarts"]
+    names += [f"plugin_{name}" for name in (*PLUGIN_COUNTERS, "quarantined")]
+    assert [name for name in names if f"`{name}`" not in page] == []
+
+
+def test_names_of_models_and_plugins_are_escaped():
+    name = 'a "model" \\ of\ntwo lines'
+    one = sink(model=name)
+    text = one.exposition(PluginReport(meters={'my "own"': PluginMeter(rows=2)}))
+    assert series(text, model_name=name, plugin='my "own"')["plugin_rows_total"] == 2
+    assert 'model_name="a \\"model\\" \\\\ of\\ntwo lines"' in text
+    named = sink(model="/models/of/mine", model_name="served")
+    assert "/models/of/mine" not in named.exposition(PluginReport())
+    assert series(named.exposition(PluginReport()), model_name="served")["prompt_tokens_total"] == 0
+
+
+def test_totals_go_on_after_a_restart():
+    one = sink()
+    for queried, hit, preemptions in [(100, 30, 4), (0, 0, 0), (20, 5, 1), (50, 5, 1)]:
+        stats = scheduler_stats(queried, hit, num_preemptions=preemptions)
+        one.record(IterationStats(scheduler=stats))
+    meters = [PluginMeter(steps=5, rows=9, seconds=1.0), PluginMeter(steps=1, rows=2, seconds=0.5)]
+    for restarts, meter in enumerate(meters):
+        report = PluginReport(meters={"top_k": meter}, health=Health({}, {}, restarts=restarts))
+        text = one.exposition(report)
+    found = series(text)
+    assert found["prefix_cache_queries_total"] == 150
+    assert found["prefix_cache_hits_total"] == 35
+    assert found["num_preemptions_total"] == 5
+    assert found["plugin_steps_total top_k"] == 6
+    assert found["plugin_rows_total top_k"] == 11
+    assert found["plugin_seconds_total top_k"] == 1.5
+    assert found["engine_restarts_total"] == 1
+
+
+def test_the_state_of_the_scheduler_is_the_latest_that_is_known():
+    one = sink()
+    stats = scheduler_stats(num_running=3, num_waiting=5, num_deferred=2, kv_cache_usage=0.25)
+    one.record(IterationStats(scheduler=stats))
+    found = series(one.exposition(PluginReport(sleep_level=2)))
+    assert (found["num_requests_running"], found["num_requests_waiting"]) == (3, 5)
+    assert found["num_requests_waiting_by_reason capacity"] == 3
+    assert found["num_requests_waiting_by_reason deferred"] == 2
+    assert found["kv_cache_usage_perc"] == 0.25
+    sleeping = ["awake", "weights_offloaded", "discard_all"]
+    assert [found[f"engine_sleep_state {state}"] for state in sleeping] == [0, 0, 1]
+    now = PluginReport(scheduler=scheduler_stats(num_running=0, num_waiting=7))
+    found = series(one.exposition(now))
+    assert (found["num_requests_running"], found["num_requests_waiting"]) == (0, 7)
+
+
+def test_drafts_and_several_engines():
+    one = sink()
+    for index, accepted in enumerate([[3, 1], [2]]):
+        stats = scheduler_stats(
+            num_drafts=9,
+            num_verified_drafts=3,
+            num_accepted_drafts=sum(accepted),
+            num_accepted_by_position=accepted,
+        )
+        one.record(IterationStats(engine_index=index, scheduler=stats))
+    first, second = (series(one.exposition(PluginReport()), engine=index) for index in "01")
+    assert first["spec_decode_num_drafts_total"] == 3
+    assert first["spec_decode_num_draft_tokens_total"] == 9
+    assert first["spec_decode_num_accepted_tokens_total"] == 4
+    assert first["spec_decode_num_accepted_tokens_per_pos_total 0"] == 3
+    assert first["spec_decode_num_accepted_tokens_per_pos_total 1"] == 1
+    assert second["spec_decode_num_accepted_tokens_per_pos_total 0"] == 2
+    assert "engine_restarts_total" not in second
+
+
+def test_faults_of_plugins():
+    health = Health(
+        faults={"picky": 3},
+        quarantined={"picky": "it ended 3 requests"},
+        fallbacks={"policy": StepFault(2, "plugin 'policy': victim() failed")},
+        slow={"picky": StepFault(4, "took long")},
+    )
+    found = series(sink().exposition(PluginReport(health=health, meters={"top_k": PluginMeter()})))
+    assert found["plugin_faults_total picky"] == 3
+    assert found["plugin_quarantined picky"] == 1
+    assert found["plugin_quarantined top_k"] == 0
+    assert found["plugin_fallbacks_total policy"] == 2
+    assert found["plugin_slow_steps_total picky"] == 4
+
+
+def test_stages_that_a_request_did_not_reach_are_not_counted():
+    one = sink()
+    for metrics in (
+        RequestMetrics(num_prompt_tokens=3, e2e_seconds=1.0),
+        RequestMetrics(num_prompt_tokens=3, num_generation_tokens=1, decode_seconds=0.0),
+    ):
+        ended = FinishedRequest(
+            request_id="0", finish_reason="abort", tags={"tenant": "acme"}, metrics=metrics
+        )
+        one.record(IterationStats(finished=[ended]))
+    text = one.exposition(PluginReport())
+    found = series(text)
+    assert found["request_success_total abort"] == 2
+    assert found["e2e_request_latency_seconds_count"] == 1
+    assert found["request_queue_time_seconds_count"] == 0
+    assert found["request_inference_time_seconds_count"] == 0
+    assert found["request_decode_time_seconds_bucket 0.001"] == 1
+    assert found["request_time_per_output_token_seconds_count"] == 0
+    assert found["request_params_max_tokens_count"] == 0
+    assert found["iteration_tokens_total_count"] == 0
+    assert "acme" not in text

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from hardpoint.builtin_plugins.server.errors import AnswerError
-from hardpoint.plugins import CompletionOutput, Logprob, RequestOutput, Tokenizer
+from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput, Tokenizer
 
 
 class PromptDetails(msgspec.Struct):
@@ -76,9 +76,12 @@ def check_ended(completion: CompletionOutput) -> None:
 
     Raises:
         AnswerError: it names the plugin or the model.
+        RequestError: what the request says of its answer is wrong.
     """
     if completion.finish_reason != "error":
         return
+    if completion.error is not None and completion.error.startswith("structured."):
+        raise RequestError(completion.error)  # its grammar cannot be compiled, or ends nowhere
     raise AnswerError(
         500,
         completion.error or "the engine gave no reason",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -162,20 +162,25 @@ class ChatCompletionRequest(SamplingFields):
         """
         tools = [_without_nulls(tool) for tool in self.tools or ()] or None
         choice = self.tool_choice or "auto"
-        if isinstance(choice, NamedTool):
-            return tools, {"name": choice.function.name}
-        if not isinstance(choice, AllowedToolChoice):
+        if isinstance(choice, str):
             return tools, choice
-        names = [tool.function.name for tool in choice.allowed_tools.tools]
         known = [_tool_name(tool) for tool in tools or ()]
-        for index, name in enumerate(names):
-            if name not in known:
-                raise RequestError(
-                    f"tool_choice.allowed_tools.tools[{index}].function.name: expected one of the "
-                    f"tools ({', '.join(map(str, known)) or 'none'}), got {shown(name)}"
-                )
+        if isinstance(choice, NamedTool):
+            _check_known(choice, known, "tool_choice")
+            return tools, {"name": choice.function.name}
+        for index, tool in enumerate(choice.allowed_tools.tools):
+            _check_known(tool, known, f"tool_choice.allowed_tools.tools[{index}]")
+        names = [tool.function.name for tool in choice.allowed_tools.tools]
         allowed = [tool for tool in tools or () if _tool_name(tool) in names]
         return allowed, choice.allowed_tools.mode
+
+
+def _check_known(named: NamedTool, known: Sequence[Any], path: str) -> None:
+    if (name := named.function.name) not in known:
+        listed = ", ".join(shown(one, 100) for one in known[:20]) or "none"
+        raise RequestError(
+            f"{path}.function.name: expected one of the tools ({listed}), got {shown(name, 100)}"
+        )
 
 
 def _without_nulls(tool: dict[str, Any]) -> dict[str, Any]:

@@ -150,7 +150,10 @@ class CompletionRoutes:
         given = await self._tokenised(asked, prompts)
         answer_id = new_id("cmpl-", asked.request_id)
         ids = [answer_id] if len(prompts) == 1 else [f"{answer_id}-{i}" for i in range(len(given))]
-        outputs = merged(self._outputs(call, asked, given, ids))
+        is_list = prompts is asked.prompt
+        paths = [f"prompt[{i}]" if is_list else "prompt" for i in range(len(ids))]
+        sources = self._outputs(call, asked, given, ids)
+        outputs = numbered(sources[0], paths[0]) if len(ids) == 1 else merged(sources, paths)
         identity = {"id": answer_id, "created": int(time.time()), "model": model}
         answer = CompletionAnswer(self._service, asked, identity)
         if asked.stream:
@@ -207,19 +210,29 @@ class CompletionRoutes:
 Numbered = tuple[int, RequestOutput]
 
 
+async def numbered(
+    source: AsyncGenerator[RequestOutput, None], path: str
+) -> AsyncGenerator[Numbered, None]:
+    """Yield the outputs of the only request; arguments and errors are those of `merged`."""
+    try:
+        async with contextlib.aclosing(source):
+            async for output in source:
+                yield 0, output
+    except RequestError as error:
+        raise _with_path(error, path) from None
+
+
 async def merged(
-    sources: Sequence[AsyncGenerator[RequestOutput, None]],
+    sources: Sequence[AsyncGenerator[RequestOutput, None]], paths: Sequence[str]
 ) -> AsyncGenerator[Numbered, None]:
     """Yield the outputs of several requests as they come, each with the number of its source.
+
+    Args:
+        paths: of the prompts, for errors.
 
     Raises:
         Exception: raised by a source; the others are closed.
     """
-    if len(sources) == 1:
-        async with contextlib.aclosing(sources[0]):
-            async for output in sources[0]:
-                yield 0, output
-        return
     queue: asyncio.Queue[Numbered | BaseException | None] = asyncio.Queue(len(sources))
 
     async def run(number: int, source: AsyncGenerator[RequestOutput, None]) -> None:
@@ -228,6 +241,8 @@ async def merged(
                 async for output in source:
                     await queue.put((number, output))
             await queue.put(None)
+        except RequestError as error:
+            await queue.put(_with_path(error, paths[number]))
         except Exception as error:
             await queue.put(error)
 
@@ -246,6 +261,15 @@ async def merged(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _with_path(error: RequestError, path: str) -> RequestError:
+    """Return an error about a prompt with the path that the prompt has in the request."""
+    message = str(error)
+    for name in ("prompt_token_ids", "prompt"):
+        if message.startswith((f"{name}:", f"{name}[")):
+            return RequestError(path + message.removeprefix(name))
+    return error
 
 
 class CompletionAnswer:

@@ -358,10 +358,10 @@ class CompletionAnswer:
         if asked.echo and is_first:
             before = self._echo(output, columns)
             text = before + text
-            offset += len(before)
+            offset = sum(map(len, columns.tokens)) or len(before)
         if asked.logprobs is not None and completion.logprobs is not None:
-            _add(columns, completion.logprobs, token_ids, asked.logprobs, offset)
-        self._offsets[index] = (0 if is_first else self._offsets[index]) + len(text)
+            offset = _add(columns, completion.logprobs, token_ids, asked.logprobs, offset)
+        self._offsets[index] = offset
         choice = Choice(
             index=index,
             text=text,
@@ -392,7 +392,8 @@ def _add(
     token_ids: Sequence[int],
     count: int,
     offset: int,
-) -> None:
+) -> int:
+    """Add the positions of tokens; return where the text of the next token begins."""
     for position, token in zip(positions, token_ids, strict=False):
         chosen = position[token]
         text = token_text(chosen, token)
@@ -405,6 +406,7 @@ def _add(
         columns.top_logprobs.append(top)
         columns.text_offset.append(offset)
         offset += len(text)
+    return offset
 
 
 def _add_prompt(columns: Logprobs, output: RequestOutput, count: int, tokenizer: Any) -> None:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.errors import AnswerError, ErrorBody
 from hardpoint.builtin_plugins.server.service import Service
-from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput
+from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput, Tokenizer
 from hardpoint.plugins.requests import Prompt
 from hardpoint.plugins.server import Call, Route
 
@@ -356,9 +356,8 @@ class CompletionAnswer:
             text, token_ids = "", []
         columns = Logprobs([], [], [], [])
         if asked.echo and is_first:
-            before = self._echo(output, columns)
+            before, offset = self._echo(output, columns)
             text = before + text
-            offset = sum(map(len, columns.tokens)) or len(before)
         if asked.logprobs is not None and completion.logprobs is not None:
             offset = _add(columns, completion.logprobs, token_ids, asked.logprobs, offset)
         self._offsets[index] = offset
@@ -377,13 +376,18 @@ class CompletionAnswer:
             choice.prompt_logprobs = prompt_logprobs(output) or []
         return choice
 
-    def _echo(self, output: RequestOutput, columns: Logprobs) -> str:
-        """Return the text of a prompt; add the log-probabilities of its tokens to the columns."""
-        if self._asked.logprobs is not None and output.prompt_logprobs is not None:
-            _add_prompt(columns, output, self._asked.logprobs, self._service.engine.tokenizer)
-        if output.prompt is not None:
-            return output.prompt
-        return self._service.engine.tokenizer.decode(output.prompt_token_ids)
+    def _echo(self, output: RequestOutput, columns: Logprobs) -> tuple[str, int]:
+        """Return the text of a prompt, and where it ends by the offsets of its tokens.
+
+        The log-probabilities of its tokens are added to the columns.
+        """
+        tokenizer = self._service.engine.tokenizer
+        text = output.prompt
+        if text is None:
+            text = tokenizer.decode(output.prompt_token_ids)
+        if self._asked.logprobs is None or output.prompt_logprobs is None:
+            return text, len(text)
+        return text, _add_prompt(columns, output, text, self._asked.logprobs, tokenizer)
 
 
 def _add(
@@ -409,17 +413,25 @@ def _add(
     return offset
 
 
-def _add_prompt(columns: Logprobs, output: RequestOutput, count: int, tokenizer: Any) -> None:
-    """Add the positions of a prompt, the first of which has no log-probability."""
+def _add_prompt(
+    columns: Logprobs, output: RequestOutput, prompt: str, count: int, tokenizer: Tokenizer
+) -> int:
+    """Add the positions of a prompt, the first of which has no log-probability.
+
+    Returns:
+        Where the text of the next token begins.
+    """
     offset = 0
     for position, token in zip(prompt_positions(output), output.prompt_token_ids, strict=False):
         if position is None:
-            text = tokenizer.decode([token], skip_special_tokens=False)
-            columns.tokens.append(text)
+            columns.tokens.append(tokenizer.decode([token], skip_special_tokens=False))
             columns.token_logprobs.append(None)
             columns.top_logprobs.append(None)
             columns.text_offset.append(offset)
         else:
             _add(columns, [position], [token], count, offset)
-            text = columns.tokens[-1]
-        offset += len(text)
+        text = columns.tokens[-1]
+        # The tokenizer adds some, such as the one at the beginning, which the text does not have.
+        if text not in tokenizer.special_tokens or prompt.startswith(text, offset):
+            offset += len(text)
+    return offset

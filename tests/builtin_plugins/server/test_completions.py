@@ -197,6 +197,10 @@ def test_an_error_of_one_prompt_ends_the_others():
 class Merged(FakeEngine):
     """Gives what a slow reader gets: several tokens of both completions in one output."""
 
+    def __post_init__(self):
+        super().__post_init__()
+        self.tokenizer.special_tokens = {"\x01": 1}  # which is added to prompts
+
     def _outputs(self, text, ids, params, request_id):
         halves = [("ab", [97, 98]), ("cd", [99, 100])]
         for number, (part, tokens) in enumerate(halves):

@@ -22,7 +22,6 @@ from .answers import new_id
 from .fields import REFUSED, GenerationFields, Renaming, check_limits, reasoning_variables, renamed
 from .messages_events import PING, MessageStream, OutputMessage, whole_message
 from .messages_input import (
-    AdaptiveThinking,
     AnyChoice,
     Choice,
     Conversation,
@@ -290,7 +289,6 @@ def _variables(asked: MessagesRequest | CountTokensRequest, template: str) -> di
     effort: str | None = asked.output_config.effort
     if isinstance(asked.thinking, DisabledThinking):
         effort = "none"
-    elif isinstance(asked.thinking, EnabledThinking | AdaptiveThinking):
-        if "enable_thinking" in template:
-            variables.setdefault("enable_thinking", True)
+    elif asked.thinking is not None and "enable_thinking" in template:
+        variables.setdefault("enable_thinking", True)
     return reasoning_variables(template, effort, variables)

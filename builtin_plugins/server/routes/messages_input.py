@@ -13,8 +13,14 @@ from hardpoint.plugins.typed import Strict
 
 _TEXT_ALONE = "the model reads text alone"
 _NO_SERVER_TOOLS = "there are no server tools"
-_SERVER_TOOLS = ("bash_code_execution", "code_execution", "text_editor_code_execution")
-_SERVER_TOOLS += ("tool_search_tool", "web_fetch", "web_search")
+_SERVER_TOOLS = (
+    "bash_code_execution",
+    "code_execution",
+    "text_editor_code_execution",
+    "tool_search_tool",
+    "web_fetch",
+    "web_search",
+)
 
 REFUSED_BLOCKS = {
     "container_upload": _NO_SERVER_TOOLS,
@@ -106,7 +112,7 @@ class ToolDefinition(Strict):
 
     def plain(self) -> dict[str, Any]:
         """Return the tool as conversations have it."""
-        function = {"name": self.name, "parameters": self.input_schema}
+        function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}
         if self.description is not None:
             function["description"] = self.description
         if self.strict is not None:

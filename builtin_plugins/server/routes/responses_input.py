@@ -234,10 +234,10 @@ class Conversation:
         Args:
             with_answer: whether a turn that has its answer, and no calls, may go on.
         """
-        last = self.messages[-1] if self.messages else None
-        goes_on = last is not None and last["role"] == "assistant"
-        if goes_on and (with_answer or not last["content"] or "tool_calls" in last):
-            return last
+        for last in self.messages[-1:]:
+            goes_on = with_answer or not last["content"] or "tool_calls" in last
+            if last["role"] == "assistant" and goes_on:
+                return last
         turn: dict[str, Any] = {"role": "assistant", "content": ""}
         self.messages.append(turn)
         return turn

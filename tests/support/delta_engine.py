@@ -1,5 +1,6 @@
 """A fake engine that answers with given deltas, and a reader of typed server-sent events."""
 
+import contextlib
 import dataclasses
 import json
 
@@ -17,6 +18,8 @@ def call(index, id=None, name=None, arguments=""):
 class DeltaEngine(FakeEngine):
     """Answers with these deltas, each the fields of a completion; without a stream, joined.
 
+    Without deltas, it answers as a FakeEngine.
+
     Attributes:
         deltas: of the answer; `tokens` of each are texts of tokens.
         num_cached: prompt tokens that were cached.
@@ -26,6 +29,9 @@ class DeltaEngine(FakeEngine):
     num_cached: int = 0
 
     def _outputs(self, text, ids, params, request_id):
+        if not self.deltas:
+            yield from super()._outputs(text, ids, params, request_id)
+            return
         deltas = list(self.deltas)
         if params.output_kind is not RequestOutputKind.DELTA:
             deltas = [_joined(deltas)]
@@ -53,6 +59,20 @@ class DeltaEngine(FakeEngine):
                 finished=index == len(deltas) - 1,
                 num_cached_tokens=self.num_cached,
             )
+
+
+@contextlib.contextmanager
+def answering(server, **attributes):
+    """Change attributes of a server's engine while the body runs."""
+    engine = server.engine
+    before = {name: getattr(engine, name) for name in attributes}
+    for name, value in attributes.items():
+        setattr(engine, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(engine, name, value)
 
 
 def copied(part):

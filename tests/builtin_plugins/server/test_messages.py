@@ -4,7 +4,7 @@ import json
 
 import anthropic
 import pytest
-from support.delta_engine import DeltaEngine, call, typed_events
+from support.delta_engine import DeltaEngine, answering, call, typed_events
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 
@@ -33,7 +33,8 @@ CALLED = (
 
 @pytest.fixture(scope="module")
 def server():
-    with running(FakeEngine(config=configured())) as running_server:
+    engine = DeltaEngine(config=configured(limits={"body_bytes": 1 << 16}))
+    with running(engine) as running_server:
         yield running_server
 
 
@@ -142,9 +143,8 @@ def test_answers_whole(server):
     ],
     ids=["all", "thinking", "length", "empty", "once", "stop", "stop token", "timeout"],
 )
-def test_a_stream_holds_what_a_whole_answer_does(deltas, reason):
-    engine = DeltaEngine(deltas=deltas, num_cached=3, config=configured())
-    with running(engine) as server:
+def test_a_stream_holds_what_a_whole_answer_does(server, deltas, reason):
+    with answering(server, deltas=deltas, num_cached=3):
         asked = body(tools=[TOOL], max_tokens=len(deltas))
         whole = server.post(PATH, asked).json()
         events = typed_events(server, PATH, {**asked, "stream": True})
@@ -160,8 +160,8 @@ def test_a_stream_holds_what_a_whole_answer_does(deltas, reason):
     assert events[0]["message"]["usage"]["input_tokens"] == 6
 
 
-def test_blocks_come_in_the_order_of_the_answer():
-    with running(DeltaEngine(deltas=CALLED, config=configured())) as server:
+def test_blocks_come_in_the_order_of_the_answer(server):
+    with answering(server, deltas=CALLED):
         answer = server.post(PATH, body(tools=[TOOL])).json()
     assert answer["content"] == [
         {"type": "thinking", "thinking": "Look it up.", "signature": ""},
@@ -172,16 +172,16 @@ def test_blocks_come_in_the_order_of_the_answer():
     assert answer["usage"]["output_tokens_details"] == {"thinking_tokens": len("Look it up.")}
 
 
-def test_a_full_context_is_told_from_max_tokens():
+def test_a_full_context_is_told_from_max_tokens(server):
     deltas = ({"content": "Half", "finish_reason": "length"},)
-    with running(DeltaEngine(deltas=deltas, config=configured())) as server:
+    with answering(server, deltas=deltas):
         answer = server.post(PATH, body(max_tokens=2)).json()
     assert answer["stop_reason"] == "model_context_window_exceeded"
 
 
-def test_an_error_inside_a_stream_ends_the_block():
+def test_an_error_inside_a_stream_ends_the_block(server):
     error = EngineDeadError("the engine died")
-    with running(FakeEngine(error=error, fails_after=2, config=configured())) as server:
+    with answering(server, error=error, fails_after=2):
         events = typed_events(server, PATH, body(stream=True))
     blocks, last = check_stream(events)
     assert last is None
@@ -392,9 +392,9 @@ def test_what_is_wrong_is_named(server, fields, words):
     assert words in refusal(server, **fields)
 
 
-def test_errors_of_the_engine_name_the_fields_of_the_route():
+def test_errors_of_the_engine_name_the_fields_of_the_route(server):
     error = RequestError("tools[0].function.parameters.type: expected object")
-    with running(FakeEngine(error=error, config=configured())) as server:
+    with answering(server, error=error):
         assert refusal(server) == "tools[0].input_schema.type: expected object"
 
 
@@ -427,17 +427,18 @@ def test_counting_takes_no_sampling_parameters(server):
         ({"content": b" " * (1 << 20)}, 413, "request_too_large"),
     ],
 )
-def test_errors_have_the_shape_of_the_family(send, status, kind):
-    headers = {"content-type": "application/json"} | send.pop("headers", {})
-    engine = FakeEngine(config=configured(limits={"body_bytes": 1 << 16}))
-    with running(engine) as server:
-        answer = server.client.post(PATH, headers=headers, **send)
-        assert answer.status_code == status
-        assert answer.json()["type"] == "error"
-        assert answer.json()["error"]["type"] == kind
-        other = server.client.get("/v1/messagesx")
-    assert other.json()["error"]["type"] == "not_found_error"
-    assert "type" not in other.json()
+def test_errors_have_the_shape_of_the_family(server, send, status, kind):
+    headers = {"content-type": "application/json"} | send.get("headers", {})
+    answer = server.client.post(PATH, **{**send, "headers": headers})
+    assert answer.status_code == status
+    assert answer.json()["type"] == "error"
+    assert answer.json()["error"]["type"] == kind
+
+
+def test_errors_of_other_paths_have_openais_shape(server):
+    error = server.client.get(f"{PATH}x").json()
+    assert list(error) == ["error"]
+    assert error["error"]["code"] == "not_found"
 
 
 # Anthropic's client
@@ -452,8 +453,8 @@ def test_client_reads_a_whole_answer(server):
     assert client.messages.count_tokens(model=name, messages=HI).input_tokens == 9
 
 
-def test_client_accumulates_a_stream_and_sends_its_blocks_back():
-    with running(DeltaEngine(deltas=CALLED, config=configured())) as server:
+def test_client_accumulates_a_stream_and_sends_its_blocks_back(server):
+    with answering(server, deltas=CALLED):
         client, name = client_of(server), server.service.names[0]
         asked = {"model": name, "max_tokens": 100, "tools": [TOOL]}
         with client.messages.stream(**asked, messages=HI) as stream:
@@ -497,16 +498,16 @@ def test_client_accumulates_a_stream_and_sends_its_blocks_back():
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_client_raises_its_errors(error, expected, stream):
-    with running(FakeEngine(error=error, config=configured())) as server:
+def test_client_raises_its_errors(server, error, expected, stream):
+    with answering(server, error=error):
         client, name = client_of(server), server.service.names[0]
         with pytest.raises(expected, match=str(error)):
             client.messages.create(model=name, messages=HI, max_tokens=9, stream=stream)
 
 
-def test_client_raises_an_error_inside_a_stream():
+def test_client_raises_an_error_inside_a_stream(server):
     error = EngineDeadError("the engine died")
-    with running(FakeEngine(error=error, fails_after=1, config=configured())) as server:
+    with answering(server, error=error, fails_after=1):
         client, name = client_of(server), server.service.names[0]
         stream = client.messages.create(model=name, messages=HI, max_tokens=9, stream=True)
         with pytest.raises(anthropic.APIStatusError, match="the engine died"):

@@ -5,7 +5,7 @@ import json
 import openai
 import pydantic
 import pytest
-from support.delta_engine import DeltaEngine, call, typed_events
+from support.delta_engine import DeltaEngine, answering, call, typed_events
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 
@@ -33,7 +33,7 @@ CALLED = (
 
 @pytest.fixture(scope="module")
 def server():
-    with running(FakeEngine(config=configured())) as running_server:
+    with running(DeltaEngine(config=configured())) as running_server:
         yield running_server
 
 
@@ -96,9 +96,10 @@ def check_stream(events):
     return response
 
 
-def streamed(engine, **fields):
-    with running(engine) as server:
-        return typed_events(server, PATH, {"input": "Hi", "stream": True, **fields})
+def streamed(server, **attributes):
+    """Return the events of an answer of an engine with these attributes."""
+    with answering(server, **attributes):
+        return typed_events(server, PATH, {"input": "Hi", "stream": True})
 
 
 def without_ids(items):
@@ -142,8 +143,8 @@ def test_answers_whole(server):
     ],
     ids=["all", "reasoning", "length", "empty", "once", "cut call"],
 )
-def test_a_stream_holds_what_a_whole_answer_does(deltas):
-    with running(DeltaEngine(deltas=deltas, num_cached=3, config=configured())) as server:
+def test_a_stream_holds_what_a_whole_answer_does(server, deltas):
+    with answering(server, deltas=deltas, num_cached=3):
         whole = server.post(PATH, {"input": "Hi", "tools": [TOOL]}).json()
         body = {"input": "Hi", "tools": [TOOL], "stream": True}
         last = check_stream(typed_events(server, PATH, body))
@@ -153,8 +154,8 @@ def test_a_stream_holds_what_a_whole_answer_does(deltas):
     assert whole["usage"]["input_tokens_details"]["cached_tokens"] == 3
 
 
-def test_items_come_in_the_order_of_the_answer():
-    events = streamed(DeltaEngine(deltas=CALLED, config=configured()))
+def test_items_come_in_the_order_of_the_answer(server):
+    events = streamed(server, deltas=CALLED)
     response = check_stream(events)
     assert [item["type"] for item in response["output"]] == [
         "reasoning",
@@ -169,36 +170,35 @@ def test_items_come_in_the_order_of_the_answer():
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == len("Look it up.")
 
 
-def test_length_makes_a_response_incomplete():
+def test_length_makes_a_response_incomplete(server):
     deltas = ({"content": "Half"}, {"finish_reason": "length", "warning": "no end"})
-    response = check_stream(streamed(DeltaEngine(deltas=deltas, config=configured())))
+    response = check_stream(streamed(server, deltas=deltas))
     assert response["status"] == "incomplete"
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
     assert response["output"][0]["status"] == "incomplete"
     assert response["warning"] == "no end"
 
 
-def test_an_answer_without_text_has_an_empty_one():
+def test_an_answer_without_text_has_an_empty_one(server):
     deltas = ({"finish_reason": "stop"},)
-    response = check_stream(streamed(DeltaEngine(deltas=deltas, config=configured())))
+    response = check_stream(streamed(server, deltas=deltas))
     assert response["output"][0]["content"][0]["text"] == ""
 
 
-def test_text_after_a_call_is_an_item_of_its_own():
+def test_text_after_a_call_is_an_item_of_its_own(server):
     deltas = (
         {"tool_calls": [call(0, "a", "weather", "{}")]},
         {"content": "Done", "reasoning": "Hm"},
         {"content": "!", "finish_reason": "tool_calls"},
     )
-    response = check_stream(streamed(DeltaEngine(deltas=deltas, config=configured())))
+    response = check_stream(streamed(server, deltas=deltas))
     types = [item["type"] for item in response["output"]]
     assert types == ["function_call", "reasoning", "message"]
 
 
-def test_an_error_inside_a_stream_ends_the_items_and_fails_the_response():
+def test_an_error_inside_a_stream_ends_the_items_and_fails_the_response(server):
     error = EngineDeadError("the engine died")
-    engine = FakeEngine(reasoning="Let me think", error=error, fails_after=2, config=configured())
-    events = streamed(engine)
+    events = streamed(server, reasoning="Let me think", error=error, fails_after=2)
     response = check_stream(events)
     assert events[-2]["type"] == "response.failed"
     assert response["status"] == "failed"
@@ -208,13 +208,13 @@ def test_an_error_inside_a_stream_ends_the_items_and_fails_the_response():
     assert events[-1]["message"] == events[-1]["error"]["message"] == "the engine died"
 
 
-def test_a_completion_that_ends_with_an_error_fails_the_response():
+def test_a_completion_that_ends_with_an_error_fails_the_response(server):
     deltas = ({"content": "Half"}, {"finish_reason": "error", "error": "plugin 'x': it raised"})
-    response = check_stream(streamed(DeltaEngine(deltas=deltas, config=configured())))
+    response = check_stream(streamed(server, deltas=deltas))
     assert response["error"]["message"] == "plugin 'x': it raised"
 
 
-def test_log_probabilities_are_those_of_the_text():
+def test_log_probabilities_are_those_of_the_text(server):
     deltas = (
         {"reasoning": "Hello", "tokens": ["Hello"]},
         {"tokens": ["</think>"]},
@@ -222,7 +222,7 @@ def test_log_probabilities_are_those_of_the_text():
         {"content": "you", "tokens": ["you"], "finish_reason": "stop"},
     )
     fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
-    with running(DeltaEngine(deltas=deltas, config=configured())) as server:
+    with answering(server, deltas=deltas):
         whole = server.post(PATH, {"input": "Hi", **fields}).json()
         events = typed_events(server, PATH, {"input": "Hi", "stream": True, **fields})
     last = check_stream(events)
@@ -364,9 +364,9 @@ def test_what_is_wrong_is_named(server, fields, words):
     assert words in refusal(server, **fields)
 
 
-def test_errors_of_the_engine_name_the_fields_of_the_route():
+def test_errors_of_the_engine_name_the_fields_of_the_route(server):
     error = RequestError("tools[0].function.parameters.type: expected object")
-    with running(FakeEngine(error=error, config=configured())) as server:
+    with answering(server, error=error):
         answer = server.post(PATH, {"input": "Hi"}).json()["error"]
     assert answer["param"] == "tools[0].parameters.type"
     assert answer["message"] == "tools[0].parameters.type: expected object"
@@ -399,9 +399,9 @@ def test_client_reads_a_whole_answer(server):
     assert response.usage.output_tokens == 4
 
 
-def test_client_accumulates_a_stream_and_sends_its_items_back():
+def test_client_accumulates_a_stream_and_sends_its_items_back(server):
     tools = [{**TOOL, "strict": False}]
-    with running(DeltaEngine(deltas=CALLED, config=configured())) as server:
+    with answering(server, deltas=CALLED):
         client = client_of(server)
         name = server.service.names[0]
         with client.responses.stream(model=name, input="Hi", tools=tools) as stream:
@@ -428,12 +428,12 @@ def test_client_accumulates_a_stream_and_sends_its_items_back():
     }
 
 
-def test_client_parses_structured_text():
+def test_client_parses_structured_text(server):
     class City(pydantic.BaseModel):
         name: str
 
     deltas = ({"content": '{"name":'}, {"content": '"Rome"}', "finish_reason": "stop"})
-    with running(DeltaEngine(deltas=deltas, config=configured())) as server:
+    with answering(server, deltas=deltas):
         name = server.service.names[0]
         parsed = client_of(server).responses.parse(model=name, input="Hi", text_format=City)
         assert parsed.output_parsed == City(name="Rome")
@@ -442,9 +442,9 @@ def test_client_parses_structured_text():
     assert not structured.lenient
 
 
-def test_client_reads_an_incomplete_stream():
+def test_client_reads_an_incomplete_stream(server):
     deltas = ({"content": "Half"}, {"finish_reason": "length"})
-    with running(DeltaEngine(deltas=deltas, config=configured())) as server:
+    with answering(server, deltas=deltas):
         name = server.service.names[0]
         with client_of(server).responses.create(model=name, input="Hi", stream=True) as stream:
             last = list(stream)[-1]
@@ -462,18 +462,18 @@ def test_client_reads_an_incomplete_stream():
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_client_raises_its_errors(error, expected, stream):
+def test_client_raises_its_errors(server, error, expected, stream):
     with (
-        running(FakeEngine(error=error, config=configured())) as server,
+        answering(server, error=error),
         pytest.raises(expected, match=str(error)),
     ):
         client_of(server).responses.create(model=None, input="Hi", stream=stream)
 
 
-def test_client_raises_an_error_inside_a_stream():
+def test_client_raises_an_error_inside_a_stream(server):
     error = EngineDeadError("the engine died")
     seen = []
-    with running(FakeEngine(error=error, fails_after=1, config=configured())) as server:
+    with answering(server, error=error, fails_after=1):
         stream = client_of(server).responses.create(model=None, input="Hi", stream=True)
         with pytest.raises(openai.APIError, match="the engine died"):
             seen.extend(event.type for event in stream)

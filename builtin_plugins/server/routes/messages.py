@@ -229,7 +229,7 @@ class MessagesRoutes:
         can_limit = engine.config.reasoning.parser != "none"
         if isinstance(asked.thinking, EnabledThinking) and can_limit:
             if asked.thinking_token_budget is not UNSET:
-                raise RequestError("thinking_token_budget: expected none beside thinking")
+                raise RequestError("thinking_token_budget: expected none together with thinking")
             fields["thinking_token_budget"] = asked.thinking.budget_tokens
         limits = self._service.settings.limits
         params = asked.sampling_params(engine.default_sampling_params(), limits, **fields)

@@ -52,7 +52,7 @@ class ThinkingBlock(Strict, tag_field="type", tag="thinking"):
 
 
 class RedactedThinkingBlock(Strict, tag_field="type", tag="redacted_thinking"):
-    """What the assistant of another server thought, which nobody here can read: left out."""
+    """What the assistant of another server thought, encrypted: left out."""
 
     data: str
 

@@ -44,7 +44,8 @@ class Boundary:
             answer = self._service.failure(error)
             if scope["state"]["is_answered"]:
                 raise
-            await error_response(answer)(scope, receive, send)
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            await error_response(answer, path)(scope, receive, send)
 
 
 class Blamed:

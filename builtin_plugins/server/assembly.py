@@ -21,7 +21,9 @@ from .extensions import Owned, ServerFaults, Transforms, in_order, routes_of
 from .guard import Guard
 from .routes.chat import ChatRoutes
 from .routes.completions import CompletionRoutes
+from .routes.messages import MessagesRoutes
 from .routes.models import StatusRoutes
+from .routes.responses import ResponsesRoutes
 from .routes.tokens import TokenRoutes
 from .service import Service
 
@@ -46,6 +48,8 @@ def core_routes(service: Service) -> list[Route]:
         *StatusRoutes(service).routes(),
         *ChatRoutes(service).routes(),
         *CompletionRoutes(service).routes(),
+        *ResponsesRoutes(service).routes(),
+        *MessagesRoutes(service).routes(),
         *TokenRoutes(service).routes(),
     ]
 

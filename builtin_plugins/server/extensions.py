@@ -189,7 +189,7 @@ class Transforms:
                 yield kept
 
     def _event(self, call: Call, event: bytes) -> bytes:
-        head, _, data = event.rpartition(b"data: ")
+        head, _, data = event.partition(b"data: ")
         if not data.startswith(b"{"):
             return event + b"\n\n"
         body: Any = msgspec.json.decode(data)

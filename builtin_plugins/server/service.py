@@ -23,7 +23,7 @@ from hardpoint.plugins.typed import shown
 from .bodies import convert_body, decode_object, read_body, without_ignored
 from .errors import AnswerError, answer_error, unavailable
 from .extensions import ServerFaults, Transforms
-from .streaming import EventStream, until_disconnect
+from .streaming import COMMENT, EventStream, until_disconnect
 
 _log = logging.getLogger("hardpoint")
 
@@ -142,6 +142,8 @@ class Service:
         call = call_of(request)
         fields = await self.transforms.request(call, decode_object(body))
         fields = without_ignored(fields, type_)
+        if (prepared := getattr(type_, "prepared", None)) is not None:
+            fields = prepared(fields)
         lenient = self.settings.unknown_fields == "warn"
         return call, convert_body(fields, type_, lenient=lenient)
 
@@ -267,11 +269,13 @@ class Service:
         call: Call,
         events: AsyncGenerator[bytes, None],
         failed: Callable[[AnswerError], bytes],
+        heartbeat: bytes = COMMENT,
     ) -> EventStream:
         """Return a streamed answer of events, each of which may hold several.
 
         Args:
             failed: returns the last events of a stream that an error ends.
+            heartbeat: what says that the stream lives.
         """
 
         async def admitted() -> AsyncGenerator[bytes, None]:
@@ -288,6 +292,7 @@ class Service:
             counted,
             heartbeat_seconds=self.settings.heartbeat_seconds,
             failed=lambda error: failed(self.failure(error)),
+            heartbeat=heartbeat,
         )
 
     def failure(self, error: BaseException) -> AnswerError:

@@ -28,7 +28,7 @@ from .answers import (
     prompt_logprobs,
     token_text,
 )
-from .fields import IGNORED, REFUSED, SamplingFields
+from .fields import IGNORED, REFUSED, SamplingFields, reasoning_variables
 from .progress import with_progress
 
 DONE = b"data: [DONE]\n\n"
@@ -142,17 +142,6 @@ class ChatCompletionRequest(SamplingFields):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     echo: bool = False
-
-    def template_variables(self, template: str | None) -> dict[str, Any] | None:
-        """Return the variables of the chat template, with those of `reasoning_effort`."""
-        variables = dict(self.chat_template_kwargs or {})
-        effort = self.reasoning_effort
-        if effort is not None and template is not None:
-            if "reasoning_effort" in template and effort != "none":
-                variables.setdefault("reasoning_effort", effort)
-            if "enable_thinking" in template:
-                variables.setdefault("enable_thinking", effort != "none")
-        return variables or None
 
     def tools_and_choice(self) -> tuple[list[dict[str, Any]] | None, Any]:
         """Return the tools, of which members that are null are left out, and the choice.
@@ -351,7 +340,9 @@ class ChatRoutes:
             parallel_tool_calls=asked.parallel_tool_calls,
             add_generation_prompt=asked.add_generation_prompt,
             continue_final_message=asked.continue_final_message,
-            chat_template_kwargs=asked.template_variables(engine.tokenizer.chat_template),
+            chat_template_kwargs=reasoning_variables(
+                engine.tokenizer.chat_template, asked.reasoning_effort, asked.chat_template_kwargs
+            ),
             **self._service.extras(call, asked),
         )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import re
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -11,6 +13,7 @@ from msgspec import UNSET, Meta, UnsetType
 from hardpoint.plugins import (
     RepetitionDetection,
     RequestError,
+    RequestOutput,
     RequestOutputKind,
     SamplingParams,
 )
@@ -105,27 +108,35 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTa
 Number = Annotated[float, Meta(ge=-100, le=100)]
 
 
-class ChoiceFields(Strict):
-    """How tokens are chosen; fields that are left out are the model's defaults.
+class GenerationFields(Strict):
+    """Fields of every route that generates text; those that are left out are the model's defaults.
 
     Attributes:
+        model: name of the model.
+        stream: send the answer as it comes.
+        timeout: seconds after which the request ends with finish reason "timeout".
+        priority: smaller is more important; within the bounds of the key.
+        tags: labels for policies and sinks; those of the key win.
+        cache_salt: requests with different salts share no cached prompts.
+        request_id: of the answer, in place of a random one.
         plugin_args: arguments of plugins by name; `vllm_xargs` is the same.
         structured_outputs: what the answer must be, see `StructuredOutputs`.
-        guided_json, guided_regex, guided_choice, guided_grammar: older names of parts of that.
     """
 
-    n: int | UnsetType = UNSET
+    ignored: ClassVar[Mapping[str, str]] = IGNORED
+    refused: ClassVar[Mapping[str, str]] = REFUSED
+    limit_name: ClassVar[str] = "max_tokens"
+
+    model: str | None = None
+    stream: bool = False
     temperature: float | UnsetType = UNSET
     top_p: float | UnsetType = UNSET
     top_k: int | UnsetType = UNSET
     min_p: float | UnsetType = UNSET
     seed: int | UnsetType = UNSET
-    max_tokens: Annotated[int, Meta(ge=0)] | None = None
     min_tokens: int | UnsetType = UNSET
-    stop: str | list[str] | UnsetType = UNSET
     stop_token_ids: list[int] | UnsetType = UNSET
     ignore_eos: bool | UnsetType = UNSET
-    prompt_logprobs: int | None = None
     presence_penalty: float | UnsetType = UNSET
     frequency_penalty: float | UnsetType = UNSET
     repetition_penalty: float | UnsetType = UNSET
@@ -136,12 +147,12 @@ class ChoiceFields(Strict):
     include_stop_str_in_output: bool | UnsetType = UNSET
     repetition_detection: RepetitionDetection | UnsetType = UNSET
     thinking_token_budget: int | UnsetType = UNSET
-    response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
-    guided_json: Any = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
+    priority: int | None = None
+    timeout: Annotated[float, Meta(gt=0)] | None = None
+    tags: dict[str, str] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     plugin_args: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
 
@@ -154,9 +165,8 @@ class ChoiceFields(Strict):
             RequestError: a field is wrong, or more than the server allows.
         """
         check_limits(self, limits)
-        given = {name: getattr(self, name) for name in _SAME_NAME}
+        given = {name: getattr(self, name, UNSET) for name in _SAME_NAME}
         given = {name: value for name, value in given.items() if value is not UNSET}
-        given["prompt_logprobs"] = self.prompt_logprobs
         if self.logit_bias is not UNSET:
             given["logit_bias"] = _by_token(self.logit_bias)
         if (structured := self._structured()) is not None:
@@ -165,13 +175,26 @@ class ChoiceFields(Strict):
             raise RequestError("plugin_args and vllm_xargs: expected one of them, got both")
         if (arguments := self.plugin_args or self.vllm_xargs) is not None:
             given["plugin_args"] = arguments
-        params = msgspec.structs.replace(defaults, **{**given, **fields})
+        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        params = msgspec.structs.replace(defaults, **{**given, "output_kind": kind, **fields})
         limit = limits.max_tokens
         if limit is not None:
             if params.max_tokens is not None and params.max_tokens > limit:
-                raise _too_many("max_tokens", limit, params.max_tokens)
+                raise _too_many(self.limit_name, limit, params.max_tokens)
             params = msgspec.structs.replace(params, max_tokens=params.max_tokens or limit)
         return params
+
+    def answer_forms(self) -> dict[str, dict[str, Any]]:
+        """Return the fields that say what the answer must be, as fields of `StructuredOutputs`.
+
+        Raises:
+            RequestError: one of them is wrong.
+        """
+        return (
+            {}
+            if self.structured_outputs is None
+            else {"structured_outputs": self.structured_outputs}
+        )
 
     def _structured(self) -> StructuredOutputs | None:
         """Return what the answer must be, from the one field that says it.
@@ -179,19 +202,7 @@ class ChoiceFields(Strict):
         Raises:
             RequestError: several fields do, or the one that does is wrong.
         """
-        guided = {
-            "json": self.guided_json,
-            "regex": self.guided_regex,
-            "choice": self.guided_choice,
-            "grammar": self.guided_grammar,
-        }
-        found: dict[str, Any] = {
-            f"guided_{name}": {name: value} for name, value in guided.items() if value is not None
-        }
-        if self.structured_outputs is not None:
-            found["structured_outputs"] = self.structured_outputs
-        if (asked := _asked_format(self.response_format)) is not None:
-            found["response_format"] = asked
+        found = self.answer_forms()
         if len(found) > 1:
             raise RequestError(f"{' and '.join(found)}: expected one of them, got both")
         for name, value in found.items():
@@ -203,50 +214,59 @@ class ChoiceFields(Strict):
         return None
 
 
-class SamplingFields(ChoiceFields):
-    """Fields of every route that generates text.
+class SamplingFields(GenerationFields):
+    """Fields of OpenAI's routes for conversations and prompts.
 
     Attributes:
-        model: name of the model.
-        stream: send the answer as it comes.
+        guided_json, guided_regex, guided_choice, guided_grammar: older names of parts of
+            `structured_outputs`.
         stream_options: what a stream holds besides the answer.
         return_progress: the same as `stream_options.include_progress`.
-        timeout: seconds after which the request ends with finish reason "timeout".
-        priority: smaller is more important; within the bounds of the key.
-        tags: labels for policies and sinks; those of the key win.
-        cache_salt: requests with different salts share no cached prompts.
-        request_id: of the answer, in place of a random one.
         return_token_ids: whether choices hold token ids.
         kv_transfer_params: for the KV connector; from keys that may.
     """
 
-    ignored: ClassVar[Mapping[str, str]] = IGNORED
-    refused: ClassVar[Mapping[str, str]] = REFUSED
-
-    model: str | None = None
-    stream: bool = False
     stream_options: StreamOptions | None = None
     return_progress: bool = False
-    priority: int | None = None
-    timeout: Annotated[float, Meta(gt=0)] | None = None
-    tags: dict[str, str] | None = None
-    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
-    request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    n: int | UnsetType = UNSET
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    stop: str | list[str] | UnsetType = UNSET
+    prompt_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     return_token_ids: bool = False
     kv_transfer_params: dict[str, Any] | None = None
+
+    def answer_forms(self) -> dict[str, dict[str, Any]]:
+        """Return the fields that say what the answer must be; see the base."""
+        guided = {
+            "json": self.guided_json,
+            "regex": self.guided_regex,
+            "choice": self.guided_choice,
+            "grammar": self.guided_grammar,
+        }
+        found = {
+            f"guided_{name}": {name: value} for name, value in guided.items() if value is not None
+        }
+        found |= super().answer_forms()
+        if (asked := _asked_format(self.response_format)) is not None:
+            found["response_format"] = asked
+        return found
 
     def sampling_params(
         self, defaults: SamplingParams, limits: ServerLimits, **fields: Any
     ) -> SamplingParams:
-        """Return the parameters, with outputs as the answer needs them.
+        """Return the parameters; see the base.
 
         Raises:
             RequestError: a field is wrong, or more than the server allows.
         """
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: expected stream to be true with it")
-        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        return super().sampling_params(defaults, limits, **{"output_kind": kind, **fields})
+        return super().sampling_params(defaults, limits, **fields)
 
     @property
     def wants_progress(self) -> bool:
@@ -275,6 +295,7 @@ _SAME_NAME = (
     "include_stop_str_in_output",
     "repetition_detection",
     "thinking_token_budget",
+    "prompt_logprobs",
 )
 """Fields that SamplingParams has under the same names."""
 
@@ -309,9 +330,52 @@ def _amounts(asked: Any, limits: ServerLimits) -> list[tuple[str, int, int]]:
         ("bad_words", limits.bad_words, size("bad_words")),
         ("logit_bias", limits.logit_bias, size("logit_bias")),
         ("allowed_token_ids", limits.logit_bias, size("allowed_token_ids")),
+        ("stop_sequences", limits.stop, size("stop_sequences")),
         ("messages", limits.messages, size("messages")),
+        ("input", limits.messages, size("input")),
         ("tools", limits.tools, size("tools")),
     ]
+
+
+def reasoning_variables(
+    template: str | None, effort: str | None, given: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """Return the variables of a chat template, with those that a reasoning effort stands for.
+
+    Args:
+        effort: "none" asks for no reasoning; None leaves it to the template.
+        given: by the request; they win.
+    """
+    variables = dict(given or {})
+    if effort is not None and template is not None:
+        if "reasoning_effort" in template and effort != "none":
+            variables.setdefault("reasoning_effort", effort)
+        if "enable_thinking" in template:
+            variables.setdefault("enable_thinking", effort != "none")
+    return variables or None
+
+
+Renaming = Sequence[tuple[re.Pattern[str], str]]
+"""Patterns of the paths at the beginning of errors, and what they are replaced by."""
+
+
+async def renamed(
+    outputs: AsyncGenerator[RequestOutput, None], names: Renaming
+) -> AsyncGenerator[RequestOutput, None]:
+    """Yield outputs; name the fields in errors as the route does that calls the engine.
+
+    Raises:
+        RequestError: raised by the outputs, with the path of the field as the route names it.
+    """
+    try:
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield output
+    except RequestError as error:
+        message = str(error)
+        for pattern, name in names:
+            message = pattern.sub(name, message)
+        raise type(error)(message) from error
 
 
 def _too_many(name: str, limit: int, amount: int) -> RequestError:
@@ -330,9 +394,8 @@ def _by_token(bias: Mapping[str, float]) -> dict[int, float]:
 _PATHS = {
     "response_format.json": "response_format.json_schema.schema",
     "response_format.structural_tag": "response_format",
-    **{
-        f"guided_{name}.{name}": f"guided_{name}" for name in ("json", "regex", "choice", "grammar")
-    },
+    **{f"guided_{part}.{part}": f"guided_{part}" for part in ("json", "regex", "choice")},
+    "guided_grammar.grammar": "guided_grammar",
 }
 """Where the parts of what an answer must be are in a request."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -33,7 +34,7 @@ from hardpoint.plugins.typed import Strict
 
 from .answers import Usage, UsageCount, check_ended, new_id, prompt_logprobs
 from .chat import DONE, ChoiceLogprobs, Message, choice_logprobs, ended
-from .fields import ChoiceFields, StreamOptions
+from .fields import Renaming, SamplingFields, StreamOptions, renamed
 from .models import json_response
 from .progress import with_progress
 
@@ -41,10 +42,12 @@ T = TypeVar("T")
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 
+_NAMES: Renaming = [(re.compile(r"prompt_token_ids(?=[\[:])"), "token_ids")]
+
 _NO_TEMPLATES = "templates come from the operator alone"
 
 
-class TokenSampling(ChoiceFields):
+class TokenSampling(SamplingFields):
     """How tokens are chosen.
 
     Attributes:
@@ -54,6 +57,31 @@ class TokenSampling(ChoiceFields):
 
     logprobs: Annotated[int, Meta(ge=0)] | None = None
     detokenize: bool = False
+
+    def check_place(self) -> None:
+        """Check that no field is here that belongs to the request around it.
+
+        Raises:
+            RequestError: one is.
+        """
+        for name in _OUTSIDE:
+            if getattr(self, name):
+                raise RequestError(f"{name}: expected outside of sampling_params")
+
+
+_OUTSIDE = (
+    "model",
+    "stream",
+    "stream_options",
+    "return_progress",
+    "priority",
+    "timeout",
+    "tags",
+    "cache_salt",
+    "request_id",
+    "return_token_ids",
+    "kv_transfer_params",
+)
 
 
 class GenerateRequest(Strict):
@@ -207,7 +235,7 @@ class TokenRoutes:
         params = self._params(asked)
         extras = self._service.extras(call, asked)
         engine = self._service.engine
-        outputs = engine.generate(asked.token_ids, params, answer_id, **extras)
+        outputs = renamed(engine.generate(asked.token_ids, params, answer_id, **extras), _NAMES)
         answer = GeneratedAnswer(self._service, asked, answer_id)
         if not asked.stream:
             return await self._service.answer(request, call, answer.whole(outputs))
@@ -226,6 +254,7 @@ class TokenRoutes:
         kind = RequestOutputKind.DELTA if asked.stream else RequestOutputKind.FINAL_ONLY
         defaults = self._service.engine.default_sampling_params()
         try:
+            given.check_place()
             params = given.sampling_params(
                 defaults, self._service.settings.limits, output_kind=kind, **fields
             )

@@ -80,6 +80,8 @@ def test_stop_strings_and_grammars_work_on_tokens(server):
         ({"sampling_params": {"topk": 1}}, "sampling_params.topk", "'top_k'"),
         ({"sampling_params": {"logits_processors": ["os.system"]}}, None, "unknown field"),
         ({"temperature": 1}, "temperature", "unknown field"),
+        ({"sampling_params": {"stream": True}}, "sampling_params.stream", "outside"),
+        ({"token_ids": [1, 99999]}, "token_ids[1]", "got 99999"),
         ({"features": "x"}, "features", "text alone"),
         ({"stream_options": {}}, "stream_options", "stream to be true"),
     ],

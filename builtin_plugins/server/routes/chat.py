@@ -484,8 +484,7 @@ class ChatStream:
                 parts += (self.head, first, b"]", self._about_prompt(output), tail)
                 self._begun.add(completion.index)
             check_ended(completion)
-            choice = self._choice(completion)
-            if choice is not None:
+            for choice in self._choices(completion):
                 parts += (self.head, self._encode(choice), b"]", tail)
         return b"".join(parts)
 
@@ -507,33 +506,35 @@ class ChatStream:
             content = before if isinstance(before, str) else ""
         return ChunkChoice(index=index, delta=AnswerMessage("assistant", content))
 
-    def _choice(self, completion: CompletionOutput) -> ChunkChoice | None:
-        """Return what is new of a completion; None if nothing is."""
+    def _choices(self, completion: CompletionOutput) -> list[ChunkChoice]:
+        """Return what is new of a completion; none if nothing is.
+
+        The end of calls is a chunk of its own: OpenAI's clients read calls before that alone.
+        """
+        asked = self._asked
         delta = AnswerMessage()
         if completion.content:
             delta.content = completion.content
-        if completion.reasoning and self._asked.include_reasoning:
+        if completion.reasoning and asked.include_reasoning:
             delta.reasoning = delta.reasoning_content = completion.reasoning
         if completion.tool_calls:
             delta.tool_calls = list(map(_call_part, completion.tool_calls))
-        asked = self._asked
         choice = ChunkChoice(index=completion.index, delta=delta)
-        if completion.finish_reason is not None:
-            choice.finish_reason = completion.finish_reason
-            for name, value in ended(completion).items():
-                setattr(choice, name, value)
-        elif (
-            delta.content is msgspec.UNSET
-            and delta.reasoning is None
-            and delta.tool_calls is None
-            and not (asked.logprobs or asked.return_token_ids)
-        ):
-            return None
         if asked.logprobs:
             choice.logprobs = choice_logprobs(completion, asked.top_logprobs or 0)
         if asked.return_token_ids:
             choice.token_ids = completion.token_ids
-        return choice
+        if completion.finish_reason is None:
+            is_new = asked.logprobs or asked.return_token_ids or delta != AnswerMessage()
+            return [choice] if is_new else []
+        chunks = [choice]
+        if delta.tool_calls is not None:
+            choice = ChunkChoice(index=completion.index, delta=AnswerMessage())
+            chunks.append(choice)
+        choice.finish_reason = completion.finish_reason
+        for name, value in ended(completion).items():
+            setattr(choice, name, value)
+        return chunks
 
 
 def _call_part(call: ToolCall) -> ToolCallPart:

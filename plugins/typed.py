@@ -356,7 +356,7 @@ def _is_number(info: types.Type) -> bool:
 
 
 def _tags(info: types.Type | None) -> list[str]:
-    """Return the tags by which the structs of a type are told apart, as texts in quotes."""
+    """Return the tags by which one sees which struct of a type is meant, in quotes."""
     if isinstance(info, types.UnionType):
         return [tag for option in info.types for tag in _tags(option)]
     return [f'"{info.tag}"'] if isinstance(info, types.StructType) and info.tag else []

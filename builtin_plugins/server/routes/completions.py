@@ -16,7 +16,6 @@ from starlette.responses import Response
 from hardpoint.builtin_plugins.server.errors import AnswerError, ErrorBody
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput, Tokenizer
-from hardpoint.plugins.requests import Prompt
 from hardpoint.plugins.server import Call, Route
 
 from .answers import (
@@ -33,6 +32,9 @@ from .answers import (
 from .chat import DONE, ended
 from .fields import REFUSED, SamplingFields
 from .progress import with_progress
+
+Given = str | list[int] | dict[str, Any]
+"""A prompt as the engine takes it."""
 
 
 class CompletionRequest(SamplingFields):
@@ -165,7 +167,7 @@ class CompletionRoutes:
 
     async def _tokenised(
         self, asked: CompletionRequest, prompts: Sequence[str | list[int]]
-    ) -> list[Prompt]:
+    ) -> list[Given]:
         """Return the prompts as the engine takes them, texts without special tokens as ids."""
         if asked.add_special_tokens:
             return list(prompts)
@@ -185,7 +187,7 @@ class CompletionRoutes:
         self,
         call: Call,
         asked: CompletionRequest,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Given],
         ids: Sequence[str],
     ) -> list[AsyncGenerator[RequestOutput, None]]:
         engine, limits = self._service.engine, self._service.settings.limits

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 import msgspec
 
 from hardpoint.plugins import HardpointError
 from hardpoint.plugins.server import AsyncGenerator as Engine
-from hardpoint.plugins.step_record import LiveRequest
 
 _SECONDS = 0.25
 
@@ -77,7 +77,7 @@ async def _progress(
     except HardpointError:  # the answer's own events say what is wrong
         return None
     # The completions of a prompt share it: the one that is furthest stands for it.
-    furthest: dict[str, LiveRequest] = {}
+    furthest: dict[str, Any] = {}
     for request in live:
         known = furthest.get(request.external_id)
         if known is None or request.num_computed_tokens > known.num_computed_tokens:

@@ -98,7 +98,7 @@ class GenerateRequest(Strict):
 
     token_ids: Annotated[list[TokenId], Meta(min_length=1)]
     sampling_params: TokenSampling = TokenSampling()
-    request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    request_id: Annotated[str, Meta(pattern=r"\A[\x21-\x7e]{1,128}\Z")] | None = None
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None

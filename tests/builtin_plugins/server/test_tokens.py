@@ -82,6 +82,7 @@ def test_stop_strings_and_grammars_work_on_tokens(server):
         ({"temperature": 1}, "temperature", "unknown field"),
         ({"sampling_params": {"stream": True}}, "sampling_params.stream", "outside"),
         ({"token_ids": [1, 99999]}, "token_ids[1]", "got 99999"),
+        ({"request_id": "a\nb"}, "request_id", "expected"),
         ({"features": "x"}, "features", "text alone"),
         ({"stream_options": {}}, "stream_options", "stream to be true"),
     ],

@@ -212,6 +212,7 @@ class Service:
             asked: with the fields of the same names.
 
         Raises:
+            AnswerError: it has kv_transfer_params, and its key may give none.
             RequestError: priority or timeout are out of bounds.
         """
         client = call.client
@@ -223,6 +224,8 @@ class Service:
                 f"priority: expected {client.min_priority} to {client.max_priority} for this key, "
                 f"got {priority}"
             )
+        if getattr(asked, "kv_transfer_params", None) is not None:
+            _refuse_kv_transfer(client)
         tags = {**dict(asked.tags or {}), **client.tags}
         return {
             "priority": priority,
@@ -325,6 +328,20 @@ def _characters(value: Any) -> int:
     if isinstance(value, dict):
         return sum(map(_characters, value.keys())) + sum(map(_characters, value.values()))
     return sum(map(_characters, value)) if isinstance(value, list) else 0
+
+
+def _refuse_kv_transfer(client: Client) -> None:
+    """Refuse what a KV connector would get; this version has none.
+
+    Raises:
+        AnswerError: the key may give none anyway.
+        RequestError: it may.
+    """
+    if not client.kv_transfer:
+        raise AnswerError(
+            403, "kv_transfer_params: this key may give none", param="kv_transfer_params"
+        )
+    raise RequestError("kv_transfer_params: this version of Hardpoint has no KV connectors")
 
 
 def _salt(of_client: str, asked: str | None) -> str | None:

@@ -9,6 +9,8 @@ from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 from support.scripted_server import LENGTH, WEATHER, scripted_server, user
 
+from hardpoint.plugins.server import Authenticator, Client
+
 CHAT = "/v1/chat/completions"
 USAGE = {"include_usage": True}
 
@@ -442,6 +444,20 @@ def test_an_engine_gets_what_a_request_says(fake):
         "reasoning_effort": "low",
         "enable_thinking": True,
     }
+
+
+def test_what_is_for_a_kv_connector_is_refused(fake):
+    fields = {"kv_transfer_params": {"do_remote_decode": True}}
+    assert refused(fake, 403, **fields)[0] == "kv_transfer_params"
+
+    class Marked:
+        async def authenticate(self, headers, path):
+            return Client(name="me", kv_transfer=True)
+
+    extensions = (("keys", Authenticator(authenticate=Marked().authenticate)),)
+    with running(FakeEngine(config=configured(), extensions=extensions)) as server:
+        path, message = refused(server, **fields)
+    assert (path, "no KV connectors" in message) == ("kv_transfer_params", True)
 
 
 def test_fields_for_other_platforms_change_nothing(fake):

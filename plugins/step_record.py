@@ -65,6 +65,7 @@ class LiveRequest(msgspec.Struct, kw_only=True, frozen=True):
         index: among the `n` completions.
         status: of the scheduler, such as "running" or "waiting".
         num_computed_tokens: of prompt and output.
+        num_cached_tokens: of the prompt, those that needed no computing; 0 until it is known.
         age_seconds: since it arrived in the engine.
         waits_for: why it got no tokens in the last step; None if it got some.
     """
@@ -80,6 +81,7 @@ class LiveRequest(msgspec.Struct, kw_only=True, frozen=True):
     age_seconds: float
     tags: dict[str, str] = {}
     waits_for: WaitReason | None = None
+    num_cached_tokens: int = 0
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):

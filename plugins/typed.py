@@ -379,6 +379,8 @@ def _explain(message: str, value: Any, type_: Any, path: str) -> str:
         return f"{join_path(where, found[1])}: unknown field{suggest(found[1], known)}{listed}"
     if found := _MISSING.search(text):
         return f"{join_path(where, found[1])}: missing, and it has no default"
+    if text.startswith("Invalid value") and (tags := _tags(type_at(type_, steps[:-1]))):
+        return f"{where}: expected {' or '.join(tags)}, got {shown(value_at(value, steps)[0])}"
     expected, wrong_type, _ = text.partition(", got ")
     expected = re.sub(r"(\d)\.0$", r"\1", plain_text(expected))
     if info is not None and (text.startswith("Invalid enum") or (wrong_type and _is_number(info))):
@@ -399,6 +401,13 @@ def _is_number(info: types.Type) -> bool:
     if isinstance(info, types.UnionType):
         return any(_is_number(option) for option in info.types)
     return isinstance(info, types.IntType | types.FloatType)
+
+
+def _tags(info: types.Type | None) -> list[str]:
+    """Return the tags by which one sees which struct of a type is meant, in quotes."""
+    if isinstance(info, types.UnionType):
+        return [tag for option in info.types for tag in _tags(option)]
+    return [f'"{info.tag}"'] if isinstance(info, types.StructType) and info.tag else []
 
 
 def _field_names(info: types.Type | None) -> list[str]:

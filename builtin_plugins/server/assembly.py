@@ -28,8 +28,11 @@ from .operations.addresses import BoundAddress
 from .routes.admin import AdminRoutes
 from .routes.chat import ChatRoutes
 from .routes.completions import CompletionRoutes
+from .routes.messages import MessagesRoutes
 from .routes.models import StatusRoutes
 from .routes.page import live_routes, page_routes, with_page_files
+from .routes.responses import ResponsesRoutes
+from .routes.tokens import TokenRoutes
 from .service import Service
 from .streaming import while_connected
 
@@ -60,6 +63,9 @@ def core_routes(service: Service, page: Sequence[Route] = ()) -> list[Route]:
         *OpenAPIRoute(service).routes(),
         *ChatRoutes(service).routes(),
         *CompletionRoutes(service).routes(),
+        *ResponsesRoutes(service).routes(),
+        *MessagesRoutes(service).routes(),
+        *TokenRoutes(service).routes(),
     ]
 
 

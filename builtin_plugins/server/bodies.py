@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -122,14 +123,17 @@ def without_ignored(body: dict[str, Any], type_: Any) -> dict[str, Any]:
     """Return a body without the fields that its type ignores.
 
     Raises:
-        RequestError: it has a field that the type refuses by name.
+        RequestError: it has a field that the type refuses by name, and asks for something there.
     """
     ignored: Mapping[str, str] = getattr(type_, "ignored", {})
     refused: Mapping[str, str] = getattr(type_, "refused", {})
-    for name in body:
+    left_out = set(ignored)
+    for name, value in body.items():
         if name in refused:
-            raise RequestError(f"{name}: not supported: {refused[name]}")
-    return {name: value for name, value in body.items() if name not in ignored}
+            if value not in (False, "", [], {}):
+                raise RequestError(f"{name}: not supported: {refused[name]}")
+            left_out.add(name)
+    return {name: value for name, value in body.items() if name not in left_out}
 
 
 def convert_body(body: dict[str, Any], type_: type[T], *, lenient: bool) -> T:
@@ -144,18 +148,29 @@ def convert_body(body: dict[str, Any], type_: type[T], *, lenient: bool) -> T:
     try:
         return convert(body, type_, path="", error=RequestError)
     except RequestError:
-        if not lenient:
-            raise
+        pass
+    # The usual body is done; this one may have members that are null inside, which is as absent.
     unknown: list[str] = []
-    known = _known(body, types.type_info(type_), "", unknown)
+    key: Any = type_
+    known = _known(body, _type_info(key), "", unknown if lenient else None)
     if unknown:
         names = shown(", ".join(unknown[:20]), 500)  # quoted, for they may hold line ends
         _log.warning("unknown fields of a request were left out: %s", names)
     return convert(known, type_, path="", error=RequestError)
 
 
-def _known(value: Any, info: types.Type, path: str, unknown: list[str]) -> Any:
-    """Return a value without the fields that its type does not have; list their paths."""
+@functools.cache
+def _type_info(type_: Any) -> types.Type:
+    return types.type_info(type_)
+
+
+def _known(value: Any, info: types.Type, path: str, unknown: list[str] | None) -> Any:
+    """Return a value without the members of its structs that are null.
+
+    Args:
+        unknown: fields that a struct does not have are left out too, and their paths listed here;
+            None keeps them.
+    """
     if isinstance(info, types.Metadata):
         return _known(value, info.type, path, unknown)
     if isinstance(info, types.UnionType):
@@ -169,9 +184,11 @@ def _known(value: Any, info: types.Type, path: str, unknown: list[str]) -> Any:
     tag = {info.tag_field} if info.tag_field else set()
     kept: dict[str, Any] = {}
     for name, item in value.items():
+        if item is None:
+            continue
         if name in fields:
             kept[name] = _known(item, fields[name], join_path(path, name), unknown)
-        elif name in tag or not info.forbid_unknown_fields:
+        elif name in tag or unknown is None or not info.forbid_unknown_fields:
             kept[name] = item
         else:
             unknown.append(join_path(path, name)[:100])

@@ -93,7 +93,7 @@ class Boundary:
             scope["state"]["refused"] = answer.detail.code or answer.detail.type
             if started:
                 raise AnswerCutError from error
-            await error_response(answer)(scope, receive, send)
+            await error_response(answer, scope["path"])(scope, receive, send)
 
 
 class _Inside:

@@ -1,4 +1,7 @@
-"""Errors as answers: OpenAI's shape, with a status, the path of the bad field and what to do."""
+"""Errors as answers, with a status, the path of the bad field and what to do.
+
+They have OpenAI's shape; those of `/v1/messages`, Anthropic's.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +60,33 @@ class ErrorBody(msgspec.Struct):
     """The body of an answer that is an error."""
 
     error: ErrorDetail
+
+
+MESSAGES_PATH = "/v1/messages"
+
+_MESSAGES_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class MessagesErrorDetail(msgspec.Struct):
+    """What was wrong, for clients of Anthropic's API."""
+
+    type: str
+    message: str
+
+
+class MessagesErrorBody(msgspec.Struct):
+    """The body of an answer that is an error, in Anthropic's shape."""
+
+    error: MessagesErrorDetail
+    type: str = "error"
 
 
 class AnswerError(Exception):
@@ -142,7 +172,18 @@ def for_clients(message: str) -> str:
     return _SOURCE.sub("(a file)", _ADDRESS.sub("(an address)", message))
 
 
-def error_response(error: AnswerError) -> Response:
-    """Return the response of an error."""
-    body = msgspec.json.encode(ErrorBody(error.detail))
+def error_body(error: AnswerError, path: str) -> bytes:
+    """Return an error as JSON, in the shape of the family that a path belongs to."""
+    if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/"):
+        by_status = "api_error" if error.status >= 500 else "invalid_request_error"
+        kind = _MESSAGES_KINDS.get(error.status, by_status)
+        return msgspec.json.encode(
+            MessagesErrorBody(MessagesErrorDetail(kind, error.detail.message))
+        )
+    return msgspec.json.encode(ErrorBody(error.detail))
+
+
+def error_response(error: AnswerError, path: str) -> Response:
+    """Return the response of an error to a request for a path."""
+    body = error_body(error, path)
     return Response(body, error.status, error.headers, media_type="application/json")

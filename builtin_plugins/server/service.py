@@ -27,7 +27,7 @@ from .errors import AnswerError, answer_error, unavailable
 from .extensions import Transforms
 from .faults import ServerFaults
 from .operations.traffic import Traffic
-from .streaming import EventStream, until_disconnect
+from .streaming import COMMENT, EventStream, until_disconnect
 
 _log = logging.getLogger("hardpoint")
 
@@ -224,7 +224,10 @@ class Service:
 
     def _converted(self, fields: dict[str, Any], type_: type[T]) -> T:
         lenient = self.settings.unknown_fields == "warn"
-        return convert_body(without_ignored(fields, type_), type_, lenient=lenient)
+        fields = without_ignored(fields, type_)
+        if (prepared := getattr(type_, "prepared", None)) is not None:
+            fields = prepared(fields)
+        return convert_body(fields, type_, lenient=lenient)
 
     def model(self, name: str | None) -> str:
         """Return the name of the model for the answer.
@@ -295,6 +298,7 @@ class Service:
             asked: with the fields of the same names.
 
         Raises:
+            AnswerError: it has kv_transfer_params, and its key may give none.
             RequestError: priority or timeout are out of bounds.
             AnswerError: the client may not bring `kv_transfer_params`.
         """
@@ -307,15 +311,8 @@ class Service:
                 f"priority: expected {client.min_priority} to {client.max_priority} for this key, "
                 f"got {priority}"
             )
-        if asked.kv_transfer_params is not None:
-            if not client.kv_transfer:
-                raise AnswerError(
-                    403,
-                    "kv_transfer_params: this key may not bring them; the operator allows it with "
-                    "`kv_transfer = true`",
-                    param="kv_transfer_params",
-                )
-            raise RequestError("kv_transfer_params: this engine has no KV connector to take them")
+        if getattr(asked, "kv_transfer_params", None) is not None:
+            _refuse_kv_transfer(client)
         tags = {**dict(asked.tags or {}), **client.tags}
         return {
             "priority": priority,
@@ -362,11 +359,13 @@ class Service:
         call: Call,
         events: AsyncGenerator[bytes, None],
         failed: Callable[[AnswerError], bytes],
+        heartbeat: bytes = COMMENT,
     ) -> EventStream:
         """Return a streamed answer of events, each of which may hold several.
 
         Args:
             failed: returns the last events of a stream that an error ends.
+            heartbeat: what says that the stream lives.
         """
 
         async def admitted() -> AsyncGenerator[bytes, None]:
@@ -383,6 +382,7 @@ class Service:
             counted,
             heartbeat_seconds=self.settings.heartbeat_seconds,
             failed=lambda error: failed(self.failure(error)),
+            heartbeat=heartbeat,
         )
 
     def failure(self, error: BaseException) -> AnswerError:
@@ -419,6 +419,20 @@ def _characters(value: Any) -> int:
     if isinstance(value, dict):
         return sum(map(_characters, value.keys())) + sum(map(_characters, value.values()))
     return sum(map(_characters, value)) if isinstance(value, list) else 0
+
+
+def _refuse_kv_transfer(client: Client) -> None:
+    """Refuse what a KV connector would get; this version has none.
+
+    Raises:
+        AnswerError: the key may give none anyway.
+        RequestError: it may.
+    """
+    if not client.kv_transfer:
+        raise AnswerError(
+            403, "kv_transfer_params: this key may give none", param="kv_transfer_params"
+        )
+    raise RequestError("kv_transfer_params: this version of Hardpoint has no KV connectors")
 
 
 def _salt(of_client: str, asked: str | None) -> str | None:

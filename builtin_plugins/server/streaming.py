@@ -1,4 +1,4 @@
-"""Server-sent events: sent as they come, with comments while there are none."""
+"""Server-sent events: sent as they come, with heartbeats while there are none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HEADERS = {
 }
 T = TypeVar("T")
 
-_COMMENT = b": waiting\n\n"
+COMMENT = b": waiting\n\n"
 
 
 class ClientGoneError(Exception):
@@ -83,14 +83,16 @@ class EventStream(Response):
         *,
         heartbeat_seconds: float,
         failed: Callable[[BaseException], bytes],
+        heartbeat: bytes = COMMENT,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         """Own the events.
 
         Args:
             events: each ends with an empty line.
-            heartbeat_seconds: time without an event before a comment; 0 is never.
+            heartbeat_seconds: time without an event before a heartbeat; 0 is never.
             failed: returns the last events of a stream that an error ends.
+            heartbeat: what says that the stream lives.
             headers: further ones.
         """
         super().__init__(headers={**_HEADERS, **(headers or {})})
@@ -98,6 +100,7 @@ class EventStream(Response):
         self._events = events
         self._heartbeat_seconds = heartbeat_seconds
         self._failed = failed
+        self._heartbeat = heartbeat
         self._started = False
         self._sent_at = 0.0
 
@@ -139,7 +142,7 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
 
     async def _beat(self, send: Send) -> None:
-        """Send a comment whenever there was no event for a while."""
+        """Send a heartbeat whenever there was no event for a while."""
         now = asyncio.get_running_loop().time
         self._sent_at = now()
         while True:
@@ -149,4 +152,4 @@ class EventStream(Response):
             if not self._started:
                 await self._start(send)
             self._sent_at = now()
-            await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+            await send({"type": "http.response.body", "body": self._heartbeat, "more_body": True})

@@ -247,6 +247,7 @@ class ControlCalls:
                 age_seconds=max(now - request.arrival_time, 0.0),
                 tags=dict(request.tags),
                 waits_for=scheduler.why_waiting(request.request_id),
+                num_cached_tokens=max(request.num_cached_tokens, 0),
             )
             for request in sorted(scheduler.live_requests(), key=lambda live: live.arrival_time)
             if chosen is None or request.source.external_req_id in chosen

@@ -214,7 +214,7 @@ class Connection(HttpToolsProtocol):
         self._linger()
 
     def _answer(self, error: AnswerError) -> bytes:
-        response = error_response(error)
+        response = error_response(error, "")
         headers = [
             *self.server_state.default_headers,
             *response.raw_headers,
@@ -231,7 +231,7 @@ class Connection(HttpToolsProtocol):
         )
         error.headers["connection"] = "close"
         self._traffic.refused(self.client, error.status, "connections")
-        await error_response(error)(scope, receive, send)
+        await error_response(error, scope["path"])(scope, receive, send)
 
     def _finish(self) -> None:
         """Close the connection after its last answer."""

@@ -110,20 +110,42 @@ def token_text(logprob: Logprob, token: int) -> str:
     return f"token_id:{token}" if logprob.decoded_token is None else logprob.decoded_token
 
 
+def prompt_positions(output: RequestOutput) -> list[Mapping[int, Logprob] | None]:
+    """Return the log-probabilities of a prompt's positions; empty if the output has none.
+
+    Where outputs of several completions were merged, each has brought its own.
+    """
+    return (output.prompt_logprobs or [])[: len(output.prompt_token_ids)]
+
+
 def prompt_logprobs(output: RequestOutput) -> list[Any] | None:
     """Return the log-probabilities of a prompt: by position, token id to its logprob."""
     if output.prompt_logprobs is None:
         return None
     return [
-        None if position is None else {str(token): logprob for token, logprob in position.items()}
-        for position in output.prompt_logprobs
+        None
+        if position is None
+        else {
+            str(token): msgspec.structs.replace(logprob, logprob=finite(logprob.logprob))
+            for token, logprob in position.items()
+        }
+        for position in prompt_positions(output)
     ]
 
 
-def likeliest(position: Mapping[int, Logprob], count: int) -> Sequence[tuple[int, Logprob]]:
-    """Return the likeliest tokens of a position."""
+def likeliest(
+    position: Mapping[int, Logprob], count: int, chosen: int
+) -> Sequence[tuple[int, Logprob]]:
+    """Return the `count` likeliest tokens of a position, and the chosen one if it is none of them.
+
+    Args:
+        chosen: the position's own token.
+    """
     ranked = sorted(position.items(), key=lambda item: -item[1].logprob)
-    return ranked[:count]
+    kept = ranked[:count]
+    if all(token != chosen for token, _ in kept):
+        kept.append((chosen, position[chosen]))
+    return kept
 
 
 def finite(logprob: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -16,7 +16,7 @@ from hardpoint.builtin_plugins.server.errors import AnswerError, ErrorBody
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput
 from hardpoint.plugins.server import Call, Route, ToolCall
-from hardpoint.plugins.typed import Strict
+from hardpoint.plugins.typed import Strict, shown
 
 from .answers import (
     Usage,
@@ -28,7 +28,8 @@ from .answers import (
     prompt_logprobs,
     token_text,
 )
-from .fields import IGNORED, REFUSED, SamplingFields
+from .fields import IGNORED, REFUSED, SamplingFields, reasoning_variables
+from .progress import with_progress
 
 DONE = b"data: [DONE]\n\n"
 
@@ -41,6 +42,7 @@ class Message(Strict):
         reasoning, reasoning_content: what the assistant thought; two names of one thing.
         tool_calls: that the assistant made.
         tool_call_id: of the call that a message of role "tool" answers.
+        refusal, audio, function_call, annotations, parsed: of answers that are sent back; ignored.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -54,6 +56,7 @@ class Message(Strict):
     audio: None = None
     function_call: None = None
     annotations: list[Any] | None = None
+    parsed: Any = None
 
     def plain(self) -> dict[str, Any]:
         """Return the message as chat templates have it, with both names of the reasoning."""
@@ -75,11 +78,27 @@ class NamedFunction(Strict):
     name: str
 
 
-class NamedTool(Strict):
+class NamedTool(Strict, tag_field="type", tag="function"):
     """The tool that has to be called."""
 
-    type: Literal["function"]
     function: NamedFunction
+
+
+class AllowedTools(Strict):
+    """Some of the tools.
+
+    Attributes:
+        mode: whether the model may call them, or has to call one.
+    """
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[NamedTool], Meta(min_length=1)]
+
+
+class AllowedToolChoice(Strict, tag_field="type", tag="allowed_tools"):
+    """The tools that may be called, of those that the request has."""
+
+    allowed_tools: AllowedTools
 
 
 class ChatCompletionRequest(SamplingFields):
@@ -122,26 +141,56 @@ class ChatCompletionRequest(SamplingFields):
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     include_reasoning: bool = True
+    add_special_tokens: Literal[False] = False
     modalities: list[Literal["text"]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     echo: bool = False
 
-    def template_variables(self, template: str | None) -> dict[str, Any] | None:
-        """Return the variables of the chat template, with those of `reasoning_effort`."""
-        variables = dict(self.chat_template_kwargs or {})
-        effort = self.reasoning_effort
-        if effort is not None and template is not None:
-            if "reasoning_effort" in template and effort != "none":
-                variables.setdefault("reasoning_effort", effort)
-            if "enable_thinking" in template:
-                variables.setdefault("enable_thinking", effort != "none")
-        return variables or None
+    def tools_and_choice(self) -> tuple[list[dict[str, Any]] | None, Any]:
+        """Return the tools, of which members that are null are left out, and the choice.
+
+        Raises:
+            RequestError: the choice is of a tool that the request does not have.
+        """
+        tools = [_without_nulls(tool) for tool in self.tools or ()] or None
+        choice = self.tool_choice or "auto"
+        if isinstance(choice, str):
+            return tools, choice
+        known = [_tool_name(tool) for tool in tools or ()]
+        if isinstance(choice, NamedTool):
+            _check_known(choice, known, "tool_choice")
+            return tools, {"name": choice.function.name}
+        for index, tool in enumerate(choice.allowed_tools.tools):
+            _check_known(tool, known, f"tool_choice.allowed_tools.tools[{index}]")
+        names = [tool.function.name for tool in choice.allowed_tools.tools]
+        allowed = [tool for tool in tools or () if _tool_name(tool) in names]
+        return allowed, choice.allowed_tools.mode
+
+
+def _check_known(named: NamedTool, known: Sequence[Any], path: str) -> None:
+    if (name := named.function.name) not in known:
+        listed = ", ".join(shown(one, 100) for one in known[:20]) or "none"
+        raise RequestError(
+            f"{path}.function.name: expected one of the tools ({listed}), got {shown(name, 100)}"
+        )
+
+
+def _without_nulls(tool: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in tool.items() if value is not None}
+    if isinstance(function := kept.get("function"), dict):
+        kept["function"] = {name: value for name, value in function.items() if value is not None}
+    return kept
+
+
+def _tool_name(tool: dict[str, Any]) -> Any:
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, dict) else None
 
 
 class Function(msgspec.Struct, omit_defaults=True):
@@ -261,46 +310,48 @@ class ChatRoutes:
         """Answer a conversation, whole or as it comes."""
         call, asked = await self._service.read(request, ChatCompletionRequest)
         model = self._service.model(asked.model)
-        outputs = self._outputs(call, asked)
-        identity = {
-            "id": new_id("chatcmpl-", asked.request_id),
-            "created": int(time.time()),
-            "model": model,
-        }
+        answer_id = new_id("chatcmpl-", asked.request_id)
+        outputs = self._outputs(call, asked, answer_id)
+        identity = {"id": answer_id, "created": int(time.time()), "model": model}
         if asked.stream:
             stream = ChatStream(self._service, asked, identity)
-            return self._service.stream(call, stream.events(outputs), stream.failed)
+            events = stream.events(outputs)
+            if asked.wants_progress:
+                events = with_progress(self._service.engine, [answer_id], events, stream.head)
+            return self._service.stream(call, events, stream.failed)
         return await self._service.answer(request, call, self._whole(asked, identity, outputs))
 
     def _outputs(
-        self, call: Call, asked: ChatCompletionRequest
+        self, call: Call, asked: ChatCompletionRequest, answer_id: str
     ) -> AsyncGenerator[RequestOutput, None]:
         """Return the outputs of a conversation, which begin when they are asked for."""
         engine, limits = self._service.engine, self._service.settings.limits
         if asked.top_logprobs and not asked.logprobs:
             raise RequestError("top_logprobs: expected logprobs to be true with it")
         max_tokens = asked.max_completion_tokens or asked.max_tokens
+        if max_tokens == 0:
+            raise RequestError("max_tokens: expected at least 1, got 0")
         params = asked.sampling_params(
             engine.default_sampling_params(),
             limits,
             max_tokens=max_tokens,
             logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
         )
-        choice: Any = asked.tool_choice or "auto"
-        if isinstance(choice, NamedTool):
-            choice = {"name": choice.function.name}
+        tools, choice = asked.tools_and_choice()
         messages = [message.plain() for message in asked.messages]
-        self._service.check_prompt(messages, asked.tools)
+        self._service.check_prompt(messages, tools)
         return engine.chat(
             messages,
             params,
-            new_id("chatcmpl-", asked.request_id),
-            tools=asked.tools,
+            answer_id,
+            tools=tools,
             tool_choice=choice,
             parallel_tool_calls=asked.parallel_tool_calls,
             add_generation_prompt=asked.add_generation_prompt,
             continue_final_message=asked.continue_final_message,
-            chat_template_kwargs=asked.template_variables(engine.tokenizer.chat_template),
+            chat_template_kwargs=reasoning_variables(
+                engine.tokenizer.chat_template, asked.reasoning_effort, asked.chat_template_kwargs
+            ),
             **self._service.extras(call, asked),
         )
 
@@ -329,7 +380,7 @@ class ChatRoutes:
 
 
 def _choice(completion: CompletionOutput, asked: ChatCompletionRequest) -> Choice:
-    message = AnswerMessage("assistant", completion.content, refusal=None)
+    message = AnswerMessage("assistant", completion.content or None, refusal=None)
     if asked.include_reasoning and completion.reasoning:
         message.reasoning = message.reasoning_content = completion.reasoning
     if completion.tool_calls:
@@ -381,13 +432,17 @@ def _position(position: Mapping[int, Logprob], token: int, count: int) -> TokenL
     text = token_text(chosen, token)
     top = [
         TopLogprob(token_text(p, t), finite(p.logprob), list(token_text(p, t).encode()))
-        for t, p in likeliest(position, count)
+        for t, p in (likeliest(position, count, token) if count else ())
     ]
     return TokenLogprob(text, finite(chosen.logprob), list(text.encode()), top)
 
 
 class ChatStream:
-    """Writes a streamed answer; what all chunks share is encoded once."""
+    """Writes a streamed answer; what all chunks share is encoded once.
+
+    Attributes:
+        head: the beginning of each chunk, up to its list of choices.
+    """
 
     def __init__(
         self, service: Service, asked: ChatCompletionRequest, identity: Mapping[str, Any]
@@ -395,7 +450,7 @@ class ChatStream:
         """Prepare the chunks of a request."""
         head = {"id": identity["id"], "object": "chat.completion.chunk"}
         head |= {"created": identity["created"], "model": identity["model"]}
-        self._head = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
+        self.head = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
         self._encode = msgspec.json.Encoder().encode
         self._asked = asked
         self._options = asked.stream_options
@@ -408,14 +463,18 @@ class ChatStream:
     ) -> AsyncGenerator[bytes, None]:
         """Yield the events, those of one output together."""
         options = self._options
+        transfer: dict[str, Any] | None = None
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 self._usage.add(output)
+                transfer = output.kv_transfer_params or transfer
                 if chunks := self._chunks(output):
                     yield chunks
+        if transfer is not None:
+            yield self.head + b'],"kv_transfer_params":' + self._encode(transfer) + b"}\n\n"
         if options is not None and options.include_usage:
             usage = self._encode(self._usage.usage())
-            yield self._head + b'],"usage":' + usage + b"}\n\n"
+            yield self.head + b'],"usage":' + usage + b"}\n\n"
         yield DONE
 
     def failed(self, error: AnswerError) -> bytes:
@@ -423,55 +482,68 @@ class ChatStream:
         return b"data: " + self._encode(ErrorBody(error.detail)) + b"\n\n" + DONE
 
     def _chunks(self, output: RequestOutput) -> bytes:
-        tail = b"]}\n\n"
+        tail = b"}\n\n"
         options = self._options
         if options is not None and options.continuous_usage_stats:
-            tail = b'],"usage":' + self._encode(self._usage.usage(whole=False)) + b"}\n\n"
+            tail = b',"usage":' + self._encode(self._usage.usage(whole=False)) + b"}\n\n"
         parts: list[bytes] = []
         for completion in output.outputs:
             if completion.index not in self._begun:
+                first = self._encode(self._first(completion.index))
+                parts += (self.head, first, b"]", self._about_prompt(output), tail)
                 self._begun.add(completion.index)
-                parts += (self._head, self._encode(self._first(completion.index, output)), tail)
             check_ended(completion)
-            choice = self._choice(completion)
-            if choice is not None:
-                parts += (self._head, self._encode(choice), tail)
+            for choice in self._choices(completion):
+                parts += (self.head, self._encode(choice), b"]", tail)
         return b"".join(parts)
 
-    def _first(self, index: int, output: RequestOutput) -> ChunkChoice:  # noqa: ARG002
+    def _about_prompt(self, output: RequestOutput) -> bytes:
+        """Return what the very first chunk says of the prompt, if that was asked for."""
+        parts = b""
+        if self._begun:
+            return parts
+        if self._asked.return_token_ids:
+            parts += b',"prompt_token_ids":' + self._encode(output.prompt_token_ids)
+        if self._asked.prompt_logprobs is not None:
+            parts += b',"prompt_logprobs":' + self._encode(prompt_logprobs(output))
+        return parts
+
+    def _first(self, index: int) -> ChunkChoice:
         content = ""
         if self._asked.echo and self._asked.continue_final_message:
             before = self._asked.messages[-1].content
             content = before if isinstance(before, str) else ""
         return ChunkChoice(index=index, delta=AnswerMessage("assistant", content))
 
-    def _choice(self, completion: CompletionOutput) -> ChunkChoice | None:
-        """Return what is new of a completion; None if nothing is."""
+    def _choices(self, completion: CompletionOutput) -> list[ChunkChoice]:
+        """Return what is new of a completion; none if nothing is.
+
+        The end of calls is a chunk of its own: OpenAI's clients read calls before that alone.
+        """
+        asked = self._asked
         delta = AnswerMessage()
         if completion.content:
             delta.content = completion.content
-        if completion.reasoning and self._asked.include_reasoning:
+        if completion.reasoning and asked.include_reasoning:
             delta.reasoning = delta.reasoning_content = completion.reasoning
         if completion.tool_calls:
             delta.tool_calls = list(map(_call_part, completion.tool_calls))
-        asked = self._asked
         choice = ChunkChoice(index=completion.index, delta=delta)
-        if completion.finish_reason is not None:
-            choice.finish_reason = completion.finish_reason
-            for name, value in ended(completion).items():
-                setattr(choice, name, value)
-        elif (
-            delta.content is msgspec.UNSET
-            and delta.reasoning is None
-            and delta.tool_calls is None
-            and not (asked.logprobs or asked.return_token_ids)
-        ):
-            return None
         if asked.logprobs:
             choice.logprobs = choice_logprobs(completion, asked.top_logprobs or 0)
         if asked.return_token_ids:
             choice.token_ids = completion.token_ids
-        return choice
+        if completion.finish_reason is None:
+            is_new = asked.logprobs or asked.return_token_ids or delta != AnswerMessage()
+            return [choice] if is_new else []
+        chunks = [choice]
+        if delta.tool_calls is not None:
+            choice = ChunkChoice(index=completion.index, delta=AnswerMessage())
+            chunks.append(choice)
+        choice.finish_reason = completion.finish_reason
+        for name, value in ended(completion).items():
+            setattr(choice, name, value)
+        return chunks
 
 
 def _call_part(call: ToolCall) -> ToolCallPart:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.errors import AnswerError, ErrorBody
 from hardpoint.builtin_plugins.server.service import Service
-from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput
+from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput, Tokenizer
 from hardpoint.plugins.server import Call, Route
 
 from .answers import (
@@ -26,10 +26,12 @@ from .answers import (
     likeliest,
     new_id,
     prompt_logprobs,
+    prompt_positions,
     token_text,
 )
 from .chat import DONE, ended
 from .fields import REFUSED, SamplingFields
+from .progress import with_progress
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _PROMPT_SCHEMAS = [
@@ -40,7 +42,8 @@ _PROMPT_SCHEMAS = [
 ]
 """What msgspec cannot say of a field: a union of lists."""
 
-Prompt = str | list[int] | list[str] | list[list[int]]
+Given = str | list[int] | dict[str, Any]
+"""A prompt as the engine takes it."""
 
 
 class CompletionRequest(SamplingFields):
@@ -155,20 +158,47 @@ class CompletionRoutes:
         call, asked = await self._service.read(request, CompletionRequest)
         model = self._service.model(asked.model)
         prompts = asked.prompts(self._service.settings.limits.prompts)
+        self._service.check_prompt([prompt for prompt in prompts if isinstance(prompt, str)])
+        given = await self._tokenised(asked, prompts)
         answer_id = new_id("cmpl-", asked.request_id)
-        outputs = merged(self._outputs(call, asked, prompts, answer_id))
+        ids = [answer_id] if len(prompts) == 1 else [f"{answer_id}-{i}" for i in range(len(given))]
+        is_list = prompts is asked.prompt
+        paths = [f"prompt[{i}]" if is_list else "prompt" for i in range(len(ids))]
+        sources = self._outputs(call, asked, given, ids)
+        outputs = numbered(sources[0], paths[0]) if len(ids) == 1 else merged(sources, paths)
         identity = {"id": answer_id, "created": int(time.time()), "model": model}
         answer = CompletionAnswer(self._service, asked, identity)
         if asked.stream:
-            return self._service.stream(call, answer.events(outputs), answer.failed)
+            events = answer.events(outputs)
+            if asked.wants_progress:
+                events = with_progress(self._service.engine, ids, events, answer.head)
+            return self._service.stream(call, events, answer.failed)
         return await self._service.answer(request, call, answer.whole(outputs))
+
+    async def _tokenised(
+        self, asked: CompletionRequest, prompts: Sequence[str | list[int]]
+    ) -> list[Given]:
+        """Return the prompts as the engine takes them, texts without special tokens as ids."""
+        if asked.add_special_tokens:
+            return list(prompts)
+        tokenise = self._service.engine.tokenise
+        return [
+            {
+                "type": "token",
+                "prompt": prompt,
+                "prompt_token_ids": await tokenise(prompt, add_special_tokens=False),
+            }
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in prompts
+        ]
 
     def _outputs(
         self,
         call: Call,
         asked: CompletionRequest,
-        prompts: Sequence[str | list[int]],
-        answer_id: str,
+        prompts: Sequence[Given],
+        ids: Sequence[str],
     ) -> list[AsyncGenerator[RequestOutput, None]]:
         engine, limits = self._service.engine, self._service.settings.limits
         if asked.best_of not in (None, 1 if asked.n is msgspec.UNSET else asked.n):
@@ -182,32 +212,39 @@ class CompletionRoutes:
         if asked.echo and asked.logprobs is not None and asked.prompt_logprobs is None:
             fields["prompt_logprobs"] = asked.logprobs
         params = asked.sampling_params(defaults, limits, **fields)
-        self._service.check_prompt([prompt for prompt in prompts if isinstance(prompt, str)])
         extras = self._service.extras(call, asked)
         return [
-            engine.generate(
-                prompt, params, answer_id if len(prompts) == 1 else f"{answer_id}-{i}", **extras
-            )
-            for i, prompt in enumerate(prompts)
+            engine.generate(prompt, params, request_id, **extras)
+            for prompt, request_id in zip(prompts, ids, strict=True)
         ]
 
 
 Numbered = tuple[int, RequestOutput]
 
 
+async def numbered(
+    source: AsyncGenerator[RequestOutput, None], path: str
+) -> AsyncGenerator[Numbered, None]:
+    """Yield the outputs of the only request; arguments and errors are those of `merged`."""
+    try:
+        async with contextlib.aclosing(source):
+            async for output in source:
+                yield 0, output
+    except RequestError as error:
+        raise _with_path(error, path) from None
+
+
 async def merged(
-    sources: Sequence[AsyncGenerator[RequestOutput, None]],
+    sources: Sequence[AsyncGenerator[RequestOutput, None]], paths: Sequence[str]
 ) -> AsyncGenerator[Numbered, None]:
     """Yield the outputs of several requests as they come, each with the number of its source.
+
+    Args:
+        paths: of the prompts, for errors.
 
     Raises:
         Exception: raised by a source; the others are closed.
     """
-    if len(sources) == 1:
-        async with contextlib.aclosing(sources[0]):
-            async for output in sources[0]:
-                yield 0, output
-        return
     queue: asyncio.Queue[Numbered | BaseException | None] = asyncio.Queue(len(sources))
 
     async def run(number: int, source: AsyncGenerator[RequestOutput, None]) -> None:
@@ -216,6 +253,8 @@ async def merged(
                 async for output in source:
                     await queue.put((number, output))
             await queue.put(None)
+        except RequestError as error:
+            await queue.put(_with_path(error, paths[number]))
         except Exception as error:
             await queue.put(error)
 
@@ -236,8 +275,21 @@ async def merged(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def _with_path(error: RequestError, path: str) -> RequestError:
+    """Return an error about a prompt with the path that the prompt has in the request."""
+    message = str(error)
+    for name in ("prompt_token_ids", "prompt"):
+        if message.startswith((f"{name}:", f"{name}[")):
+            return RequestError(path + message.removeprefix(name))
+    return error
+
+
 class CompletionAnswer:
-    """Writes the answer to prompts, whole or as a stream."""
+    """Writes the answer to prompts, whole or as a stream.
+
+    Attributes:
+        head: the beginning of each chunk, up to its list of choices.
+    """
 
     def __init__(
         self, service: Service, asked: CompletionRequest, identity: Mapping[str, Any]
@@ -247,7 +299,7 @@ class CompletionAnswer:
         self._n = 1 if asked.n is msgspec.UNSET else asked.n
         head = {"id": identity["id"], "object": "text_completion"}
         head |= {"created": identity["created"], "model": identity["model"]}
-        self._head = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
+        self.head = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
         self._encode = msgspec.json.Encoder().encode
         self._usage = UsageCount(service.engine.tokenizer)
         self._offsets: dict[int, int] = {}
@@ -282,7 +334,7 @@ class CompletionAnswer:
                 yield self._chunks(number, output)
         if options is not None and options.include_usage:
             usage = self._encode(self._usage.usage())
-            yield self._head + b'],"usage":' + usage + b"}\n\n"
+            yield self.head + b'],"usage":' + usage + b"}\n\n"
         yield DONE
 
     def failed(self, error: AnswerError) -> bytes:
@@ -303,7 +355,7 @@ class CompletionAnswer:
         for completion in output.outputs:
             check_ended(completion)
             choice = self._choice(number, output, completion)
-            parts += (self._head, self._encode(choice), tail)
+            parts += (self.head, self._encode(choice), tail)
         return b"".join(parts)
 
     def _choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> Choice:
@@ -316,12 +368,11 @@ class CompletionAnswer:
             text, token_ids = "", []
         columns = Logprobs([], [], [], [])
         if asked.echo and is_first:
-            before = self._echo(output, columns)
+            before, offset = self._echo(output, columns)
             text = before + text
-            offset += len(before)
         if asked.logprobs is not None and completion.logprobs is not None:
-            _add(columns, completion.logprobs, token_ids, asked.logprobs, offset)
-        self._offsets[index] = (0 if is_first else self._offsets[index]) + len(text)
+            offset = _add(columns, completion.logprobs, token_ids, asked.logprobs, offset)
+        self._offsets[index] = offset
         choice = Choice(
             index=index,
             text=text,
@@ -333,17 +384,22 @@ class CompletionAnswer:
             choice.token_ids = token_ids
             if is_first:
                 choice.prompt_token_ids = output.prompt_token_ids
-        if asked.prompt_logprobs is not None and output.prompt_logprobs is not None:
+        if asked.prompt_logprobs is not None and output.prompt_logprobs is not None and is_first:
             choice.prompt_logprobs = prompt_logprobs(output) or []
         return choice
 
-    def _echo(self, output: RequestOutput, columns: Logprobs) -> str:
-        """Return the text of a prompt; add the log-probabilities of its tokens to the columns."""
-        if self._asked.logprobs is not None and output.prompt_logprobs is not None:
-            _add_prompt(columns, output, self._asked.logprobs, self._service.engine.tokenizer)
-        if output.prompt is not None:
-            return output.prompt
-        return self._service.engine.tokenizer.decode(output.prompt_token_ids)
+    def _echo(self, output: RequestOutput, columns: Logprobs) -> tuple[str, int]:
+        """Return the text of a prompt, and where it ends by the offsets of its tokens.
+
+        The log-probabilities of its tokens are added to the columns.
+        """
+        tokenizer = self._service.engine.tokenizer
+        text = output.prompt
+        if text is None:
+            text = tokenizer.decode(output.prompt_token_ids)
+        if self._asked.logprobs is None or output.prompt_logprobs is None:
+            return text, len(text)
+        return text, _add_prompt(columns, output, text, self._asked.logprobs, tokenizer)
 
 
 def _add(
@@ -352,31 +408,42 @@ def _add(
     token_ids: Sequence[int],
     count: int,
     offset: int,
-) -> None:
+) -> int:
+    """Add the positions of tokens; return where the text of the next token begins."""
     for position, token in zip(positions, token_ids, strict=False):
         chosen = position[token]
         text = token_text(chosen, token)
         columns.tokens.append(text)
         columns.token_logprobs.append(finite(chosen.logprob))
-        columns.top_logprobs.append(
-            {token_text(p, t): finite(p.logprob) for t, p in likeliest(position, max(count, 1))}
-        )
+        top: dict[str, float] = {}
+        for other, logprob in likeliest(position, count, token):
+            # Of several tokens with one text, such as parts of characters, the likeliest counts.
+            top.setdefault(token_text(logprob, other), finite(logprob.logprob))
+        columns.top_logprobs.append(top)
         columns.text_offset.append(offset)
         offset += len(text)
+    return offset
 
 
-def _add_prompt(columns: Logprobs, output: RequestOutput, count: int, tokenizer: Any) -> None:
-    """Add the positions of a prompt, the first of which has no log-probability."""
+def _add_prompt(
+    columns: Logprobs, output: RequestOutput, prompt: str, count: int, tokenizer: Tokenizer
+) -> int:
+    """Add the positions of a prompt, the first of which has no log-probability.
+
+    Returns:
+        Where the text of the next token begins.
+    """
     offset = 0
-    positions = output.prompt_logprobs or []
-    for position, token in zip(positions, output.prompt_token_ids, strict=False):
+    for position, token in zip(prompt_positions(output), output.prompt_token_ids, strict=False):
         if position is None:
-            text = tokenizer.decode([token], skip_special_tokens=False)
-            columns.tokens.append(text)
+            columns.tokens.append(tokenizer.decode([token], skip_special_tokens=False))
             columns.token_logprobs.append(None)
             columns.top_logprobs.append(None)
             columns.text_offset.append(offset)
         else:
             _add(columns, [position], [token], count, offset)
-            text = columns.tokens[-1]
-        offset += len(text)
+        text = columns.tokens[-1]
+        # The tokenizer adds some, such as the one at the beginning, which the text does not have.
+        if text not in tokenizer.special_tokens or prompt.startswith(text, offset):
+            offset += len(text)
+    return offset

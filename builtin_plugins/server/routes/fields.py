@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import re
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -11,6 +13,7 @@ from msgspec import UNSET, Meta, UnsetType
 from hardpoint.plugins import (
     RepetitionDetection,
     RequestError,
+    RequestOutput,
     RequestOutputKind,
     SamplingParams,
 )
@@ -21,12 +24,16 @@ from hardpoint.plugins.typed import Strict, shown
 _ANY_CASE = "it is for the provider's own platform"
 
 IGNORED = {
+    "guided_decoding_backend": "grammars are compiled by the first backend that takes them",
+    "length_penalty": "there is no beam search",
     "metadata": _ANY_CASE,
     "prompt_cache_key": "cached prompts are found by their content",
     "prompt_cache_retention": "cached prompts are kept while there is room",
     "safety_identifier": _ANY_CASE,
     "service_tier": _ANY_CASE,
+    "session_id": "cached prompts are found by their content",
     "spaces_between_special_tokens": "the tokenizer decides",
+    "stream_interval": "tokens are sent as they come, and together where a client reads slowly",
     "user": _ANY_CASE,
 }
 """Fields that clients send and that change nothing, with the reason."""
@@ -34,11 +41,15 @@ IGNORED = {
 REFUSED = {
     "chat_template": "templates come from the operator alone",
     "documents": "give them in the messages",
+    "guided_whitespace_pattern": "say it in the grammar",
+    "logprob_token_ids": "ask for the likeliest tokens with logprobs",
     "media_io_kwargs": "the model reads text alone",
     "mm_processor_kwargs": "the model reads text alone",
+    "return_tokens_as_token_ids": "ask for ids with return_token_ids",
     "truncate_prompt_tokens": "cut the prompt before you send it",
+    "use_beam_search": "completions are sampled",
 }
-"""Fields that are known and not supported, with the reason."""
+"""Fields that are known and not supported, with the reason; false or empty ones ask for nothing."""
 
 
 class StreamOptions(Strict):
@@ -97,7 +108,7 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTa
 Number = Annotated[float, Meta(ge=-100, le=100)]
 
 
-class SamplingFields(Strict):
+class GenerationFields(Strict):
     """Fields of every route that generates text; those that are left out are the model's defaults.
 
     Attributes:
@@ -113,29 +124,22 @@ class SamplingFields(Strict):
         request_id: of the answer, in place of a random one.
         plugin_args, vllm_xargs: arguments of plugins by name; two names of one thing.
         structured_outputs: what the answer must be, see `StructuredOutputs`.
-        guided_json, guided_regex, guided_choice, guided_grammar: older names of parts of that.
-        return_token_ids: whether choices hold token ids.
-        kv_transfer_params: for the KV connector; from keys that may.
     """
 
     ignored: ClassVar[Mapping[str, str]] = IGNORED
     refused: ClassVar[Mapping[str, str]] = REFUSED
+    limit_name: ClassVar[str] = "max_tokens"
 
     model: str | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    n: int | UnsetType = UNSET
     temperature: float | UnsetType = UNSET
     top_p: float | UnsetType = UNSET
     top_k: int | UnsetType = UNSET
     min_p: float | UnsetType = UNSET
     seed: int | UnsetType = UNSET
-    max_tokens: Annotated[int, Meta(ge=0)] | None = None
     min_tokens: int | UnsetType = UNSET
-    stop: str | list[str] | UnsetType = UNSET
     stop_token_ids: list[int] | UnsetType = UNSET
     ignore_eos: bool | UnsetType = UNSET
-    prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None
     presence_penalty: float | UnsetType = UNSET
     frequency_penalty: float | UnsetType = UNSET
     repetition_penalty: float | UnsetType = UNSET
@@ -146,19 +150,12 @@ class SamplingFields(Strict):
     include_stop_str_in_output: bool | UnsetType = UNSET
     repetition_detection: RepetitionDetection | UnsetType = UNSET
     thinking_token_budget: int | UnsetType = UNSET
-    response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
-    guided_json: Any = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
     priority: int | None = None
     timeout: Annotated[float, Meta(gt=0)] | None = None
     tags: dict[str, str] | None = None
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     request_id: Annotated[str, Meta(pattern=r"\A[\x21-\x7e]{1,128}\Z")] | None = None
-    return_token_ids: bool = False
-    kv_transfer_params: dict[str, Any] | None = None
     plugin_args: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
 
@@ -171,13 +168,14 @@ class SamplingFields(Strict):
             RequestError: a field is wrong, or more than the server allows.
         """
         check_limits(self, limits)
-        given = {name: getattr(self, name) for name in _SAME_NAME}
+        given = {name: getattr(self, name, UNSET) for name in _SAME_NAME}
         given = {name: value for name, value in given.items() if value is not UNSET}
-        given["prompt_logprobs"] = self.prompt_logprobs
         if self.logit_bias is not UNSET:
             given["logit_bias"] = _by_token(self.logit_bias)
         if (structured := self._structured()) is not None:
             given["structured"] = structured
+        if self.plugin_args is not None and self.vllm_xargs is not None:
+            raise RequestError("plugin_args and vllm_xargs: expected one of them, got both")
         if (arguments := self.plugin_args or self.vllm_xargs) is not None:
             given["plugin_args"] = arguments
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
@@ -186,10 +184,22 @@ class SamplingFields(Strict):
         if limit is not None:
             given_tokens = fields.get("max_tokens")  # the model's default is no fault of theirs
             if given_tokens is not None and given_tokens > limit:
-                raise _too_many("max_tokens", limit, given_tokens)
+                raise _too_many(self.limit_name, limit, given_tokens)
             limit = min(params.max_tokens or limit, limit)
             params = msgspec.structs.replace(params, max_tokens=limit)
         return params
+
+    def answer_forms(self) -> dict[str, dict[str, Any]]:
+        """Return the fields that say what the answer must be, as fields of `StructuredOutputs`.
+
+        Raises:
+            RequestError: one of them is wrong.
+        """
+        return (
+            {}
+            if self.structured_outputs is None
+            else {"structured_outputs": self.structured_outputs}
+        )
 
     def _structured(self) -> StructuredOutputs | None:
         """Return what the answer must be, from the one field that says it.
@@ -197,25 +207,77 @@ class SamplingFields(Strict):
         Raises:
             RequestError: several fields do, or the one that does is wrong.
         """
+        found = self.answer_forms()
+        if len(found) > 1:
+            raise RequestError(f"{' and '.join(found)}: expected one of them, got both")
+        for name, value in found.items():
+            given = {key: item for key, item in value.items() if item is not None}
+            try:
+                return StructuredOutputs.checked(given, name)
+            except RequestError as error:
+                raise RequestError(_with_own_path(str(error), name)) from None
+        return None
+
+
+class SamplingFields(GenerationFields):
+    """Fields of OpenAI's routes for conversations and prompts.
+
+    Attributes:
+        guided_json, guided_regex, guided_choice, guided_grammar: older names of parts of
+            `structured_outputs`.
+        stream_options: what a stream holds besides the answer.
+        return_progress: the same as `stream_options.include_progress`.
+        return_token_ids: whether choices hold token ids.
+        kv_transfer_params: for the KV connector; from keys that may.
+    """
+
+    stream_options: StreamOptions | None = None
+    return_progress: bool = False
+    n: int | UnsetType = UNSET
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    stop: str | list[str] | UnsetType = UNSET
+    prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    return_token_ids: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
+
+    def answer_forms(self) -> dict[str, dict[str, Any]]:
+        """Return the fields that say what the answer must be; see the base."""
         guided = {
             "json": self.guided_json,
             "regex": self.guided_regex,
             "choice": self.guided_choice,
             "grammar": self.guided_grammar,
         }
-        found: dict[str, Any] = {
+        found = {
             f"guided_{name}": {name: value} for name, value in guided.items() if value is not None
         }
-        if self.structured_outputs is not None:
-            found["structured_outputs"] = self.structured_outputs
+        found |= super().answer_forms()
         if (asked := _asked_format(self.response_format)) is not None:
             found["response_format"] = asked
-        if len(found) > 1:
-            raise RequestError(f"{' and '.join(found)}: expected one of them, got both")
-        for name, value in found.items():
-            given = {key: item for key, item in value.items() if item is not None}
-            return StructuredOutputs.checked(given, name)
-        return None
+        return found
+
+    def sampling_params(
+        self, defaults: SamplingParams, limits: ServerLimits, **fields: Any
+    ) -> SamplingParams:
+        """Return the parameters; see the base.
+
+        Raises:
+            RequestError: a field is wrong, or more than the server allows.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options: expected stream to be true with it")
+        return super().sampling_params(defaults, limits, **fields)
+
+    @property
+    def wants_progress(self) -> bool:
+        """Whether the stream begins with how much of the prompt is computed."""
+        options = self.stream_options
+        return self.return_progress or (options is not None and options.include_progress)
 
 
 _SAME_NAME = (
@@ -238,6 +300,7 @@ _SAME_NAME = (
     "include_stop_str_in_output",
     "repetition_detection",
     "thinking_token_budget",
+    "prompt_logprobs",
 )
 """Fields that SamplingParams has under the same names."""
 
@@ -295,9 +358,52 @@ def _amounts(asked: Any, limits: ServerLimits) -> list[tuple[str, int, int]]:
         ("bad_words", limits.bad_words, size("bad_words")),
         ("logit_bias", limits.logit_bias, size("logit_bias")),
         ("allowed_token_ids", limits.logit_bias, size("allowed_token_ids")),
+        ("stop_sequences", limits.stop, size("stop_sequences")),
         ("messages", limits.messages, size("messages")),
+        ("input", limits.messages, size("input")),
         ("tools", limits.tools, size("tools")),
     ]
+
+
+def reasoning_variables(
+    template: str | None, effort: str | None, given: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """Return the variables of a chat template, with those that a reasoning effort stands for.
+
+    Args:
+        effort: "none" asks for no reasoning; None leaves it to the template.
+        given: by the request; they win.
+    """
+    variables = dict(given or {})
+    if effort is not None and template is not None:
+        if "reasoning_effort" in template and effort != "none":
+            variables.setdefault("reasoning_effort", effort)
+        if "enable_thinking" in template:
+            variables.setdefault("enable_thinking", effort != "none")
+    return variables or None
+
+
+Renaming = Sequence[tuple[re.Pattern[str], str]]
+"""Patterns of the paths at the beginning of errors, and what they are replaced by."""
+
+
+async def renamed(
+    outputs: AsyncGenerator[RequestOutput, None], names: Renaming
+) -> AsyncGenerator[RequestOutput, None]:
+    """Yield outputs; name the fields in errors as the route does that calls the engine.
+
+    Raises:
+        RequestError: raised by the outputs, with the path of the field as the route names it.
+    """
+    try:
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield output
+    except RequestError as error:
+        message = str(error)
+        for pattern, name in names:
+            message = pattern.sub(name, message)
+        raise type(error)(message) from error
 
 
 def _too_many(name: str, limit: int, amount: int) -> RequestError:
@@ -311,6 +417,23 @@ def _by_token(bias: Mapping[str, float]) -> dict[int, float]:
             raise RequestError(f"logit_bias: expected token ids as keys, got {shown(key, 100)}")
         by_token[int(key)] = value
     return by_token
+
+
+_PATHS = {
+    "response_format.json": "response_format.json_schema.schema",
+    "response_format.structural_tag": "response_format",
+    **{f"guided_{part}.{part}": f"guided_{part}" for part in ("json", "regex", "choice")},
+    "guided_grammar.grammar": "guided_grammar",
+}
+"""Where the parts of what an answer must be are in a request."""
+
+
+def _with_own_path(message: str, name: str) -> str:
+    """Return an error of the field `name` with the path that the request has."""
+    for path, own in _PATHS.items():
+        if path.startswith(f"{name}.") and message.startswith(path):
+            return own + message.removeprefix(path)
+    return message
 
 
 def _asked_format(asked: ResponseFormat | None) -> dict[str, Any] | None:

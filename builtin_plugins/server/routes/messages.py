@@ -1,0 +1,294 @@
+"""`/v1/messages` and `/v1/messages/count_tokens`: conversations, in Anthropic's shape."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import AsyncGenerator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET, Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hardpoint.builtin_plugins.server.errors import MESSAGES_PATH
+from hardpoint.builtin_plugins.server.service import Service
+from hardpoint.plugins import RequestError, RequestOutput
+from hardpoint.plugins.server import Call, Route
+from hardpoint.plugins.typed import Strict
+
+from .answers import new_id
+from .fields import REFUSED, GenerationFields, Renaming, check_limits, reasoning_variables, renamed
+from .messages_events import PING, MessageStream, OutputMessage, whole_message
+from .messages_input import (
+    AnyChoice,
+    Choice,
+    Conversation,
+    DisabledThinking,
+    EnabledThinking,
+    InputMessage,
+    NoneChoice,
+    TextBlock,
+    Thinking,
+    ToolChoice,
+    ToolDefinition,
+    refuse_blocks,
+    refuse_server_tools,
+)
+
+_IGNORED = {
+    "cache_control": "cached prompts are found by their content",
+    "context_management": "conversations are taken as they are given",
+    "diagnostics": "there are none",
+    "inference_geo": "it is for the provider's own platform",
+    "metadata": "it is for the provider's own platform",
+    "service_tier": "it is for the provider's own platform",
+    "speed": "it is for the provider's own platform",
+}
+_REFUSED = {
+    **REFUSED,
+    "container": "there are no server tools",
+    "mcp_servers": "there are no server tools",
+}
+_NAMES: Renaming = (
+    (re.compile(r"^(tools\[\d+\])\.function\.parameters\b"), r"\1.input_schema"),
+    (re.compile(r"^(tools\[\d+\])\.function\b"), r"\1"),
+    (re.compile(r"^stop\b"), "stop_sequences"),
+    (re.compile(r"^parallel_tool_calls\b"), "tool_choice.disable_parallel_tool_use"),
+)
+"""Names of fields in the engine's errors, and those of this route."""
+
+
+class SchemaFormat(Strict, tag_field="type", tag="json_schema"):
+    """JSON of a schema, every keyword of which is enforced."""
+
+    schema: dict[str, Any]
+
+
+class OutputConfig(Strict):
+    """The form of the answer.
+
+    Attributes:
+        effort: of the reasoning, for templates that have it.
+    """
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: SchemaFormat | None = None
+
+
+class MessagesRequest(GenerationFields):
+    """A conversation to answer.
+
+    Attributes:
+        messages: of which the last one is continued, if it is the assistant's.
+        system: the system prompt.
+        max_tokens: of the answer with its thinking.
+        stop_sequences: strings that end the text.
+        thinking: left out, it is as the model's chat template has it.
+    """
+
+    ignored: ClassVar[Mapping[str, str]] = _IGNORED
+    refused: ClassVar[Mapping[str, str]] = _REFUSED
+
+    messages: Annotated[list[InputMessage], Meta(min_length=1)]
+    max_tokens: Annotated[int, Meta(ge=1)]
+    system: str | list[TextBlock] | None = None
+    stop_sequences: list[str] = []
+    tools: list[ToolDefinition] | None = None
+    tool_choice: Choice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig = OutputConfig()
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @staticmethod
+    def prepared(fields: dict[str, Any]) -> dict[str, Any]:
+        """Return a body after a check for what is known and not supported; see `Service.read`.
+
+        Raises:
+            RequestError: there is such a thing.
+        """
+        return _prepared(fields)
+
+    def answer_forms(self) -> dict[str, dict[str, Any]]:
+        """Return the fields that say what the answer must be; see the base."""
+        found = super().answer_forms()
+        if self.output_config.format is not None:
+            found["output_config.format"] = {"json": self.output_config.format.schema}
+        return found
+
+
+class CountTokensRequest(Strict):
+    """A conversation whose tokens are to be counted; fields are those of `MessagesRequest`."""
+
+    ignored: ClassVar[Mapping[str, str]] = _IGNORED
+    refused: ClassVar[Mapping[str, str]] = _REFUSED
+
+    messages: Annotated[list[InputMessage], Meta(min_length=1)]
+    model: str | None = None
+    system: str | list[TextBlock] | None = None
+    tools: list[ToolDefinition] | None = None
+    tool_choice: Choice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig = OutputConfig()
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @staticmethod
+    def prepared(fields: dict[str, Any]) -> dict[str, Any]:
+        """Return a body after a check for what is known and not supported; see `Service.read`.
+
+        Raises:
+            RequestError: there is such a thing.
+        """
+        return _prepared(fields)
+
+
+def _prepared(fields: dict[str, Any]) -> dict[str, Any]:
+    refuse_blocks(fields.get("messages"), fields.get("system"))
+    refuse_server_tools(fields.get("tools"))
+    return fields
+
+
+class TokenCount(msgspec.Struct):
+    """How many tokens the prompt of a conversation has."""
+
+    input_tokens: int
+
+
+class MessagesRoutes:
+    """The routes of messages."""
+
+    def __init__(self, service: Service) -> None:
+        """Serve what the service does."""
+        self._service = service
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        return [
+            Route(
+                path=MESSAGES_PATH,
+                endpoint=self.answer,
+                methods=("POST",),
+                summary="Answer a conversation of messages with blocks.",
+                request_type=MessagesRequest,
+                response_type=OutputMessage,
+            ),
+            Route(
+                path=f"{MESSAGES_PATH}/count_tokens",
+                endpoint=self.count_tokens,
+                methods=("POST",),
+                summary="Count the tokens of a conversation.",
+                request_type=CountTokensRequest,
+                response_type=TokenCount,
+            ),
+        ]
+
+    async def answer(self, request: Request) -> Response:
+        """Answer a conversation, whole or as it comes."""
+        call, asked = await self._service.read(request, MessagesRequest)
+        identity: dict[str, Any] = {
+            "model": self._service.model(asked.model),
+            "message_id": new_id("msg_", asked.request_id),
+            "max_tokens": asked.max_tokens,
+        }
+        tokenizer = self._service.engine.tokenizer
+        outputs = renamed(self._outputs(call, asked, identity["message_id"]), _NAMES)
+        if asked.stream:
+            stream = MessageStream(tokenizer, **identity)
+            return self._service.stream(call, stream.events(outputs), stream.failed, PING)
+
+        async def whole() -> AsyncGenerator[OutputMessage, None]:
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    yield whole_message(output, tokenizer, **identity)
+
+        return await self._service.answer(request, call, whole())
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Count the tokens of a conversation."""
+        call, asked = await self._service.read(request, CountTokensRequest)
+        self._service.model(asked.model)
+        check_limits(asked, self._service.settings.limits)
+        conversation = self._conversation(asked)
+
+        async def counted() -> AsyncGenerator[TokenCount, None]:
+            prompt = await self._service.engine.apply_chat_template(**conversation)
+            yield TokenCount(len(prompt["prompt_token_ids"]))
+
+        return await self._service.answer(request, call, counted())
+
+    def _outputs(
+        self, call: Call, asked: MessagesRequest, request_id: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Return the outputs of a conversation, which begin when they are asked for."""
+        engine = self._service.engine
+        fields: dict[str, Any] = {"max_tokens": asked.max_tokens}
+        if asked.stop_sequences:
+            fields["stop"] = asked.stop_sequences
+        # Without a reasoning parser there is no thinking to limit.
+        can_limit = engine.config.reasoning.parser != "none"
+        if isinstance(asked.thinking, EnabledThinking) and can_limit:
+            if asked.thinking_token_budget is not UNSET:
+                raise RequestError("thinking_token_budget: expected none together with thinking")
+            fields["thinking_token_budget"] = asked.thinking.budget_tokens
+        limits = self._service.settings.limits
+        params = asked.sampling_params(engine.default_sampling_params(), limits, **fields)
+        parallel = not getattr(asked.tool_choice, "disable_parallel_tool_use", False)
+        return engine.chat(
+            **self._conversation(asked),
+            sampling_params=params,
+            request_id=request_id,
+            parallel_tool_calls=parallel,
+            **self._service.extras(call, asked),
+        )
+
+    def _conversation(self, asked: MessagesRequest | CountTokensRequest) -> dict[str, Any]:
+        """Return a conversation as the engine takes it.
+
+        Raises:
+            RequestError: it is malformed or too long.
+        """
+        conversation = Conversation(asked.system)
+        for index, message in enumerate(asked.messages):
+            conversation.add(message, f"messages[{index}]")
+        messages = conversation.messages
+        last = messages[-1]
+        if "tool_calls" in last:
+            raise RequestError(
+                f"messages[{len(asked.messages) - 1}]: expected a message with the tool_result of "
+                "each tool_use after it"
+            )
+        tools = None if asked.tools is None else [tool.plain() for tool in asked.tools]
+        self._service.check_prompt(messages, tools)
+        return {
+            "messages": messages,
+            "tools": tools,
+            "tool_choice": _choice(asked.tool_choice),
+            "continue_final_message": last["role"] == "assistant",
+            "chat_template_kwargs": _variables(
+                asked, self._service.engine.tokenizer.chat_template or ""
+            ),
+        }
+
+
+def _choice(choice: Choice | None) -> Any:
+    """Return whether tools may be called, as the engine takes it."""
+    match choice:
+        case AnyChoice():
+            return "required"
+        case ToolChoice(name=name):
+            return {"name": name}
+        case NoneChoice():
+            return "none"
+    return "auto"
+
+
+def _variables(asked: MessagesRequest | CountTokensRequest, template: str) -> dict[str, Any] | None:
+    """Return the variables of a chat template, with those of `thinking` and the effort."""
+    variables = dict(asked.chat_template_kwargs or {})
+    effort: str | None = asked.output_config.effort
+    if isinstance(asked.thinking, DisabledThinking):
+        effort = "none"
+    elif asked.thinking is not None and "enable_thinking" in template:
+        variables.setdefault("enable_thinking", True)
+    return reasoning_variables(template, effort, variables)

@@ -1,0 +1,343 @@
+"""`/v1/responses`: conversations as items, in OpenAI's shape; nothing is stored."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import AsyncGenerator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.builtin_plugins.server.service import Service
+from hardpoint.plugins import RequestError, RequestOutput, SamplingParams
+from hardpoint.plugins.server import Call, Route
+from hardpoint.plugins.typed import Strict
+
+from .answers import new_id
+from .fields import (
+    IGNORED,
+    REFUSED,
+    GenerationFields,
+    JsonObjectFormat,
+    Renaming,
+    TextFormat,
+    reasoning_variables,
+    renamed,
+)
+from .responses_events import ResponseObject, ResponseStream, echoed, whole_response
+from .responses_input import Conversation, InputItem, prepared_input
+
+_NOTHING_STORED = "nothing is stored on this server; send the whole conversation as input"
+_LOGPROBS = "message.output_text.logprobs"
+_NAMES: Renaming = (
+    (re.compile(r"^(tools\[\d+\])\.function\b"), r"\1"),
+    (re.compile(r"^max_tokens\b"), "max_output_tokens"),
+)
+"""Names of fields in the engine's errors, and those of this route."""
+
+
+class FunctionTool(Strict):
+    """A function that the model may call.
+
+    Attributes:
+        strict: whether calls have to keep to the schema; left out is false.
+    """
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return the tool as conversations have it."""
+        fields = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.parameters,
+            "strict": self.strict,
+        }
+        given = {name: value for name, value in fields.items() if value is not None}
+        return {"type": "function", "function": given}
+
+
+class NamedFunction(Strict):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class SchemaFormat(Strict, tag_field="type", tag="json_schema"):
+    """JSON of a schema.
+
+    Attributes:
+        strict: whether every keyword must be enforced; if not, keywords that cannot be are checked
+            when the answer is finished.
+    """
+
+    schema: dict[str, Any] | bool
+    name: str = "answer"
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextOptions(Strict):
+    """The form of the text.
+
+    Attributes:
+        verbosity: ignored: ask for it in the instructions.
+    """
+
+    format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
+    verbosity: str | None = None
+
+
+class ReasoningOptions(Strict):
+    """How much the model reasons.
+
+    Attributes:
+        effort: for templates that have it; "none" asks for no reasoning.
+        summary, generate_summary: ignored: the reasoning is shown as it is.
+        context, mode: ignored: the template decides.
+    """
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    context: str | None = None
+    mode: str | None = None
+
+
+class ResponseStreamOptions(Strict):
+    """What a stream holds besides the answer.
+
+    Attributes:
+        include_obfuscation: ignored: events are not padded.
+    """
+
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(GenerationFields):
+    """A conversation to answer.
+
+    Attributes:
+        input: a text of the user, or items: messages, calls, their results, and reasoning.
+        instructions: the system message.
+        max_output_tokens: of the answer with its reasoning.
+        include: "message.output_text.logprobs" asks for log-probabilities; others add nothing.
+        top_logprobs: likeliest tokens per position; needs that.
+        store: ignored and answered as false.
+        truncation: ignored and answered as "disabled".
+        background: must be false.
+        stop: strings that end the text.
+    """
+
+    limit_name: ClassVar[str] = "max_output_tokens"
+    ignored: ClassVar[Mapping[str, str]] = {
+        **{name: reason for name, reason in IGNORED.items() if name != "metadata"},
+        "prompt_cache_options": "cached prompts are found by their content",
+    }
+    refused: ClassVar[Mapping[str, str]] = {
+        **REFUSED,
+        "context_management": _NOTHING_STORED,
+        "conversation": _NOTHING_STORED,
+        "max_tool_calls": "there are no hosted tools, and calls are the caller's to make",
+        "moderation": "there is no moderation",
+        "previous_response_id": _NOTHING_STORED,
+        "prompt": "there are no stored prompts; send instructions and input",
+    }
+
+    input: str | Annotated[list[InputItem], Meta(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    text: TextOptions = TextOptions()
+    reasoning: ReasoningOptions = ReasoningOptions()
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
+    parallel_tool_calls: bool = True
+    include: list[str] = []
+    top_logprobs: Annotated[int, Meta(ge=0)] = 0
+    metadata: dict[str, str] = {}
+    store: bool = False
+    background: bool = False
+    truncation: Literal["auto", "disabled"] = "disabled"
+    stream_options: ResponseStreamOptions | None = None
+    stop: str | list[str] | UnsetType = UNSET
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @staticmethod
+    def prepared(fields: dict[str, Any]) -> dict[str, Any]:
+        """Return a body with the types of all items; see `Service.read`.
+
+        Raises:
+            RequestError: something in it is known and not supported.
+        """
+        tools, choice = fields.get("tools"), fields.get("tool_choice")
+        for index, tool in enumerate(tools if isinstance(tools, list) else ()):
+            _refuse_hosted(tool, f"tools[{index}]")
+        _refuse_hosted(choice, "tool_choice")
+        return {**fields, "input": prepared_input(fields["input"])} if "input" in fields else fields
+
+    @property
+    def logprobs(self) -> int | None:
+        """The likeliest tokens per position; None is no log-probabilities.
+
+        Raises:
+            RequestError: there is a number for what was not asked for.
+        """
+        if _LOGPROBS in self.include:
+            return self.top_logprobs
+        if self.top_logprobs:
+            raise RequestError(f'top_logprobs: expected include to hold "{_LOGPROBS}" with it')
+        return None
+
+    def answer_forms(self) -> dict[str, dict[str, Any]]:
+        """Return the fields that say what the answer must be; see the base."""
+        found = super().answer_forms()
+        match self.text.format:
+            case JsonObjectFormat():
+                found["text.format"] = {"json_object": True}
+            case SchemaFormat(schema=schema, strict=strict):
+                found["text.format"] = {"json": schema, "lenient": strict is not True}
+        return found
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the conversation.
+
+        Raises:
+            RequestError: an item does not fit those before it.
+        """
+        conversation = Conversation(self.instructions)
+        items = [] if isinstance(self.input, str) else self.input
+        for index, item in enumerate(items):
+            conversation.add(item, f"input[{index}]")
+        if isinstance(self.input, str):
+            conversation.messages.append({"role": "user", "content": self.input})
+        return conversation.messages
+
+
+def _refuse_hosted(tool: Any, path: str) -> None:
+    type_ = tool.get("type") if isinstance(tool, dict) else "function"
+    if isinstance(type_, str) and type_ != "function":
+        raise RequestError(
+            f"{path}.type: {type_[:100]!r} is not supported: there are no hosted tools, expected "
+            '"function"'
+        )
+
+
+class ResponsesRoutes:
+    """The routes of responses."""
+
+    def __init__(self, service: Service) -> None:
+        """Serve what the service does."""
+        self._service = service
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        return [
+            Route(
+                path="/v1/responses",
+                endpoint=self.respond,
+                methods=("POST",),
+                summary="Answer a conversation of items.",
+                request_type=ResponsesRequest,
+                response_type=ResponseObject,
+            ),
+            Route(
+                path="/v1/responses/{response_id:path}",
+                endpoint=self.not_stored,
+                methods=("GET", "POST", "DELETE"),
+                summary="Say that no response is stored.",
+            ),
+        ]
+
+    async def not_stored(self, request: Request) -> Response:  # noqa: ARG002
+        """Say that no response is stored.
+
+        Raises:
+            AnswerError: always.
+        """
+        raise AnswerError(
+            404,
+            "response_id: no response is stored on this server; POST /v1/responses answers at once",
+            param="response_id",
+            code="not_found",
+        )
+
+    async def respond(self, request: Request) -> Response:
+        """Answer a conversation, whole or as it comes."""
+        call, asked = await self._service.read(request, ResponsesRequest)
+        model = self._service.model(asked.model)
+        if asked.background:
+            raise RequestError(f"background: expected false, for {_NOTHING_STORED}")
+        engine, logprobs = self._service.engine, asked.logprobs
+        params = asked.sampling_params(
+            engine.default_sampling_params(),
+            self._service.settings.limits,
+            max_tokens=asked.max_output_tokens,
+            logprobs=logprobs,
+        )
+        response = _response(asked, model, params)
+        outputs = renamed(self._outputs(call, asked, params, response.id), _NAMES)
+        if asked.stream:
+            stream = ResponseStream(engine.tokenizer, response, logprobs)
+            return self._service.stream(call, stream.events(outputs), stream.failed)
+
+        async def whole() -> AsyncGenerator[ResponseObject, None]:
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    yield whole_response(response, output, engine.tokenizer, logprobs)
+
+        return await self._service.answer(request, call, whole())
+
+    def _outputs(
+        self, call: Call, asked: ResponsesRequest, params: SamplingParams, request_id: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Return the outputs of a conversation, which begin when they are asked for."""
+        engine, choice = self._service.engine, asked.tool_choice
+        messages = asked.messages()
+        tools = None if asked.tools is None else [tool.plain() for tool in asked.tools]
+        self._service.check_prompt(messages, tools)
+        return engine.chat(
+            messages,
+            params,
+            request_id,
+            tools=tools,
+            tool_choice={"name": choice.name} if isinstance(choice, NamedFunction) else choice,
+            parallel_tool_calls=asked.parallel_tool_calls,
+            chat_template_kwargs=reasoning_variables(
+                engine.tokenizer.chat_template, asked.reasoning.effort, asked.chat_template_kwargs
+            ),
+            **self._service.extras(call, asked),
+        )
+
+
+def _response(asked: ResponsesRequest, model: str, params: SamplingParams) -> ResponseObject:
+    """Return the response that has no answer yet."""
+    (text,) = echoed([asked.text])
+    (reasoning,) = echoed([asked.reasoning])
+    choice = asked.tool_choice
+    return ResponseObject(
+        id=new_id("resp_", asked.request_id),
+        created_at=int(time.time()),
+        instructions=asked.instructions,
+        max_output_tokens=asked.max_output_tokens,
+        metadata=asked.metadata,
+        model=model,
+        parallel_tool_calls=asked.parallel_tool_calls,
+        reasoning={"effort": None, "summary": None, **reasoning},
+        temperature=params.temperature,
+        text={"format": {"type": "text"}, **text},
+        tool_choice=msgspec.to_builtins(choice),
+        tools=echoed(asked.tools or []),
+        top_logprobs=asked.top_logprobs,
+        top_p=params.top_p,
+    )

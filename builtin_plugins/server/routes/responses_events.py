@@ -1,0 +1,474 @@
+"""The answers of `/v1/responses`: the response, its items, and the events of a streamed one."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.plugins import CompletionOutput, RequestOutput, Tokenizer
+from hardpoint.plugins.server import ToolCall
+
+from .answers import UsageCount, check_ended, new_id
+from .chat import TokenLogprob, choice_logprobs
+from .responses_input import Status
+
+_ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+
+
+class OutputText(msgspec.Struct, tag_field="type", tag="output_text", kw_only=True):
+    """The text of a message."""
+
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[TokenLogprob] = []
+
+
+class OutputMessage(msgspec.Struct, tag_field="type", tag="message", kw_only=True):
+    """The answer."""
+
+    id: str
+    role: str = "assistant"
+    status: Status
+    content: list[OutputText]
+
+
+class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
+    """The text of reasoning."""
+
+    text: str
+
+
+class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=True):
+    """The reasoning before the answer, as it is: there are no summaries."""
+
+    id: str
+    summary: list[Any] = []
+    content: list[ReasoningText]
+    status: Status
+
+
+class OutputFunctionCall(msgspec.Struct, tag_field="type", tag="function_call", kw_only=True):
+    """A call of a tool."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Status
+
+
+OutputItem = OutputReasoning | OutputMessage | OutputFunctionCall
+
+
+class InputDetails(msgspec.Struct):
+    """Of the prompt's tokens, those that were cached."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputDetails(msgspec.Struct):
+    """Of the answer's tokens, those of the reasoning."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct):
+    """Tokens of a request."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class ResponseError(msgspec.Struct):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct):
+    """Why a response ended early."""
+
+    reason: str
+
+
+class ResponseObject(msgspec.Struct, kw_only=True):
+    """A response, with the fields of the request that it answers.
+
+    Attributes:
+        store: false: nothing is stored.
+        truncation: "disabled": prompts that are too long are refused.
+        warning: what an output parser finds wrong.
+        validation_error: what is wrong with an answer that is JSON of a schema that is not strict.
+    """
+
+    id: str
+    object: str = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
+    background: bool = False
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
+    metadata: dict[str, str] = {}
+    model: str
+    output: list[OutputItem] = []
+    parallel_tool_calls: bool
+    previous_response_id: str | None = None
+    reasoning: dict[str, Any]
+    service_tier: str = "default"
+    store: bool = False
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[Any]
+    top_logprobs: int = 0
+    top_p: float
+    truncation: str = "disabled"
+    usage: ResponseUsage | None = None
+    warning: str | UnsetType = UNSET
+    validation_error: str | UnsetType = UNSET
+
+
+def whole_response(
+    response: ResponseObject, output: RequestOutput, tokenizer: Tokenizer, logprobs: int | None
+) -> ResponseObject:
+    """Return a response with its answer.
+
+    Args:
+        response: that has none.
+        logprobs: likeliest tokens per position of the text; None is no log-probabilities.
+
+    Raises:
+        AnswerError: the answer ended with an error.
+    """
+    (completion,) = output.outputs
+    check_ended(completion)
+    usage = UsageCount(tokenizer)
+    usage.add(output)
+    items: list[OutputItem] = []
+    if completion.reasoning:
+        items.append(_reasoning(new_id("rs_"), completion.reasoning))
+    if completion.content or not (items or completion.tool_calls):
+        text = completion.content or ""
+        positions = text_positions(_positions(completion, logprobs), text, completion.reasoning)
+        items.append(_message(new_id("msg_"), text, positions))
+    items += [_function_call(new_id("fc_"), call) for call in completion.tool_calls or ()]
+    if not _is_complete(completion):
+        items[-1].status = "incomplete"
+    return _ended(response, completion, items, usage)
+
+
+def _reasoning(item_id: str, text: str, status: Status = "completed") -> OutputReasoning:
+    return OutputReasoning(id=item_id, content=[ReasoningText(text)], status=status)
+
+
+def _message(
+    item_id: str, text: str, logprobs: list[TokenLogprob], status: Status = "completed"
+) -> OutputMessage:
+    content = [OutputText(text=text, logprobs=logprobs)]
+    return OutputMessage(id=item_id, content=content, status=status)
+
+
+def _function_call(
+    item_id: str, call: ToolCall, status: Status = "completed"
+) -> OutputFunctionCall:
+    return OutputFunctionCall(
+        id=item_id,
+        call_id=call.id or "",
+        name=call.name or "",
+        arguments=call.arguments,
+        status=status,
+    )
+
+
+def _is_complete(completion: CompletionOutput) -> bool:
+    return completion.finish_reason in ("stop", "tool_calls")
+
+
+def _ended(
+    response: ResponseObject,
+    completion: CompletionOutput,
+    items: list[OutputItem],
+    usage: UsageCount,
+) -> ResponseObject:
+    """Return a response whose last output has come."""
+    is_complete = _is_complete(completion)
+    ended = msgspec.structs.replace(
+        response,
+        completed_at=int(time.time()),
+        status="completed" if is_complete else "incomplete",
+        output=items,
+        usage=_usage(usage),
+    )
+    if not is_complete:
+        reason = completion.finish_reason or ""
+        ended.incomplete_details = IncompleteDetails(
+            "max_output_tokens" if reason == "length" else reason
+        )
+    if completion.warning:
+        ended.warning = completion.warning
+    if completion.validation_error:
+        ended.validation_error = completion.validation_error
+    return ended
+
+
+def _usage(count: UsageCount) -> ResponseUsage:
+    usage = count.usage()
+    cached, reasoning = usage.prompt_tokens_details, usage.completion_tokens_details
+    return ResponseUsage(
+        usage.prompt_tokens,
+        InputDetails(0 if cached is None else cached.cached_tokens),
+        usage.completion_tokens,
+        OutputDetails(0 if reasoning is None else reasoning.reasoning_tokens),
+        usage.total_tokens,
+    )
+
+
+def _positions(completion: CompletionOutput, count: int | None) -> list[TokenLogprob]:
+    if count is None:
+        return []
+    logprobs = choice_logprobs(completion, count)
+    return [] if logprobs is None else logprobs.content
+
+
+def text_positions(
+    positions: list[TokenLogprob], text: str, before: str | None = None
+) -> list[TokenLogprob]:
+    """Return the positions of the tokens that a text is made of.
+
+    Args:
+        positions: of the tokens of the text, and of reasoning, markers and calls around it.
+        text: that is searched; if it is not there, since some tokens are no whole characters,
+            all positions are returned.
+        before: reasoning that is before the text.
+    """
+    joined = "".join(position.token for position in positions)
+    start = joined.find(text, len(before or ""))
+    if start < 0:
+        return positions
+    end, at = start + len(text), 0
+    found: list[TokenLogprob] = []
+    for position in positions:
+        if at < end and at + len(position.token) > start:
+            found.append(position)
+        at += len(position.token)
+    return found
+
+
+class _OpenItem:
+    """An item that is being streamed, with the constant part of its deltas."""
+
+    def __init__(self, kind: str, item_id: str, index: int) -> None:
+        self.kind, self.id, self.index = kind, item_id, index
+        self.text: list[str] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.call: ToolCall | None = None
+        self.place: dict[str, Any] = {"item_id": item_id, "output_index": index}
+        if kind != "function_call":
+            self.place["content_index"] = 0
+        name = _DELTAS[kind]
+        fields = msgspec.json.encode({"type": name, **self.place})
+        self.head = b"event: " + name.encode() + b"\ndata: " + fields[:-1]
+
+    def item(self, status: Status) -> OutputItem:
+        """Return the item as it is now."""
+        text = "".join(self.text)
+        if self.call is not None:
+            call = msgspec.structs.replace(self.call, arguments=text)
+            return _function_call(self.id, call, status)
+        if self.kind == "reasoning":
+            return _reasoning(self.id, text, status)
+        return _message(self.id, text, self.logprobs, status)
+
+
+_DELTAS = {
+    "reasoning": "response.reasoning_text.delta",
+    "message": "response.output_text.delta",
+    "function_call": "response.function_call_arguments.delta",
+}
+_PREFIXES = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}
+
+
+class ResponseStream:
+    """Writes the events of a streamed response; what the deltas of an item share, once."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, response: ResponseObject, logprobs: int | None
+    ) -> None:
+        """Prepare the events of a response that has no answer yet.
+
+        Args:
+            logprobs: likeliest tokens per position of the text; None is no log-probabilities.
+        """
+        self._response, self._logprobs = response, logprobs
+        self._usage = UsageCount(tokenizer)
+        self._encode = msgspec.json.Encoder().encode
+        self._number = 0
+        self._begun = False
+        self._items: list[OutputItem] = []
+        self._open: _OpenItem | None = None
+        self._positions: list[TokenLogprob] = []
+
+    async def events(
+        self, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the events, those of one output together.
+
+        Raises:
+            AnswerError: the answer ended with an error, or without an end.
+        """
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                self._usage.add(output)
+                (completion,) = output.outputs
+                check_ended(completion)
+                written = self._begin() + self._parts(completion)
+                if completion.finish_reason is not None:
+                    written += self._end(completion)
+                if written:
+                    yield b"".join(written)
+
+    def failed(self, error: AnswerError) -> bytes:
+        """Return the last events of a stream that an error ends.
+
+        Clients that know none of the error's own event find it in the response.
+        """
+        written = self._begin() + self._close("incomplete")
+        detail = error.detail
+        code = _ERROR_CODES.get(error.status, "server_error")
+        self._response = msgspec.structs.replace(
+            self._response,
+            status="failed",
+            output=self._items,
+            error=ResponseError(code, detail.message),
+            usage=_usage(self._usage) if self._usage.completion_tokens else None,
+        )
+        written.append(self._event("response.failed", response=self._response))
+        fields = {"code": code, "message": detail.message, "param": detail.param}
+        written.append(self._event("error", **fields, error=detail))
+        return b"".join(written)
+
+    def _event(self, type_: str, **fields: Any) -> bytes:
+        data = {"type": type_, "sequence_number": self._number, **fields}
+        self._number += 1
+        return b"event: " + type_.encode() + b"\ndata: " + self._encode(data) + b"\n\n"
+
+    def _begin(self) -> list[bytes]:
+        if self._begun:
+            return []
+        self._begun = True
+        types = ("response.created", "response.in_progress")
+        return [self._event(type_, response=self._response) for type_ in types]
+
+    def _parts(self, completion: CompletionOutput) -> list[bytes]:
+        """Return the events of what is new: reasoning, text, calls."""
+        written: list[bytes] = []
+        self._positions += _positions(completion, self._logprobs)
+        if completion.reasoning:
+            written += self._opened("reasoning")
+            written.append(self._delta(completion.reasoning))
+        if completion.content:
+            written += self._opened("message")
+            written.append(self._text_delta(completion.content, completion.reasoning))
+        for call in completion.tool_calls or ():
+            written += self._called(call)
+        if completion.reasoning or completion.content or completion.tool_calls:
+            self._positions = []
+        return written
+
+    def _delta(self, text: str, logprobs: bytes = b"") -> bytes:
+        assert self._open is not None
+        self._open.text.append(text)
+        number = b',"sequence_number":%d,"delta":' % self._number
+        self._number += 1
+        return b"".join((self._open.head, logprobs, number, self._encode(text), b"}\n\n"))
+
+    def _text_delta(self, text: str, before: str | None) -> bytes:
+        assert self._open is not None
+        if self._logprobs is None:
+            return self._delta(text, b',"logprobs":[]')
+        positions = text_positions(self._positions, text, before)
+        self._open.logprobs += positions
+        return self._delta(text, b',"logprobs":' + self._encode(positions))
+
+    def _called(self, call: ToolCall) -> list[bytes]:
+        """Return the events of a part of a call."""
+        written: list[bytes] = []
+        opened = self._open
+        if opened is None or opened.call is None or opened.call.index != call.index:
+            written += self._opened("function_call", call)
+        if call.arguments:
+            written.append(self._delta(call.arguments))
+        return written
+
+    def _opened(self, kind: str, call: ToolCall | None = None) -> list[bytes]:
+        """Return the events that begin an item, unless it is open."""
+        if self._open is not None and self._open.kind == kind and call is None:
+            return []
+        written = self._close("completed")
+        opened = self._open = _OpenItem(kind, new_id(_PREFIXES[kind]), len(self._items))
+        opened.call = call
+        item = opened.item("in_progress")
+        if isinstance(item, OutputFunctionCall):
+            written.append(self._added(item))
+            return written
+        part = item.content[0]
+        written.append(self._added(msgspec.structs.replace(item, content=[])))
+        written.append(self._event("response.content_part.added", **opened.place, part=part))
+        return written
+
+    def _added(self, item: OutputItem) -> bytes:
+        return self._event("response.output_item.added", output_index=len(self._items), item=item)
+
+    def _close(self, status: Status) -> list[bytes]:
+        """Return the events that end the open item, if there is one."""
+        opened = self._open
+        if opened is None:
+            return []
+        self._open = None
+        item = opened.item(status)
+        self._items.append(item)
+        name = _DELTAS[opened.kind].removesuffix("delta") + "done"
+        if isinstance(item, OutputFunctionCall):
+            fields: dict[str, Any] = {"name": item.name, "arguments": item.arguments}
+            written = [self._event(name, **opened.place, **fields)]
+        else:
+            part = item.content[0]
+            fields = {"text": part.text}
+            if isinstance(part, OutputText):
+                fields["logprobs"] = part.logprobs
+            written = [
+                self._event(name, **opened.place, **fields),
+                self._event("response.content_part.done", **opened.place, part=part),
+            ]
+        index = opened.index
+        return [*written, self._event("response.output_item.done", output_index=index, item=item)]
+
+    def _end(self, completion: CompletionOutput) -> list[bytes]:
+        written: list[bytes] = []
+        if self._open is None and not self._items:
+            written += self._opened("message")  # an answer without a text has an empty one
+        written += self._close("completed" if _is_complete(completion) else "incomplete")
+        ended = _ended(self._response, completion, self._items, self._usage)
+        written.append(self._event(f"response.{ended.status}", response=ended))
+        return written
+
+
+def echoed(items: Sequence[msgspec.Struct]) -> list[Any]:
+    """Return parts of a request as a response shows them, without what was not given."""
+    plain: list[dict[str, Any]] = msgspec.to_builtins(list(items))
+    return [{name: v for name, v in item.items() if v is not None} for item in plain]

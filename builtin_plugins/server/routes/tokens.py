@@ -1,0 +1,406 @@
+"""Tokens in and out: `/inference/v1/generate`, `/tokenize` and `/detokenize`, in vLLM's shape."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncGenerator, Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hardpoint.builtin_plugins.server.errors import AnswerError, ErrorBody
+from hardpoint.builtin_plugins.server.service import Service
+from hardpoint.plugins import (
+    CompletionOutput,
+    Logprob,
+    RequestError,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
+from hardpoint.plugins.server import Route
+from hardpoint.plugins.typed import Strict
+
+from .answers import Usage, UsageCount, check_ended, new_id, prompt_logprobs
+from .chat import DONE, ChoiceLogprobs, Message, choice_logprobs, ended
+from .fields import Renaming, SamplingFields, StreamOptions, renamed
+from .models import json_response
+from .progress import with_progress
+
+T = TypeVar("T")
+
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+
+_NAMES: Renaming = [(re.compile(r"prompt_token_ids(?=[\[:])"), "token_ids")]
+
+_NO_TEMPLATES = "templates come from the operator alone"
+
+
+class TokenSampling(SamplingFields):
+    """How tokens are chosen.
+
+    Attributes:
+        logprobs: likeliest tokens per position.
+        detokenize: ignored: answers are tokens.
+    """
+
+    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    detokenize: bool = False
+
+    def check_place(self) -> None:
+        """Check that no field is here that belongs to the request around it.
+
+        Raises:
+            RequestError: one is.
+        """
+        for name in _OUTSIDE:
+            if getattr(self, name):
+                raise RequestError(f"{name}: expected outside of sampling_params")
+
+
+_OUTSIDE = (
+    "model",
+    "stream",
+    "stream_options",
+    "return_progress",
+    "priority",
+    "timeout",
+    "tags",
+    "cache_salt",
+    "request_id",
+    "return_token_ids",
+    "kv_transfer_params",
+)
+
+
+class GenerateRequest(Strict):
+    """Tokens to continue.
+
+    Attributes:
+        token_ids: the prompt.
+        sampling_params: how tokens are chosen.
+        request_id: of the answer, in place of a random one.
+        stream: send the answer as it comes.
+    """
+
+    refused: ClassVar[Mapping[str, str]] = {"features": "the model reads text alone"}
+
+    token_ids: Annotated[list[TokenId], Meta(min_length=1)]
+    sampling_params: TokenSampling = TokenSampling()
+    request_id: Annotated[str, Meta(pattern=r"\A[\x21-\x7e]{1,128}\Z")] | None = None
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    timeout: Annotated[float, Meta(gt=0)] | None = None
+    tags: dict[str, str] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class GeneratedChoice(msgspec.Struct, kw_only=True):
+    """One completion, or what is new of it."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+    warning: str | msgspec.UnsetType = msgspec.UNSET
+    validation_error: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class Generated(msgspec.Struct, kw_only=True):
+    """The completions of tokens."""
+
+    request_id: str
+    choices: list[GeneratedChoice]
+    usage: Usage
+    prompt_logprobs: list[Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class TokenizeRequest(Strict):
+    """A text or a conversation.
+
+    Attributes:
+        prompt: a text.
+        messages: a conversation, with `tools` and what else its template takes.
+        add_special_tokens: whether to add the model's own, such as the one at the beginning; by
+            default to texts alone, for templates write them.
+        return_token_strs: whether the answer holds the text of each token.
+    """
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "chat_template": _NO_TEMPLATES,
+        "mm_processor_kwargs": "the model reads text alone",
+    }
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+
+class Tokenized(msgspec.Struct, omit_defaults=True):
+    """The tokens of a text or a conversation."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(Strict):
+    """Tokens.
+
+    Attributes:
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    tokens: list[TokenId]
+    model: str | None = None
+    skip_special_tokens: bool = False
+
+
+class Detokenized(msgspec.Struct):
+    """The text of tokens."""
+
+    prompt: str
+
+
+class TokenRoutes:
+    """The routes of tokens, and those that need a model which this version cannot run."""
+
+    def __init__(self, service: Service) -> None:
+        """Serve what the service does."""
+        self._service = service
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        return [
+            Route(
+                path="/inference/v1/generate",
+                endpoint=self.generate,
+                methods=("POST",),
+                summary="Continue tokens with tokens.",
+                request_type=GenerateRequest,
+                response_type=Generated,
+            ),
+            Route(
+                path="/tokenize",
+                endpoint=self.tokenize,
+                methods=("POST",),
+                summary="Return the tokens of a text or a conversation.",
+                request_type=TokenizeRequest,
+                response_type=Tokenized,
+            ),
+            Route(
+                path="/detokenize",
+                endpoint=self.detokenize,
+                methods=("POST",),
+                summary="Return the text of tokens.",
+                request_type=DetokenizeRequest,
+                response_type=Detokenized,
+            ),
+            Route(
+                path="/v1/embeddings",
+                endpoint=self.embeddings,
+                methods=("POST",),
+                summary="Not supported: there are no pooling models.",
+            ),
+        ]
+
+    async def generate(self, request: Request) -> Response:
+        """Continue tokens, whole or as they come."""
+        call, asked = await self._service.read(request, GenerateRequest)
+        self._service.model(asked.model)
+        answer_id = new_id("", asked.request_id)
+        params = self._params(asked)
+        extras = self._service.extras(call, asked)
+        engine = self._service.engine
+        outputs = renamed(engine.generate(asked.token_ids, params, answer_id, **extras), _NAMES)
+        answer = GeneratedAnswer(self._service, asked, answer_id)
+        if not asked.stream:
+            return await self._service.answer(request, call, answer.whole(outputs))
+        events = answer.events(outputs)
+        if asked.stream_options is not None and asked.stream_options.include_progress:
+            events = with_progress(engine, [answer_id], events, answer.head)
+        return self._service.stream(call, events, answer.failed)
+
+    def _params(self, asked: GenerateRequest) -> SamplingParams:
+        given = asked.sampling_params
+        if asked.stream_options is not None and not asked.stream:
+            raise RequestError("stream_options: expected stream to be true with it")
+        fields: dict[str, Any] = {"logprobs": given.logprobs}
+        if given.max_tokens is not None:
+            fields["max_tokens"] = given.max_tokens
+        kind = RequestOutputKind.DELTA if asked.stream else RequestOutputKind.FINAL_ONLY
+        defaults = self._service.engine.default_sampling_params()
+        try:
+            given.check_place()
+            params = given.sampling_params(
+                defaults, self._service.settings.limits, output_kind=kind, **fields
+            )
+            # Stop strings and checks of the answer need its text.
+            needs_text = bool(params.stop or params.bad_words) or params.structured is not None
+            return msgspec.structs.replace(params, detokenize=needs_text).checked()
+        except RequestError as error:
+            raise RequestError(f"sampling_params.{error}") from None
+
+    async def tokenize(self, request: Request) -> Response:
+        """Return the tokens of a text or a conversation."""
+        asked = await self._service.read_plain(request, TokenizeRequest)
+        self._service.model(asked.model)
+        tokens = await self._tokens(asked)
+        longest = self._service.engine.config.max_model_len
+        answer = Tokenized(len(tokens), longest if isinstance(longest, int) else None, tokens)
+        if asked.return_token_strs:
+            answer.token_strs = await asyncio.to_thread(self._texts, tokens)
+        return json_response(answer)
+
+    async def _tokens(self, asked: TokenizeRequest) -> list[int]:
+        engine = self._service.engine
+        if (asked.prompt is None) == (asked.messages is None):
+            raise RequestError("prompt and messages: expected one of them")
+        if asked.prompt is not None:
+            self._service.check_prompt(asked.prompt)
+            special = asked.add_special_tokens is not False
+            return await engine.tokenise(asked.prompt, add_special_tokens=special)
+        messages = [message.plain() for message in asked.messages or ()]
+        self._service.check_prompt(messages, asked.tools)
+        rendered = await engine.apply_chat_template(
+            messages,
+            tools=asked.tools,
+            add_generation_prompt=asked.add_generation_prompt,
+            continue_final_message=asked.continue_final_message,
+            chat_template_kwargs=asked.chat_template_kwargs,
+        )
+        if asked.add_special_tokens:
+            return await engine.tokenise(rendered["prompt"], add_special_tokens=True)
+        return list(rendered["prompt_token_ids"])
+
+    def _texts(self, tokens: list[int]) -> list[str]:
+        decode = self._service.engine.tokenizer.decode
+        return [decode([token], skip_special_tokens=False) for token in tokens]
+
+    async def detokenize(self, request: Request) -> Response:
+        """Return the text of tokens."""
+        asked = await self._service.read_plain(request, DetokenizeRequest)
+        self._service.model(asked.model)
+        tokenizer = self._service.engine.tokenizer
+        with contextlib.suppress(NotImplementedError):  # which does not say
+            size = tokenizer.vocab_size
+            for index, token in enumerate(asked.tokens):
+                if token >= size:
+                    raise RequestError(
+                        f"tokens[{index}]: expected a token id below {size}, got {token}"
+                    )
+        text = await asyncio.to_thread(
+            tokenizer.decode, asked.tokens, skip_special_tokens=asked.skip_special_tokens
+        )
+        return json_response(Detokenized(text))
+
+    async def embeddings(self, request: Request) -> Response:  # noqa: ARG002
+        """Refuse.
+
+        Raises:
+            AnswerError: always.
+        """
+        raise AnswerError(
+            404,
+            "path: this version of Hardpoint has no pooling models, so there are no embeddings",
+            code="not_supported",
+        )
+
+
+class GeneratedAnswer:
+    """Writes the answer to tokens, whole or as a stream.
+
+    Attributes:
+        head: the beginning of each chunk, up to its list of choices.
+    """
+
+    def __init__(self, service: Service, asked: GenerateRequest, answer_id: str) -> None:
+        """Prepare the answer of a request."""
+        self._asked, self._id = asked, answer_id
+        self._count = asked.sampling_params.logprobs
+        self._encode = msgspec.json.Encoder().encode
+        self.head = b'data: {"request_id":' + self._encode(answer_id) + b',"choices":['
+        self._usage = UsageCount(service.engine.tokenizer)
+        self._begun = False
+
+    async def whole(
+        self, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> AsyncGenerator[Generated, None]:
+        """Yield the whole answer, once."""
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                self._usage.add(output)
+                yield Generated(
+                    request_id=self._id,
+                    choices=list(map(self._choice, output.outputs)),
+                    usage=self._usage.usage(),
+                    prompt_logprobs=prompt_logprobs(output),
+                    kv_transfer_params=output.kv_transfer_params,
+                )
+
+    async def events(
+        self, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the events, those of one output together."""
+        options = self._asked.stream_options
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                self._usage.add(output)
+                yield self._chunk(output)
+        if options is not None and options.include_usage:
+            yield self.head + b'],"usage":' + self._encode(self._usage.usage()) + b"}\n\n"
+        yield DONE
+
+    def failed(self, error: AnswerError) -> bytes:
+        """Return the last events of a stream that an error ends."""
+        return b"data: " + self._encode(ErrorBody(error.detail)) + b"\n\n" + DONE
+
+    def _chunk(self, output: RequestOutput) -> bytes:
+        """Return the event of an output: its completions, and at first what belongs to the prompt.
+
+        Raises:
+            AnswerError: a completion ended with an error.
+        """
+        options = self._asked.stream_options
+        choices = b",".join(self._encode(self._choice(choice)) for choice in output.outputs)
+        parts = [self.head, choices, b"]"]
+        if not self._begun and output.prompt_logprobs is not None:
+            parts += (b',"prompt_logprobs":', self._encode(prompt_logprobs(output)))
+        self._begun = True
+        if output.kv_transfer_params is not None:
+            parts += (b',"kv_transfer_params":', self._encode(output.kv_transfer_params))
+        if options is not None and options.continuous_usage_stats:
+            parts += (b',"usage":', self._encode(self._usage.usage(whole=False)))
+        return b"".join([*parts, b"}\n\n"])
+
+    def _choice(self, completion: CompletionOutput) -> GeneratedChoice:
+        check_ended(completion)
+        if completion.logprobs is not None:
+            completion.logprobs = [
+                {token: Logprob(other.logprob, other.rank, None) for token, other in place.items()}
+                for place in completion.logprobs
+            ]
+        return GeneratedChoice(
+            index=completion.index,
+            token_ids=completion.token_ids,
+            logprobs=choice_logprobs(completion, self._count or 0),
+            finish_reason=completion.finish_reason,
+            **ended(completion),
+        )

@@ -1,0 +1,529 @@
+"""Chat completions: every field, answered by a real engine on the scripted model."""
+
+import json
+import time
+from itertools import chain
+
+import pytest
+from support.fake_engine import FakeEngine, configured
+from support.http_server import running
+from support.scripted_server import LENGTH, WEATHER, scripted_server, user
+
+from hardpoint.plugins.server import Authenticator, Client
+
+CHAT = "/v1/chat/completions"
+USAGE = {"include_usage": True}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with scripted_server(tmp_path_factory.mktemp("model")) as running_server:
+        yield running_server
+
+
+@pytest.fixture(scope="module")
+def fake():
+    with running(FakeEngine(config=configured(unknown_fields="error"))) as running_server:
+        yield running_server
+
+
+def ask(server, text="fox", **fields):
+    response = server.post(CHAT, {"messages": user(text), "temperature": 0, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def stream(server, text="fox", **fields):
+    events = server.events(
+        CHAT, {"messages": user(text), "temperature": 0, "stream": True, **fields}
+    )
+    for event in events:
+        assert event["object"] == "chat.completion.chunk"
+        assert all("finish_reason" in choice for choice in event["choices"])
+    return events
+
+
+def tokens_of(server, text):
+    return server.post("/tokenize", {"prompt": text}).json()["tokens"]
+
+
+def refused(server, status=400, **fields):
+    response = server.post(CHAT, {"messages": user("hi"), **fields})
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    return error["param"], error["message"]
+
+
+def joined(events, index=0, field="content"):
+    """Return a field of a choice's deltas, joined."""
+    choices = [c for event in events for c in event["choices"] if c["index"] == index]
+    return "".join(choice["delta"].get(field) or "" for choice in choices)
+
+
+def finish_reasons(events):
+    choices = [choice for event in events for choice in event["choices"]]
+    return {c["index"]: c["finish_reason"] for c in choices if c["finish_reason"] is not None}
+
+
+def asked_of(fake, **fields):
+    """Return the parameters and arguments that an engine gets for a request."""
+    fake.engine.asked.clear()
+    response = fake.post(CHAT, {"messages": user("hi"), **fields})
+    assert response.status_code == 200, response.text
+    ((_, params, extras),) = fake.engine.asked
+    return params, extras
+
+
+def test_several_completions_streamed_and_whole_are_the_same(server):
+    fields = {"n": 3, "temperature": 1, "seed": 5, "max_tokens": 6, "ignore_eos": True}
+    whole = ask(server, "anything", **fields)
+    events = stream(server, "anything", **fields, stream_options=USAGE)
+    texts = [choice["message"]["content"] for choice in whole["choices"]]
+    assert len(set(texts)) == 3
+    assert [joined(events, index) for index in range(3)] == texts
+    assert finish_reasons(events) == dict.fromkeys(range(3), "length")
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+    usage = whole["usage"]
+    assert usage["completion_tokens"] == 18
+    assert events[-1]["choices"] == []
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert events[-1]["usage"][name] == usage[name]
+    heads = [event["choices"][0] for event in events[:-1] if "role" in event["choices"][0]["delta"]]
+    assert sorted(choice["index"] for choice in heads) == [0, 1, 2]
+
+
+def test_usage_so_far_is_in_every_chunk(server):
+    options = {"continuous_usage_stats": True, "include_usage": True}
+    events = stream(server, stream_options=options)
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert counts[0] >= 1
+    assert counts[-1] == len("the quick brown fox jumps") + 1  # and its end
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_log_probabilities(server, count):
+    fields = {"logprobs": True, "top_logprobs": count, "temperature": 2, "seed": 1}
+    fields |= {
+        "max_tokens": 8,
+        "ignore_eos": True,
+        "allowed_token_ids": tokens_of(server, "abcdefghijklmnopqrstuvwxyz"),
+    }
+    whole = ask(server, "anything", **fields)["choices"][0]
+    positions = whole["logprobs"]["content"]
+    assert len(positions) == 8
+    content = b"".join(bytes(position["bytes"]) for position in positions)
+    assert content.decode() == whole["message"]["content"]
+    outside = 0
+    for position in positions:
+        top = position["top_logprobs"]
+        if not count:
+            assert top == []
+            continue
+        assert {name: position[name] for name in ("token", "logprob", "bytes")} in top
+        assert count <= len(top) <= count + 1
+        outside += len(top) == count + 1
+        ranked = [entry["logprob"] for entry in top]
+        assert ranked == sorted(ranked, reverse=True)
+    assert not count or outside, "the chosen token was always among the likeliest"
+    events = stream(server, "anything", **fields)
+    streamed = [c["logprobs"] for event in events for c in event["choices"] if c["logprobs"]]
+    assert [entry for part in streamed for entry in part["content"]] == positions
+
+
+def test_what_belongs_to_the_prompt_comes_once(server):
+    fields = {"prompt_logprobs": 1, "return_token_ids": True, "n": 2, "max_tokens": 3}
+    whole = ask(server, **fields)
+    events = stream(server, **fields)
+    assert whole["prompt_token_ids"] == tokens_of(server, "user: fox\nassistant: ")
+    assert len(whole["prompt_logprobs"]) == len(whole["prompt_token_ids"])
+    assert whole["prompt_logprobs"][0] is None
+    assert all(
+        position[str(token)]["logprob"] <= 0
+        for position, token in zip(
+            whole["prompt_logprobs"][1:], whole["prompt_token_ids"][1:], strict=True
+        )
+    )
+    for name in ("prompt_logprobs", "prompt_token_ids"):
+        assert [event[name] for event in events if name in event] == [whole[name]]
+    for index in range(2):
+        ids = [c.get("token_ids", []) for e in events for c in e["choices"] if c["index"] == index]
+        assert (
+            list(chain.from_iterable(ids))
+            == whole["choices"][index]["token_ids"]
+            == tokens_of(server, "the")
+        )
+
+
+def test_stop_strings(server):
+    choice = ask(server, stop=["brown", "zebra"])["choices"][0]
+    assert choice["message"]["content"] == "the quick "
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "brown")
+    choice = ask(server, stop="brown", include_stop_str_in_output=True)["choices"][0]
+    assert choice["message"]["content"] == "the quick brown"
+    events = stream(server, stop="brown")
+    assert joined(events) == "the quick "
+    assert events[-1]["choices"][0]["stop_reason"] == "brown"
+    choice = ask(server, stop_token_ids=tokens_of(server, "q"))["choices"][0]
+    assert [choice["stop_reason"]] == tokens_of(server, "q")
+
+
+def test_which_tokens_may_be_chosen(server):
+    forced = {"max_tokens": 3, "ignore_eos": True}
+    (x,), (t,) = tokens_of(server, "x"), tokens_of(server, "t")
+    content = ask(server, logit_bias={str(x): 100, str(t): -100}, **forced)
+    assert content["choices"][0]["message"]["content"][0] == "x"
+    content = ask(server, allowed_token_ids=tokens_of(server, "y"), **forced)["choices"][0][
+        "message"
+    ]["content"]
+    assert content == "yyy"
+    content = ask(server, bad_words=["quick"])["choices"][0]["message"]["content"]
+    assert content.startswith("the quic")
+    assert "quick" not in content
+    content = ask(server, "hi", min_tokens=9, max_tokens=9)["choices"][0]
+    assert content["finish_reason"] == "length"
+    first = ask(server, "x", temperature=1, seed=3, max_tokens=9)["choices"][0]["message"]
+    assert ask(server, "x", temperature=1, seed=3, max_tokens=9)["choices"][0]["message"] == first
+
+
+def test_an_answer_of_a_schema(server):
+    schema = {"type": "object", "properties": {"is": {"type": "boolean"}}, "required": ["is"]}
+    schema["additionalProperties"] = False
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    choice = ask(server, response_format=asked, structured_outputs=None)["choices"][0]
+    assert json.loads(choice["message"]["content"])["is"] in (True, False)
+    for fields in (
+        {"guided_choice": ["red", "blue"]},
+        {"structured_outputs": {"choice": ["red", "blue"], "regex": None}},
+        {"guided_regex": "red|blue"},
+        {"guided_grammar": 'start: "red" | "blue"'},
+        {"guided_json": {"enum": ["red", "blue"]}},
+    ):
+        content = ask(server, **fields)["choices"][0]["message"]["content"]
+        assert content.strip('"') in ("red", "blue")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"guided_regex": "("}, "structured.regex", "unclosed"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+            "response_format.json_schema.schema.type",
+            "got 'x'",
+        ),
+        ({"response_format": {"type": "json"}}, "response_format.type", '"json_schema"'),
+        ({"guided_json": {"type": "x"}}, "guided_json.type", "got 'x'"),
+        ({"guided_choice": []}, "guided_choice", "length >= 1"),
+        ({"guided_choice": ["a"], "guided_regex": "b"}, None, "expected one of them"),
+        ({"structured_outputs": {"choise": []}}, "structured_outputs.choise", "'choice'"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tool_choice": "any"}, "tool_choice", '"auto"'),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": [WEATHER]},
+            "tool_choice.function.name",
+            "get_weather",
+        ),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "missing"),
+        ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "got 'a'"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias", "vocabulary"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"top_logprobs": 2}, "top_logprobs", "logprobs to be true"),
+        ({"stream_options": {}}, "stream_options", "stream to be true"),
+        ({"min_tokens": 5, "max_tokens": 2}, "min_tokens", "got 5"),
+        ({"plugin_args": {"x": {}}}, "plugin_args.x", "no enabled plugin"),
+        ({"plugin_args": {}, "vllm_xargs": {}}, None, "got both"),
+        ({"chat_template": "x"}, "chat_template", "operator"),
+        ({"use_beam_search": True}, "use_beam_search", "not supported"),
+        ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x", "allowed"),
+        ({"messages": [{"role": "robot"}]}, "messages[0].role", '"assistant"'),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+            "'image_url'",
+        ),
+        ({"messages": []}, "messages", "length >= 1"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort", '"low"'),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_path(server, fields, param, words):
+    path, message = refused(server, **fields)
+    assert path == param
+    assert words in message
+
+
+def test_another_model_is_not_found(server):
+    path, message = refused(server, 404, model="gpt-5")
+    assert (path, message) == ("model", "model: expected 'scripted' or 'other', got 'gpt-5'")
+    assert ask(server, model="other")["model"] == "other"
+    assert ask(server)["model"] == "scripted"
+
+
+def test_null_is_absent_at_every_depth(server):
+    tool = {**WEATHER, "function": {**WEATHER["function"], "strict": None}}
+    messages = [{"role": "user", "content": "hi", "name": None, "tool_calls": None}]
+    answer = ask(
+        server,
+        messages=messages,
+        tools=[tool],
+        n=None,
+        stop=None,
+        logprobs=None,
+        stream_options=None,
+        max_tokens=None,
+        repetition_detection=None,
+    )
+    assert answer["choices"][0]["message"]["content"] == "hello"
+    assert joined(stream(server, stream_options={"include_usage": None})).startswith("the quick")
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        None,
+        "auto",
+        {
+            "type": "allowed_tools",
+            "allowed_tools": {"tools": [{"type": "function", "function": {"name": "get_weather"}}]},
+        },
+    ],
+)
+def test_a_tool_is_called(server, choice):
+    choice_fields = {} if choice is None else {"tool_choice": choice}
+    whole = ask(server, "weather", tools=[WEATHER], **choice_fields)["choices"][0]
+    (call,) = whole["message"]["tool_calls"]
+    assert whole["finish_reason"] == "tool_calls"
+    assert call["type"] == "function"
+    assert call["function"]["name"] == "get_weather"
+    assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+    assert whole["message"]["content"].strip() == "I look."
+    events = stream(server, "weather", tools=[WEATHER], **choice_fields)
+    parts = [
+        c["delta"]["tool_calls"] for e in events for c in e["choices"] if "tool_calls" in c["delta"]
+    ]
+    assert all(parts)
+    parts = list(chain.from_iterable(parts))
+    assert parts[0]["function"]["name"] == "get_weather"
+    assert parts[0]["type"] == "function"
+    assert all("id" not in part and "name" not in part["function"] for part in parts[1:])
+    arguments = "".join(part["function"]["arguments"] for part in parts)
+    assert json.loads(arguments) == {"city": "Paris"}
+    assert finish_reasons(events) == {0: "tool_calls"}
+    assert joined(events).strip() == "I look."
+
+
+def test_calls_without_content_have_null(server):
+    message = ask(server, "twice", tools=[WEATHER])["choices"][0]["message"]
+    assert message["content"] is None
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather"] * 2
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "required",
+        {"type": "function", "function": {"name": "get_weather"}},
+        {
+            "type": "allowed_tools",
+            "allowed_tools": {
+                "mode": "required",
+                "tools": [{"type": "function", "function": {"name": "get_weather"}}],
+            },
+        },
+    ],
+)
+def test_a_call_is_forced(server, choice):
+    fields = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False}
+    choice = ask(server, "anything", **fields)["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome")
+
+
+def test_no_tools_are_shown_and_none_are_called(server):
+    message = ask(server, "hi", tools=[WEATHER], tool_choice="none")["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "hello", "refusal": None}
+    message = ask(server, "hi", tools=[])["choices"][0]["message"]
+    assert "tool_calls" not in message
+
+
+def test_reasoning_has_both_names_in_one_delta(server):
+    answer = ask(server, "think")
+    message = answer["choices"][0]["message"]
+    assert message["reasoning"] == message["reasoning_content"] == "so it is"
+    assert message["content"] == "yes"
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == len("so it is")
+    events = stream(server, "think")
+    deltas = [choice["delta"] for event in events for choice in event["choices"]]
+    assert all(delta.get("reasoning") == delta.get("reasoning_content") for delta in deltas)
+    assert joined(events, field="reasoning") == "so it is"
+    assert joined(events) == "yes"
+    hidden = ask(server, "think", include_reasoning=False)["choices"][0]["message"]
+    assert "reasoning" not in hidden
+    assert joined(stream(server, "think", include_reasoning=False), field="reasoning") == ""
+
+
+def test_reasoning_without_an_end_is_said(server):
+    choice = ask(server, "dream")["choices"][0]
+    assert choice["message"]["content"] == ""
+    assert "reasoning" in choice["warning"]
+    events = stream(server, "dream")
+    assert "reasoning" in events[-1]["choices"][0]["warning"]
+
+
+def test_a_budget_ends_reasoning(server):
+    choice = ask(server, "think", thinking_token_budget=2, max_tokens=5)["choices"][0]
+    assert choice["message"]["reasoning"] == "so"
+
+
+def test_why_an_answer_ends(server):
+    assert ask(server, "hi")["choices"][0]["finish_reason"] == "stop"
+    assert ask(server, "hi", max_tokens=2)["choices"][0]["finish_reason"] == "length"
+    limited = ask(server, "hi", max_completion_tokens=2, max_tokens=4)
+    assert limited["usage"]["completion_tokens"] == 2
+    repeating = {"allowed_token_ids": [97], "ignore_eos": True, "max_tokens": 50}
+    choice = ask(server, "x", repetition_detection={"max_pattern": 2}, **repeating)["choices"][0]
+    assert choice["finish_reason"] == "repetition"
+    slow = {"ignore_eos": True, "max_tokens": LENGTH - 50, "timeout": 0.02}
+    assert ask(server, "x", **slow)["choices"][0]["finish_reason"] == "timeout"
+    assert finish_reasons(stream(server, "x", **slow)) == {0: "timeout"}
+
+
+def test_an_answer_is_continued(server):
+    messages = [*user("go on"), {"role": "assistant", "content": "one"}]
+    fields = {"messages": messages, "continue_final_message": True}
+    assert ask(server, **fields)["choices"][0]["message"]["content"] == " two three"
+    assert ask(server, echo=True, **fields)["choices"][0]["message"]["content"] == "one two three"
+    assert joined(stream(server, echo=True, **fields)) == "one two three"
+
+
+def test_an_answer_can_be_sent_back(server):
+    message = ask(server, "weather", tools=[WEATHER])["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "sunny"}
+    back = {**message, "annotations": [], "parsed": None, "reasoning_content": "because"}
+    ask(server, messages=[*user("weather"), back, result], tools=[WEATHER], max_tokens=2)
+
+
+def test_the_id_is_the_asked_one_and_the_same_everywhere(server):
+    assert ask(server, "hi", request_id="mine")["id"] == "chatcmpl-mine"
+    ids = {event["id"] for event in stream(server, "hi")}
+    assert len(ids) == 1
+
+
+def test_an_engine_gets_what_a_request_says(fake):
+    params, extras = asked_of(
+        fake,
+        priority=3,
+        timeout=9,
+        tags={"team": "a"},
+        cache_salt="s",
+        request_id="r",
+        reasoning_effort="none",
+        chat_template_kwargs={"x": 1},
+        top_k=5,
+        min_p=0.1,
+        top_p=0.5,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        repetition_penalty=1.5,
+        skip_special_tokens=False,
+        vllm_xargs={"x": {"a": 1}},
+        seed=4,
+    )
+    assert (params.top_k, params.min_p, params.top_p, params.seed) == (5, 0.1, 0.5, 4)
+    assert (params.presence_penalty, params.frequency_penalty) == (1.0, -1.0)
+    assert (params.repetition_penalty, params.skip_special_tokens) == (1.5, False)
+    assert params.plugin_args == {"x": {"a": 1}}
+    assert params.max_tokens is None
+    assert (extras["priority"], extras["timeout"]) == (3, 9.0)
+    assert (extras["tags"], extras["cache_salt"]) == ({"team": "a"}, "s")
+    assert extras["request_id"] == "chatcmpl-r"
+    assert extras["chat_template_kwargs"] == {"x": 1, "enable_thinking": False}
+    assert asked_of(fake, reasoning_effort="low")[1]["chat_template_kwargs"] == {
+        "reasoning_effort": "low",
+        "enable_thinking": True,
+    }
+
+
+def test_what_is_for_a_kv_connector_is_refused(fake):
+    fields = {"kv_transfer_params": {"do_remote_decode": True}}
+    assert refused(fake, 403, **fields)[0] == "kv_transfer_params"
+
+    class Marked:
+        async def authenticate(self, headers, path):
+            return Client(name="me", kv_transfer=True)
+
+    extensions = (("keys", Authenticator(authenticate=Marked().authenticate)),)
+    with running(FakeEngine(config=configured(), extensions=extensions)) as server:
+        path, message = refused(server, **fields)
+    assert (path, "no KV connectors" in message) == ("kv_transfer_params", True)
+
+
+def test_fields_for_other_platforms_change_nothing(fake):
+    ignored = {
+        "user": "u",
+        "metadata": {"a": 1},
+        "store": True,
+        "service_tier": "auto",
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "prediction": {"type": "content", "content": "x"},
+        "verbosity": "low",
+        "use_beam_search": False,
+        "functions": [],
+        "session_id": "s",
+        "modalities": ["text"],
+    }
+    assert asked_of(fake, **ignored) is not None
+
+
+def test_unknown_fields_are_left_out_where_the_operator_says_so(caplog):
+    with running(FakeEngine(config=configured(unknown_fields="warn"))) as server:
+        fields = {"wherefore": 1, "stream_options": {"x": 1}, "stream": True}
+        events = server.events(
+            CHAT, {"messages": [{"role": "user", "content": "x", "a": 1}], **fields}
+        )
+        assert joined(events) == "Hello there , friend"
+        assert server.post(CHAT, {"messages": user("x"), "n": "two", "b": 1}).status_code == 400
+    assert "wherefore" in caplog.text
+    assert "messages[0].a" in caplog.text
+
+
+class Live:
+    external_id, num_prompt_tokens, num_cached_tokens = "chatcmpl-p", 100, 16
+
+    def __init__(self, computed):
+        self.num_computed_tokens = computed
+
+
+def test_progress_of_the_prompt_comes_before_the_answer():
+    engine = FakeEngine(delay=0.4, text="one", config=configured())
+    engine.live = [Live(32), Live(16)]
+    fields = {"stream": True, "request_id": "p"}
+    with running(engine) as server:
+        for asked in ({"return_progress": True}, {"stream_options": {"include_progress": True}}):
+            events = server.events(CHAT, {"messages": user("x"), **fields, **asked})
+            progress = events[0].pop("prompt_progress")
+            assert progress.pop("time_ms") >= 200
+            assert progress == {"total": 100, "cached": 16, "cache": 16, "processed": 32}
+            assert events[0]["choices"] == []
+            assert not any("prompt_progress" in event for event in events[1:]), "it did not change"
+            assert joined(events[1:]) == "one"
+        assert not any(
+            "prompt_progress" in event
+            for event in server.events(CHAT, {"messages": user("x"), **fields})
+        )
+
+
+def test_a_client_that_leaves_before_the_answer_ends_the_request():
+    engine = FakeEngine(delay=5, config=configured())
+    engine.live = [Live(32)]
+    body = {"messages": user("x"), "stream": True, "return_progress": True, "request_id": "p"}
+    with running(engine) as server:
+        with server.client.stream("POST", CHAT, json=body) as response:
+            next(response.iter_raw())
+        end = time.monotonic() + 4
+        while not engine.aborted and time.monotonic() < end:
+            time.sleep(0.01)
+        assert (engine.aborted, engine.open) == (1, 0)

@@ -1,0 +1,530 @@
+"""`/v1/messages` and `/v1/messages/count_tokens`, by plain requests and by Anthropic's client."""
+
+import json
+
+import anthropic
+import pytest
+from support.delta_engine import DeltaEngine, answering, call, typed_events
+from support.fake_engine import FakeEngine, configured
+from support.http_server import running
+
+from hardpoint.plugins import RequestError
+from hardpoint.plugins.errors import EngineDeadError, OverloadedError
+from hardpoint.plugins.server import Authenticator, Client
+
+PATH = "/v1/messages"
+HI = [{"role": "user", "content": "Hi"}]
+TOOL = {
+    "name": "weather",
+    "description": "The weather of a place.",
+    "input_schema": {"type": "object", "properties": {"place": {"type": "string"}}},
+}
+CALLED = (
+    {"reasoning": "Look "},
+    {"reasoning": "it up.", "content": "One"},
+    {"content": " moment."},
+    {"tool_calls": [call(0, "call_1", "weather")]},
+    {"tool_calls": [call(0, arguments='{"place":')]},
+    {"tool_calls": [call(0, arguments='"Rome"}'), call(1, "call_2", "weather", "{}")]},
+    {"finish_reason": "tool_calls"},
+)
+"""An answer of all kinds of blocks, some of which share a delta."""
+
+
+@pytest.fixture(scope="module")
+def server():
+    engine = DeltaEngine(config=configured(limits={"body_bytes": 1 << 16}))
+    with running(engine) as running_server:
+        yield running_server
+
+
+def client_of(server, **kwargs):
+    return anthropic.Anthropic(base_url=server.url, max_retries=0, **({"api_key": "none"} | kwargs))
+
+
+def body(**fields):
+    return {"messages": HI, "max_tokens": 100, **fields}
+
+
+def asked_of(server, **fields):
+    """Return messages, parameters and other arguments that a request makes."""
+    answer = server.post(PATH, body(**fields))
+    assert answer.status_code == 200, answer.text
+    return server.engine.asked[-1]
+
+
+def refusal(server, path=PATH, **fields):
+    answer = server.post(path, body(**fields))
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["type"] == "error"
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    return answer.json()["error"]["message"]
+
+
+def check_stream(events):
+    """Check that a stream is well formed; return the blocks and the last delta of the message."""
+    assert events[0]["type"] == "message_start"
+    assert events[0]["message"]["content"] == []
+    blocks, is_open = [], False
+    for event in events[1:]:
+        match event["type"]:
+            case "content_block_start":
+                assert not is_open
+                assert event["index"] == len(blocks)
+                blocks.append(dict(event["content_block"]))
+                is_open = True
+            case "content_block_delta":
+                assert is_open
+                assert event["index"] == len(blocks) - 1
+                add_delta(blocks[-1], event["delta"])
+            case "content_block_stop":
+                assert is_open
+                assert event["index"] == len(blocks) - 1
+                if blocks[-1]["type"] == "tool_use":
+                    blocks[-1]["input"] = json.loads(blocks[-1].pop("json", "{}"))
+                is_open = False
+            case _:
+                assert not is_open
+    if events[-1]["type"] == "error":
+        return blocks, None
+    assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
+    return blocks, events[-2]
+
+
+def add_delta(block, delta):
+    match delta["type"]:
+        case "text_delta":
+            assert delta["text"]
+            block["text"] += delta["text"]
+        case "thinking_delta":
+            assert delta["thinking"]
+            block["thinking"] += delta["thinking"]
+        case "input_json_delta":
+            assert block["type"] == "tool_use"
+            block["json"] = block.get("json", "") + delta["partial_json"]
+        case _:
+            assert delta == {"type": "signature_delta", "signature": ""}
+            assert block["type"] == "thinking"
+
+
+# Answers
+
+
+def test_answers_whole(server):
+    answer = server.post(PATH, body()).json()
+    assert answer.pop("id").startswith("msg_")
+    assert answer == {
+        "type": "message",
+        "role": "assistant",
+        "model": server.service.names[0],
+        "content": [{"type": "text", "text": "Hello there , friend"}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": 9,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": 4,
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("deltas", "reason"),
+    [
+        (CALLED, "tool_use"),
+        (({"reasoning": "Only thoughts"}, {"finish_reason": "length"}), "max_tokens"),
+        (({"content": "Half a"}, {"finish_reason": "length", "warning": "cut"}), "max_tokens"),
+        (({"finish_reason": "stop"},), "end_turn"),
+        (({"content": "At once", "finish_reason": "stop"},), "end_turn"),
+        (({"content": "A", "finish_reason": "stop", "stop_reason": "B"},), "stop_sequence"),
+        (({"content": "A", "finish_reason": "stop", "stop_reason": 7},), "end_turn"),
+        (({"content": "A", "finish_reason": "timeout"},), "timeout"),
+    ],
+    ids=["all", "thinking", "length", "empty", "once", "stop", "stop token", "timeout"],
+)
+def test_a_stream_holds_what_a_whole_answer_does(server, deltas, reason):
+    with answering(server, deltas=deltas, num_cached=3):
+        asked = body(tools=[TOOL], max_tokens=len(deltas))
+        whole = server.post(PATH, asked).json()
+        events = typed_events(server, PATH, {**asked, "stream": True})
+    blocks, last = check_stream(events)
+    assert blocks == whole["content"]
+    assert whole["stop_reason"] == reason
+    assert last["delta"]["stop_reason"] == reason
+    assert last["delta"]["stop_sequence"] == whole["stop_sequence"]
+    assert last["delta"].get("warning") == whole.get("warning")
+    assert last["usage"] == whole["usage"]
+    assert whole["usage"]["input_tokens"] == 6
+    assert whole["usage"]["cache_read_input_tokens"] == 3
+    assert events[0]["message"]["usage"]["input_tokens"] == 6
+
+
+def test_blocks_come_in_the_order_of_the_answer(server):
+    with answering(server, deltas=CALLED):
+        answer = server.post(PATH, body(tools=[TOOL])).json()
+    assert answer["content"] == [
+        {"type": "thinking", "thinking": "Look it up.", "signature": ""},
+        {"type": "text", "text": "One moment."},
+        {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"place": "Rome"}},
+        {"type": "tool_use", "id": "call_2", "name": "weather", "input": {}},
+    ]
+    assert answer["usage"]["output_tokens_details"] == {"thinking_tokens": len("Look it up.")}
+
+
+def test_a_full_context_is_told_from_max_tokens(server):
+    deltas = ({"content": "Half", "finish_reason": "length"},)
+    with answering(server, deltas=deltas):
+        answer = server.post(PATH, body(max_tokens=2)).json()
+    assert answer["stop_reason"] == "model_context_window_exceeded"
+
+
+def test_an_error_inside_a_stream_ends_the_block(server):
+    error = EngineDeadError("the engine died")
+    with answering(server, error=error, fails_after=2):
+        events = typed_events(server, PATH, body(stream=True))
+    blocks, last = check_stream(events)
+    assert last is None
+    assert [block["text"] for block in blocks] == ["Hello there"]
+    assert events[-1]["error"] == {"type": "overloaded_error", "message": "the engine died"}
+
+
+def test_a_stream_that_waits_sends_pings():
+    engine = FakeEngine(text="Hello", delay=0.3, config=configured(heartbeat_seconds=0.1))
+    with running(engine) as server:
+        events = typed_events(server, PATH, body(stream=True))
+    assert events[0] == {"type": "ping"}
+    blocks, _ = check_stream([event for event in events if event["type"] != "ping"])
+    assert blocks == [{"type": "text", "text": "Hello"}]
+
+
+# Requests
+
+
+def test_blocks_become_a_conversation(server):
+    cached = {"type": "ephemeral"}
+    messages, _, extras = asked_of(
+        server,
+        system=[
+            {"type": "text", "text": "Be brief.", "cache_control": cached},
+            {"type": "text", "text": "Be kind."},
+        ],
+        tools=[{**TOOL, "type": "custom", "cache_control": cached}],
+        messages=[
+            {"role": "user", "content": "Weather?"},
+            {"role": "user", "content": [{"type": "text", "text": "Now."}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "I look.", "signature": "s"},
+                    {"type": "redacted_thinking", "data": "xyz"},
+                    {"type": "text", "text": "Wait."},
+                    {"type": "tool_use", "id": "c1", "name": "weather", "input": {"place": "Rom"}},
+                    {"type": "tool_use", "id": "c2", "name": "weather", "input": {}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "c1", "content": "Sun"},
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "c2",
+                        "is_error": True,
+                        "content": [{"type": "text", "text": "No place."}],
+                    },
+                    {"type": "text", "text": "So?", "cache_control": cached},
+                ],
+            },
+        ],
+    )
+    calls = [
+        ("c1", {"name": "weather", "arguments": '{"place":"Rom"}'}),
+        ("c2", {"name": "weather", "arguments": "{}"}),
+    ]
+    assert messages == [
+        {"role": "system", "content": "Be brief.\nBe kind."},
+        {"role": "user", "content": "Weather?\nNow."},
+        {
+            "role": "assistant",
+            "content": "Wait.",
+            "reasoning": "I look.",
+            "reasoning_content": "I look.",
+            "tool_calls": [{"id": id_, "type": "function", "function": f} for id_, f in calls],
+        },
+        {"role": "tool", "tool_call_id": "c1", "name": "weather", "content": "Sun"},
+        {"role": "tool", "tool_call_id": "c2", "name": "weather", "content": "No place."},
+        {"role": "user", "content": "So?"},
+    ]
+    function = {
+        "name": "weather",
+        "description": TOOL["description"],
+        "parameters": TOOL["input_schema"],
+    }
+    assert extras["tools"] == [{"type": "function", "function": function}]
+    assert extras["continue_final_message"] is False
+
+
+def test_the_assistants_last_message_is_continued(server):
+    _, _, extras = asked_of(server, messages=[*HI, {"role": "assistant", "content": "One"}])
+    assert extras["continue_final_message"] is True
+
+
+def test_parameters_reach_the_engine(server):
+    schema = {"type": "object", "properties": {}}
+    _, params, extras = asked_of(
+        server,
+        max_tokens=50,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=3,
+        seed=1,
+        stop_sequences=["x", "y"],
+        metadata={"user_id": "me"},
+        service_tier="auto",
+        priority=2,
+        tools=[TOOL],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        thinking={"type": "enabled", "budget_tokens": 20},
+        output_config={"effort": "low", "format": {"type": "json_schema", "schema": schema}},
+    )
+    assert (params.max_tokens, params.temperature, params.top_p) == (50, 0.5, 0.9)
+    assert (params.top_k, params.seed, params.stop) == (3, 1, ["x", "y"])
+    assert params.thinking_token_budget == 20
+    assert params.structured.json == schema
+    assert not params.structured.lenient
+    assert extras["tool_choice"] == "required"
+    assert extras["parallel_tool_calls"] is False
+    assert extras["priority"] == 2
+    assert extras["chat_template_kwargs"] == {"reasoning_effort": "low", "enable_thinking": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "choice"),
+    [
+        ({"type": "auto"}, "auto"),
+        ({"type": "none"}, "none"),
+        ({"type": "tool", "name": "weather"}, {"name": "weather"}),
+    ],
+)
+def test_tool_choice_reaches_the_engine(server, given, choice):
+    _, _, extras = asked_of(server, tools=[TOOL], tool_choice=given)
+    assert extras["tool_choice"] == choice
+    assert extras["parallel_tool_calls"] is True
+
+
+@pytest.mark.parametrize(
+    ("thinking", "variables"),
+    [
+        (None, None),
+        ({"type": "disabled"}, {"enable_thinking": False}),
+        ({"type": "adaptive"}, {"enable_thinking": True}),
+    ],
+)
+def test_thinking_sets_the_variables_of_the_template(server, thinking, variables):
+    _, params, extras = asked_of(server, thinking=thinking)
+    assert params.thinking_token_budget is None
+    assert extras["chat_template_kwargs"] == variables
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_tokens": None}, "max_tokens: missing"),
+        ({"max_tokens": 0}, "max_tokens: expected"),
+        ({"stop_sequence": ["a"]}, "did you mean 'stop_sequences'?"),
+        ({"mcp_servers": [{}]}, "mcp_servers: not supported: there are no server tools"),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+            "tools[0].type: 'web_search_20250305' is not supported: there are no server tools",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "messages[0].content[0].type: 'image' is not supported: the model reads text alone",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "tool_result",
+                                "tool_use_id": "a",
+                                "content": [{"type": "image"}],
+                            }
+                        ],
+                    }
+                ]
+            },
+            "messages[0].content[0].content[0].type: 'image' is not supported",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]}
+                ]
+            },
+            "messages[0].content[0].tool_use_id: expected the id of a tool_use before it",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]},
+            "messages[0].content[0].type: messages of role 'user' cannot hold 'thinking'",
+        ),
+        (
+            {
+                "messages": [
+                    *HI,
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}],
+                    },
+                ]
+            },
+            "messages[1]: expected a message with the tool_result of each tool_use after it",
+        ),
+        ({"messages": [{"role": "human", "content": "a"}]}, "messages[0].role"),
+        ({"tool_choice": {"type": "all"}}, "tool_choice.type"),
+        ({"stop_sequences": ["a"] * 65}, "stop_sequences: expected at most 64 on this server"),
+    ],
+)
+def test_what_is_wrong_is_named(server, fields, words):
+    assert words in refusal(server, **fields)
+
+
+def test_errors_of_the_engine_name_the_fields_of_the_route(server):
+    error = RequestError("tools[0].function.parameters.type: expected object")
+    with answering(server, error=error):
+        assert refusal(server) == "tools[0].input_schema.type: expected object"
+
+
+# Tokens
+
+
+def test_tokens_are_counted(server):
+    counted = server.post(f"{PATH}/count_tokens", {"messages": HI, "system": "Be brief."})
+    assert counted.json() == {"input_tokens": len("<system>Be brief.<user>Hi") + 1}
+    answer = server.post(PATH, body(system="Be brief.")).json()
+    assert answer["usage"]["input_tokens"] == counted.json()["input_tokens"]
+
+
+def test_counting_takes_no_sampling_parameters(server):
+    answer = server.post(f"{PATH}/count_tokens", {"messages": HI, "top_k": 3})
+    assert answer.status_code == 400
+    assert "top_k: unknown field" in answer.json()["error"]["message"]
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("send", "status", "kind"),
+    [
+        ({"content": "{"}, 400, "invalid_request_error"),
+        ({"json": body(model="other")}, 404, "not_found_error"),
+        ({"content": "x", "headers": {"content-type": "text/plain"}}, 415, "invalid_request_error"),
+        ({"json": {}, "headers": {"host": "elsewhere.example"}}, 403, "permission_error"),
+        ({"content": b" " * (1 << 20)}, 413, "request_too_large"),
+    ],
+)
+def test_errors_have_the_shape_of_the_family(server, send, status, kind):
+    headers = {"content-type": "application/json"} | send.get("headers", {})
+    answer = server.client.post(PATH, **{**send, "headers": headers})
+    assert answer.status_code == status
+    assert answer.json()["type"] == "error"
+    assert answer.json()["error"]["type"] == kind
+
+
+def test_errors_of_other_paths_have_openais_shape(server):
+    error = server.client.get(f"{PATH}x").json()
+    assert list(error) == ["error"]
+    assert error["error"]["code"] == "not_found"
+
+
+# Anthropic's client
+
+
+def test_client_reads_a_whole_answer(server):
+    name = server.service.names[0]
+    client = client_of(server)
+    message = client.messages.create(model=name, messages=HI, max_tokens=9)
+    assert message.content[0].text == "Hello there , friend"
+    assert message.stop_reason == "end_turn"
+    assert client.messages.count_tokens(model=name, messages=HI).input_tokens == 9
+
+
+def test_client_accumulates_a_stream_and_sends_its_blocks_back(server):
+    with answering(server, deltas=CALLED):
+        client, name = client_of(server), server.service.names[0]
+        asked = {"model": name, "max_tokens": 100, "tools": [TOOL]}
+        with client.messages.stream(**asked, messages=HI) as stream:
+            text = "".join(stream.text_stream)
+            final = stream.get_final_message()
+        assert text == "One moment."
+        assert final.stop_reason == "tool_use"
+        assert final.usage.output_tokens == len(CALLED)
+        assert [block.type for block in final.content] == [
+            "thinking",
+            "text",
+            "tool_use",
+            "tool_use",
+        ]
+        called = [block for block in final.content if block.type == "tool_use"]
+        assert called[0].input == {"place": "Rome"}
+        results = [
+            {"type": "tool_result", "tool_use_id": block.id, "content": "Sun"} for block in called
+        ]
+        client.messages.create(
+            **asked,
+            messages=[
+                *HI,
+                {"role": "assistant", "content": final.content},
+                {"role": "user", "content": results},
+            ],
+        )
+        messages = server.engine.asked[-1][0]
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool"]
+    assert messages[1]["reasoning"] == "Look it up."
+    assert messages[1]["content"] == "One moment."
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == '{"place":"Rome"}'
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RequestError("top_k: expected more"), anthropic.BadRequestError),
+        (OverloadedError("too many requests wait"), anthropic.RateLimitError),
+        (EngineDeadError("the engine died"), anthropic.InternalServerError),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_raises_its_errors(server, error, expected, stream):
+    with answering(server, error=error):
+        client, name = client_of(server), server.service.names[0]
+        with pytest.raises(expected, match=str(error)):
+            client.messages.create(model=name, messages=HI, max_tokens=9, stream=stream)
+
+
+def test_client_raises_an_error_inside_a_stream(server):
+    error = EngineDeadError("the engine died")
+    with answering(server, error=error, fails_after=1):
+        client, name = client_of(server), server.service.names[0]
+        stream = client.messages.create(model=name, messages=HI, max_tokens=9, stream=True)
+        with pytest.raises(anthropic.APIStatusError, match="the engine died"):
+            list(stream)
+
+
+def test_client_raises_an_error_without_a_key():
+    async def authenticate(headers, path):
+        keys = (headers.get("x-api-key"), headers.get("authorization"))
+        return Client(name="me") if "right" in keys or "Bearer right" in keys else None
+
+    extension = ("keys", Authenticator(authenticate=authenticate))
+    with running(FakeEngine(config=configured(), extensions=(extension,))) as server:
+        asked = {"model": server.service.names[0], "messages": HI, "max_tokens": 9}
+        client_of(server, api_key="right").messages.create(**asked)
+        with pytest.raises(anthropic.AuthenticationError) as raised:
+            client_of(server, api_key="wrong").messages.create(**asked)
+        by_header = server.post(PATH, asked, headers={"x-api-key": "right"})
+    assert raised.value.body["error"]["type"] == "authentication_error"
+    assert by_header.status_code == 200

@@ -1,0 +1,487 @@
+"""`/v1/responses`, by plain requests and by OpenAI's client."""
+
+import json
+
+import openai
+import pydantic
+import pytest
+from support.delta_engine import DeltaEngine, answering, call, typed_events
+from support.fake_engine import FakeEngine, configured
+from support.http_server import running
+
+from hardpoint.plugins import RequestError
+from hardpoint.plugins.errors import EngineDeadError, OverloadedError
+
+PATH = "/v1/responses"
+TOOL = {
+    "type": "function",
+    "name": "weather",
+    "description": "The weather of a place.",
+    "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+}
+CALLED = (
+    {"reasoning": "Look ", "tokens": ["Look "]},
+    {"reasoning": "it up.", "content": "One", "tokens": ["it up.", "One"]},
+    {"content": " moment.", "tokens": [" moment."]},
+    {"tool_calls": [call(0, "call_1", "weather")]},
+    {"tool_calls": [call(0, arguments='{"place":')]},
+    {"tool_calls": [call(0, arguments='"Rome"}'), call(1, "call_2", "weather", "{}")]},
+    {"finish_reason": "tool_calls"},
+)
+"""An answer of all kinds of items, some of which share a delta."""
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running(DeltaEngine(config=configured())) as running_server:
+        yield running_server
+
+
+def client_of(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def asked_of(server, **fields):
+    """Return messages, parameters and other arguments that a request makes."""
+    answer = server.post(PATH, {"input": "Hi", **fields})
+    assert answer.status_code == 200, answer.text
+    return server.engine.asked[-1]
+
+
+def refusal(server, path=PATH, **fields):
+    answer = server.post(path, {"input": "Hi", **fields})
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]["message"]
+
+
+def check_stream(events):
+    """Check that a stream is well formed; return its last response."""
+    types = [event["type"] for event in events]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert types[:2] == ["response.created", "response.in_progress"]
+    if types[-1] == "error":
+        types.pop()
+    assert types[-1] in ("response.completed", "response.incomplete", "response.failed")
+    items, done = {}, []
+    for event in events[2 : len(types) - 1]:
+        kind, index = event["type"].removeprefix("response."), event["output_index"]
+        if kind == "output_item.added":
+            assert index == len(items) == len(done), "an item begins before the last one is done"
+            assert event["item"]["status"] == "in_progress"
+            items[index] = {"id": event["item"]["id"], "text": "", "parts": 0, "ended": 0}
+            continue
+        item = items[index]
+        assert event.get("item_id", item["id"]) == item["id"]
+        if kind == "content_part.added":
+            item["parts"] += 1
+        elif kind.endswith(".delta"):
+            assert event["delta"]
+            assert not item["ended"]
+            item["text"] += event["delta"]
+        elif kind == "content_part.done":
+            item["parts"] -= 1
+            assert event["part"]["text"] == item["text"]
+        elif kind == "output_item.done":
+            assert item["parts"] == 0
+            assert item["ended"] == 1
+            assert event["item"]["id"] == item["id"]
+            done.append(event["item"])
+        else:
+            assert kind.endswith(".done")
+            item["ended"] += 1
+            assert event["arguments" if "arguments" in kind else "text"] == item["text"]
+    response = events[len(types) - 1]["response"]
+    assert response["output"] == done
+    assert len(done) == len(items)
+    return response
+
+
+def streamed(server, **attributes):
+    """Return the events of an answer of an engine with these attributes."""
+    with answering(server, **attributes):
+        return typed_events(server, PATH, {"input": "Hi", "stream": True})
+
+
+def without_ids(items):
+    return [{name: value for name, value in item.items() if name != "id"} for item in items]
+
+
+# Answers
+
+
+def test_answers_whole(server):
+    answer = server.post(PATH, {"input": "Hi", "metadata": {"run": "7"}, "store": True}).json()
+    assert answer["object"] == "response"
+    assert answer["status"] == "completed"
+    (message,) = answer["output"]
+    assert message["content"] == [
+        {"type": "output_text", "text": "Hello there , friend", "annotations": [], "logprobs": []}
+    ]
+    assert answer["id"].startswith("resp_")
+    assert message["id"].startswith("msg_")
+    assert answer["metadata"] == {"run": "7"}
+    assert answer["store"] is False
+    assert answer["error"] is answer["incomplete_details"] is None
+    assert answer["usage"] == {
+        "input_tokens": 9,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": 4,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 13,
+    }
+
+
+@pytest.mark.parametrize(
+    "deltas",
+    [
+        CALLED,
+        ({"reasoning": "Only thoughts"}, {"finish_reason": "length"}),
+        ({"content": "Half a"}, {"finish_reason": "length"}),
+        ({"finish_reason": "stop"},),
+        ({"content": "All at once", "finish_reason": "stop"},),
+        ({"tool_calls": [call(0, "call_1", "weather", '{"pl')], "finish_reason": "length"},),
+    ],
+    ids=["all", "reasoning", "length", "empty", "once", "cut call"],
+)
+def test_a_stream_holds_what_a_whole_answer_does(server, deltas):
+    with answering(server, deltas=deltas, num_cached=3):
+        whole = server.post(PATH, {"input": "Hi", "tools": [TOOL]}).json()
+        body = {"input": "Hi", "tools": [TOOL], "stream": True}
+        last = check_stream(typed_events(server, PATH, body))
+    assert without_ids(last["output"]) == without_ids(whole["output"])
+    for name in ("status", "incomplete_details", "usage", "tools", "text", "temperature"):
+        assert last[name] == whole[name]
+    assert whole["usage"]["input_tokens_details"]["cached_tokens"] == 3
+
+
+def test_items_come_in_the_order_of_the_answer(server):
+    events = streamed(server, deltas=CALLED)
+    response = check_stream(events)
+    assert [item["type"] for item in response["output"]] == [
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+    ]
+    assert response["output"][0]["content"] == [{"type": "reasoning_text", "text": "Look it up."}]
+    assert response["output"][1]["content"][0]["text"] == "One moment."
+    assert response["output"][2]["arguments"] == '{"place":"Rome"}'
+    assert response["output"][2]["call_id"] == "call_1"
+    assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == len("Look it up.")
+
+
+def test_length_makes_a_response_incomplete(server):
+    deltas = ({"content": "Half"}, {"finish_reason": "length", "warning": "no end"})
+    response = check_stream(streamed(server, deltas=deltas))
+    assert response["status"] == "incomplete"
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert response["output"][0]["status"] == "incomplete"
+    assert response["warning"] == "no end"
+
+
+def test_an_answer_without_text_has_an_empty_one(server):
+    deltas = ({"finish_reason": "stop"},)
+    response = check_stream(streamed(server, deltas=deltas))
+    assert response["output"][0]["content"][0]["text"] == ""
+
+
+def test_text_after_a_call_is_an_item_of_its_own(server):
+    deltas = (
+        {"tool_calls": [call(0, "a", "weather", "{}")]},
+        {"content": "Done", "reasoning": "Hm"},
+        {"content": "!", "finish_reason": "tool_calls"},
+    )
+    response = check_stream(streamed(server, deltas=deltas))
+    types = [item["type"] for item in response["output"]]
+    assert types == ["function_call", "reasoning", "message"]
+
+
+def test_an_error_inside_a_stream_ends_the_items_and_fails_the_response(server):
+    error = EngineDeadError("the engine died")
+    events = streamed(server, reasoning="Let me think", error=error, fails_after=2)
+    response = check_stream(events)
+    assert events[-2]["type"] == "response.failed"
+    assert response["status"] == "failed"
+    assert response["error"] == {"code": "server_error", "message": "the engine died"}
+    assert response["output"][0]["status"] == "incomplete"
+    assert events[-1]["type"] == "error"
+    assert events[-1]["message"] == events[-1]["error"]["message"] == "the engine died"
+
+
+def test_a_completion_that_ends_with_an_error_fails_the_response(server):
+    deltas = ({"content": "Half"}, {"finish_reason": "error", "error": "plugin 'x': it raised"})
+    response = check_stream(streamed(server, deltas=deltas))
+    assert response["error"]["message"] == "plugin 'x': it raised"
+
+
+def test_log_probabilities_are_those_of_the_text(server):
+    deltas = (
+        {"reasoning": "Hello", "tokens": ["Hello"]},
+        {"tokens": ["</think>"]},
+        {"content": "Hello ", "tokens": ["Hello", " "]},
+        {"content": "you", "tokens": ["you"], "finish_reason": "stop"},
+    )
+    fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    with answering(server, deltas=deltas):
+        whole = server.post(PATH, {"input": "Hi", **fields}).json()
+        events = typed_events(server, PATH, {"input": "Hi", "stream": True, **fields})
+    last = check_stream(events)
+    assert without_ids(last["output"]) == without_ids(whole["output"])
+    logprobs = whole["output"][1]["content"][0]["logprobs"]
+    assert [position["token"] for position in logprobs] == ["Hello", " ", "you"]
+    assert logprobs[0]["top_logprobs"] == [
+        {"token": "Hello", "logprob": -0.5, "bytes": [72, 101, 108, 108, 111]}
+    ]
+
+
+# Requests
+
+
+def test_items_become_a_conversation(server):
+    messages, _, extras = asked_of(
+        server,
+        instructions="Be brief.",
+        tools=[TOOL],
+        input=[
+            {"role": "developer", "content": "Answer in English."},
+            {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+            {
+                "type": "reasoning",
+                "id": "rs_1",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": "I look."}],
+                "encrypted_content": None,
+            },
+            {
+                "type": "message",
+                "role": "assistant",
+                "id": "msg_1",
+                "status": "completed",
+                "content": [{"type": "output_text", "text": "Wait.", "annotations": []}],
+            },
+            {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
+            {"type": "function_call", "call_id": "c2", "name": "weather", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "Sun"},
+            {
+                "type": "function_call_output",
+                "call_id": "c2",
+                "output": [{"type": "input_text", "text": "Rain"}],
+            },
+            {"role": "assistant", "content": "Sun."},
+            {"role": "assistant", "content": "Or rain."},
+        ],
+    )
+    assert [message["role"] for message in messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+        "assistant",
+    ]
+    assert messages[0]["content"] == "Be brief.\n\nAnswer in English."
+    assert messages[2]["reasoning"] == messages[2]["reasoning_content"] == "I look."
+    assert messages[2]["content"] == "Wait."
+    assert [called["id"] for called in messages[2]["tool_calls"]] == ["c1", "c2"]
+    assert messages[4] == {
+        "role": "tool",
+        "tool_call_id": "c2",
+        "name": "weather",
+        "content": "Rain",
+    }
+    assert extras["tools"] == [
+        {"type": "function", "function": {k: v for k, v in TOOL.items() if k != "type"}}
+    ]
+
+
+def test_parameters_reach_the_engine(server):
+    _, params, extras = asked_of(
+        server,
+        max_output_tokens=5,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=3,
+        seed=1,
+        stop="x",
+        user="me",
+        service_tier="auto",
+        truncation="auto",
+        priority=2,
+        tags={"a": "b"},
+        cache_salt="s",
+        tools=[TOOL],
+        tool_choice={"type": "function", "name": "weather"},
+        parallel_tool_calls=False,
+        reasoning={"effort": "low", "summary": "auto"},
+        text={"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}},
+    )
+    assert (params.max_tokens, params.temperature, params.top_p) == (5, 0.5, 0.9)
+    assert (params.top_k, params.seed, params.stop) == (3, 1, "x")
+    assert params.structured.json == {"type": "object"}
+    assert params.structured.lenient
+    assert extras["tool_choice"] == {"name": "weather"}
+    assert extras["parallel_tool_calls"] is False
+    assert extras["chat_template_kwargs"] == {"reasoning_effort": "low", "enable_thinking": True}
+    assert (extras["priority"], extras["tags"], extras["cache_salt"]) == (2, {"a": "b"}, "s")
+    _, params, extras = asked_of(server, reasoning={"effort": "none"})
+    assert params.max_tokens is None
+    assert extras["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id: not supported: nothing is"),
+        ({"conversation": "c"}, "conversation: not supported: nothing is stored"),
+        ({"background": True}, "background: expected false"),
+        ({"prompt": {"id": "p"}}, "prompt: not supported: there are no stored prompts"),
+        ({"max_tool_calls": 3}, "max_tool_calls: not supported"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type: 'web_search' is not supported"),
+        ({"tool_choice": {"type": "mcp"}}, "tool_choice.type: 'mcp' is not supported"),
+        ({"max_output_token": 3}, "did you mean 'max_output_tokens'?"),
+        ({"max_output_tokens": 0}, "max_output_tokens: expected"),
+        ({"top_logprobs": 2}, "top_logprobs: expected include to hold"),
+        ({"top_logprobs": 21}, "top_logprobs: expected"),
+        ({"input": []}, "input: expected"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type: 'item_reference'"),
+        ({"input": [{"type": "banana"}]}, 'input[0].type: expected "message" or "reasoning"'),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].type: 'input_image' is not supported: the model reads text alone",
+        ),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "x", "output": ""}]},
+            "input[0].call_id: expected the call_id of a function_call before it",
+        ),
+        (
+            {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs and text.format: expected one of them",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(server, fields, words):
+    assert words in refusal(server, **fields)
+
+
+def test_errors_of_the_engine_name_the_fields_of_the_route(server):
+    error = RequestError("tools[0].function.parameters.type: expected object")
+    with answering(server, error=error):
+        answer = server.post(PATH, {"input": "Hi"}).json()["error"]
+    assert answer["param"] == "tools[0].parameters.type"
+    assert answer["message"] == "tools[0].parameters.type: expected object"
+
+
+def test_limits_name_the_field():
+    with running(FakeEngine(config=configured(limits={"max_tokens": 5, "messages": 1}))) as server:
+        assert refusal(server, max_output_tokens=6) == (
+            "max_output_tokens: expected at most 5 on this server, got 6"
+        )
+        item = {"role": "user", "content": "x"}
+        assert refusal(server, input=[item, item]) == (
+            "input: expected at most 1 on this server, got 2"
+        )
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE", "POST"])
+def test_no_response_is_stored(server, method):
+    answer = server.client.request(method, f"{PATH}/resp_1", json={})
+    assert answer.status_code == 404
+    assert "no response is stored" in answer.json()["error"]["message"]
+
+
+# OpenAI's client
+
+
+def test_client_reads_a_whole_answer(server):
+    response = client_of(server).responses.create(model=None, input="Hi")
+    assert response.output_text == "Hello there , friend"
+    assert response.usage.output_tokens == 4
+
+
+def test_client_accumulates_a_stream_and_sends_its_items_back(server):
+    tools = [{**TOOL, "strict": False}]
+    with answering(server, deltas=CALLED):
+        client = client_of(server)
+        name = server.service.names[0]
+        with client.responses.stream(model=name, input="Hi", tools=tools) as stream:
+            events = list(stream)
+            final = stream.get_final_response()
+        texts = [e for e in events if e.type == "response.output_text.delta"]
+        assert texts[-1].snapshot == "One moment." == final.output_text
+        called = final.output[2]
+        assert json.loads(called.arguments) == {"place": "Rome"}
+        results = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": "Sun"}
+            for item in final.output[2:]
+        ]
+        client.responses.create(
+            model=name, input=[{"role": "user", "content": "Hi"}, *final.output, *results]
+        )
+        messages = server.engine.asked[-1][0]
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool"]
+    assert messages[1]["reasoning"] == "Look it up."
+    assert messages[1]["content"] == "One moment."
+    assert messages[1]["tool_calls"][0]["function"] == {
+        "name": "weather",
+        "arguments": '{"place":"Rome"}',
+    }
+
+
+def test_client_parses_structured_text(server):
+    class City(pydantic.BaseModel):
+        name: str
+
+    deltas = ({"content": '{"name":'}, {"content": '"Rome"}', "finish_reason": "stop"})
+    with answering(server, deltas=deltas):
+        name = server.service.names[0]
+        parsed = client_of(server).responses.parse(model=name, input="Hi", text_format=City)
+        assert parsed.output_parsed == City(name="Rome")
+        structured = server.engine.asked[-1][1].structured
+    assert structured.json["properties"]["name"]["type"] == "string"
+    assert not structured.lenient
+
+
+def test_client_reads_an_incomplete_stream(server):
+    deltas = ({"content": "Half"}, {"finish_reason": "length"})
+    with answering(server, deltas=deltas):
+        name = server.service.names[0]
+        with client_of(server).responses.create(model=name, input="Hi", stream=True) as stream:
+            last = list(stream)[-1]
+    assert last.type == "response.incomplete"
+    assert last.response.incomplete_details.reason == "max_output_tokens"
+    assert last.response.output_text == "Half"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RequestError("top_k: expected more"), openai.BadRequestError),
+        (OverloadedError("too many requests wait"), openai.RateLimitError),
+        (EngineDeadError("the engine died"), openai.InternalServerError),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_raises_its_errors(server, error, expected, stream):
+    with (
+        answering(server, error=error),
+        pytest.raises(expected, match=str(error)),
+    ):
+        client_of(server).responses.create(model=None, input="Hi", stream=stream)
+
+
+def test_client_raises_an_error_inside_a_stream(server):
+    error = EngineDeadError("the engine died")
+    seen = []
+    with answering(server, error=error, fails_after=1):
+        stream = client_of(server).responses.create(model=None, input="Hi", stream=True)
+        with pytest.raises(openai.APIError, match="the engine died"):
+            seen.extend(event.type for event in stream)
+    assert seen[-1] == "response.failed"
+
+
+def test_client_knows_a_model_that_is_not_there(server):
+    with pytest.raises(openai.NotFoundError, match="model: expected"):
+        client_of(server).responses.create(model="other", input="Hi")
+    with pytest.raises(openai.NotFoundError, match="no response is stored"):
+        client_of(server).responses.retrieve("resp_1")

@@ -1,0 +1,165 @@
+"""Routes of tokens: generate, tokenize, detokenize; and embeddings, which are refused."""
+
+from itertools import chain
+
+import pytest
+from support.fake_engine import FakeEngine, configured
+from support.http_server import running
+from support.scripted_server import LENGTH, WEATHER, scripted_server, user
+
+GENERATE = "/inference/v1/generate"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with scripted_server(tmp_path_factory.mktemp("model")) as running_server:
+        yield running_server
+
+
+def tokens_of(server, text, **fields):
+    return server.post("/tokenize", {"prompt": text, **fields}).json()["tokens"]
+
+
+def generate(server, text="say abc", sampling=None, **fields):
+    body = {"token_ids": tokens_of(server, text), **fields}
+    body["sampling_params"] = {"temperature": 0, **(sampling or {})}
+    response = server.post(GENERATE, body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_tokens_come_back_as_tokens(server):
+    answer = generate(server, sampling={"max_tokens": 20}, request_id="mine")
+    assert answer["request_id"] == "mine"
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["token_ids"][:-1] == tokens_of(server, " abc abc abc")
+    assert answer["usage"]["prompt_tokens"] == 7
+    text = server.post("/detokenize", {"tokens": choice["token_ids"]}).json()["prompt"]
+    assert text == " abc abc abc<eos>"
+
+
+def test_streamed_tokens_are_the_same(server):
+    sampling = {"n": 2, "max_tokens": 6, "logprobs": 1, "prompt_logprobs": 0, "seed": 1}
+    sampling |= {"temperature": 1, "ignore_eos": True}
+    whole = generate(server, "x y", sampling)
+    body = {"token_ids": tokens_of(server, "x y"), "sampling_params": sampling, "stream": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = server.events(GENERATE, {**body, "stream_options": options})
+    for choice in whole["choices"]:
+        parts = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
+        assert list(chain.from_iterable(part["token_ids"] for part in parts)) == choice["token_ids"]
+        entries = list(chain.from_iterable(part["logprobs"]["content"] for part in parts))
+        assert entries == choice["logprobs"]["content"]
+        names = [f"token_id:{token}" for token in choice["token_ids"]]
+        assert [entry["token"] for entry in entries] == names
+        assert [p["finish_reason"] for p in parts if p["finish_reason"]] == ["length"]
+    assert [e["prompt_logprobs"] for e in events if "prompt_logprobs" in e] == [
+        whole["prompt_logprobs"]
+    ]
+    assert events[-1]["usage"] == whole["usage"]
+    assert all("usage" in event for event in events)
+
+
+def test_stop_strings_and_grammars_work_on_tokens(server):
+    answer = generate(server, sampling={"stop": ["bc"], "max_tokens": 20})
+    assert answer["choices"][0]["stop_reason"] == "bc"
+    answer = generate(server, sampling={"structured_outputs": {"choice": ["red"]}})
+    assert answer["choices"][0]["token_ids"][:3] == tokens_of(server, "red")
+    answer = generate(server, sampling={"detokenize": False, "max_tokens": 1})
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"token_ids": []}, "token_ids", "length >= 1"),
+        ({"token_ids": [-1]}, "token_ids[0]", ">= 0"),
+        ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature", ">= 0"),
+        ({"sampling_params": {"n": 1000}}, "sampling_params.n", "at most 128"),
+        ({"sampling_params": {"topk": 1}}, "sampling_params.topk", "'top_k'"),
+        ({"sampling_params": {"logits_processors": ["os.system"]}}, None, "unknown field"),
+        ({"temperature": 1}, "temperature", "unknown field"),
+        ({"sampling_params": {"stream": True}}, "sampling_params.stream", "outside"),
+        ({"token_ids": [1, 99999]}, "token_ids[1]", "got 99999"),
+        ({"request_id": "a\nb"}, "request_id", "expected"),
+        ({"features": "x"}, "features", "text alone"),
+        ({"stream_options": {}}, "stream_options", "stream to be true"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_path(server, fields, param, words):
+    response = server.post(GENERATE, {"token_ids": [1], **fields})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert param is None or error["param"] == param
+    assert words in error["message"]
+
+
+def test_an_engine_gets_what_a_request_says():
+    engine = FakeEngine(config=configured())
+    engine.live = []
+    with running(engine) as server:
+        body = {"token_ids": [5, 6], "priority": 2, "tags": {"a": "b"}, "cache_salt": "s"}
+        sampling = {"plugin_args": {"x": {"y": 1}}, "logit_bias": {"7": 1}, "max_tokens": 3}
+        answer = server.post(GENERATE, {**body, "sampling_params": sampling, "timeout": 4})
+        assert answer.status_code == 200
+        events = server.events(
+            GENERATE,
+            {"token_ids": [5], "stream": True, "stream_options": {"include_progress": True}},
+        )
+    (prompt, params, extras), _ = engine.asked
+    assert prompt == [5, 6]
+    assert params.plugin_args == {"x": {"y": 1}}
+    assert (params.logit_bias, params.max_tokens, params.detokenize) == ({7: 1.0}, 3, False)
+    assert (extras["priority"], extras["tags"], extras["timeout"]) == (2, {"a": "b"}, 4.0)
+    assert extras["cache_salt"] == "s"
+    assert events[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_text_to_tokens_and_back(server):
+    answer = server.post("/tokenize", {"prompt": "hi 😀", "return_token_strs": True}).json()
+    assert (answer["count"], answer["max_model_len"]) == (7, LENGTH)
+    assert answer["token_strs"][:3] == ["h", "i", " "]
+    back = server.post("/detokenize", {"tokens": answer["tokens"]}).json()
+    assert back == {"prompt": "hi 😀"}
+    assert "token_strs" not in server.post("/tokenize", {"prompt": "hi"}).json()
+    tokens = tokens_of(server, "a<think>")
+    assert server.post("/detokenize", {"tokens": tokens}).json()["prompt"] == "a<think>"
+    skipped = server.post("/detokenize", {"tokens": tokens, "skip_special_tokens": True}).json()
+    assert skipped["prompt"] == "a"
+    assert tokens_of(server, "hi", add_special_tokens=False) == tokens_of(server, "hi")
+
+
+def test_conversations_to_tokens(server):
+    def prompt_of(**fields):
+        answer = server.post("/tokenize", {"messages": user("hi"), **fields}).json()
+        return server.post("/detokenize", {"tokens": answer["tokens"]}).json()["prompt"]
+
+    assert prompt_of() == "user: hi\nassistant: "
+    assert prompt_of(add_generation_prompt=False) == "user: hi\n"
+    assert prompt_of(tools=[WEATHER]).startswith('tools: [{"type": "function"')
+    assert prompt_of(add_special_tokens=True) == "user: hi\nassistant: "
+    answered = [*user("go on"), {"role": "assistant", "content": "one"}]
+    assert prompt_of(messages=answered, continue_final_message=True).endswith("assistant: one")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("/tokenize", {}, 400, "expected one of them"),
+        ("/tokenize", {"prompt": "x", "messages": user("x")}, 400, "expected one of them"),
+        ("/tokenize", {"prompt": "x", "model": "y"}, 404, "model: expected"),
+        ("/tokenize", {"prompt": "x", "chat_template": "y"}, 400, "operator"),
+        ("/tokenize", {"prompt": "x" * 40_000}, 400, "characters"),
+        ("/tokenize", {"messages": user("x" * 40_000)}, 400, "characters"),
+        ("/tokenize", {"messages": []}, 400, "messages: expected"),
+        ("/detokenize", {"tokens": [100_000]}, 400, "tokens[0]: expected a token id below 261"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]: expected a whole number >= 0"),
+        ("/detokenize", {"tokens": "x"}, 400, "tokens: expected a list"),
+        ("/v1/embeddings", {"input": "x"}, 404, "no pooling models"),
+    ],
+)
+def test_what_cannot_be_answered_is_said(server, path, body, status, words):
+    response = server.post(path, body)
+    assert response.status_code == status, response.text
+    assert words in response.json()["error"]["message"]

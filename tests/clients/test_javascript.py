@@ -1,0 +1,48 @@
+"""Clients from npm: OpenAI's, the AI SDK, LangChain; each script says what it expects."""
+
+import json
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from support.scripted_server import WEATHER, scripted_server
+
+SCRIPTS = Path(__file__).with_name("javascript")
+
+pytestmark = pytest.mark.nightly
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory):
+    with scripted_server(tmp_path_factory.mktemp("model")) as server:
+        yield server
+
+
+@pytest.fixture
+def run(tmp_path, node_modules):
+    (tmp_path / "node_modules").symlink_to(node_modules)
+
+    def run_script(name, *arguments):
+        script = shutil.copy(SCRIPTS / f"{name}.mjs", tmp_path)
+        done = subprocess.run(
+            ["node", script, *arguments], capture_output=True, text=True, timeout=120
+        )
+        assert (done.returncode, done.stdout) == (0, "done\n"), done.stdout + done.stderr
+
+    return run_script
+
+
+@pytest.mark.parametrize("script", ["openai", "ai_sdk", "langchain"])
+def test_with_known_content(script, scripted, run):
+    run(script, scripted.url, "scripted", json.dumps(WEATHER))
+    end = time.monotonic() + 10
+    while scripted.call(scripted.engine.live_requests):
+        assert time.monotonic() < end, "a request goes on that its client has left"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("script", ["openai", "ai_sdk", "langchain"])
+def test_with_the_demo_model(script, demo_url, run):
+    run(script, demo_url, "smollm2")

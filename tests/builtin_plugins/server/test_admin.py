@@ -13,7 +13,7 @@ from support.http_server import client_of, running
 from support.processes import ROOT
 
 from hardpoint.plugins import ConfigError, HardpointError, RequestError
-from hardpoint.plugins.errors import EngineDeadError, PluginNotFoundError
+from hardpoint.plugins.errors import EngineTimeoutError, PluginNotFoundError
 from hardpoint.plugins.manifest import Manifest, PluginEntry
 from hardpoint.plugins.server import Authenticator, Client, InstalledExtension, Route
 from hardpoint.plugins.stats import Health, PluginMeter
@@ -204,7 +204,7 @@ def test_calls_reach_the_engine(server, path, body, call):
         (PluginNotFoundError("there is no policy 'x'"), 400),
         (ConfigError("policy: wrong"), 400),
         (RequestError("method: expected another one"), 400),
-        (EngineDeadError("the engine has ended"), 503),
+        (EngineTimeoutError("no answer within 5 s"), 503),
     ],
 )
 def test_errors_of_the_engine_are_answered(server, monkeypatch, error, status):

@@ -12,6 +12,9 @@ from hardpoint.plugins import RequestError
 from hardpoint.plugins.errors import EngineDeadError, OverloadedError
 from hardpoint.plugins.server import Authenticator, Client
 
+ENDED = "the engine has ended; send the request again later"
+"""What clients are told of an engine that died; the log says the rest."""
+
 PATH = "/v1/messages"
 HI = [{"role": "user", "content": "Hi"}]
 TOOL = {
@@ -186,7 +189,7 @@ def test_an_error_inside_a_stream_ends_the_block(server):
     blocks, last = check_stream(events)
     assert last is None
     assert [block["text"] for block in blocks] == ["Hello there"]
-    assert events[-1]["error"] == {"type": "overloaded_error", "message": "the engine died"}
+    assert events[-1]["error"] == {"type": "overloaded_error", "message": ENDED}
 
 
 def test_a_stream_that_waits_sends_pings():
@@ -510,7 +513,7 @@ def test_client_raises_an_error_inside_a_stream(server):
     with answering(server, error=error, fails_after=1):
         client, name = client_of(server), server.service.names[0]
         stream = client.messages.create(model=name, messages=HI, max_tokens=9, stream=True)
-        with pytest.raises(anthropic.APIStatusError, match="the engine died"):
+        with pytest.raises(anthropic.APIStatusError, match=ENDED):
             list(stream)
 
 

@@ -16,7 +16,9 @@ def serve(*arguments, **server):
         pytest.fail("the model would be loaded")
 
     context = SimpleNamespace(
-        load_config=lambda: (configured(**server), ConfigSources()), open_async=open_async
+        quiet=False,
+        load_config=lambda: (configured(**server), ConfigSources()),
+        open_async=open_async,
     )
     parser = argparse.ArgumentParser()
     COMMAND.configure(parser)

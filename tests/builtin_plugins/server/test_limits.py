@@ -1,6 +1,7 @@
 """Every limit of `server.limits`, from the outside: at the limit, and one over it."""
 
 import threading
+import time
 
 import msgspec
 import pytest
@@ -269,14 +270,16 @@ def test_many_brackets_are_not_deep(server):
 
 def test_requests_at_once():
     """One more is 429, and is answered when there is room again."""
-    engine = FakeEngine(config=configured(limits={"requests": 3}), delay=0.05)
+    engine = FakeEngine(config=configured(limits={"requests": 3}), delay=1.0)
     with running(engine) as server:
-        streams = [threading.Thread(target=lambda: send(server, CHAT, {})) for _ in range(3)]
+        streams = [threading.Thread(target=send, args=(server, CHAT, {})) for _ in range(3)]
         for stream in streams:
             stream.start()
-        while server.service.load.open < 3:
-            pass
+        deadline = time.monotonic() + 20
+        while server.service.load.open < 3 and time.monotonic() < deadline:
+            time.sleep(0.005)
         response = send(server, CHAT, {})
+        server.engine.delay = 0.0
         for stream in streams:
             stream.join()
         assert response.status_code == 429

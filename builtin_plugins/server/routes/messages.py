@@ -55,6 +55,7 @@ _NAMES: Renaming = (
     (re.compile(r"^(tools\[\d+\])\.function\.parameters\b"), r"\1.input_schema"),
     (re.compile(r"^(tools\[\d+\])\.function\b"), r"\1"),
     (re.compile(r"^stop\b"), "stop_sequences"),
+    (re.compile(r"^thinking_token_budget\b"), "thinking.budget_tokens"),
     (re.compile(r"^parallel_tool_calls\b"), "tool_choice.disable_parallel_tool_use"),
 )
 """Names of fields in the engine's errors, and those of this route."""

@@ -14,7 +14,7 @@ from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.plugins import CompletionOutput, RequestOutput, Tokenizer
 from hardpoint.plugins.server import ToolCall
 
-from .answers import UsageCount, check_ended, new_id
+from .answers import UsageCount, WhiteSpace, check_ended, new_id, whole_text
 from .chat import TokenLogprob, choice_logprobs
 from .responses_input import Status
 
@@ -162,8 +162,7 @@ def whole_response(
     items: list[OutputItem] = []
     if completion.reasoning:
         items.append(_reasoning(new_id("rs_"), completion.reasoning))
-    if completion.content or not (items or completion.tool_calls):
-        text = completion.content or ""
+    if (text := whole_text(completion)) or not (items or completion.tool_calls):
         positions = text_positions(_positions(completion, logprobs), text, completion.reasoning)
         items.append(_message(new_id("msg_"), text, positions))
     items += [_function_call(new_id("fc_"), call) for call in completion.tool_calls or ()]
@@ -321,6 +320,7 @@ class ResponseStream:
         self._begun = False
         self._items: list[OutputItem] = []
         self._open: _OpenItem | None = None
+        self._space = WhiteSpace()
         self._positions: list[TokenLogprob] = []
 
     async def events(
@@ -381,12 +381,13 @@ class ResponseStream:
         if completion.reasoning:
             written += self._opened("reasoning")
             written.append(self._delta(completion.reasoning))
-        if completion.content:
+        is_open = self._open is not None and self._open.kind == "message"
+        if text := self._space.text_of(completion, is_open=is_open):
             written += self._opened("message")
-            written.append(self._text_delta(completion.content, completion.reasoning))
+            written.append(self._text_delta(text, completion.reasoning))
         for call in completion.tool_calls or ():
             written += self._called(call)
-        if completion.reasoning or completion.content or completion.tool_calls:
+        if completion.reasoning or text or completion.tool_calls:
             self._positions = []
         return written
 
@@ -460,8 +461,14 @@ class ResponseStream:
 
     def _end(self, completion: CompletionOutput) -> list[bytes]:
         written: list[bytes] = []
-        if self._open is None and not self._items:
+        opened = self._open
+        has_calls = opened is not None and opened.call is not None
+        has_calls = has_calls or any(isinstance(i, OutputFunctionCall) for i in self._items)
+        rest = self._space.rest(has_calls=has_calls)
+        if rest or (opened is None and not self._items):
             written += self._opened("message")  # an answer without a text has an empty one
+        if rest:
+            written.append(self._text_delta(rest, None))
         written += self._close("completed" if _is_complete(completion) else "incomplete")
         ended = _ended(self._response, completion, self._items, self._usage)
         written.append(self._event(f"response.{ended.status}", response=ended))

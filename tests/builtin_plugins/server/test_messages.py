@@ -3,12 +3,14 @@
 import json
 
 import anthropic
+import msgspec
 import pytest
 from support.delta_engine import DeltaEngine, answering, call, typed_events
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 
 from hardpoint.plugins import RequestError
+from hardpoint.plugins.config import ReasoningConfig
 from hardpoint.plugins.errors import EngineDeadError, OverloadedError
 from hardpoint.plugins.server import Authenticator, Client
 
@@ -29,6 +31,15 @@ CALLED = (
     {"finish_reason": "tool_calls"},
 )
 """An answer of all kinds of blocks, some of which share a delta."""
+SPACED = (
+    {"reasoning": "Hm"},
+    {"content": "\n\n"},
+    {"tool_calls": [call(0, "call_1", "weather", "{}")]},
+    {"content": "\n"},
+    {"tool_calls": [call(1, "call_2", "weather", "{}")]},
+    {"content": "\n", "finish_reason": "tool_calls"},
+)
+"""White space between the parts of an answer."""
 
 
 @pytest.fixture(scope="module")
@@ -137,11 +148,24 @@ def test_answers_whole(server):
         (({"content": "Half a"}, {"finish_reason": "length", "warning": "cut"}), "max_tokens"),
         (({"finish_reason": "stop"},), "end_turn"),
         (({"content": "At once", "finish_reason": "stop"},), "end_turn"),
+        (({"reasoning": "Hm"}, {"content": "\n"}, {"finish_reason": "stop"}), "end_turn"),
+        (SPACED, "tool_use"),
         (({"content": "A", "finish_reason": "stop", "stop_reason": "B"},), "stop_sequence"),
         (({"content": "A", "finish_reason": "stop", "stop_reason": 7},), "end_turn"),
         (({"content": "A", "finish_reason": "timeout"},), "timeout"),
     ],
-    ids=["all", "thinking", "length", "empty", "once", "stop", "stop token", "timeout"],
+    ids=[
+        "all",
+        "thinking",
+        "length",
+        "empty",
+        "once",
+        "only space",
+        "spaced",
+        "stop",
+        "stop token",
+        "timeout",
+    ],
 )
 def test_a_stream_holds_what_a_whole_answer_does(server, deltas, reason):
     with answering(server, deltas=deltas, num_cached=3):
@@ -390,6 +414,13 @@ def test_thinking_sets_the_variables_of_the_template(server, thinking, variables
 )
 def test_what_is_wrong_is_named(server, fields, words):
     assert words in refusal(server, **fields)
+
+
+def test_a_model_that_does_not_reason_has_no_budget():
+    config = msgspec.structs.replace(configured(), reasoning=ReasoningConfig(parser="none"))
+    with running(FakeEngine(config=config)) as server:
+        _, params, _ = asked_of(server, thinking={"type": "enabled", "budget_tokens": 20})
+    assert params.thinking_token_budget is None
 
 
 def test_errors_of_the_engine_name_the_fields_of_the_route(server):

@@ -11,6 +11,7 @@ from support.http_server import running
 
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.errors import EngineDeadError, OverloadedError
+from hardpoint.plugins.server import Transform
 
 PATH = "/v1/responses"
 TOOL = {
@@ -29,6 +30,15 @@ CALLED = (
     {"finish_reason": "tool_calls"},
 )
 """An answer of all kinds of items, some of which share a delta."""
+SPACED = (
+    {"reasoning": "Hm"},
+    {"content": "\n\n"},
+    {"tool_calls": [call(0, "call_1", "weather", "{}")]},
+    {"content": "\n"},
+    {"tool_calls": [call(1, "call_2", "weather", "{}")]},
+    {"content": "\n", "finish_reason": "tool_calls"},
+)
+"""White space between the parts of an answer."""
 
 
 @pytest.fixture(scope="module")
@@ -139,9 +149,22 @@ def test_answers_whole(server):
         ({"content": "Half a"}, {"finish_reason": "length"}),
         ({"finish_reason": "stop"},),
         ({"content": "All at once", "finish_reason": "stop"},),
+        ({"reasoning": "Hm"}, {"content": "\n"}, {"content": "\nSo"}, {"finish_reason": "stop"}),
+        ({"reasoning": "Hm"}, {"content": "\n\n"}, {"finish_reason": "stop"}),
+        SPACED,
         ({"tool_calls": [call(0, "call_1", "weather", '{"pl')], "finish_reason": "length"},),
     ],
-    ids=["all", "reasoning", "length", "empty", "once", "cut call"],
+    ids=[
+        "all",
+        "reasoning",
+        "length",
+        "empty",
+        "once",
+        "space",
+        "only space",
+        "spaced",
+        "cut call",
+    ],
 )
 def test_a_stream_holds_what_a_whole_answer_does(server, deltas):
     with answering(server, deltas=deltas, num_cached=3):
@@ -232,6 +255,19 @@ def test_log_probabilities_are_those_of_the_text(server):
     assert logprobs[0]["top_logprobs"] == [
         {"token": "Hello", "logprob": -0.5, "bytes": [72, 101, 108, 108, 111]}
     ]
+
+
+def test_transforms_see_each_event():
+    def mark(call, event):
+        return {**event, "seen": call.path}
+
+    deltas = ({"content": 'data: {"a": 1}', "finish_reason": "stop"},)
+    extension = ("marks", Transform(event=mark))
+    engine = DeltaEngine(deltas=deltas, config=configured(), extensions=(extension,))
+    with running(engine) as server:
+        events = typed_events(server, PATH, {"input": "Hi", "stream": True})
+    assert check_stream(events)["output"][0]["content"][0]["text"] == 'data: {"a": 1}'
+    assert {event["seen"] for event in events} == {PATH}
 
 
 # Requests

@@ -20,7 +20,7 @@ from hardpoint.plugins.typed import Strict
 
 from .answers import new_id
 from .fields import REFUSED, GenerationFields, Renaming, check_limits, reasoning_variables, renamed
-from .messages_events import PING, MessageStream, OutputMessage, whole_message
+from .messages_events import PING, MessageObject, MessageStream, whole_message
 from .messages_input import (
     AnyChoice,
     Choice,
@@ -61,7 +61,7 @@ _NAMES: Renaming = (
 """Names of fields in the engine's errors, and those of this route."""
 
 
-class SchemaFormat(Strict, tag_field="type", tag="json_schema"):
+class OutputSchemaFormat(Strict, tag_field="type", tag="json_schema"):
     """JSON of a schema, every keyword of which is enforced."""
 
     schema: dict[str, Any]
@@ -75,7 +75,7 @@ class OutputConfig(Strict):
     """
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: SchemaFormat | None = None
+    format: OutputSchemaFormat | None = None
 
 
 class MessagesRequest(GenerationFields):
@@ -172,7 +172,7 @@ class MessagesRoutes:
                 methods=("POST",),
                 summary="Answer a conversation of messages with blocks.",
                 request_type=MessagesRequest,
-                response_type=OutputMessage,
+                response_type=MessageObject,
             ),
             Route(
                 path=f"{MESSAGES_PATH}/count_tokens",
@@ -198,7 +198,7 @@ class MessagesRoutes:
             stream = MessageStream(tokenizer, **identity)
             return self._service.stream(call, stream.events(outputs), stream.failed, PING)
 
-        async def whole() -> AsyncGenerator[OutputMessage, None]:
+        async def whole() -> AsyncGenerator[MessageObject, None]:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     yield whole_message(output, tokenizer, **identity)

@@ -66,7 +66,7 @@ class MessageUsage(msgspec.Struct):
     output_tokens_details: ThinkingDetails | UnsetType = UNSET
 
 
-class OutputMessage(msgspec.Struct, kw_only=True):
+class MessageObject(msgspec.Struct, kw_only=True):
     """The answer to a conversation.
 
     Attributes:
@@ -89,7 +89,7 @@ class OutputMessage(msgspec.Struct, kw_only=True):
 
 def whole_message(
     output: RequestOutput, tokenizer: Tokenizer, *, message_id: str, model: str, max_tokens: int
-) -> OutputMessage:
+) -> MessageObject:
     """Return a whole answer.
 
     Args:
@@ -111,7 +111,7 @@ def whole_message(
         OutputToolUseBlock(call.id or "", call.name or "", _arguments(call))
         for call in completion.tool_calls or ()
     ]
-    return OutputMessage(
+    return MessageObject(
         id=message_id,
         model=model,
         content=content,
@@ -204,11 +204,12 @@ class MessageStream:
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 self._count.add(output)
-                (completion,) = output.outputs
-                check_ended(completion)
-                written = self._begin() + self._parts(completion)
-                if completion.finish_reason is not None:
-                    written += self._end(completion)
+                written = self._begin()
+                for completion in output.outputs:
+                    check_ended(completion)
+                    written += self._parts(completion)
+                    if completion.finish_reason is not None:
+                        written += self._end(completion)
                 if written:
                     yield b"".join(written)
 
@@ -226,7 +227,7 @@ class MessageStream:
             return []
         self._begun = True
         usage = _usage(self._count, whole=False)
-        message = OutputMessage(id=self._id, model=self._model, content=[], usage=usage)
+        message = MessageObject(id=self._id, model=self._model, content=[], usage=usage)
         return [self._event("message_start", message=message)]
 
     def _parts(self, completion: CompletionOutput) -> list[bytes]:

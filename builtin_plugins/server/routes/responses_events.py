@@ -16,7 +16,7 @@ from hardpoint.plugins.server import ToolCall
 
 from .answers import UsageCount, WhiteSpace, check_ended, new_id, whole_text
 from .chat import TokenLogprob, choice_logprobs
-from .responses_input import Status
+from .responses_input import ReasoningText, Status
 
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
@@ -36,12 +36,6 @@ class OutputMessage(msgspec.Struct, tag_field="type", tag="message", kw_only=Tru
     role: str = "assistant"
     status: Status
     content: list[OutputText]
-
-
-class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
-    """The text of reasoning."""
-
-    text: str
 
 
 class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=True):
@@ -172,7 +166,7 @@ def whole_response(
 
 
 def _reasoning(item_id: str, text: str, status: Status = "completed") -> OutputReasoning:
-    return OutputReasoning(id=item_id, content=[ReasoningText(text)], status=status)
+    return OutputReasoning(id=item_id, content=[ReasoningText(text=text)], status=status)
 
 
 def _message(
@@ -329,16 +323,17 @@ class ResponseStream:
         """Yield the events, those of one output together.
 
         Raises:
-            AnswerError: the answer ended with an error, or without an end.
+            AnswerError: the answer ended with an error.
         """
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 self._usage.add(output)
-                (completion,) = output.outputs
-                check_ended(completion)
-                written = self._begin() + self._parts(completion)
-                if completion.finish_reason is not None:
-                    written += self._end(completion)
+                written = self._begin()
+                for completion in output.outputs:
+                    check_ended(completion)
+                    written += self._parts(completion)
+                    if completion.finish_reason is not None:
+                        written += self._end(completion)
                 if written:
                     yield b"".join(written)
 

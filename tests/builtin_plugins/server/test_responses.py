@@ -408,6 +408,13 @@ def test_errors_of_the_engine_name_the_fields_of_the_route(server):
     assert answer["message"] == "tools[0].parameters.type: expected object"
 
 
+def test_unknown_fields_may_be_left_out():
+    item = {"role": "user", "content": [{"type": "input_text", "text": "Hi", "shade": 1}]}
+    with running(FakeEngine(config=configured(unknown_fields="warn"))) as server:
+        messages, _, _ = asked_of(server, input=[item], reasoning={"deep": True})
+    assert messages == [{"role": "user", "content": "Hi"}]
+
+
 def test_limits_name_the_field():
     with running(FakeEngine(config=configured(limits={"max_tokens": 5, "messages": 1}))) as server:
         assert refusal(server, max_output_tokens=6) == (

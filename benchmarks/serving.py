@@ -1,12 +1,17 @@
 """Serving: AsyncLLM of Hardpoint and of vLLM, closed loop, side by side in one run.
 
     python benchmarks/serving.py [--python vllm=/opt/vllm/bin/python]
+    python benchmarks/serving.py --server --peers
     python benchmarks/serving.py --streams 1 16 --requests 4 --rounds 3 --json result.json
 
 Each stream sends a request of 128 tokens, reads the 64 tokens of its answer one by one, with text,
-and sends the next request. Both engines stay up and take turns, round by round. Printed are output
+and sends the next request. All engines stay up and take turns, round by round. Printed are output
 tokens per second, and p50 and p99 of the time to the first token and of the time between two
-outputs, in milliseconds: medians of the rounds, and Hardpoint's over vLLM's.
+outputs, in milliseconds: medians of the rounds, and others' over Hardpoint's AsyncLLM; and
+microseconds of CPU per output token of the process of the frontend: the one with the AsyncLLM and
+its callers, or that of the server. `--server` runs `hardpoint serve`, too, whose clients are in
+another process: what it uses in addition to AsyncLLM is what HTTP costs. A second load, of 8 tokens
+out, shows how much of that is once per request.
 """
 
 from __future__ import annotations
@@ -24,7 +29,11 @@ from rich.table import Table
 from streams import ClosedLoop
 
 PROGRAM = str(Path(__file__).with_name("streams.py"))
-FIGURES = ("tok/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99")
+FIGURES = ("tok/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "CPU us/tok")
+SERVER = "hardpoint serve"
+COSTS = ("CPU us/request", "CPU us/further token")
+SHORT = 8
+"""Output tokens of the load that shows what a request costs."""
 Figures = dict[str, float]
 
 
@@ -33,7 +42,14 @@ def figures(times: dict[str, Any]) -> Figures:
     first, gaps = sorted(times["first"]), sorted(times["gaps"])
     values = [times["tokens"] / times["seconds"]]
     values += [1e3 * percentile(x, p) for x in (first, gaps) for p in (0.5, 0.99)]
+    values.append(1e6 * times["cpu"] / times["tokens"])
     return dict(zip(FIGURES, values, strict=True))
+
+
+def costs(long: dict[str, Any], short: dict[str, Any]) -> tuple[float, float]:
+    """Return the microseconds of CPU per request and per token of two loads of equal requests."""
+    token = (long["cpu"] - short["cpu"]) / (long["tokens"] - short["tokens"])
+    return 1e6 * (short["cpu"] - token * short["tokens"]) / len(short["first"]), 1e6 * token
 
 
 def percentile(ascending: list[float], share: float) -> float:
@@ -44,29 +60,37 @@ def percentile(ascending: list[float], share: float) -> float:
 def compare(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Figures]]:
     """Return the figures by number of streams and engine."""
     pythons = choose(options, ("hardpoint", "vllm"))
-    engines = [Engine(n, python, folder, PROGRAM, "async") for n, python in pythons.items()]
-    for engine in engines:
-        print(f"{engine.name} {engine.about['version']} {engine.about['settings']}", flush=True)
-    for engine in engines:  # what an engine does once, it does here
+    engines = {n: Engine(n, python, folder, PROGRAM, "async") for n, python in pythons.items()}
+    if options.server:
+        python = pythons["hardpoint"]
+        engines[SERVER] = Engine("hardpoint", python, folder, PROGRAM, "http")
+    for name, engine in engines.items():
+        print(f"{name} {engine.about['version']} {engine.about['settings']}", flush=True)
+    for engine in engines.values():  # what an engine does once, it does here
         engine.ask(dataclasses.asdict(ClosedLoop(1, 1, 128, 64, "warm-up")))
     result = {}
     for streams in options.streams:
-        found: dict[str, list[Figures]] = {engine.name: [] for engine in engines}
+        found: dict[str, list[Figures]] = {name: [] for name in engines}
         for number in range(options.rounds):
             load = ClosedLoop(streams, options.requests, 128, 64, f"{streams}, {number}")
-            for engine in engines:
-                found[engine.name].append(figures(engine.ask(dataclasses.asdict(load))))
+            for name, engine in engines.items():
+                times = engine.ask(dataclasses.asdict(load))
+                found[name].append(figures(times))
+                if options.server:
+                    short = dataclasses.replace(load, output=SHORT, seed=f"{load.seed}, short")
+                    pair = costs(times, engine.ask(dataclasses.asdict(short)))
+                    found[name][-1] |= dict(zip(COSTS, pair, strict=True))
         result[str(streams)] = {
-            name: {key: statistics.median(f[key] for f in rounds) for key in FIGURES}
+            name: {key: statistics.median(f[key] for f in rounds) for key in rounds[0]}
             for name, rounds in found.items()
         }
-    for engine in engines:
+    for engine in engines.values():
         engine.stop()
     return result
 
 
 def show(result: dict[str, dict[str, Figures]]) -> None:
-    """Print the table."""
+    """Print the table, and what HTTP costs."""
     table = Table(title="128 in / 64 out, closed loop; times in milliseconds")
     table.add_column("streams", justify="right")
     table.add_column("engine")
@@ -75,12 +99,22 @@ def show(result: dict[str, dict[str, Figures]]) -> None:
     for streams, found in result.items():
         for engine, values in found.items():
             table.add_row(streams, engine, *(f"{values[name]:.1f}" for name in FIGURES))
-        if len(found) == 2:
-            own, other = found.values()
-            ratios = (f"{own[name] / other[name]:.2f}" for name in FIGURES)
-            table.add_row(streams, "hardpoint / vllm", *ratios)
+        own, *others = found
+        for other in others:
+            ratios = (f"{found[other][name] / found[own][name]:.2f}" for name in FIGURES)
+            table.add_row(streams, f"{other} / {own}", *ratios)
         table.add_section()
-    Console(width=100).print(table)
+    console = Console(width=120)
+    console.print(table)
+    for streams, found in result.items():
+        if SERVER in found:
+            more = {n: found[SERVER][n] - found["hardpoint"][n] for n in (FIGURES[-1], *COSTS)}
+            total, request, token = more.values()
+            noun = "streams" if streams != "1" else "stream"
+            print(
+                f"{streams} {noun}: the server takes {total:.1f} us of CPU per token more: "
+                f"{request:.0f} us per request and {token:.1f} us per token"
+            )
 
 
 def main() -> None:
@@ -89,6 +123,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--requests", type=int, default=3, help="of each stream, per round")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--server", action="store_true", help="`hardpoint serve`, too")
     parser.add_argument("--json", type=Path, help="also write the result here")
     add_arguments(parser)
     options = parser.parse_args()

@@ -2,7 +2,8 @@
 
     python streams.py NAME FOLDER MODE
 
-MODE is `async` (AsyncLLM) or `in-process` (LLM.stream, one stream). It answers each question, a
+MODE is `async` (AsyncLLM), `http` (hardpoint serve, /v1/completions) or `in-process` (LLM.stream,
+one stream). It answers each question, a
 line of JSON on standard input, with the times of a closed loop: every stream sends a request, reads
 it to its end, and sends the next one. Outputs have text and what is new.
 """
@@ -52,6 +53,7 @@ class Times:
         first: seconds to the first token, per request.
         gaps: seconds between two outputs of a request.
         speed: tokens per second of one stream, from its first token on.
+        cpu: seconds of CPU that the frontend's process used: this one, or the server's.
     """
 
     seconds: float = 0.0
@@ -59,6 +61,7 @@ class Times:
     first: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     speed: float = 0.0
+    cpu: float = 0.0
 
 
 class Streamer:
@@ -69,6 +72,13 @@ class Streamer:
     def stream(self, ids: list[int], tokens: int) -> AsyncIterator[int]:
         """Yield the number of new tokens of each output of a request."""
         raise NotImplementedError
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time of the process of the frontend."""
+        return time.process_time()
+
+    def close(self) -> None:
+        """End what another process has of it."""
 
 
 class InProcess(Streamer):
@@ -110,6 +120,57 @@ class Async(Streamer):
         )
         async for output in self._llm.generate(ids, params):
             yield len(output.outputs[0].token_ids)
+
+
+class Http(Streamer):
+    """Hardpoint's server, in a process of its own."""
+
+    def __init__(self, folder: str) -> None:
+        """Start it."""
+        from http_load.connection import Pool
+        from http_load.server_process import ServerProcess
+        from http_load.target import Target
+
+        settings = {"dtype": "bfloat16", "max_model_len": str(MAX_MODEL_LEN)}
+        self._server = ServerProcess(folder, {**settings, "server.access_log": "off"})
+        self._pool = Pool(Target.parse(self._server.url))
+        self._model = folder
+
+    async def stream(self, ids: list[int], tokens: int) -> AsyncIterator[int]:
+        """Yield one for each chunk with text, and the other tokens at the end."""
+        import msgspec
+        from http_load.answers import StreamAnswer, Timeline
+
+        body = {"model": self._model, "prompt": ids, "max_tokens": tokens, "ignore_eos": True}
+        body |= {"temperature": 0.0, "stream": True, "stream_options": {"include_usage": True}}
+        request = self._pool.request("POST", "/v1/completions", msgspec.json.encode(body))
+        timeline = Timeline()
+        answer = StreamAnswer(timeline)
+        chunks: asyncio.Queue[int] = asyncio.Queue()
+        answer.on_text = lambda: chunks.put_nowait(1)
+        asking = asyncio.create_task(self._pool.ask(request, answer))
+        asking.add_done_callback(lambda _: chunks.put_nowait(0))
+        try:
+            while count := await chunks.get():
+                yield count
+            await asking
+        finally:
+            asking.cancel()
+        answer.finish(time.perf_counter())
+        if timeline.error or timeline.output_tokens is None:
+            raise RuntimeError(f"the server's answer: {timeline.error or 'without usage'}")
+        if rest := timeline.output_tokens - timeline.chunks:
+            yield rest
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time of the server's process, without the engine's."""
+        from http_load.server_process import cpu_seconds
+
+        return cpu_seconds(self._server.pid)
+
+    def close(self) -> None:
+        """End the server."""
+        self._server.stop()
 
 
 class VllmAsync(Streamer):
@@ -158,9 +219,10 @@ async def run(engine: Streamer, load: ClosedLoop) -> Times:
             ids = [rng.randrange(100, 40_000) for _ in range(load.prompt)]
             await _read(engine, ids, load, times)
 
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), engine.cpu_seconds()
     await asyncio.gather(*(stream(index) for index in range(load.streams)))
     times.seconds = time.perf_counter() - start
+    times.cpu = engine.cpu_seconds() - cpu
     return times
 
 
@@ -189,11 +251,14 @@ async def _read(engine: Streamer, ids: list[int], load: ClosedLoop, times: Times
 
 async def serve(engine: Streamer, name: str) -> None:
     """Answer questions until there are no more."""
-    await run(engine, ClosedLoop(1, 1, 16, 4, "first"))
-    answer(about(name, engine.settings))
-    while line := await asyncio.to_thread(sys.stdin.readline):
-        times = await run(engine, ClosedLoop(**json.loads(line)))
-        answer(dataclasses.asdict(times))
+    try:
+        await run(engine, ClosedLoop(1, 1, 16, 4, "first"))
+        answer(about(name, engine.settings))
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            times = await run(engine, ClosedLoop(**json.loads(line)))
+            answer(dataclasses.asdict(times))
+    finally:
+        engine.close()
 
 
 def main() -> None:
@@ -203,7 +268,7 @@ def main() -> None:
     if name == "vllm":
         engine = VllmAsync(folder)
     else:
-        engine = Async(folder) if mode == "async" else InProcess(folder)
+        engine = {"async": Async, "http": Http, "in-process": InProcess}[mode](folder)
     asyncio.run(serve(engine, name))
 
 

@@ -23,6 +23,7 @@ from .routes.chat import ChatRoutes
 from .routes.completions import CompletionRoutes
 from .routes.messages import MessagesRoutes
 from .routes.models import StatusRoutes
+from .routes.page import page_routes, with_page_files
 from .routes.responses import ResponsesRoutes
 from .service import Service
 
@@ -41,9 +42,14 @@ class Applications:
     admin: Application | None = None
 
 
-def core_routes(service: Service) -> list[Route]:
-    """Return the server's own routes."""
+def core_routes(service: Service, page: Sequence[Route] = ()) -> list[Route]:
+    """Return the server's own routes.
+
+    Args:
+        page: those of the web page.
+    """
     return [
+        *page,
         *StatusRoutes(service).routes(),
         *ChatRoutes(service).routes(),
         *CompletionRoutes(service).routes(),
@@ -77,7 +83,8 @@ def assemble(
     transforms = Transforms(in_order(installed, Transform), faults)
     service = Service(engine, version, transforms, faults)
     settings = service.settings
-    routes = routes_of(installed, core_routes(service), settings.replace_routes)
+    page = page_routes() if settings.page else []
+    routes = routes_of(installed, core_routes(service, page), settings.replace_routes)
     asked: list[Owned] = in_order(installed, Authenticator)
     service.has_keys = bool(asked)
     users = Application(
@@ -85,7 +92,7 @@ def assemble(
         [(route, owned) for route, owned in routes if not route.admin],
         faults,
         guard=Guard(bound, settings.allowed_hosts, settings.allowed_origins),
-        authentication=Authentication(asked, faults, settings.open_routes),
+        authentication=Authentication(asked, faults, with_page_files(settings.open_routes, page)),
         middleware=in_order(installed, Middleware),
     )
     return Applications(service, users)

@@ -73,6 +73,10 @@ def _config(
     changes: dict[str, Any] = {"server": _checked(table), "model": model}
     if sources.of("stats.sinks") == "default":
         changes["stats"] = msgspec.structs.replace(config.stats, sinks=["prometheus"])
+    if table.served_names and config.metrics.model_name is None:
+        changes["metrics"] = msgspec.structs.replace(
+            config.metrics, model_name=table.served_names[0]
+        )
     return msgspec.structs.replace(config, **changes), ConfigSources(by_path)
 
 

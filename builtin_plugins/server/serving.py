@@ -24,6 +24,7 @@ ENGINE_DIED = 3
 
 _POLL_SECONDS = 0.1
 _BACKLOG = 2048
+_SEND_BUFFER = 1 << 16
 
 
 class _Listener(uvicorn.Server):
@@ -46,6 +47,8 @@ def bind(settings: ServerConfig) -> socket.socket:
     # Connections inherit it: without it, the body of an answer waits for the client to acknowledge
     # its headers, which takes 40 ms. asyncio sets it for some sockets alone.
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # Of connections: what a client does not read waits here, and then in the engine, merged.
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
     try:
         bound.bind((settings.host, settings.port))
     except OSError as cause:

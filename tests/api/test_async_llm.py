@@ -23,6 +23,7 @@ from hardpoint import (
     SamplingParams,
 )
 from hardpoint.core.client import event_loop as relay
+from hardpoint.plugins.server import AsyncGenerator, Controls
 from hardpoint.testing import write_scripted_model
 
 DELTA, CUMULATIVE = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE
@@ -428,3 +429,62 @@ def test_chat(run):
 
 def main_tool(city: str):
     """Tell the weather."""
+
+
+class TestForServers:
+    def test_it_is_what_a_server_needs(self, run):
+        async def main(llm):
+            for name in vars(AsyncGenerator) | vars(Controls):
+                assert name.startswith("_") or hasattr(llm, name), name
+
+        run(main)
+
+    def test_live_requests_say_how_far_they_are(self, run):
+        async def main(llm):
+            streams = [llm.generate("x", endless(), name, tags={"t": name}) for name in "ab"]
+            for stream in streams:
+                await anext(stream)
+            first, second = await llm.live_requests()
+            assert (first.external_id, second.external_id) == ("a", "b")
+            assert first.tags == {"t": "a"}
+            assert first.status == "running"
+            assert first.num_prompt_tokens == 1
+            assert first.num_computed_tokens >= first.num_prompt_tokens
+            assert first.num_output_tokens > 0
+            assert first.age_seconds >= second.age_seconds >= 0
+            (only,) = await llm.live_requests(["b"])
+            assert only.external_id == "b"
+            assert await llm.live_requests(["c"]) == []
+            for stream in streams:
+                await stream.aclose()
+            while await llm.live_requests():
+                await asyncio.sleep(0.01)
+
+        run(main)
+
+    def test_tokenise_and_a_rendered_conversation(self, run):
+        async def main(llm):
+            text = "say abc"
+            assert llm.tokenizer.decode(await llm.tokenise(text)) == text
+            long = "0123456789" * 1000  # which another thread tokenises
+            ids = await llm.tokenise(long, add_special_tokens=False)
+            assert llm.tokenizer.decode(ids) == long
+            with pytest.raises(RequestError, match="expected text that UTF-8 can hold"):
+                await llm.tokenise("\ud800")
+            prompt = await llm.apply_chat_template([{"role": "user", "content": "Hi"}])
+            assert prompt["prompt_token_ids"] == llm.tokenizer.encode(
+                prompt["prompt"], add_special_tokens=False
+            )
+            assert "Hi" in prompt["prompt"]
+
+        run(main)
+
+    def test_parallel_tool_calls_is_a_flag(self, run):
+        async def main(llm):
+            with pytest.raises(RequestError, match="parallel_tool_calls: expected true or false"):
+                async for _ in llm.chat(
+                    [{"role": "user", "content": "Hi"}], parallel_tool_calls="no"
+                ):
+                    pass
+
+        run(main)

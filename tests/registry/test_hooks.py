@@ -10,6 +10,7 @@ from hardpoint.plugins import CompletionOutput, RequestOutput, hookimpl
 from hardpoint.plugins.errors import PluginContractError, PluginFaultError, PluginLoadError
 from hardpoint.plugins.hooks import HookSpecs
 from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.server import Middleware, Route
 from hardpoint.registry.hooks import HookSet
 
 
@@ -170,3 +171,39 @@ def test_enabled_hooks_are_registered_and_others_are_not(installed):
     assert installed.resolve().hooks().call("engine_closing") == []
     plugins = installed.resolve(plugins={"enable": ["audit"]})
     assert plugins.hooks().call("engine_closing") == ["closed"]
+
+
+ACME = Route(path="/acme", endpoint=None)
+
+
+class TestServerExtensions:
+    def test_each_is_returned_with_its_plugin_in_order_of_enabling(self):
+        hooks = hook_set(
+            a=hooks_of(server_extensions=lambda self, server: [ACME]),
+            b=hooks_of(server_extensions=lambda self: [Middleware(wrap=lambda app: app)]),
+            c=hooks_of(request_finished=lambda self: None),
+        )
+        first, second = hooks.server_extensions(None)
+        assert (first.plugin, first.extension) == ("a", ACME)
+        assert second.plugin == "b"
+        assert first.source.startswith("plugin 'a' (acme-pack 2.0")
+
+    def test_a_failure_names_the_plugin(self):
+        def fail(self, server):
+            raise KeyError("x")
+
+        hooks = hook_set(audit=hooks_of(server_extensions=fail))
+        with pytest.raises(PluginFaultError) as error:
+            hooks.server_extensions(None)
+        message = str(error.value)
+        assert message.startswith("plugin 'audit' (acme-pack 2.0")
+        assert "its hook server_extensions failed: KeyError: 'x'" in message
+
+    @pytest.mark.parametrize("returned", [None, 5, [5], "route", [ACME, None]])
+    def test_another_result_is_refused(self, returned):
+        hooks = hook_set(audit=hooks_of(server_extensions=lambda self: returned))
+        with pytest.raises(PluginContractError) as error:
+            hooks.server_extensions(None)
+        assert "must return a list of Route, Middleware, Transform, Authenticator" in str(
+            error.value
+        )

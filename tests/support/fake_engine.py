@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import re
 
 import msgspec
 
@@ -203,8 +204,7 @@ class FakeEngine:
 
 
 def _words(text):
-    words = text.split()
-    return [word if i == 0 else f" {word}" for i, word in enumerate(words)]
+    return re.findall(r"\s*\S+", text)
 
 
 def configured(**server):

@@ -1,0 +1,158 @@
+"""The soak notices what is left, and what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+
+import pytest
+import soak
+from fake_api_server import Answer, FakeServer, serving
+from http_load import disconnects
+from http_load.metrics import parse_metrics
+from http_load.server_process import Holdings, cpu_seconds
+from support.waiting import wait_until
+
+IDLE = """
+# HELP hardpoint:num_requests_running Requests that run.
+hardpoint:num_requests_running{model_name="x",engine="0"} 0.0
+vllm:num_requests_running{model_name="x",engine="0"} 7.0
+hardpoint:num_requests_waiting 0.0
+hardpoint:num_requests_waiting_by_reason{reason="capacity"} 9.0
+vllm:kv_cache_usage_perc{engine="0"} 0.0
+"""
+
+
+def answer(number: int, body: dict, running: int) -> Answer:
+    """Answer with as many chunks as are asked for, or fail as asked for."""
+    count = body["max_tokens"]
+    if (at := body.get("plugin_args", {}).get("fails_at")) and at["tokens"] < count:
+        return Answer(chunks=at["tokens"], fault="logits processor 'fails_at': apply failed")
+    return Answer(chunks=count, gap=0.0005)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Runs the soak briefly on a fake server; returns the exit code, the output and the figures."""
+    monkeypatch.setattr(soak, "_REST_S", 2.0)
+    monkeypatch.setattr(soak, "_REST_PERIOD_S", 0.05)
+    monkeypatch.setattr(soak, "_IDLE_S", 0.05)
+    monkeypatch.setattr(soak, "_IDLE_PERIOD_S", 0.02)
+    monkeypatch.setattr(soak, "_QUESTIONS", 9)
+    monkeypatch.setattr(disconnects, "_HALF_CLOSED_S", 0.05)
+
+    def run(choose=answer, metrics=lambda: IDLE, *more):
+        server = FakeServer(metrics=metrics)
+        server.choose = lambda number, body: choose(number, body, server.running)
+        with serving(server):
+            arguments = ["--url", server.url, "--seconds", "0.2", "--streams", "8"]
+            arguments += ["--input-tokens", "8-16", "--output-tokens", "3-12"]
+            arguments += ["--disconnects", "0.3", "--faulty", "0.3"]
+            arguments += ["--json", str(tmp_path / "found.json"), *more]
+            monkeypatch.setattr(sys, "argv", ["soak.py", *arguments])
+            code = 0
+            try:
+                soak.main()
+            except SystemExit as end:
+                code = end.code
+        return code, capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
+
+    return run
+
+
+def test_nothing_is_left(run):
+    code, output, found = run(answer, lambda: IDLE, "--pid", str(os.getpid()), "--memory", "200")
+    assert found["problems"] == []
+    assert output.rstrip().endswith("soak: PASSED: nothing is left, no answer is wrong")
+    assert code == 0
+    assert set(found["left"]) <= {point.value for point in disconnects.Point}
+    assert found["left"]
+    assert found["faulty"]["ended_well"] > 0
+    assert found["faulty"]["failed"].keys() == {"stream: logits processor 'fails_at': apply failed"}
+    assert found["compared"] > 0
+    assert found["different"] == 0
+    assert found["requests"] > 0
+    assert found["ms"]["TTFT"]["p50"] > 0
+    assert found["before"]["descriptors"] == found["after"]["descriptors"]
+
+
+def test_wrong_answers_are_noticed(run):
+    def wrong(number, body, running):
+        if running > 1 and number % 5 == 0:
+            return Answer(chunks=body["max_tokens"] + 1)
+        return answer(number, body, running)
+
+    code, output, found = run(wrong)
+    assert code == 1
+    (problem,) = found["problems"]
+    assert soak.wrong(soak.Counts(compared=20, wrong=Counter({3: 1})), 0.05) == []
+    assert problem.endswith(f"of {found['compared']} answers differ from those without load")
+    assert output.rstrip().endswith("soak: FAILED")
+
+
+def test_failures_of_other_requests_are_noticed(run):
+    def failing(number, body, running):
+        if running > 1 and number % 10 == 0:
+            return Answer(status=500, body="{}")
+        return answer(number, body, running)
+
+    code, _, found = run(failing, lambda: IDLE, "--faulty", "0", "--disconnects", "0")
+    assert code == 1
+    assert found["failed"] > 0
+    assert found["errors"] == {"500 {}": found["failed"]}
+    expected = f"{found['failed']} requests without a fault of their own failed"
+    assert found["problems"] == [expected]
+
+
+def test_what_is_left_in_the_engine_is_noticed(run):
+    left = {
+        "num_requests_waiting 0.0": "num_requests_waiting 3",
+        "hardpoint:num_requests_running{": "other{",
+        "vllm:kv_cache_usage_perc": "other",
+    }
+    text = IDLE
+    for old, new in left.items():
+        assert old in text
+        text = text.replace(old, new)
+    code, _, found = run(answer, lambda: text)
+    assert code == 1
+    expected = ["requests running: 7", "requests waiting: 3", "KV cache usage: not in /metrics"]
+    assert [f"left after the load: {what}" for what in expected] == found["problems"][-3:]
+
+
+def test_a_growing_number_of_tasks_is_noticed(run):
+    numbers = iter(range(1000))
+    code, _, found = run(answer, lambda: f"{IDLE}hardpoint:asyncio_tasks {next(numbers)}\n")
+    assert code == 1
+    assert found["problems"] == ["asyncio tasks: 0 before, 1 after"]
+
+
+def test_what_a_process_holds():
+    before = Holdings.of(os.getpid())
+    assert before.memory_mib > 10
+    files = [open(os.devnull) for _ in range(3)]  # noqa: SIM115
+    after = Holdings.of(os.getpid())
+    for file in files:
+        file.close()
+    old = before.descriptors
+    assert f"descriptors: {old} before the load, {old + 3} after it" in after.leaks(before, 100)
+    assert Holdings(1, 5, 4, 130.0).leaks(Holdings(1, 6, 4, 100.0), 31) == []
+    assert Holdings(2, 5, 5, 130.0).leaks(Holdings(1, 5, 4, 100.0), 20) == [
+        "processes: 1 before the load, 2 after it",
+        "threads: 4 before the load, 5 after it",
+        "memory: grew by 30 MiB, more than 20",
+    ]
+
+
+def test_cpu_time_of_a_process():
+    start = cpu_seconds(os.getpid())
+    wait_until(lambda: sum(range(100_000)) and cpu_seconds(os.getpid()) > start + 0.02, 5, "CPU")
+
+
+def test_samples_of_one_name_are_added():
+    text = (
+        'hardpoint:num_requests_running{engine="0"} 1\nhardpoint:num_requests_running{engine="1"} 2'
+    )
+    assert parse_metrics(text) == {"requests running": 3.0}

@@ -146,7 +146,7 @@ class Key:
     [
         (RequestError("top_k: expected more"), openai.BadRequestError, 1),
         (OverloadedError("too many wait"), openai.RateLimitError, 2),
-        (EngineDeadError("it died"), openai.InternalServerError, 2),
+        (EngineDeadError(ENDED), openai.InternalServerError, 2),
         (PluginFaultError("plugin 'x' failed"), openai.InternalServerError, 1),
     ],
 )
@@ -192,7 +192,7 @@ def test_a_wrong_key_is_its_exception():
 
 
 def test_an_error_inside_a_stream_is_its_exception():
-    engine = FakeEngine(error=EngineDeadError("it died"), fails_after=2, config=configured())
+    engine = FakeEngine(error=EngineDeadError(ENDED), fails_after=2, config=configured())
     with running(engine) as server, client_of(server) as client:
         stream = client.chat.completions.create(
             messages=user("x"), model=server.service.names[0], stream=True

@@ -96,6 +96,9 @@ class FakeEngine:
         return SamplingParams()
 
     def generate(self, prompt, sampling_params=None, request_id=None, **extras):
+        if isinstance(prompt, dict):
+            ids, text = list(prompt["prompt_token_ids"]), prompt["prompt"]
+            return self._answer(prompt, text, ids, sampling_params, request_id, extras)
         if not isinstance(prompt, str) and any(not 0 <= token < 0x110000 for token in prompt):
             raise RequestError("prompt: expected token ids below 1114112")
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(list(prompt))

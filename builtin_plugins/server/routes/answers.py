@@ -100,6 +100,36 @@ def check_ended(completion: CompletionOutput) -> None:
     )
 
 
+class WhiteSpace:
+    """Holds back white space that is no text: between reasoning and calls, for example."""
+
+    def __init__(self) -> None:
+        """Hold nothing."""
+        self._held = ""
+
+    def text_of(self, completion: CompletionOutput, *, is_open: bool) -> str:
+        """Return the new text of a completion, after what was held back.
+
+        Args:
+            is_open: whether there is text before it, without anything between them.
+        """
+        text = self._held + (completion.content or "")
+        self._held = ""
+        if text.isspace() and not is_open:
+            self._held, text = text, ""
+        return text
+
+    def rest(self, *, has_calls: bool) -> str:
+        """Return at the end what is still held back: the text of an answer without calls."""
+        return "" if has_calls else self._held
+
+
+def whole_text(completion: CompletionOutput) -> str:
+    """Return the text of a whole completion; white space next to calls is none."""
+    text = completion.content or ""
+    return "" if text.isspace() and completion.tool_calls else text
+
+
 def new_id(prefix: str, asked: str | None = None) -> str:
     """Return the id of an answer: what the request asks for, or a random one."""
     return f"{prefix}{asked or secrets.token_hex(12)}"

@@ -20,7 +20,7 @@ from hardpoint.plugins.typed import Strict
 
 from .answers import new_id
 from .fields import REFUSED, GenerationFields, Renaming, check_limits, reasoning_variables, renamed
-from .messages_events import PING, MessageStream, OutputMessage, whole_message
+from .messages_events import PING, MessageObject, MessageStream, whole_message
 from .messages_input import (
     AnyChoice,
     Choice,
@@ -55,12 +55,13 @@ _NAMES: Renaming = (
     (re.compile(r"^(tools\[\d+\])\.function\.parameters\b"), r"\1.input_schema"),
     (re.compile(r"^(tools\[\d+\])\.function\b"), r"\1"),
     (re.compile(r"^stop\b"), "stop_sequences"),
+    (re.compile(r"^thinking_token_budget\b"), "thinking.budget_tokens"),
     (re.compile(r"^parallel_tool_calls\b"), "tool_choice.disable_parallel_tool_use"),
 )
 """Names of fields in the engine's errors, and those of this route."""
 
 
-class SchemaFormat(Strict, tag_field="type", tag="json_schema"):
+class OutputSchemaFormat(Strict, tag_field="type", tag="json_schema"):
     """JSON of a schema, every keyword of which is enforced."""
 
     schema: dict[str, Any]
@@ -74,7 +75,7 @@ class OutputConfig(Strict):
     """
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: SchemaFormat | None = None
+    format: OutputSchemaFormat | None = None
 
 
 class MessagesRequest(GenerationFields):
@@ -171,7 +172,7 @@ class MessagesRoutes:
                 methods=("POST",),
                 summary="Answer a conversation of messages with blocks.",
                 request_type=MessagesRequest,
-                response_type=OutputMessage,
+                response_type=MessageObject,
             ),
             Route(
                 path=f"{MESSAGES_PATH}/count_tokens",
@@ -197,7 +198,7 @@ class MessagesRoutes:
             stream = MessageStream(tokenizer, **identity)
             return self._service.stream(call, stream.events(outputs), stream.failed, PING)
 
-        async def whole() -> AsyncGenerator[OutputMessage, None]:
+        async def whole() -> AsyncGenerator[MessageObject, None]:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     yield whole_message(output, tokenizer, **identity)

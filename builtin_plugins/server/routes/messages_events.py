@@ -13,7 +13,7 @@ from hardpoint.builtin_plugins.server.errors import MESSAGES_PATH, AnswerError, 
 from hardpoint.plugins import CompletionOutput, RequestOutput, Tokenizer
 from hardpoint.plugins.server import ToolCall
 
-from .answers import UsageCount, check_ended
+from .answers import UsageCount, WhiteSpace, check_ended, whole_text
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
@@ -66,7 +66,7 @@ class MessageUsage(msgspec.Struct):
     output_tokens_details: ThinkingDetails | UnsetType = UNSET
 
 
-class OutputMessage(msgspec.Struct, kw_only=True):
+class MessageObject(msgspec.Struct, kw_only=True):
     """The answer to a conversation.
 
     Attributes:
@@ -89,7 +89,7 @@ class OutputMessage(msgspec.Struct, kw_only=True):
 
 def whole_message(
     output: RequestOutput, tokenizer: Tokenizer, *, message_id: str, model: str, max_tokens: int
-) -> OutputMessage:
+) -> MessageObject:
     """Return a whole answer.
 
     Args:
@@ -105,13 +105,13 @@ def whole_message(
     content: list[OutputBlock] = []
     if completion.reasoning:
         content.append(OutputThinkingBlock(completion.reasoning))
-    if completion.content:
-        content.append(OutputTextBlock(completion.content))
+    if text := whole_text(completion):
+        content.append(OutputTextBlock(text))
     content += [
         OutputToolUseBlock(call.id or "", call.name or "", _arguments(call))
         for call in completion.tool_calls or ()
     ]
-    return OutputMessage(
+    return MessageObject(
         id=message_id,
         model=model,
         content=content,
@@ -189,6 +189,8 @@ class MessageStream:
         self._num_blocks = 0
         self._open: str | None = None
         self._call: int | None = None
+        self._has_calls = False
+        self._space = WhiteSpace()
         self._head = b""
 
     async def events(
@@ -202,11 +204,12 @@ class MessageStream:
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 self._count.add(output)
-                (completion,) = output.outputs
-                check_ended(completion)
-                written = self._begin() + self._parts(completion)
-                if completion.finish_reason is not None:
-                    written += self._end(completion)
+                written = self._begin()
+                for completion in output.outputs:
+                    check_ended(completion)
+                    written += self._parts(completion)
+                    if completion.finish_reason is not None:
+                        written += self._end(completion)
                 if written:
                     yield b"".join(written)
 
@@ -224,7 +227,7 @@ class MessageStream:
             return []
         self._begun = True
         usage = _usage(self._count, whole=False)
-        message = OutputMessage(id=self._id, model=self._model, content=[], usage=usage)
+        message = MessageObject(id=self._id, model=self._model, content=[], usage=usage)
         return [self._event("message_start", message=message)]
 
     def _parts(self, completion: CompletionOutput) -> list[bytes]:
@@ -233,16 +236,19 @@ class MessageStream:
         if completion.reasoning:
             written += self._opened("thinking", OutputThinkingBlock(""))
             written.append(self._delta(completion.reasoning))
-        if completion.content:
-            written += self._opened("text", OutputTextBlock(""))
-            written.append(self._delta(completion.content))
+        if text := self._space.text_of(completion, is_open=self._open == "text"):
+            written += self._text(text)
         for call in completion.tool_calls or ():
+            self._has_calls = True
             if self._open != "tool_use" or self._call != call.index:
                 block = OutputToolUseBlock(call.id or "", call.name or "", {})
                 written += self._opened("tool_use", block, call.index)
             if call.arguments:
                 written.append(self._delta(call.arguments))
         return written
+
+    def _text(self, text: str) -> list[bytes]:
+        return [*self._opened("text", OutputTextBlock("")), self._delta(text)]
 
     def _opened(self, kind: str, block: OutputBlock, call: int | None = None) -> list[bytes]:
         """Return the events that begin a block, unless it is open."""
@@ -274,9 +280,13 @@ class MessageStream:
         return [*written, self._event("content_block_stop", index=index)]
 
     def _end(self, completion: CompletionOutput) -> list[bytes]:
+        written: list[bytes] = []
+        if rest := self._space.rest(has_calls=self._has_calls):
+            written += self._text(rest)
         ended = _ended(completion, self._count.completion_tokens, self._max_tokens)
         usage = _usage(self._count)
         return [
+            *written,
             *self._close(),
             self._event("message_delta", delta=ended, usage=usage),
             self._event("message_stop"),

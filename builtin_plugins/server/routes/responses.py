@@ -74,7 +74,7 @@ class NamedFunction(Strict):
     name: str
 
 
-class SchemaFormat(Strict, tag_field="type", tag="json_schema"):
+class TextSchemaFormat(Strict, tag_field="type", tag="json_schema"):
     """JSON of a schema.
 
     Attributes:
@@ -95,7 +95,7 @@ class TextOptions(Strict):
         verbosity: ignored: ask for it in the instructions.
     """
 
-    format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
+    format: TextFormat | JsonObjectFormat | TextSchemaFormat | None = None
     verbosity: str | None = None
 
 
@@ -205,7 +205,7 @@ class ResponsesRequest(GenerationFields):
         match self.text.format:
             case JsonObjectFormat():
                 found["text.format"] = {"json_object": True}
-            case SchemaFormat(schema=schema, strict=strict):
+            case TextSchemaFormat(schema=schema, strict=strict):
                 found["text.format"] = {"json": schema, "lenient": strict is not True}
         return found
 

@@ -14,9 +14,9 @@ from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.plugins import CompletionOutput, RequestOutput, Tokenizer
 from hardpoint.plugins.server import ToolCall
 
-from .answers import UsageCount, check_ended, new_id
+from .answers import UsageCount, WhiteSpace, check_ended, new_id, whole_text
 from .chat import TokenLogprob, choice_logprobs
-from .responses_input import Status
+from .responses_input import ReasoningText, Status
 
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
@@ -36,12 +36,6 @@ class OutputMessage(msgspec.Struct, tag_field="type", tag="message", kw_only=Tru
     role: str = "assistant"
     status: Status
     content: list[OutputText]
-
-
-class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
-    """The text of reasoning."""
-
-    text: str
 
 
 class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=True):
@@ -162,8 +156,7 @@ def whole_response(
     items: list[OutputItem] = []
     if completion.reasoning:
         items.append(_reasoning(new_id("rs_"), completion.reasoning))
-    if completion.content or not (items or completion.tool_calls):
-        text = completion.content or ""
+    if (text := whole_text(completion)) or not (items or completion.tool_calls):
         positions = text_positions(_positions(completion, logprobs), text, completion.reasoning)
         items.append(_message(new_id("msg_"), text, positions))
     items += [_function_call(new_id("fc_"), call) for call in completion.tool_calls or ()]
@@ -173,7 +166,7 @@ def whole_response(
 
 
 def _reasoning(item_id: str, text: str, status: Status = "completed") -> OutputReasoning:
-    return OutputReasoning(id=item_id, content=[ReasoningText(text)], status=status)
+    return OutputReasoning(id=item_id, content=[ReasoningText(text=text)], status=status)
 
 
 def _message(
@@ -321,6 +314,7 @@ class ResponseStream:
         self._begun = False
         self._items: list[OutputItem] = []
         self._open: _OpenItem | None = None
+        self._space = WhiteSpace()
         self._positions: list[TokenLogprob] = []
 
     async def events(
@@ -329,16 +323,17 @@ class ResponseStream:
         """Yield the events, those of one output together.
 
         Raises:
-            AnswerError: the answer ended with an error, or without an end.
+            AnswerError: the answer ended with an error.
         """
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 self._usage.add(output)
-                (completion,) = output.outputs
-                check_ended(completion)
-                written = self._begin() + self._parts(completion)
-                if completion.finish_reason is not None:
-                    written += self._end(completion)
+                written = self._begin()
+                for completion in output.outputs:
+                    check_ended(completion)
+                    written += self._parts(completion)
+                    if completion.finish_reason is not None:
+                        written += self._end(completion)
                 if written:
                     yield b"".join(written)
 
@@ -381,12 +376,13 @@ class ResponseStream:
         if completion.reasoning:
             written += self._opened("reasoning")
             written.append(self._delta(completion.reasoning))
-        if completion.content:
+        is_open = self._open is not None and self._open.kind == "message"
+        if text := self._space.text_of(completion, is_open=is_open):
             written += self._opened("message")
-            written.append(self._text_delta(completion.content, completion.reasoning))
+            written.append(self._text_delta(text, completion.reasoning))
         for call in completion.tool_calls or ():
             written += self._called(call)
-        if completion.reasoning or completion.content or completion.tool_calls:
+        if completion.reasoning or text or completion.tool_calls:
             self._positions = []
         return written
 
@@ -460,8 +456,14 @@ class ResponseStream:
 
     def _end(self, completion: CompletionOutput) -> list[bytes]:
         written: list[bytes] = []
-        if self._open is None and not self._items:
+        opened = self._open
+        has_calls = opened is not None and opened.call is not None
+        has_calls = has_calls or any(isinstance(i, OutputFunctionCall) for i in self._items)
+        rest = self._space.rest(has_calls=has_calls)
+        if rest or (opened is None and not self._items):
             written += self._opened("message")  # an answer without a text has an empty one
+        if rest:
+            written.append(self._text_delta(rest, None))
         written += self._close("completed" if _is_complete(completion) else "incomplete")
         ended = _ended(self._response, completion, self._items, self._usage)
         written.append(self._event(f"response.{ended.status}", response=ended))

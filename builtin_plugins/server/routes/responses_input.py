@@ -47,7 +47,7 @@ class InputText(Strict, tag_field="type", tag="input_text"):
     prompt_cache_breakpoint: Any = None
 
 
-class OutputText(Strict, tag_field="type", tag="output_text"):
+class AssistantText(Strict, tag_field="type", tag="output_text"):
     """A text of the assistant."""
 
     text: str
@@ -70,7 +70,7 @@ class MessageItem(Strict, tag_field="type", tag="message"):
     """A message; items without a type are messages."""
 
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText | OutputText | Refusal]
+    content: str | list[InputText | AssistantText | Refusal]
     id: str | None = None
     status: Status | None = None
     phase: str | None = None

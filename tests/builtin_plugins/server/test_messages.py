@@ -3,12 +3,15 @@
 import json
 
 import anthropic
+import msgspec
 import pytest
 from support.delta_engine import DeltaEngine, answering, call, typed_events
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 
+from hardpoint.builtin_plugins.server.errors import AnswerError, error_body
 from hardpoint.plugins import RequestError
+from hardpoint.plugins.config import ReasoningConfig
 from hardpoint.plugins.errors import EngineDeadError, OverloadedError
 from hardpoint.plugins.server import Authenticator, Client
 
@@ -32,12 +35,20 @@ CALLED = (
     {"finish_reason": "tool_calls"},
 )
 """An answer of all kinds of blocks, some of which share a delta."""
+SPACED = (
+    {"reasoning": "Hm"},
+    {"content": "\n\n"},
+    {"tool_calls": [call(0, "call_1", "weather", "{}")]},
+    {"content": "\n"},
+    {"tool_calls": [call(1, "call_2", "weather", "{}")]},
+    {"content": "\n", "finish_reason": "tool_calls"},
+)
+"""White space between the parts of an answer."""
 
 
 @pytest.fixture(scope="module")
 def server():
-    engine = DeltaEngine(config=configured(limits={"body_bytes": 1 << 16}))
-    with running(engine) as running_server:
+    with running(DeltaEngine(config=configured())) as running_server:
         yield running_server
 
 
@@ -140,11 +151,24 @@ def test_answers_whole(server):
         (({"content": "Half a"}, {"finish_reason": "length", "warning": "cut"}), "max_tokens"),
         (({"finish_reason": "stop"},), "end_turn"),
         (({"content": "At once", "finish_reason": "stop"},), "end_turn"),
+        (({"reasoning": "Hm"}, {"content": "\n"}, {"finish_reason": "stop"}), "end_turn"),
+        (SPACED, "tool_use"),
         (({"content": "A", "finish_reason": "stop", "stop_reason": "B"},), "stop_sequence"),
         (({"content": "A", "finish_reason": "stop", "stop_reason": 7},), "end_turn"),
         (({"content": "A", "finish_reason": "timeout"},), "timeout"),
     ],
-    ids=["all", "thinking", "length", "empty", "once", "stop", "stop token", "timeout"],
+    ids=[
+        "all",
+        "thinking",
+        "length",
+        "empty",
+        "once",
+        "only space",
+        "spaced",
+        "stop",
+        "stop token",
+        "timeout",
+    ],
 )
 def test_a_stream_holds_what_a_whole_answer_does(server, deltas, reason):
     with answering(server, deltas=deltas, num_cached=3):
@@ -183,7 +207,7 @@ def test_a_full_context_is_told_from_max_tokens(server):
 
 
 def test_an_error_inside_a_stream_ends_the_block(server):
-    error = EngineDeadError("the engine died")
+    error = EngineDeadError(ENDED)
     with answering(server, error=error, fails_after=2):
         events = typed_events(server, PATH, body(stream=True))
     blocks, last = check_stream(events)
@@ -395,6 +419,13 @@ def test_what_is_wrong_is_named(server, fields, words):
     assert words in refusal(server, **fields)
 
 
+def test_a_model_that_does_not_reason_has_no_budget():
+    config = msgspec.structs.replace(configured(), reasoning=ReasoningConfig(parser="none"))
+    with running(FakeEngine(config=config)) as server:
+        _, params, _ = asked_of(server, thinking={"type": "enabled", "budget_tokens": 20})
+    assert params.thinking_token_budget is None
+
+
 def test_errors_of_the_engine_name_the_fields_of_the_route(server):
     error = RequestError("tools[0].function.parameters.type: expected object")
     with answering(server, error=error):
@@ -427,7 +458,6 @@ def test_counting_takes_no_sampling_parameters(server):
         ({"json": body(model="other")}, 404, "not_found_error"),
         ({"content": "x", "headers": {"content-type": "text/plain"}}, 415, "invalid_request_error"),
         ({"json": {}, "headers": {"host": "elsewhere.example"}}, 403, "permission_error"),
-        ({"content": b" " * (1 << 20)}, 413, "request_too_large"),
     ],
 )
 def test_errors_have_the_shape_of_the_family(server, send, status, kind):
@@ -436,6 +466,15 @@ def test_errors_have_the_shape_of_the_family(server, send, status, kind):
     assert answer.status_code == status
     assert answer.json()["type"] == "error"
     assert answer.json()["error"]["type"] == kind
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(413, "request_too_large"), (408, "timeout_error"), (500, "api_error"), (405, None)],
+)
+def test_each_status_has_a_type(status, kind):
+    error = json.loads(error_body(AnswerError(status, "why"), f"{PATH}/count_tokens"))
+    assert error["error"] == {"type": kind or "invalid_request_error", "message": "why"}
 
 
 def test_errors_of_other_paths_have_openais_shape(server):
@@ -497,7 +536,7 @@ def test_client_accumulates_a_stream_and_sends_its_blocks_back(server):
     [
         (RequestError("top_k: expected more"), anthropic.BadRequestError),
         (OverloadedError("too many requests wait"), anthropic.RateLimitError),
-        (EngineDeadError("the engine died"), anthropic.InternalServerError),
+        (EngineDeadError(ENDED), anthropic.InternalServerError),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -509,7 +548,7 @@ def test_client_raises_its_errors(server, error, expected, stream):
 
 
 def test_client_raises_an_error_inside_a_stream(server):
-    error = EngineDeadError("the engine died")
+    error = EngineDeadError(ENDED)
     with answering(server, error=error, fails_after=1):
         client, name = client_of(server), server.service.names[0]
         stream = client.messages.create(model=name, messages=HI, max_tokens=9, stream=True)

@@ -11,6 +11,7 @@ from support.http_server import running
 
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.errors import EngineDeadError, OverloadedError
+from hardpoint.plugins.server import Transform
 
 ENDED = "the engine has ended; send the request again later"
 """What clients are told of an engine that died; the log says the rest."""
@@ -32,6 +33,15 @@ CALLED = (
     {"finish_reason": "tool_calls"},
 )
 """An answer of all kinds of items, some of which share a delta."""
+SPACED = (
+    {"reasoning": "Hm"},
+    {"content": "\n\n"},
+    {"tool_calls": [call(0, "call_1", "weather", "{}")]},
+    {"content": "\n"},
+    {"tool_calls": [call(1, "call_2", "weather", "{}")]},
+    {"content": "\n", "finish_reason": "tool_calls"},
+)
+"""White space between the parts of an answer."""
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +152,22 @@ def test_answers_whole(server):
         ({"content": "Half a"}, {"finish_reason": "length"}),
         ({"finish_reason": "stop"},),
         ({"content": "All at once", "finish_reason": "stop"},),
+        ({"reasoning": "Hm"}, {"content": "\n"}, {"content": "\nSo"}, {"finish_reason": "stop"}),
+        ({"reasoning": "Hm"}, {"content": "\n\n"}, {"finish_reason": "stop"}),
+        SPACED,
         ({"tool_calls": [call(0, "call_1", "weather", '{"pl')], "finish_reason": "length"},),
     ],
-    ids=["all", "reasoning", "length", "empty", "once", "cut call"],
+    ids=[
+        "all",
+        "reasoning",
+        "length",
+        "empty",
+        "once",
+        "space",
+        "only space",
+        "spaced",
+        "cut call",
+    ],
 )
 def test_a_stream_holds_what_a_whole_answer_does(server, deltas):
     with answering(server, deltas=deltas, num_cached=3):
@@ -200,7 +223,7 @@ def test_text_after_a_call_is_an_item_of_its_own(server):
 
 
 def test_an_error_inside_a_stream_ends_the_items_and_fails_the_response(server):
-    error = EngineDeadError("the engine died")
+    error = EngineDeadError(ENDED)
     events = streamed(server, reasoning="Let me think", error=error, fails_after=2)
     response = check_stream(events)
     assert events[-2]["type"] == "response.failed"
@@ -235,6 +258,19 @@ def test_log_probabilities_are_those_of_the_text(server):
     assert logprobs[0]["top_logprobs"] == [
         {"token": "Hello", "logprob": -0.5, "bytes": [72, 101, 108, 108, 111]}
     ]
+
+
+def test_transforms_see_each_event():
+    def mark(call, event):
+        return {**event, "seen": call.path}
+
+    deltas = ({"content": 'data: {"a": 1}', "finish_reason": "stop"},)
+    extension = ("marks", Transform(event=mark))
+    engine = DeltaEngine(deltas=deltas, config=configured(), extensions=(extension,))
+    with running(engine) as server:
+        events = typed_events(server, PATH, {"input": "Hi", "stream": True})
+    assert check_stream(events)["output"][0]["content"][0]["text"] == 'data: {"a": 1}'
+    assert {event["seen"] for event in events} == {PATH}
 
 
 # Requests
@@ -375,6 +411,13 @@ def test_errors_of_the_engine_name_the_fields_of_the_route(server):
     assert answer["message"] == "tools[0].parameters.type: expected object"
 
 
+def test_unknown_fields_may_be_left_out():
+    item = {"role": "user", "content": [{"type": "input_text", "text": "Hi", "shade": 1}]}
+    with running(FakeEngine(config=configured(unknown_fields="warn"))) as server:
+        messages, _, _ = asked_of(server, input=[item], reasoning={"deep": True})
+    assert messages == [{"role": "user", "content": "Hi"}]
+
+
 def test_limits_name_the_field():
     with running(FakeEngine(config=configured(limits={"max_tokens": 5, "messages": 1}))) as server:
         assert refusal(server, max_output_tokens=6) == (
@@ -461,7 +504,7 @@ def test_client_reads_an_incomplete_stream(server):
     [
         (RequestError("top_k: expected more"), openai.BadRequestError),
         (OverloadedError("too many requests wait"), openai.RateLimitError),
-        (EngineDeadError("the engine died"), openai.InternalServerError),
+        (EngineDeadError(ENDED), openai.InternalServerError),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -474,7 +517,7 @@ def test_client_raises_its_errors(server, error, expected, stream):
 
 
 def test_client_raises_an_error_inside_a_stream(server):
-    error = EngineDeadError("the engine died")
+    error = EngineDeadError(ENDED)
     seen = []
     with answering(server, error=error, fails_after=1):
         stream = client_of(server).responses.create(model=None, input="Hi", stream=True)

@@ -5,20 +5,23 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
 from starlette.routing import Route as StarletteRoute
 from starlette.routing import Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hardpoint.plugins.server import Route
+from hardpoint.plugins.server import Authenticator, Client, Route
 
+from .access.cross_origin import CrossOrigin
+from .access.guard import Guard
 from .boundaries import Boundary, Endpoint, MiddlewareBoundary, PluginEndpoint
-from .cross_origin import CrossOrigin
 from .errors import AnswerError
-from .faults import AnswerCutError, Owned, ServerFaults
-from .service import Service
+from .faults import AnswerCutError, BrokenContractError, Owned, ServerFaults
+from .service import ANYBODY, Service
+
+ADMINISTRATOR = Client(name="administrator", admin=True)
+"""The client of the admin address where no key is needed: the owner of its Unix socket."""
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -43,6 +46,89 @@ async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:  # noq
     raise AnswerError(404, f"path: there is no route {scope['path'][:200]!r}", code="not_found")
 
 
+class AdminAuthentication:
+    """Finds the client of each request to the admin address, who has to be an administrator."""
+
+    def __init__(
+        self, authenticators: Sequence[Owned], faults: ServerFaults, open_routes: Collection[str]
+    ) -> None:
+        """Ask authenticators in order; none is for a Unix socket, which is its owner's alone.
+
+        Args:
+            open_routes: paths that need no administrator: files without data.
+        """
+        self._open = frozenset(open_routes)
+        self._keys = Authentication(authenticators, faults, ()) if authenticators else None
+
+    async def client(self, scope: Scope) -> Client:
+        """Return who makes a request.
+
+        Raises:
+            AnswerError: it is no administrator, or an authenticator failed.
+        """
+        if self._keys is None:
+            return ADMINISTRATOR
+        if scope["path"] in self._open:
+            return ANYBODY
+        client = await self._keys.client(scope)
+        if not client.admin:
+            raise AnswerError(
+                403, "authorization: expected the key of an administrator", code="not_an_admin"
+            )
+        return client
+
+
+class Authentication:
+    """Finds the client of each request."""
+
+    def __init__(
+        self, authenticators: Sequence[Owned], faults: ServerFaults, open_routes: Collection[str]
+    ) -> None:
+        """Ask authenticators in order; none leaves every route open.
+
+        Args:
+            open_routes: paths that need no client.
+        """
+        self._authenticators, self._faults = authenticators, faults
+        self._open = frozenset(open_routes)
+
+    async def client(self, scope: Scope) -> Client:
+        """Return who makes a request.
+
+        Raises:
+            AnswerError: no client is known, or an authenticator failed.
+        """
+        if not self._authenticators:
+            return ANYBODY
+        headers = {n.decode("latin-1"): v.decode("latin-1") for n, v in scope["headers"]}
+        path = scope["path"]
+        for owned in self._authenticators:
+            client = await self._faults.run(
+                owned, "authenticator", _asked, owned.part, headers, path, may_refuse=True
+            )
+            if client is not None:
+                return client
+        if path in self._open:
+            return ANYBODY
+        raise AnswerError(
+            401,
+            "authorization: expected a valid key as `Authorization: Bearer KEY`",
+            code="invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
+        )
+
+
+async def _asked(
+    authenticator: Authenticator, headers: Mapping[str, str], path: str
+) -> Client | None:
+    client: object = await authenticator.authenticate(headers, path)
+    if client is not None and not isinstance(client, Client):
+        raise BrokenContractError(
+            f"it returned a {type(client).__name__}, expected a Client or None"
+        )
+    return client
+
+
 class Application:
     """The application of one address.
 
@@ -58,8 +144,8 @@ class Application:
         routes: Sequence[tuple[Route, Owned | None]],
         faults: ServerFaults,
         *,
-        guard: Any,
-        authentication: Any,
+        guard: Guard,
+        authentication: Authentication | AdminAuthentication,
         middleware: Sequence[Owned] = (),
         cross_origin: CrossOrigin | None = None,
         is_admin: bool = False,

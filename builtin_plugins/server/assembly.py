@@ -17,12 +17,11 @@ from hardpoint.plugins.server import (
     Transform,
 )
 
-from .application import Application
-from .authentication import AdminAuthentication, Authentication
-from .cross_origin import CrossOrigin
+from .access.cross_origin import CrossOrigin
+from .access.guard import Guard
+from .application import AdminAuthentication, Application, Authentication
 from .extensions import Transforms, in_order, routes_of
 from .faults import Owned, ServerFaults
-from .guard import Guard
 from .openapi import OpenAPIRoute
 from .operations.addresses import BoundAddress
 from .routes.admin import AdminRoutes

@@ -17,7 +17,7 @@ from hardpoint.plugins.server import AsyncGenerator, ServerConfig
 from hardpoint.plugins.typed import convert
 
 if TYPE_CHECKING:
-    from .keys import Stores
+    from .access.keys import Stores
     from .operations.addresses import BoundAddress
 
 _SIGNAL_CODE = 128
@@ -49,9 +49,9 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace, context: CommandContext) -> int:
     # Their libraries take time, and only `serve` needs them.
-    from .keys import stores_of  # noqa: PLC0415
+    from .access.keys import stores_of  # noqa: PLC0415
+    from .access.tls import check_tls  # noqa: PLC0415
     from .operations.addresses import bind, bind_admin  # noqa: PLC0415
-    from .tls import check_tls  # noqa: PLC0415
 
     config, sources = _config(options, *context.load_config())
     if context.quiet:
@@ -91,8 +91,8 @@ async def _serve(
     admin: BoundAddress | None,
     keys: Stores,
 ) -> int:
+    from .access.keys import installed  # noqa: PLC0415
     from .assembly import assemble  # noqa: PLC0415 - as above
-    from .keys import installed  # noqa: PLC0415
     from .serving import Serving  # noqa: PLC0415
 
     try:

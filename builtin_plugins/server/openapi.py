@@ -11,8 +11,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hardpoint.plugins import SamplingParams, typed
+from hardpoint.plugins import SamplingParams
 from hardpoint.plugins.server import Route
+from hardpoint.plugins.typed import attribute_docs, schema_components
 
 from .errors import ErrorBody
 from .service import Service
@@ -82,7 +83,7 @@ def openapi_document(
         arguments: JSON schemas of `plugin_args`, by the names of the plugins.
         open_routes: paths that need no key; None if none needs one.
     """
-    names, schemas = typed.schema_components(_types(routes), _REF)
+    names, schemas = schema_components(_types(routes), _REF)
     for type_, name in names.items():
         _add_treatment(schemas[name], type_)
     schemas["PluginArgs"] = _plugin_args(arguments, schemas)
@@ -110,7 +111,7 @@ def _types(routes: Iterable[Route]) -> list[type[msgspec.Struct]]:
 def _add_treatment(schema: dict[str, Any], type_: type[msgspec.Struct]) -> None:
     """Add what sampling parameters mean, and the fields that are known and not used."""
     properties = schema.setdefault("properties", {})
-    shared = typed.attribute_docs(SamplingParams)
+    shared = attribute_docs(SamplingParams)
     for name, content in properties.items():
         if name in shared:
             content.setdefault("description", shared[name])

@@ -7,8 +7,8 @@ import pytest
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 
+from hardpoint.builtin_plugins.server.access.keys import KeyStore, installed
 from hardpoint.builtin_plugins.server.assembly import assemble
-from hardpoint.builtin_plugins.server.keys import KeyStore, installed
 from hardpoint.plugins import ConfigError
 from hardpoint.plugins.server import Transform
 

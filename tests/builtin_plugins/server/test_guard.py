@@ -4,8 +4,8 @@ import pytest
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 
+from hardpoint.builtin_plugins.server.access.guard import Guard
 from hardpoint.builtin_plugins.server.errors import AnswerError
-from hardpoint.builtin_plugins.server.guard import Guard
 from hardpoint.plugins import ConfigError
 
 

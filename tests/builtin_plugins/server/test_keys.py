@@ -9,7 +9,12 @@ import os
 import pytest
 
 from hardpoint.builtin_plugins.server import keys as module
-from hardpoint.builtin_plugins.server.keys import ENVIRONMENT, KeyStore, single_key, stores_of
+from hardpoint.builtin_plugins.server.access.keys import (
+    ENVIRONMENT,
+    KeyStore,
+    single_key,
+    stores_of,
+)
 from hardpoint.plugins import ConfigError
 from hardpoint.plugins.server import ServerConfig
 

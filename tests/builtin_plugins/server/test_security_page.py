@@ -4,7 +4,7 @@ import re
 
 from support.processes import ROOT
 
-from hardpoint.builtin_plugins.server.keys import KeyStore
+from hardpoint.builtin_plugins.server.access.keys import KeyStore
 from hardpoint.plugins.server import ServerConfig, ServerLimits
 
 TEXT = (ROOT / "docs" / "server-security.md").read_text()

@@ -9,7 +9,7 @@ import pytest
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 
-from hardpoint.builtin_plugins.server.tls import check_tls
+from hardpoint.builtin_plugins.server.access.tls import check_tls
 from hardpoint.plugins import ConfigError
 
 

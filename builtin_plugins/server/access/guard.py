@@ -8,11 +8,11 @@ from collections.abc import Collection
 
 from starlette.types import Scope
 
+from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.plugins import ConfigError
 from hardpoint.plugins.typed import shown
 
 from .cross_origin import checked_origins
-from .errors import AnswerError
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::[0-9]{1,5})?")

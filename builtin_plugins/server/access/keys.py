@@ -22,8 +22,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from hardpoint.plugins import ConfigError, typed
+from hardpoint.plugins import ConfigError
 from hardpoint.plugins.server import Authenticator, Client, InstalledExtension, ServerConfig
+from hardpoint.plugins.typed import Strict, convert
 
 _log = logging.getLogger("hardpoint")
 
@@ -38,7 +39,7 @@ _MAX_KEYS = 10_000
 _CHECK_SECONDS = 1.0
 
 
-class _Settings(typed.Strict):
+class _Settings(Strict):
     """What a table `[[key]]` holds besides the key itself; for the meaning, see `Client`."""
 
     name: Annotated[str, Meta(min_length=1, max_length=100)]
@@ -337,7 +338,7 @@ def _entry_of(table: Any, path: str, *, admin: bool) -> KeyEntry:
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: expected a table [[key]]")
     secrets: Sequence[Any] = [table.pop(name, None) for name in ("key", "hash")]
-    settings = typed.convert(table, _Settings, path=path)
+    settings = convert(table, _Settings, path=path)
     if settings.min_priority > settings.max_priority:
         raise ConfigError(
             f"{path}.min_priority: expected at most max_priority ({settings.max_priority}), "

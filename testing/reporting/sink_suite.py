@@ -140,7 +140,30 @@ _REPORTS = st.builds(
     sleep_level=st.integers(0, 2),
     num_blocks=st.none() | st.integers(1, 10**6),
 )
-_EXPORTS = st.lists(_STATS | _REPORTS, min_size=1, max_size=8)
+
+
+def _engine(total: int) -> list[Any]:
+    """Return what an engine reports whose totals are all the same."""
+    scheduler = SchedulerStats(
+        num_running=1,
+        num_waiting=0,
+        kv_cache_usage=0.5,
+        prefix_cache=PrefixCacheStats(total, total, total),
+        num_preemptions=total,
+        num_drafts=total,
+        num_accepted_drafts=total,
+    )
+    meter = PluginMeter(total, total, float(total), total, total)
+    report = PluginReport(
+        meters={"top_k": meter}, health=Health({"top_k": total}, {}), scheduler=scheduler
+    )
+    return [IterationStats(scheduler=scheduler), report]
+
+
+_EXPORTS = st.lists(_STATS | _REPORTS, min_size=1, max_size=8).map(
+    # And in the end the engine is restarted, and counts from nothing again.
+    lambda events: [*events, *_engine(10**6), *_engine(0)]
+)
 _EVENTS = st.lists(_STATS | st.just("report") | _SECONDS, min_size=1, max_size=8)
 
 _CALLS = 1000

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from hardpoint.builtin_plugins.server import keys as module
+from hardpoint.builtin_plugins.server.access import keys as module
 from hardpoint.builtin_plugins.server.access.keys import (
     ENVIRONMENT,
     KeyStore,

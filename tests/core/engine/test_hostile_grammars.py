@@ -301,7 +301,10 @@ def stars(depth):
 
 
 TAGS = {
-    "an unknown part": ({"type": "foo"}, "structural_tag.format.type: invalid value 'foo'"),
+    "an unknown part": (
+        {"type": "foo"},
+        r'structural_tag.format.type: expected "const_string" or .*, got .foo.',
+    ),
     "a trigger that begins no tag": (triggered(["<a", "<z"], "<a>"), "begin a tag, got '<z'"),
     "a tag without its trigger": (triggered(["<z"], "<a>"), r"one of the triggers \['<z'\]"),
     "500 deep": (stars(500), "structured.structural_tag: expected at most 200 levels"),

@@ -165,7 +165,7 @@ def whole_response(
         positions = text_positions(_positions(completion, logprobs), text, completion.reasoning)
         items.append(_message(new_id("msg_"), text, positions))
     items += [_function_call(new_id("fc_"), call) for call in calls]
-    if not _is_complete(completion):
+    if not _is_complete(completion) and not isinstance(items[-1], OutputFunctionCall):
         items[-1].status = "incomplete"
     return _ended(response, completion, items, usage)
 
@@ -283,16 +283,16 @@ class _OpenItem:
         self.head = b"event: " + name.encode() + b"\ndata: " + fields[:-1]
 
     def item(self, status: Status) -> OutputItem:
-        """Return the item as it is now; of a call, the status says whether it is whole."""
+        """Return the item as it is now; only a whole call is completed."""
         text = "".join(self.text)
         if self.call is not None:
             call = msgspec.structs.replace(self.call, arguments=text)
-            if status != "in_progress":
-                status = "incomplete" if whole_arguments(text) is None else "completed"
+            if status == "completed" and whole_arguments(text) is None:
+                status = "incomplete"
             return _function_call(self.id, call, status)
         if self.kind == "reasoning":
             return _reasoning(self.id, text, status)
-        # Several of the last events hold them, who were encoded for the deltas.
+        # Several of the last events hold them; they were encoded for the deltas.
         logprobs: Any = msgspec.Raw(b"[" + b",".join(self.logprobs) + b"]")
         return _message(self.id, text, logprobs, status)
 
@@ -444,7 +444,7 @@ class ResponseStream:
         opened.call = call
         item = opened.item("in_progress")
         if isinstance(item, OutputFunctionCall):
-            yield self._added(opened, msgspec.structs.replace(item, arguments=""))
+            yield self._added(opened, item)
             return
         part = item.content[0]
         yield self._added(opened, msgspec.structs.replace(item, content=[]))
@@ -482,7 +482,7 @@ class ResponseStream:
     def _end(self, completion: CompletionOutput) -> Iterator[bytes]:
         status: Status = "completed" if _is_complete(completion) else "incomplete"
         if self._open is not None and self._open.call is not None:
-            yield from self._close(status)
+            yield from self._close("completed")
         has_calls = any(isinstance(item, OutputFunctionCall) for item in self._items)
         rest = self._space.rest(has_calls=has_calls)
         if rest or (self._open is None and not self._items):

@@ -128,7 +128,7 @@ def whole_arguments(text: str) -> dict[str, Any] | None:
 
 
 def split_calls(
-    calls: Sequence[ToolCall] | None, index: int | None
+    calls: Sequence[ToolCall] | None, opened: ToolCall | None
 ) -> tuple[Sequence[ToolCall], Sequence[ToolCall]]:
     """Return the parts of calls that go on with an open one, and those that begin others.
 
@@ -136,9 +136,10 @@ def split_calls(
 
     Args:
         calls: parts of one output.
-        index: of the open call.
+        opened: the open call, if there is one.
     """
     given = calls or ()
+    index = None if opened is None else opened.index
     going_on = [call for call in given if call.index == index]
     return going_on, [call for call in given if call.index != index]
 
@@ -253,8 +254,7 @@ class MessageStream:
     def _parts(self, completion: CompletionOutput) -> list[bytes]:
         """Return the events of what is new: thinking, text, calls."""
         written: list[bytes] = []
-        index = None if self._call is None else self._call.index
-        going_on, begun = split_calls(completion.tool_calls, index)
+        going_on, begun = split_calls(completion.tool_calls, self._call)
         self._arguments += [call.arguments for call in going_on]
         if completion.reasoning:
             written += self._called()

@@ -396,7 +396,7 @@ class ResponseStream:
         """Yield the events of what is new: reasoning, text, calls."""
         self._positions += _positions(completion, self._logprobs)
         opened = None if self._open is None else self._open.call
-        going_on, begun = split_calls(completion.tool_calls, opened and opened.index)
+        going_on, begun = split_calls(completion.tool_calls, opened)
         yield from self._called(going_on)
         if completion.reasoning:
             yield from self._opened("reasoning")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import msgspec
@@ -86,6 +86,8 @@ def openapi_document(
     names, schemas = schema_components(_types(routes), _REF)
     for type_, name in names.items():
         _add_treatment(schemas[name], type_)
+    untagged = {_REF + n for type_, n in names.items() if getattr(type_, "tag_is_optional", False)}
+    _drop_discriminators(schemas, untagged)
     schemas["PluginArgs"] = _plugin_args(arguments, schemas)
     document: dict[str, Any] = {
         "openapi": "3.1.0",
@@ -118,10 +120,27 @@ def _add_treatment(schema: dict[str, Any], type_: type[msgspec.Struct]) -> None:
         if name in ("plugin_args", "vllm_xargs"):
             content.pop("type", None)
             content["anyOf"] = [{"$ref": _REF + "PluginArgs"}, {"type": "null"}]
+    if getattr(type_, "tag_is_optional", False):
+        schema["required"].remove(type_.__struct_config__.tag_field)
     for name, reason in getattr(type_, "ignored", {}).items():
         properties[name] = {"description": f"Ignored: {reason}."}
     if refused := getattr(type_, "refused", {}):
         schema["x-refused"] = dict(refused)
+
+
+def _drop_discriminators(value: Any, untagged: Set[str]) -> None:
+    """Remove the discriminators of unions that hold a type whose tag may be left out.
+
+    Args:
+        untagged: references to such types.
+    """
+    if isinstance(value, dict):
+        found = value.get("discriminator")
+        if isinstance(found, dict) and not untagged.isdisjoint(found.get("mapping", {}).values()):
+            del value["discriminator"]
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, dict | list):
+            _drop_discriminators(item, untagged)
 
 
 def _plugin_args(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -45,6 +45,8 @@ _IGNORED = {
     "metadata": "it is for the provider's own platform",
     "service_tier": "it is for the provider's own platform",
     "speed": "it is for the provider's own platform",
+    "user_profile_id": "it is for the provider's own platform",
+    "workspace_id": "it is for the provider's own platform",
 }
 _REFUSED = {
     **REFUSED,
@@ -55,7 +57,6 @@ _NAMES: Renaming = (
     (re.compile(r"^(tools\[\d+\])\.function\.parameters\b"), r"\1.input_schema"),
     (re.compile(r"^(tools\[\d+\])\.function\b"), r"\1"),
     (re.compile(r"^stop\b"), "stop_sequences"),
-    (re.compile(r"^thinking_token_budget\b"), "thinking.budget_tokens"),
     (re.compile(r"^parallel_tool_calls\b"), "tool_choice.disable_parallel_tool_use"),
 )
 """Names of fields in the engine's errors, and those of this route."""
@@ -226,21 +227,24 @@ class MessagesRoutes:
         fields: dict[str, Any] = {"max_tokens": asked.max_tokens}
         if asked.stop_sequences:
             fields["stop"] = asked.stop_sequences
-        # Without a reasoning parser there is no thinking to limit.
-        can_limit = engine.config.reasoning.parser != "none"
-        if isinstance(asked.thinking, EnabledThinking) and can_limit:
-            if asked.thinking_token_budget is not UNSET:
-                raise RequestError("thinking_token_budget: expected none together with thinking")
-            fields["thinking_token_budget"] = asked.thinking.budget_tokens
         limits = self._service.settings.limits
         params = asked.sampling_params(engine.default_sampling_params(), limits, **fields)
         parallel = not getattr(asked.tool_choice, "disable_parallel_tool_use", False)
-        return engine.chat(
+        given: dict[str, Any] = {
             **self._conversation(asked),
-            sampling_params=params,
-            request_id=request_id,
-            parallel_tool_calls=parallel,
+            "request_id": request_id,
+            "parallel_tool_calls": parallel,
             **self._service.extras(call, asked),
+        }
+        if not isinstance(asked.thinking, EnabledThinking):
+            return engine.chat(sampling_params=params, **given)
+        if asked.thinking_token_budget is not UNSET:
+            raise RequestError("thinking_token_budget: expected none together with thinking")
+        budget = asked.thinking.budget_tokens
+        limited = msgspec.structs.replace(params, thinking_token_budget=budget)
+        return _limited(
+            engine.chat(sampling_params=limited, **given),
+            lambda: engine.chat(sampling_params=params, **given),
         )
 
     def _conversation(self, asked: MessagesRequest | CountTokensRequest) -> dict[str, Any]:
@@ -270,6 +274,34 @@ class MessagesRoutes:
                 asked, self._service.engine.tokenizer.chat_template or ""
             ),
         }
+
+
+async def _limited(
+    outputs: AsyncGenerator[RequestOutput, None],
+    without: Callable[[], AsyncGenerator[RequestOutput, None]],
+) -> AsyncGenerator[RequestOutput, None]:
+    """Yield the outputs of a request with a budget of thinking.
+
+    Where the engine refuses the budget, since the model has no thinking that it knows of, there is
+    nothing to limit. Which of the enabled parsers the model's chat template shows, it alone knows.
+
+    Args:
+        outputs: with the budget.
+        without: returns the same without it.
+    """
+    begun = False
+    try:
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                begun = True
+                yield output
+            return
+    except RequestError as error:
+        if begun or not str(error).startswith("thinking_token_budget:"):
+            raise
+    async with contextlib.aclosing(without()) as unlimited:
+        async for output in unlimited:
+            yield output
 
 
 def _choice(choice: Choice | None) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import msgspec
@@ -107,10 +107,9 @@ def whole_message(
         content.append(OutputThinkingBlock(completion.reasoning))
     if text := whole_text(completion):
         content.append(OutputTextBlock(text))
-    content += [
-        OutputToolUseBlock(call.id or "", call.name or "", _arguments(call))
-        for call in completion.tool_calls or ()
-    ]
+    for call in completion.tool_calls or ():
+        if (arguments := whole_arguments(call.arguments)) is not None:
+            content.append(OutputToolUseBlock(call.id or "", call.name or "", arguments))
     return MessageObject(
         id=message_id,
         model=model,
@@ -120,12 +119,29 @@ def whole_message(
     )
 
 
-def _arguments(call: ToolCall) -> dict[str, Any]:
-    """Return the arguments of a call; of one that was cut off, none."""
+def whole_arguments(text: str) -> dict[str, Any] | None:
+    """Return the arguments of a call; None if it was cut off or is malformed."""
     try:
-        return msgspec.json.decode(call.arguments, type=dict[str, Any])
-    except msgspec.DecodeError:
-        return {}
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def split_calls(
+    calls: Sequence[ToolCall] | None, opened: ToolCall | None
+) -> tuple[Sequence[ToolCall], Sequence[ToolCall]]:
+    """Return the parts of calls that go on with an open one, and those that begin others.
+
+    What goes on with a call comes before any text of the same output.
+
+    Args:
+        calls: parts of one output.
+        opened: the open call, if there is one.
+    """
+    given = calls or ()
+    index = None if opened is None else opened.index
+    going_on = [call for call in given if call.index == index]
+    return going_on, [call for call in given if call.index != index]
 
 
 def _usage(count: UsageCount, *, whole: bool = True) -> MessageUsage:
@@ -172,7 +188,11 @@ _DELTAS = {
 
 
 class MessageStream:
-    """Writes the events of a streamed message; what the deltas of a block share, once."""
+    """Writes the events of a streamed message; what the deltas of a block share, once.
+
+    A call is held back until it has ended: a client that runs calls as their blocks end must get no
+    half ones, and the text of a broken call is text.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, *, message_id: str, model: str, max_tokens: int
@@ -188,7 +208,8 @@ class MessageStream:
         self._begun = False
         self._num_blocks = 0
         self._open: str | None = None
-        self._call: int | None = None
+        self._call: ToolCall | None = None
+        self._arguments: list[str] = []
         self._has_calls = False
         self._space = WhiteSpace()
         self._head = b""
@@ -216,7 +237,7 @@ class MessageStream:
     def failed(self, error: AnswerError) -> bytes:
         """Return the last events of a stream that an error ends."""
         last = b"event: error\ndata: " + error_body(error, MESSAGES_PATH) + b"\n\n"
-        return b"".join([*self._close(), last])
+        return b"".join([*self._close(), last])  # without a call that has not ended
 
     def _event(self, type_: str, **fields: Any) -> bytes:
         data = self._encode({"type": type_, **fields})
@@ -233,29 +254,42 @@ class MessageStream:
     def _parts(self, completion: CompletionOutput) -> list[bytes]:
         """Return the events of what is new: thinking, text, calls."""
         written: list[bytes] = []
+        going_on, begun = split_calls(completion.tool_calls, self._call)
+        self._arguments += [call.arguments for call in going_on]
         if completion.reasoning:
+            written += self._called()
             written += self._opened("thinking", OutputThinkingBlock(""))
             written.append(self._delta(completion.reasoning))
-        if text := self._space.text_of(completion, is_open=self._open == "text"):
+        is_open = self._open == "text" and self._call is None
+        if text := self._space.text_of(completion, is_open=is_open):
+            written += self._called()
             written += self._text(text)
-        for call in completion.tool_calls or ():
-            self._has_calls = True
-            if self._open != "tool_use" or self._call != call.index:
-                block = OutputToolUseBlock(call.id or "", call.name or "", {})
-                written += self._opened("tool_use", block, call.index)
-            if call.arguments:
-                written.append(self._delta(call.arguments))
+        for call in begun:
+            if self._call is None or self._call.index != call.index:
+                written += self._called()
+                self._call, self._arguments = call, []
+            self._arguments.append(call.arguments)
         return written
 
     def _text(self, text: str) -> list[bytes]:
         return [*self._opened("text", OutputTextBlock("")), self._delta(text)]
 
-    def _opened(self, kind: str, block: OutputBlock, call: int | None = None) -> list[bytes]:
+    def _called(self) -> list[bytes]:
+        """Return the events of the call that was held back; none of one that is broken."""
+        call, self._call = self._call, None
+        arguments = "".join(self._arguments)
+        if call is None or whole_arguments(arguments) is None:
+            return []
+        self._has_calls = True
+        block = OutputToolUseBlock(call.id or "", call.name or "", {})
+        return [*self._opened("tool_use", block), self._delta(arguments), *self._close()]
+
+    def _opened(self, kind: str, block: OutputBlock) -> list[bytes]:
         """Return the events that begin a block, unless it is open."""
-        if self._open == kind and self._call == call:
+        if self._open == kind:
             return []
         written = self._close()
-        self._open, self._call = kind, call
+        self._open = kind
         delta, field = _DELTAS[kind]
         fields = {"type": "content_block_delta", "index": self._num_blocks}
         head = self._encode({**fields, "delta": {"type": delta}})
@@ -275,12 +309,12 @@ class MessageStream:
         if self._open == "thinking":
             delta = {"type": "signature_delta", "signature": ""}
             written.append(self._event("content_block_delta", index=index, delta=delta))
-        self._open = self._call = None
+        self._open = None
         self._num_blocks += 1
         return [*written, self._event("content_block_stop", index=index)]
 
     def _end(self, completion: CompletionOutput) -> list[bytes]:
-        written: list[bytes] = []
+        written = self._called()
         if rest := self._space.rest(has_calls=self._has_calls):
             written += self._text(rest)
         ended = _ended(completion, self._count.completion_tokens, self._max_tokens)

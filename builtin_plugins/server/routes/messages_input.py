@@ -58,13 +58,18 @@ class RedactedThinkingBlock(Strict, tag_field="type", tag="redacted_thinking"):
 
 
 class ToolUseBlock(Strict, tag_field="type", tag="tool_use"):
-    """A call that the assistant made."""
+    """A call that the assistant made.
+
+    Attributes:
+        cache_control, caller, toolset_name: ignored.
+    """
 
     id: str
     name: str
     input: dict[str, Any]
     cache_control: Any = None
     caller: Any = None
+    toolset_name: Any = None
 
 
 class ToolResultBlock(Strict, tag_field="type", tag="tool_result"):
@@ -72,12 +77,14 @@ class ToolResultBlock(Strict, tag_field="type", tag="tool_result"):
 
     Attributes:
         is_error: ignored: the content says what failed.
+        cache_control, toolset_name: ignored.
     """
 
     tool_use_id: str
     content: str | list[TextBlock] | None = None
     is_error: bool | None = None
     cache_control: Any = None
+    toolset_name: Any = None
 
 
 Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
@@ -237,12 +244,14 @@ class Conversation:
 
         Raises:
             RequestError: it holds a block that messages of its role cannot hold, or the result of
-                a call that is not there.
+                a call that is not there; or it is not the assistant's and holds no block.
         """
         if isinstance(message.content, str):
             self._add_text(message.role, message.content)
-        elif message.role == "assistant":
+        elif message.role == "assistant":  # whose answer may be empty
             self._add_turn(message.content, f"{path}.content")
+        elif not message.content:
+            raise RequestError(f"{path}.content: expected at least one block")
         else:
             self._add_blocks(message.role, message.content, f"{path}.content")
 

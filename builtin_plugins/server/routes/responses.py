@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -17,7 +17,7 @@ from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import RequestError, RequestOutput, SamplingParams
 from hardpoint.plugins.server import Call, Route
-from hardpoint.plugins.typed import Strict
+from hardpoint.plugins.typed import Strict, shown
 
 from .answers import new_id
 from .fields import (
@@ -47,6 +47,10 @@ class FunctionTool(Strict):
 
     Attributes:
         strict: whether calls have to keep to the schema; left out is false.
+        allowed_callers: must hold "direct": no programs are run that could call it.
+        async: ignored: calls are the caller's to make.
+        defer_loading: ignored: the model sees all tools.
+        output_schema: ignored: results are taken as they are.
     """
 
     type: Literal["function"]
@@ -54,6 +58,10 @@ class FunctionTool(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    allowed_callers: list[str] | None = None
+    async_: Any = msgspec.field(default=None, name="async")
+    defer_loading: Any = None
+    output_schema: Any = None
 
     def plain(self) -> dict[str, Any]:
         """Return the tool as conversations have it."""
@@ -67,11 +75,21 @@ class FunctionTool(Strict):
         return {"type": "function", "function": given}
 
 
-class NamedFunction(Strict):
+class NamedFunction(Strict, tag_field="type", tag="function"):
     """The function that has to be called."""
 
-    type: Literal["function"]
     name: str
+
+
+class AllowedFunctions(Strict, tag_field="type", tag="allowed_tools"):
+    """The functions that may be called, of those that the request has.
+
+    Attributes:
+        mode: whether the model may call them, or has to call one.
+    """
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[NamedFunction], Meta(min_length=1)]
 
 
 class TextSchemaFormat(Strict, tag_field="type", tag="json_schema"):
@@ -143,6 +161,9 @@ class ResponsesRequest(GenerationFields):
     limit_name: ClassVar[str] = "max_output_tokens"
     ignored: ClassVar[Mapping[str, str]] = {
         **{name: reason for name, reason in IGNORED.items() if name != "metadata"},
+        "access_programs": "it is for the provider's own platform",
+        "background_options": "nothing runs in the background",
+        "image": "the model reads text alone",
         "prompt_cache_options": "cached prompts are found by their content",
     }
     refused: ClassVar[Mapping[str, str]] = {
@@ -161,7 +182,7 @@ class ResponsesRequest(GenerationFields):
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions = "auto"
     parallel_tool_calls: bool = True
     include: list[str] = []
     top_logprobs: Annotated[int, Meta(ge=0)] = 0
@@ -183,7 +204,12 @@ class ResponsesRequest(GenerationFields):
         tools, choice = fields.get("tools"), fields.get("tool_choice")
         for index, tool in enumerate(tools if isinstance(tools, list) else ()):
             _refuse_hosted(tool, f"tools[{index}]")
-        _refuse_hosted(choice, "tool_choice")
+        if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+            allowed = choice.get("tools")
+            for index, tool in enumerate(allowed if isinstance(allowed, list) else ()):
+                _refuse_hosted(tool, f"tool_choice.tools[{index}]")
+        else:
+            _refuse_hosted(choice, "tool_choice")
         return {**fields, "input": prepared_input(fields["input"])} if "input" in fields else fields
 
     @property
@@ -209,6 +235,33 @@ class ResponsesRequest(GenerationFields):
                 found["text.format"] = {"json": schema, "lenient": strict is not True}
         return found
 
+    def tools_and_choice(self) -> tuple[list[dict[str, Any]] | None, Any]:
+        """Return the tools and the choice, as the engine takes them.
+
+        Raises:
+            RequestError: the choice is of a tool that the request does not have, or a tool cannot
+                be called.
+        """
+        tools, choice = self.tools or [], self.tool_choice
+        for index, tool in enumerate(tools):
+            if tool.allowed_callers is not None and "direct" not in tool.allowed_callers:
+                raise RequestError(
+                    f'tools[{index}].allowed_callers: expected "direct" among them: no programs '
+                    "are run that could call the tool"
+                )
+        known = [tool.name for tool in tools]
+        if isinstance(choice, NamedFunction):
+            _check_known(choice, known, "tool_choice")
+        if isinstance(choice, AllowedFunctions):
+            for index, named in enumerate(choice.tools):
+                _check_known(named, known, f"tool_choice.tools[{index}]")
+            names = [named.name for named in choice.tools]
+            return [tool.plain() for tool in tools if tool.name in names], choice.mode
+        return (
+            None if self.tools is None else [tool.plain() for tool in tools],
+            {"name": choice.name} if isinstance(choice, NamedFunction) else choice,
+        )
+
     def messages(self) -> list[dict[str, Any]]:
         """Return the conversation.
 
@@ -222,6 +275,14 @@ class ResponsesRequest(GenerationFields):
         if isinstance(self.input, str):
             conversation.messages.append({"role": "user", "content": self.input})
         return conversation.messages
+
+
+def _check_known(named: NamedFunction, known: Sequence[str], path: str) -> None:
+    if named.name not in known:
+        listed = ", ".join(shown(name, 100) for name in known[:20]) or "none"
+        raise RequestError(
+            f"{path}.name: expected one of the tools ({listed}), got {shown(named.name, 100)}"
+        )
 
 
 def _refuse_hosted(tool: Any, path: str) -> None:
@@ -302,16 +363,15 @@ class ResponsesRoutes:
         self, call: Call, asked: ResponsesRequest, params: SamplingParams, request_id: str
     ) -> AsyncGenerator[RequestOutput, None]:
         """Return the outputs of a conversation, which begin when they are asked for."""
-        engine, choice = self._service.engine, asked.tool_choice
-        messages = asked.messages()
-        tools = None if asked.tools is None else [tool.plain() for tool in asked.tools]
+        engine, messages = self._service.engine, asked.messages()
+        tools, choice = asked.tools_and_choice()
         self._service.check_prompt(messages, tools)
         return engine.chat(
             messages,
             params,
             request_id,
             tools=tools,
-            tool_choice={"name": choice.name} if isinstance(choice, NamedFunction) else choice,
+            tool_choice=choice,
             parallel_tool_calls=asked.parallel_tool_calls,
             chat_template_kwargs=reasoning_variables(
                 engine.tokenizer.chat_template, asked.reasoning.effort, asked.chat_template_kwargs

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -16,9 +17,12 @@ from hardpoint.plugins.server import ToolCall
 
 from .answers import UsageCount, WhiteSpace, check_ended, new_id, whole_text
 from .chat import TokenLogprob, choice_logprobs
+from .messages_events import split_calls, whole_arguments
 from .responses_input import ReasoningText, Status
 
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+_LARGE = 1 << 18
+"""Bytes of events after which other requests get a turn."""
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text", kw_only=True):
@@ -154,13 +158,14 @@ def whole_response(
     usage = UsageCount(tokenizer)
     usage.add(output)
     items: list[OutputItem] = []
+    calls = [c for c in completion.tool_calls or () if whole_arguments(c.arguments) is not None]
     if completion.reasoning:
         items.append(_reasoning(new_id("rs_"), completion.reasoning))
-    if (text := whole_text(completion)) or not (items or completion.tool_calls):
+    if (text := whole_text(completion)) or not (items or calls):
         positions = text_positions(_positions(completion, logprobs), text, completion.reasoning)
         items.append(_message(new_id("msg_"), text, positions))
-    items += [_function_call(new_id("fc_"), call) for call in completion.tool_calls or ()]
-    if not _is_complete(completion):
+    items += [_function_call(new_id("fc_"), call) for call in calls]
+    if not _is_complete(completion) and not isinstance(items[-1], OutputFunctionCall):
         items[-1].status = "incomplete"
     return _ended(response, completion, items, usage)
 
@@ -268,7 +273,7 @@ class _OpenItem:
     def __init__(self, kind: str, item_id: str, index: int) -> None:
         self.kind, self.id, self.index = kind, item_id, index
         self.text: list[str] = []
-        self.logprobs: list[TokenLogprob] = []
+        self.logprobs: list[bytes] = []
         self.call: ToolCall | None = None
         self.place: dict[str, Any] = {"item_id": item_id, "output_index": index}
         if kind != "function_call":
@@ -278,14 +283,18 @@ class _OpenItem:
         self.head = b"event: " + name.encode() + b"\ndata: " + fields[:-1]
 
     def item(self, status: Status) -> OutputItem:
-        """Return the item as it is now."""
+        """Return the item as it is now; only a whole call is completed."""
         text = "".join(self.text)
         if self.call is not None:
             call = msgspec.structs.replace(self.call, arguments=text)
+            if status == "completed" and whole_arguments(text) is None:
+                status = "incomplete"
             return _function_call(self.id, call, status)
         if self.kind == "reasoning":
             return _reasoning(self.id, text, status)
-        return _message(self.id, text, self.logprobs, status)
+        # Several of the last events hold them; they were encoded for the deltas.
+        logprobs: Any = msgspec.Raw(b"[" + b",".join(self.logprobs) + b"]")
+        return _message(self.id, text, logprobs, status)
 
 
 _DELTAS = {
@@ -313,6 +322,7 @@ class ResponseStream:
         self._number = 0
         self._begun = False
         self._items: list[OutputItem] = []
+        self._num_items = 0  # broken calls too, which `_items` does not hold
         self._open: _OpenItem | None = None
         self._space = WhiteSpace()
         self._positions: list[TokenLogprob] = []
@@ -320,7 +330,7 @@ class ResponseStream:
     async def events(
         self, outputs: AsyncGenerator[RequestOutput, None]
     ) -> AsyncGenerator[bytes, None]:
-        """Yield the events, those of one output together.
+        """Yield the events, those of one output together if they are small.
 
         Raises:
             AnswerError: the answer ended with an error.
@@ -328,21 +338,34 @@ class ResponseStream:
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 self._usage.add(output)
-                written = self._begin()
                 for completion in output.outputs:
                     check_ended(completion)
-                    written += self._parts(completion)
-                    if completion.finish_reason is not None:
-                        written += self._end(completion)
+                written: list[bytes] = []
+                size = 0
+                for event in self._written(output):
+                    written.append(event)
+                    size += len(event)
+                    if size >= _LARGE:
+                        yield b"".join(written)
+                        written, size = [], 0
+                        await asyncio.sleep(0)
                 if written:
                     yield b"".join(written)
+
+    def _written(self, output: RequestOutput) -> Iterator[bytes]:
+        """Yield the events of an output as they are encoded."""
+        yield from self._begin()
+        for completion in output.outputs:
+            yield from self._parts(completion)
+            if completion.finish_reason is not None:
+                yield from self._end(completion)
 
     def failed(self, error: AnswerError) -> bytes:
         """Return the last events of a stream that an error ends.
 
         Clients that know none of the error's own event find it in the response.
         """
-        written = self._begin() + self._close("incomplete")
+        written = [*self._begin(), *self._close("incomplete")]
         detail = error.detail
         code = _ERROR_CODES.get(error.status, "server_error")
         self._response = msgspec.structs.replace(
@@ -360,31 +383,31 @@ class ResponseStream:
     def _event(self, type_: str, **fields: Any) -> bytes:
         data = {"type": type_, "sequence_number": self._number, **fields}
         self._number += 1
-        return b"event: " + type_.encode() + b"\ndata: " + self._encode(data) + b"\n\n"
+        return b"".join((b"event: ", type_.encode(), b"\ndata: ", self._encode(data), b"\n\n"))
 
-    def _begin(self) -> list[bytes]:
+    def _begin(self) -> Iterator[bytes]:
         if self._begun:
-            return []
+            return
         self._begun = True
-        types = ("response.created", "response.in_progress")
-        return [self._event(type_, response=self._response) for type_ in types]
+        for type_ in ("response.created", "response.in_progress"):
+            yield self._event(type_, response=self._response)
 
-    def _parts(self, completion: CompletionOutput) -> list[bytes]:
-        """Return the events of what is new: reasoning, text, calls."""
-        written: list[bytes] = []
+    def _parts(self, completion: CompletionOutput) -> Iterator[bytes]:
+        """Yield the events of what is new: reasoning, text, calls."""
         self._positions += _positions(completion, self._logprobs)
+        opened = None if self._open is None else self._open.call
+        going_on, begun = split_calls(completion.tool_calls, opened)
+        yield from self._called(going_on)
         if completion.reasoning:
-            written += self._opened("reasoning")
-            written.append(self._delta(completion.reasoning))
+            yield from self._opened("reasoning")
+            yield self._delta(completion.reasoning)
         is_open = self._open is not None and self._open.kind == "message"
         if text := self._space.text_of(completion, is_open=is_open):
-            written += self._opened("message")
-            written.append(self._text_delta(text, completion.reasoning))
-        for call in completion.tool_calls or ():
-            written += self._called(call)
+            yield from self._opened("message")
+            yield self._text_delta(text, completion.reasoning)
+        yield from self._called(begun)
         if completion.reasoning or text or completion.tool_calls:
             self._positions = []
-        return written
 
     def _delta(self, text: str, logprobs: bytes = b"") -> bytes:
         assert self._open is not None
@@ -397,77 +420,78 @@ class ResponseStream:
         assert self._open is not None
         if self._logprobs is None:
             return self._delta(text, b',"logprobs":[]')
-        positions = text_positions(self._positions, text, before)
-        self._open.logprobs += positions
-        return self._delta(text, b',"logprobs":' + self._encode(positions))
+        positions = self._encode(text_positions(self._positions, text, before))
+        if len(positions) > 2:
+            self._open.logprobs.append(positions[1:-1])
+        return self._delta(text, b',"logprobs":' + positions)
 
-    def _called(self, call: ToolCall) -> list[bytes]:
-        """Return the events of a part of a call."""
-        written: list[bytes] = []
-        opened = self._open
-        if opened is None or opened.call is None or opened.call.index != call.index:
-            written += self._opened("function_call", call)
-        if call.arguments:
-            written.append(self._delta(call.arguments))
-        return written
+    def _called(self, calls: Iterable[ToolCall]) -> Iterator[bytes]:
+        """Yield the events of parts of calls."""
+        for call in calls:
+            opened = self._open
+            if opened is None or opened.call is None or opened.call.index != call.index:
+                yield from self._opened("function_call", call)
+            if call.arguments:
+                yield self._delta(call.arguments)
 
-    def _opened(self, kind: str, call: ToolCall | None = None) -> list[bytes]:
-        """Return the events that begin an item, unless it is open."""
+    def _opened(self, kind: str, call: ToolCall | None = None) -> Iterator[bytes]:
+        """Yield the events that begin an item, unless it is open."""
         if self._open is not None and self._open.kind == kind and call is None:
-            return []
-        written = self._close("completed")
-        opened = self._open = _OpenItem(kind, new_id(_PREFIXES[kind]), len(self._items))
+            return
+        yield from self._close("completed")
+        opened = self._open = _OpenItem(kind, new_id(_PREFIXES[kind]), self._num_items)
+        self._num_items += 1
         opened.call = call
         item = opened.item("in_progress")
         if isinstance(item, OutputFunctionCall):
-            written.append(self._added(item))
-            return written
+            yield self._added(opened, item)
+            return
         part = item.content[0]
-        written.append(self._added(msgspec.structs.replace(item, content=[])))
-        written.append(self._event("response.content_part.added", **opened.place, part=part))
-        return written
+        yield self._added(opened, msgspec.structs.replace(item, content=[]))
+        yield self._event("response.content_part.added", **opened.place, part=part)
 
-    def _added(self, item: OutputItem) -> bytes:
-        return self._event("response.output_item.added", output_index=len(self._items), item=item)
+    def _added(self, opened: _OpenItem, item: OutputItem) -> bytes:
+        return self._event("response.output_item.added", output_index=opened.index, item=item)
 
-    def _close(self, status: Status) -> list[bytes]:
-        """Return the events that end the open item, if there is one."""
+    def _close(self, status: Status) -> Iterator[bytes]:
+        """Yield the events that end the open item, if there is one.
+
+        A broken call, whose arguments are never done, is no part of the output: where its text is
+        no call, it is text.
+        """
         opened = self._open
         if opened is None:
-            return []
+            return
         self._open = None
         item = opened.item(status)
-        self._items.append(item)
         name = _DELTAS[opened.kind].removesuffix("delta") + "done"
-        if isinstance(item, OutputFunctionCall):
-            fields: dict[str, Any] = {"name": item.name, "arguments": item.arguments}
-            written = [self._event(name, **opened.place, **fields)]
-        else:
+        if not isinstance(item, OutputFunctionCall):
+            self._items.append(item)
             part = item.content[0]
-            fields = {"text": part.text}
+            fields: dict[str, Any] = {"text": part.text}
             if isinstance(part, OutputText):
                 fields["logprobs"] = part.logprobs
-            written = [
-                self._event(name, **opened.place, **fields),
-                self._event("response.content_part.done", **opened.place, part=part),
-            ]
-        index = opened.index
-        return [*written, self._event("response.output_item.done", output_index=index, item=item)]
+            yield self._event(name, **opened.place, **fields)
+            yield self._event("response.content_part.done", **opened.place, part=part)
+        elif item.status == "completed":
+            self._items.append(item)
+            fields = {"name": item.name, "arguments": item.arguments}
+            yield self._event(name, **opened.place, **fields)
+        yield self._event("response.output_item.done", output_index=opened.index, item=item)
 
-    def _end(self, completion: CompletionOutput) -> list[bytes]:
-        written: list[bytes] = []
-        opened = self._open
-        has_calls = opened is not None and opened.call is not None
-        has_calls = has_calls or any(isinstance(i, OutputFunctionCall) for i in self._items)
+    def _end(self, completion: CompletionOutput) -> Iterator[bytes]:
+        status: Status = "completed" if _is_complete(completion) else "incomplete"
+        if self._open is not None and self._open.call is not None:
+            yield from self._close("completed")
+        has_calls = any(isinstance(item, OutputFunctionCall) for item in self._items)
         rest = self._space.rest(has_calls=has_calls)
-        if rest or (opened is None and not self._items):
-            written += self._opened("message")  # an answer without a text has an empty one
+        if rest or (self._open is None and not self._items):
+            yield from self._opened("message")  # an answer without a text has an empty one
         if rest:
-            written.append(self._text_delta(rest, None))
-        written += self._close("completed" if _is_complete(completion) else "incomplete")
+            yield self._text_delta(rest, None)
+        yield from self._close(status)
         ended = _ended(self._response, completion, self._items, self._usage)
-        written.append(self._event(f"response.{ended.status}", response=ended))
-        return written
+        yield self._event(f"response.{ended.status}", response=ended)
 
 
 def echoed(items: Sequence[msgspec.Struct]) -> list[Any]:

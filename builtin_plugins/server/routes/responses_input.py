@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
+
+import msgspec
 
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.typed import Strict
@@ -15,7 +17,10 @@ REFUSED_ITEMS = {
     "input_image": "the model reads text alone",
     "input_audio": "the model reads text alone",
     "item_reference": "nothing is stored; send the item itself",
+    "additional_tools": "give all tools in the field tools",
     "compaction": "nothing is stored; send the items themselves",
+    "compaction_trigger": "nothing is stored; send the items themselves",
+    "configuration_update": "give the configuration in the request's own fields",
     "apply_patch_call": "there are no hosted tools",
     "apply_patch_call_output": "there are no hosted tools",
     "code_interpreter_call": "there are no hosted tools",
@@ -31,6 +36,8 @@ REFUSED_ITEMS = {
     "mcp_approval_response": "there are no hosted tools",
     "mcp_call": "there are no hosted tools",
     "mcp_list_tools": "there are no hosted tools",
+    "program": "there are no hosted tools",
+    "program_output": "there are no hosted tools",
     "shell_call": "there are no hosted tools",
     "shell_call_output": "there are no hosted tools",
     "tool_search_call": "there are no hosted tools",
@@ -68,6 +75,8 @@ class Refusal(Strict, tag_field="type", tag="refusal"):
 
 class MessageItem(Strict, tag_field="type", tag="message"):
     """A message; items without a type are messages."""
+
+    tag_is_optional: ClassVar[bool] = True
 
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[InputText | AssistantText | Refusal]
@@ -114,22 +123,36 @@ class ReasoningItem(Strict, tag_field="type", tag="reasoning"):
 
 
 class FunctionCallItem(Strict, tag_field="type", tag="function_call"):
-    """A call that the assistant made."""
+    """A call that the assistant made.
+
+    Attributes:
+        async, caller, namespace: ignored: all calls are the assistant's, of the caller's tools.
+    """
 
     call_id: str
     name: str
     arguments: str
     id: str | None = None
     status: Status | None = None
+    async_: Any = msgspec.field(default=None, name="async")
+    caller: Any = None
+    namespace: Any = None
 
 
 class FunctionOutputItem(Strict, tag_field="type", tag="function_call_output"):
-    """What a call returned."""
+    """What a call returned.
+
+    Attributes:
+        caller, name, namespace: ignored: the call has them.
+    """
 
     call_id: str
     output: str | list[InputText]
     id: str | None = None
     status: Status | None = None
+    caller: Any = None
+    name: str | None = None
+    namespace: Any = None
 
     def text(self) -> str:
         """Return the result."""

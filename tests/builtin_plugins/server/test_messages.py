@@ -1,19 +1,30 @@
 """`/v1/messages` and `/v1/messages/count_tokens`, by plain requests and by Anthropic's client."""
 
 import json
+import typing
 
 import anthropic
 import msgspec
 import pytest
+from anthropic import types as sdk
+from anthropic.types import message_create_params
+from support.async_requests import config
 from support.delta_engine import DeltaEngine, answering, call, typed_events
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 
+from hardpoint import AsyncLLM
 from hardpoint.builtin_plugins.server.errors import AnswerError, error_body
+from hardpoint.builtin_plugins.server.routes import messages_input
+from hardpoint.builtin_plugins.server.routes.messages import (
+    CountTokensRequest,
+    MessagesRequest,
+    OutputConfig,
+)
 from hardpoint.plugins import RequestError
-from hardpoint.plugins.config import ReasoningConfig
 from hardpoint.plugins.errors import EngineDeadError, OverloadedError
 from hardpoint.plugins.server import Authenticator, Client
+from hardpoint.testing import write_scripted_model
 
 ENDED = "the engine has ended; send the request again later"
 """What clients are told of an engine that died; the log says the rest."""
@@ -197,6 +208,59 @@ def test_blocks_come_in_the_order_of_the_answer(server):
         {"type": "tool_use", "id": "call_2", "name": "weather", "input": {}},
     ]
     assert answer["usage"]["output_tokens_details"] == {"thinking_tokens": len("Look it up.")}
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        # As the engine gives them: the text of a call that is void is content.
+        (({"content": '<call>{"place":oops'}, {"finish_reason": "stop"}), "end_turn"),
+        (({"content": '<call>{"place":', "finish_reason": "length"},), "max_tokens"),
+        (({"finish_reason": "length"},), "max_tokens"),
+        (({"reasoning": "Hm", "finish_reason": "stop"},), "end_turn"),
+    ],
+    ids=["malformed", "cut", "no text", "thinking"],
+)
+def test_half_a_call_is_no_block(server, end, reason):
+    deltas = (
+        {"content": "Wait."},
+        {"tool_calls": [call(0, "call_1", "weather")]},
+        {"tool_calls": [call(0, arguments='{"place":')]},
+        *end,
+    )
+    with answering(server, deltas=deltas):
+        asked = body(tools=[TOOL], max_tokens=len(deltas))
+        whole = server.post(PATH, asked).json()
+        blocks, last = check_stream(typed_events(server, PATH, {**asked, "stream": True}))
+    assert "tool_use" not in [block["type"] for block in [*blocks, *whole["content"]]]
+    assert last["delta"]["stop_reason"] == whole["stop_reason"] == reason
+    joined = "".join(block.get("text", "") for block in whole["content"])
+    assert "".join(block.get("text", "") for block in blocks) == joined
+    assert joined.startswith("Wait.")
+
+
+def test_the_rest_of_a_call_comes_before_the_text_after_it(server):
+    """Outputs that a slow reader gets together are one output."""
+    deltas = (
+        {"tool_calls": [call(0, "call_1", "weather", '{"place":')]},
+        {"content": "Done", "tool_calls": [call(0, arguments='"Rome"}'), call(1, "b", "c", "{}")]},
+        {"finish_reason": "tool_calls"},
+    )
+    with answering(server, deltas=deltas):
+        blocks, _ = check_stream(typed_events(server, PATH, body(stream=True)))
+    assert [block.get("input", block.get("text")) for block in blocks] == [
+        {"place": "Rome"},
+        "Done",
+        {},
+    ]
+
+
+def test_an_error_ends_a_stream_without_the_call_that_was_held_back(server):
+    deltas = ({"tool_calls": [call(0, "call_1", "weather", "{}")]}, {"content": "x"})
+    with answering(server, deltas=deltas, error=EngineDeadError(ENDED), fails_after=1):
+        blocks, last = check_stream(typed_events(server, PATH, body(stream=True)))
+    assert blocks == []
+    assert last is None
 
 
 def test_a_full_context_is_told_from_max_tokens(server):
@@ -419,11 +483,106 @@ def test_what_is_wrong_is_named(server, fields, words):
     assert words in refusal(server, **fields)
 
 
-def test_a_model_that_does_not_reason_has_no_budget():
-    config = msgspec.structs.replace(configured(), reasoning=ReasoningConfig(parser="none"))
-    with running(FakeEngine(config=config)) as server:
-        _, params, _ = asked_of(server, thinking={"type": "enabled", "budget_tokens": 20})
-    assert params.thinking_token_budget is None
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("reasons", [False, True])
+def test_the_budget_of_thinking_is_for_models_that_think(tmp_path, reasons, stream):
+    """By default the engine finds the parser that the chat template shows, if it shows one."""
+    folder = write_scripted_model(tmp_path, max_position_embeddings=1 << 12)
+    if reasons:
+        path = folder / "tokenizer_config.json"
+        settings = json.loads(path.read_text())
+        settings["chat_template"] += "<think>{{ '</think>' }}"
+        path.write_text(json.dumps(settings))
+    llm = AsyncLLM(config=config(folder, server={"heartbeat_seconds": 0}))
+    assert llm.config.reasoning.parser == "auto"
+    given = []
+    with running(Recording(llm, given)) as server:
+        asked = body(thinking={"type": "enabled", "budget_tokens": 3}, max_tokens=6, stream=stream)
+        answer = server.post(PATH, asked)
+        own = server.post(PATH, body(thinking_token_budget=3, max_tokens=6))
+    llm.close()
+    assert answer.status_code == 200, answer.text
+    assert '"stop_reason":"' in answer.text
+    if reasons:
+        assert given == [3, 3]
+        assert own.status_code == 200, own.text
+    else:
+        assert given == [3, None, 3]
+        assert own.status_code == 400
+        assert own.json()["error"]["message"].startswith("thinking_token_budget: a budget of 3")
+
+
+class Recording:
+    """An engine, with the budgets that it was given."""
+
+    def __init__(self, engine, given):
+        self._engine, self._given = engine, given
+
+    def chat(self, *args, sampling_params, **extras):
+        self._given.append(sampling_params.thinking_token_budget)
+        return self._engine.chat(*args, sampling_params=sampling_params, **extras)
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_other_errors_of_a_request_with_a_budget_are_its_own(server, begun):
+    error = RequestError("thinking_token_budget: no") if begun else RequestError("top_k: no")
+    asked = body(thinking={"type": "enabled", "budget_tokens": 3}, stream=True)
+    with answering(server, error=error, fails_after=int(begun)):
+        answer = server.post(PATH, asked)
+    assert "thinking_token_budget: no" in answer.text if begun else answer.status_code == 400
+    assert server.engine.asked[-1][1].thinking_token_budget == 3
+
+
+@pytest.mark.parametrize("path", [PATH, f"{PATH}/count_tokens"])
+@pytest.mark.parametrize("before", [[], HI], ids=["alone", "later"])
+@pytest.mark.parametrize("role", ["user", "system"])
+def test_a_message_without_blocks_is_refused(server, path, before, role):
+    asked = {"messages": [*before, {"role": role, "content": []}]}
+    answer = server.post(path, asked if "count" in path else {**asked, "max_tokens": 2})
+    assert answer.status_code == 400, answer.text
+    words = f"messages[{len(before)}].content: expected at least one block"
+    assert answer.json()["error"]["message"] == words
+
+
+def test_an_empty_answer_may_be_sent_back(server):
+    messages, _, _ = asked_of(server, messages=[*HI, {"role": "assistant", "content": []}, *HI])
+    assert [message["content"] for message in messages] == ["Hi", "", "Hi"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (message_create_params.MessageCreateParamsStreaming, MessagesRequest),
+        (sdk.MessageCountTokensParams, CountTokensRequest),
+        *((one, messages_input.InputMessage) for one in typing.get_args(sdk.MessageParam)),
+        (sdk.TextBlockParam, messages_input.TextBlock),
+        (sdk.ThinkingBlockParam, messages_input.ThinkingBlock),
+        (sdk.RedactedThinkingBlockParam, messages_input.RedactedThinkingBlock),
+        (sdk.ToolUseBlockParam, messages_input.ToolUseBlock),
+        (sdk.ToolResultBlockParam, messages_input.ToolResultBlock),
+        (sdk.ToolParam, messages_input.ToolDefinition),
+        (sdk.ToolChoiceAutoParam, messages_input.AutoChoice),
+        (sdk.ToolChoiceAnyParam, messages_input.AnyChoice),
+        (sdk.ToolChoiceToolParam, messages_input.ToolChoice),
+        (sdk.ToolChoiceNoneParam, messages_input.NoneChoice),
+        (sdk.ThinkingConfigEnabledParam, messages_input.EnabledThinking),
+        (sdk.ThinkingConfigAdaptiveParam, messages_input.AdaptiveThinking),
+        (sdk.ThinkingConfigDisabledParam, messages_input.DisabledThinking),
+        (sdk.OutputConfigParam, OutputConfig),
+    ],
+    ids=lambda type_: type_.__name__,
+)
+def test_every_field_of_anthropics_client_is_known(theirs, ours):
+    known = {field.encode_name for field in msgspec.structs.fields(ours)} | {"type"}
+    known |= {*getattr(ours, "ignored", ()), *getattr(ours, "refused", ())}
+    assert set(typing.get_type_hints(theirs)) - known == set()
+
+
+def test_fields_that_change_nothing_are_taken(server):
+    asked_of(server, user_profile_id="u", workspace_id="w")
 
 
 def test_errors_of_the_engine_name_the_fields_of_the_route(server):

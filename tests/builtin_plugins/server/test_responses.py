@@ -1,16 +1,26 @@
 """`/v1/responses`, by plain requests and by OpenAI's client."""
 
+import asyncio
 import json
+import typing
 
+import jsonschema
+import msgspec
 import openai
 import pydantic
 import pytest
+from openai.types import responses as sdk
+from openai.types.responses import response_create_params, response_input_item_param
 from support.delta_engine import DeltaEngine, answering, call, typed_events
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 
+from hardpoint.builtin_plugins.server.routes import responses_events, responses_input
+from hardpoint.builtin_plugins.server.routes.chat import TokenLogprob
+from hardpoint.builtin_plugins.server.routes.responses import FunctionTool, ResponsesRequest
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.errors import EngineDeadError, OverloadedError
+from hardpoint.plugins.params import RequestOutputKind
 from hardpoint.plugins.server import Transform
 
 ENDED = "the engine has ended; send the request again later"
@@ -42,6 +52,12 @@ SPACED = (
     {"content": "\n", "finish_reason": "tool_calls"},
 )
 """White space between the parts of an answer."""
+BROKEN = (
+    {"content": "Wait."},
+    {"tool_calls": [call(0, "call_1", "weather")]},
+    {"tool_calls": [call(0, arguments='{"place":')]},
+)
+"""The beginning of an answer whose call breaks off."""
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +100,8 @@ def check_stream(events):
             items[index] = {"id": event["item"]["id"], "text": "", "parts": 0, "ended": 0}
             continue
         item = items[index]
+        half = kind == "output_item.done" and event["item"]["type"] == "function_call"
+        half = half and event["item"]["status"] == "incomplete"
         assert event.get("item_id", item["id"]) == item["id"]
         if kind == "content_part.added":
             item["parts"] += 1
@@ -96,7 +114,7 @@ def check_stream(events):
             assert event["part"]["text"] == item["text"]
         elif kind == "output_item.done":
             assert item["parts"] == 0
-            assert item["ended"] == 1
+            assert item["ended"] == (0 if half else 1), "half arguments are never done"
             assert event["item"]["id"] == item["id"]
             done.append(event["item"])
         else:
@@ -104,7 +122,8 @@ def check_stream(events):
             item["ended"] += 1
             assert event["arguments" if "arguments" in kind else "text"] == item["text"]
     response = events[len(types) - 1]["response"]
-    assert response["output"] == done
+    whole = [i for i in done if (i["type"], i["status"]) != ("function_call", "incomplete")]
+    assert response["output"] == whole, "half calls are no part of the output"
     assert len(done) == len(items)
     return response
 
@@ -260,6 +279,127 @@ def test_log_probabilities_are_those_of_the_text(server):
     ]
 
 
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        # As the engine gives them: the text of a call that is void is content.
+        (
+            ({"content": '<call>{"place":oops'}, {"content": " So.", "finish_reason": "stop"}),
+            "completed",
+        ),
+        (({"content": '<call>{"place":', "finish_reason": "length"},), "incomplete"),
+        (({"reasoning": "Hm"}, {"content": "So.", "finish_reason": "stop"}), "completed"),
+        (({"finish_reason": "length"},), "incomplete"),
+    ],
+    ids=["malformed", "cut", "reasoning", "no text"],
+)
+def test_a_broken_call_is_never_completed(server, end, status):
+    events = streamed(server, deltas=(*BROKEN, *end))
+    response = check_stream(events)
+    assert response["status"] == status
+    calls = [e["item"] for e in events if e.get("item", {}).get("type") == "function_call"]
+    assert [item["status"] for item in calls] == ["in_progress", "incomplete"]
+    assert "response.function_call_arguments.done" not in [event["type"] for event in events]
+    assert "function_call" not in [item["type"] for item in response["output"]]
+
+
+def test_a_call_after_a_broken_one_is_completed(server):
+    after = call(1, "call_2", "weather", '{"place": "Rome"}')
+    deltas = (*BROKEN, {"content": "oops"}, {"tool_calls": [after], "finish_reason": "tool_calls"})
+    events = streamed(server, deltas=deltas)
+    *_, last = check_stream(events)["output"]
+    assert (last["call_id"], last["status"]) == ("call_2", "completed")
+    done = [event for event in events if event["type"] == "response.output_item.done"]
+    assert [event["output_index"] for event in done] == [0, 1, 2, 3]
+
+
+def test_a_call_that_is_not_finished_when_the_engine_fails_is_incomplete(server):
+    deltas = ({"tool_calls": [call(0, "call_1", "weather", "{}")]}, {"content": "x"})
+    events = streamed(server, deltas=deltas, error=EngineDeadError(ENDED), fails_after=1)
+    check_stream(events)
+    (item,) = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+    assert item["status"] == "incomplete"
+
+
+def test_the_rest_of_a_call_comes_before_the_text_after_it(server):
+    """Outputs that a slow reader gets together are one output."""
+    rest = {"content": "Done", "tool_calls": [call(0, arguments='"Rome"}')]}
+    response = check_stream(streamed(server, deltas=(*BROKEN, rest, {"finish_reason": "stop"})))
+    assert [item["type"] for item in response["output"]] == ["message", "function_call", "message"]
+    assert response["output"][1]["arguments"] == '{"place":"Rome"}'
+
+
+def test_large_events_at_the_end_leave_other_requests_their_turn(monkeypatch):
+    monkeypatch.setattr(responses_events, "_LARGE", 1000)
+    words = [f"word{i} " for i in range(100)]
+    engine = DeltaEngine(
+        deltas=(
+            *({"content": w, "tokens": [w]} for w in words),
+            {"finish_reason": "stop", "tokens": ()},
+        )
+    )
+    encoded = []
+    encode = msgspec.json.Encoder().encode
+
+    class Counting:
+        def encode(self, value):
+            encoded.extend(positions_in(value))
+            return encode(value)
+
+    monkeypatch.setattr(responses_events.msgspec.json, "Encoder", Counting)
+
+    async def read():
+        turns, seen = 0, []
+
+        async def count():
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.ensure_future(count())
+        response = responses_events.ResponseObject(
+            id="r",
+            created_at=0,
+            model="m",
+            parallel_tool_calls=True,
+            reasoning={},
+            temperature=1.0,
+            text={},
+            tool_choice="auto",
+            tools=[],
+            top_p=1.0,
+        )
+        stream = responses_events.ResponseStream(engine.tokenizer, response, 1)
+        params = engine.default_sampling_params()
+        params = msgspec.structs.replace(params, logprobs=1, output_kind=RequestOutputKind.DELTA)
+        async for written in stream.events(engine.generate("Hi", params)):
+            seen.append((turns, written))
+        counting.cancel()
+        return seen
+
+    seen = asyncio.run(read())
+    types = ("output_text.done", "content_part.done", "output_item.done", "completed")
+    last = seen[-4:]
+    for (_, written), type_ in zip(last, types, strict=True):
+        assert written.startswith(f"event: response.{type_}\n".encode())
+        assert written.count(b"event: ") == 1
+        assert written.count(b'"token":"word') == 2 * len(words), "each, and the likeliest"
+    assert len({turn for turn, _ in last}) == 4, "others had a turn between each two"
+    assert len(encoded) == len(words), "each position is encoded once"
+
+
+def positions_in(value):
+    """Return the positions with log-probabilities in what is to be encoded."""
+    if isinstance(value, TokenLogprob):
+        return [value]
+    if isinstance(value, msgspec.Struct):
+        value = msgspec.structs.asdict(value)
+    parts = value.values() if isinstance(value, dict) else value
+    is_nested = isinstance(value, dict | list)
+    return [position for part in parts for position in positions_in(part)] if is_nested else []
+
+
 def test_transforms_see_each_event():
     def mark(call, event):
         return {**event, "seen": call.path}
@@ -368,9 +508,54 @@ def test_parameters_reach_the_engine(server):
     assert extras["chat_template_kwargs"] == {"enable_thinking": False}
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_some_of_the_tools_may_be_allowed(server, mode):
+    choice = {
+        "type": "allowed_tools",
+        "mode": mode,
+        "tools": [{"type": "function", "name": "weather"}],
+    }
+    answer = server.post(
+        PATH, {"input": "Hi", "tools": [TOOL, {**TOOL, "name": "b"}], "tool_choice": choice}
+    ).json()
+    assert answer["tool_choice"] == choice
+    assert [tool["name"] for tool in answer["tools"]] == ["weather", "b"]
+    _, _, extras = server.engine.asked[-1]
+    assert [tool["function"]["name"] for tool in extras["tools"]] == ["weather"]
+    assert extras["tool_choice"] == mode
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "name": "time"}},
+            "tool_choice.name: expected one of the tools ('weather'), got 'time'",
+        ),
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "auto",
+                    "tools": [{"type": "function", "name": "time"}],
+                },
+            },
+            "tool_choice.tools[0].name: expected one of the tools ('weather'), got 'time'",
+        ),
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": {"type": "allowed_tools", "tools": [{"type": "mcp"}]},
+            },
+            "tool_choice.tools[0].type: 'mcp' is not supported: there are no hosted tools",
+        ),
+        (
+            {"tools": [{**TOOL, "allowed_callers": ["programmatic"]}]},
+            'tools[0].allowed_callers: expected "direct" among them',
+        ),
+        ({"moderation": {"policy": {}}}, "moderation: not supported: there is no moderation"),
+        ({"input": [{"type": "program", "code": "1"}]}, "input[0].type: 'program' is not"),
         ({"previous_response_id": "resp_1"}, "previous_response_id: not supported: nothing is"),
         ({"conversation": "c"}, "conversation: not supported: nothing is stored"),
         ({"background": True}, "background: expected false"),
@@ -401,6 +586,91 @@ def test_parameters_reach_the_engine(server):
 )
 def test_what_is_wrong_is_named(server, fields, words):
     assert words in refusal(server, **fields)
+
+
+def keys_of(type_):
+    return set(typing.get_type_hints(type_))
+
+
+def fields_of(struct):
+    return {field.encode_name for field in msgspec.structs.fields(struct)} | {
+        struct.__struct_config__.tag_field or "type"
+    }
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (response_create_params.ResponseCreateParamsBase, ResponsesRequest),
+        (sdk.FunctionToolParam, FunctionTool),
+        (sdk.EasyInputMessageParam, responses_input.MessageItem),
+        (response_input_item_param.Message, responses_input.MessageItem),
+        (sdk.ResponseOutputMessageParam, responses_input.MessageItem),
+        (sdk.ResponseInputTextParam, responses_input.InputText),
+        (sdk.ResponseOutputTextParam, responses_input.AssistantText),
+        (sdk.ResponseOutputRefusalParam, responses_input.Refusal),
+        (sdk.ResponseReasoningItemParam, responses_input.ReasoningItem),
+        (sdk.ResponseFunctionToolCallParam, responses_input.FunctionCallItem),
+        (response_input_item_param.FunctionCallOutput, responses_input.FunctionOutputItem),
+    ],
+    ids=lambda type_: type_.__name__,
+)
+def test_every_field_of_openais_client_is_known(theirs, ours):
+    known = fields_of(ours) | {*getattr(ours, "ignored", ()), *getattr(ours, "refused", ())}
+    assert keys_of(theirs) - known == set()
+
+
+def test_every_item_of_openais_client_is_known():
+    known = set(responses_input.REFUSED_ITEMS)
+    known |= {item.__struct_config__.tag for item in typing.get_args(responses_input.InputItem)}
+    items = typing.get_args(response_input_item_param.ResponseInputItemParam)
+    hints = [typing.get_type_hints(item)["type"] for item in items]
+    types = {name for hint in hints for name in literals(hint)}
+    assert "function_call" in types
+    assert types - known == set()
+
+
+def literals(hint):
+    """Return the texts of the literals in a type."""
+    if typing.get_origin(hint) is typing.Literal:
+        return set(typing.get_args(hint))
+    return {name for part in typing.get_args(hint) for name in literals(part)}
+
+
+def test_fields_that_change_nothing_are_taken(server):
+    direct = {"type": "direct"}
+    named = {"caller": direct, "namespace": "n", "call_id": "c"}
+    _, _, extras = asked_of(
+        server,
+        access_programs=["x"],
+        background_options={"completion_window": "2h"},
+        image={"context_compression": "auto"},
+        tools=[
+            {
+                **TOOL,
+                "allowed_callers": ["direct"],
+                "async": True,
+                "defer_loading": True,
+                "output_schema": {"type": "object"},
+            }
+        ],
+        input=[
+            {"type": "function_call", "name": "weather", "arguments": "{}", "async": True, **named},
+            {"type": "function_call_output", "name": "weather", "output": "Sun", **named},
+        ],
+    )
+    assert extras["tools"][0]["function"].keys() == {"name", "description", "parameters"}
+
+
+def test_the_document_lets_messages_be_without_a_type(server):
+    document = server.client.get("/openapi.json").json()
+    schema = {"$ref": "#/components/schemas/ResponsesRequest", **document}
+    item = {"role": "user", "content": "Hi"}
+    jsonschema.validate({"input": [item]}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"input": [{"role": "user"}]}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"input": [{"call_id": "c", "output": "x"}]}, schema)
 
 
 def test_errors_of_the_engine_name_the_fields_of_the_route(server):

@@ -374,7 +374,7 @@ def _explain(message: str, value: Any, type_: Any, path: str) -> str:
     where = join_path(path, *steps)
     info = type_at(type_, steps)
     if found := _UNKNOWN.search(text):
-        known = _field_names(info)
+        known = _field_names(info, value_at(value, steps)[0])
         listed = f"; known here: {', '.join(known)}" if known else ""
         return f"{join_path(where, found[1])}: unknown field{suggest(found[1], known)}{listed}"
     if found := _MISSING.search(text):
@@ -410,7 +410,16 @@ def _tags(info: types.Type | None) -> list[str]:
     return [f'"{info.tag}"'] if isinstance(info, types.StructType) and info.tag else []
 
 
-def _field_names(info: types.Type | None) -> list[str]:
+def _field_names(info: types.Type | None, value: Any) -> list[str]:
+    """Return the fields that a value may have; of several structs, those of its own tag."""
     if isinstance(info, types.UnionType):
-        return [name for option in info.types for name in _field_names(option)]
+        return [
+            name
+            for option in info.types
+            if not isinstance(option, types.StructType)
+            or option.tag_field is None
+            or not isinstance(value, dict)
+            or value.get(option.tag_field) == option.tag
+            for name in _field_names(option, value)
+        ]
     return [f.encode_name for f in info.fields] if isinstance(info, types.StructType) else []

@@ -233,3 +233,22 @@ def test_what_is_no_plain_data_is_named_by_its_path(value, where):
     with pytest.raises(ConfigError) as error:
         convert(value, Outer, path="options")
     assert str(error.value) == f"{where}: expected plain data: a builtins.object is none"
+
+
+class _Circle(Strict, tag_field="type", tag="circle"):
+    radius: float
+
+
+class _Square(Strict, tag_field="type", tag="square"):
+    side: float
+
+
+class _Shapes(Strict):
+    shapes: list[_Circle | _Square]
+
+
+def test_unknown_fields_of_a_tagged_struct_are_told_its_own():
+    given = {"shapes": [{"type": "square", "side": 1, "radios": 2}]}
+    with pytest.raises(ConfigError) as raised:
+        convert(given, _Shapes, path="")
+    assert str(raised.value) == "shapes[0].radios: unknown field; known here: side"

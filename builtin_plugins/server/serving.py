@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,7 +33,31 @@ _SIGNAL_CODE = 128
 
 
 class _Listener(uvicorn.Server):
-    """A uvicorn server whose signals somebody else handles."""
+    """A uvicorn server whose signals somebody else handles, and whose TLS handshakes end."""
+
+    def __init__(self, config: uvicorn.Config, handshake_seconds: float) -> None:
+        """Serve as configured."""
+        super().__init__(config)
+        self._handshake_seconds = handshake_seconds
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen on sockets."""
+        config = self.config
+        protocol: Any = functools.partial(
+            config.http_protocol_class, config=config, server_state=self.server_state, app_state={}
+        )
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(
+                protocol,
+                sock=bound,
+                ssl=config.ssl,
+                backlog=config.backlog,
+                ssl_handshake_timeout=self._handshake_seconds if config.ssl else None,
+            )
+            for bound in sockets or ()
+        ]
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -79,7 +104,8 @@ class Serving:
                 timeout_graceful_shutdown=1,
                 ssl_certfile=settings.tls_certificate if address.is_encrypted else None,
                 ssl_keyfile=settings.tls_key if address.is_encrypted else None,
-            )
+            ),
+            settings.header_seconds,
         )
 
     @property
@@ -104,6 +130,7 @@ class Serving:
 
         Raises:
             ConfigError: an address was taken by another program.
+            Exception: the server can no longer watch its engine.
         """
         if handle_signals:
             loop = asyncio.get_running_loop()
@@ -119,7 +146,8 @@ class Serving:
         ended = asyncio.ensure_future(self._end.wait())
         watching = asyncio.ensure_future(self._watch(announce))
         try:
-            await asyncio.wait([ended, *listening], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([ended, watching, *listening], return_when=asyncio.FIRST_COMPLETED)
+            failure = watching.exception() if watching.done() else None
         finally:
             for task in (ended, watching, self._draining):
                 if task is not None:
@@ -135,6 +163,8 @@ class Serving:
                 raise ConfigError(f"server.port: it cannot listen: {result.strerror}") from None
             if isinstance(result, BaseException):
                 raise result
+        if failure is not None:
+            raise failure
         return self._code
 
     async def _end_requests(self) -> None:
@@ -189,7 +219,8 @@ class Serving:
         while not self.is_listening:
             await asyncio.sleep(_POLL_SECONDS / 10)
         if announce is not None:
-            announce()
+            with contextlib.suppress(OSError):  # who reads it may be gone
+                announce()
         while (dead := service.engine.dead_error) is None:
             if service.drain_asked:
                 self._drain("POST /drain")

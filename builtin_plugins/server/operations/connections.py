@@ -131,8 +131,14 @@ class Connection(HttpToolsProtocol):
             self.flow.resume_reading()  # else nothing says that the client is gone
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        async def until_cut(scope: Scope, receive: Receive, send: Send) -> None:
+            await app(scope, receive, send)
+            if cycle.response_started and not (cycle.response_complete or cycle.disconnected):
+                cycle.disconnected = True  # why the answer is cut is logged where it is
+                self._close()
+
         self._running = cycle
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, until_cut)  # type: ignore[arg-type]
 
     def _without_upgrade(self) -> bytes:
         """Return the head of a request again, without its wish for another protocol.

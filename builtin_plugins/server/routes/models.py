@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -12,6 +13,10 @@ from hardpoint.builtin_plugins.server.errors import AnswerError, for_clients
 from hardpoint.builtin_plugins.server.service import ANYBODY, Phase, Service
 from hardpoint.plugins import HardpointError
 from hardpoint.plugins.server import Route
+from hardpoint.plugins.stats import Health
+
+_LONGEST_WAIT = 1.0
+"""Seconds that `/health` waits for the engine; probes wait little longer."""
 
 
 class Model(msgspec.Struct):
@@ -38,6 +43,7 @@ class StatusRoutes:
     def __init__(self, service: Service) -> None:
         """Serve what the service does."""
         self._service = service
+        self._health = Health({}, {})
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -79,21 +85,31 @@ class StatusRoutes:
         return json_response(next(model for model in self._models() if model.id == name))
 
     async def health(self, request: Request) -> Response:
-        """Say whether the engine runs, and what is wrong with plugins."""
+        """Say whether the engine runs, and what is wrong with plugins.
+
+        An engine in a long step answers late; what it said last counts meanwhile.
+        """
+        is_busy = False
         with_details = not self._service.has_keys or request.state.client is not ANYBODY
         try:
             self._service.check_engine()
-            health = await self._service.engine.health()
+            async with asyncio.timeout(_LONGEST_WAIT):
+                self._health = await self._service.engine.health()
+        except TimeoutError:
+            is_busy = True
         except (AnswerError, HardpointError) as error:
             answer = self._service.failure(error)
             body: dict[str, Any] = {"status": "unavailable"}
             if with_details:
                 body["reason"] = answer.detail.message
             return json_response(body, 503, answer.headers)
+        health = self._health
         faults = dict(health.faults)
         for plugin, count in self._service.faults.counts.items():
             faults[plugin] = faults.get(plugin, 0) + count
         body = {"status": "ok" if health.ok else "degraded"}
+        if is_busy:
+            body["busy"] = True
         if with_details:
             details = {
                 "quarantined": {n: for_clients(why) for n, why in health.quarantined.items()},

@@ -8,7 +8,7 @@ import functools
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import uvicorn
@@ -158,11 +158,7 @@ class Serving:
                 listener.force_exit = self._at_once
             results = await asyncio.gather(*listening, return_exceptions=True)
             self._disconnect()
-        for result in results:
-            if isinstance(result, OSError):
-                raise ConfigError(f"server.port: it cannot listen: {result.strerror}") from None
-            if isinstance(result, BaseException):
-                raise result
+        _raise_first(results)
         if failure is not None:
             raise failure
         return self._code
@@ -233,3 +229,17 @@ class Serving:
         self._code = ENGINE_DIED
         await asyncio.sleep(_LAST_ANSWERS_SECONDS)  # so that its requests are answered, with 503
         self._end.set()
+
+
+def _raise_first(results: Sequence[BaseException | None]) -> None:
+    """Raise the first error of listeners, if there is one.
+
+    Raises:
+        ConfigError: the address is another program's.
+        BaseException: any other.
+    """
+    for result in results:
+        if isinstance(result, OSError):
+            raise ConfigError(f"server.port: it cannot listen: {result.strerror}") from None
+        if result is not None:
+            raise result

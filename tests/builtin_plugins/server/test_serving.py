@@ -469,7 +469,7 @@ def test_an_engine_that_is_being_restarted():
 
 
 def test_an_engine_in_a_long_step_does_not_keep_health_waiting():
-    engine = FakeEngine(config=configured(), health_now=Health({}, {"acme": 3}))
+    engine = FakeEngine(config=configured(), health_now=Health(quarantined={}, faults={"acme": 3}))
     with running(engine) as server:
         before = server.client.get("/health").json()
 

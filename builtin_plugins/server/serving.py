@@ -43,8 +43,9 @@ class _Listener(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen on sockets."""
         config = self.config
-        protocol: Any = functools.partial(
-            config.http_protocol_class, config=config, server_state=self.server_state, app_state={}
+        connection: Any = config.http_protocol_class
+        protocol = functools.partial(
+            connection, config=config, server_state=self.server_state, app_state={}
         )
         loop = asyncio.get_running_loop()
         self.servers = [

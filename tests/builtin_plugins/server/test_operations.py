@@ -198,12 +198,12 @@ def test_a_sighup_while_the_model_loads_reads_the_keys_again(tmp_path):
 
 
 def test_a_program_whose_output_nobody_reads_serves_and_drains(tmp_path):
-    path = tmp_path / "server.sock"
-    with program("--uds", str(path), engine={"loading": 0.5}, drain_delay=0) as server:
+    admin = f"unix:{tmp_path}/admin.sock"
+    with program("--admin", admin, engine={"loading": 0.5}, drain_delay=0) as server:
         server.loading().process.stdout.close()
-        client = client_of(f"unix:{path}")
+        client = client_of(admin)
         wait_until(lambda: _answers(client), 20)
-        server.signal(signal.SIGTERM)
+        assert client.post("/drain", json={}).status_code == 200
         server.process.wait(20)
         assert server.process.returncode == 0
         assert "Traceback" not in server.process.stderr.read()
@@ -211,7 +211,7 @@ def test_a_program_whose_output_nobody_reads_serves_and_drains(tmp_path):
 
 def _answers(client):
     with contextlib.suppress(httpx.TransportError):
-        return client.get("/ready").status_code == 200
+        return client.get("/health").status_code == 200
 
 
 def test_a_unix_socket_is_announced_and_removed(tmp_path):

@@ -312,7 +312,7 @@ class Middleware:
     once. To refuse a request it raises starlette's HTTPException or a RequestError; any other
     error, two answers or none end that request alone with 500, which names the plugin. So does a
     pause of more than `server.extension_seconds` outside of the application inside. The server's
-    own `/health` and `/ready` pass no middleware, so that probes tell of the engine alone.
+    own `/health` and `/ready` pass no middleware, so that no plugin fails a probe.
 
     Attributes:
         wrap: takes an application and returns another one; called once, when the server starts.

@@ -25,7 +25,7 @@ ADMINISTRATOR = Client(name="administrator", admin=True)
 """The client of the admin address where no key is needed: the owner of its Unix socket."""
 
 PROBES = ("/health", "/ready")
-"""Routes of the server's own that tell of the engine alone, whatever plugins do."""
+"""Routes of the server's own that no plugin can fail."""
 
 _LONGEST_FOR_OPEN_ROUTES = 1.0
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")

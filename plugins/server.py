@@ -311,7 +311,8 @@ class Middleware:
     `scope["state"]["client"]` is the Client. It answers a request, or calls the application inside
     once. To refuse a request it raises starlette's HTTPException or a RequestError; any other
     error, two answers or none end that request alone with 500, which names the plugin. So does a
-    pause of more than `server.extension_seconds` outside of the application inside.
+    pause of more than `server.extension_seconds` outside of the application inside. The server's
+    own `/health` and `/ready` pass no middleware, so that no plugin fails a probe.
 
     Attributes:
         wrap: takes an application and returns another one; called once, when the server starts.

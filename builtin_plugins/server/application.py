@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import secrets
@@ -17,12 +18,16 @@ from .access.cross_origin import CrossOrigin
 from .access.guard import Guard
 from .boundaries import Boundary, Endpoint, MiddlewareBoundary, PluginEndpoint
 from .errors import AnswerError
-from .faults import AnswerCutError, BrokenContractError, Owned, ServerFaults
+from .faults import AnswerCutError, BlamedError, BrokenContractError, Owned, ServerFaults
 from .service import ANYBODY, Service
 
 ADMINISTRATOR = Client(name="administrator", admin=True)
 """The client of the admin address where no key is needed: the owner of its Unix socket."""
 
+PROBES = ("/health", "/ready")
+"""Routes of the server's own that no plugin can fail."""
+
+_LONGEST_FOR_OPEN_ROUTES = 1.0
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -95,27 +100,36 @@ class Authentication:
     async def client(self, scope: Scope) -> Client:
         """Return who makes a request.
 
+        Open routes are anybody's if authenticators fail or are late, for probes need answers.
+
         Raises:
             AnswerError: no client is known, or an authenticator failed.
         """
         if not self._authenticators:
             return ANYBODY
         headers = {n.decode("latin-1"): v.decode("latin-1") for n, v in scope["headers"]}
-        path = scope["path"]
-        for owned in self._authenticators:
-            client = await self._faults.run(
-                owned, "authenticator", _asked, owned.part, headers, path, may_refuse=True
-            )
-            if client is not None:
-                return client
-        if path in self._open:
+        if scope["path"] in self._open:
+            with contextlib.suppress(BlamedError, TimeoutError):
+                async with asyncio.timeout(_LONGEST_FOR_OPEN_ROUTES):
+                    return await self._known(headers, scope["path"]) or ANYBODY
             return ANYBODY
+        if (client := await self._known(headers, scope["path"])) is not None:
+            return client
         raise AnswerError(
             401,
             "authorization: expected a valid key as `Authorization: Bearer KEY`",
             code="invalid_api_key",
             headers={"www-authenticate": "Bearer"},
         )
+
+    async def _known(self, headers: Mapping[str, str], path: str) -> Client | None:
+        for owned in self._authenticators:
+            client = await self._faults.run(
+                owned, "authenticator", _asked, owned.part, headers, path, may_refuse=True
+            )
+            if client is not None:
+                return client
+        return None
 
 
 async def _asked(
@@ -132,7 +146,8 @@ async def _asked(
 class Application:
     """The application of one address.
 
-    Requests pass: request id, guard, authentication, middleware of plugins, route.
+    Requests pass: request id, guard, authentication, middleware of plugins, route; probes pass no
+    middleware.
 
     Attributes:
         routes: that it has.
@@ -163,6 +178,8 @@ class Application:
         self._cross_origin = cross_origin or CrossOrigin()
         self._authentication = authentication
         app: ASGIApp = make_router(routes, faults)
+        self._router = app
+        self._probes = {r.path for r, owned in routes if owned is None and r.path in PROBES}
         for owned in reversed(middleware):
             app = MiddlewareBoundary(owned, Boundary(app, service), faults)
         self._inner = app
@@ -202,7 +219,8 @@ class Application:
         if (answer := self._cross_origin.preflight(scope)) is not None:
             return await answer(scope, receive, send)
         scope["state"]["client"] = await self._authentication.client(scope)
-        return await self._inner(scope, receive, send)
+        app = self._router if scope["path"] in self._probes else self._inner
+        return await app(scope, receive, send)
 
 
 def _remove_prefix(scope: Scope, prefix: str) -> None:

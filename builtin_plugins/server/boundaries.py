@@ -18,6 +18,7 @@ from hardpoint.plugins.typed import reason_of
 
 from .errors import error_response
 from .faults import AnswerCutError, BrokenContractError, Owned, ServerFaults
+from .heads import fault_of_head
 from .service import Service
 from .streaming import ClientGoneError
 
@@ -38,13 +39,18 @@ class CheckedSend:
         """Pass a message on.
 
         Raises:
-            BrokenContractError: it is not the next one of an answer.
+            BrokenContractError: it is not the next one of an answer, or HTTP cannot carry it.
         """
         is_start = message["type"] == "http.response.start"
         if self.finished or (is_start and self.started):
             raise BrokenContractError("it answered twice")
         if message["type"] == "http.response.body" and not self.started:
             raise BrokenContractError("it sent a body before the start of an answer")
+        if is_start:
+            message["headers"] = headers = list(message.get("headers", ()))
+            wrong = fault_of_head(message.get("status"), headers)
+            if wrong is not None:
+                raise BrokenContractError(wrong)
         await self._send(message)
         if is_start:
             self.started = True

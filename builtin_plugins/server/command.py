@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .operations.addresses import BoundAddress
 
 _SIGNAL_CODE = 128
+_MAX_WAITING = 2048
+"""Requests that wait in the engine, where the configuration sets no limit."""
 
 _OPTIONS = ("host", "port", "uds", "admin", "root_path", "keys_file")
 """Options that are fields of the table `server`."""
@@ -61,6 +63,7 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     check_tls(config.server)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_ended_by_sigterm())
+        stack.enter_context(_reloaded_by_sighup(keys))
         users = stack.enter_context(contextlib.closing(bind(config.server)))
         admin = bind_admin(config.server)
         if admin is not None:
@@ -82,6 +85,16 @@ def _ended_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _reloaded_by_sighup(keys: Stores) -> Iterator[None]:
+    """Let SIGHUP read the keys again instead of ending the program, until the server has it."""
+    before = signal.signal(signal.SIGHUP, lambda number, frame: keys.reload())  # noqa: ARG005
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 async def _serve(
@@ -132,6 +145,8 @@ def _config(
     changes: dict[str, Any] = {"server": _checked(table), "model": model}
     if sources.of("stats.sinks") == "default":
         changes["stats"] = msgspec.structs.replace(config.stats, sinks=["prometheus"])
+    if sources.of("scheduler.max_waiting") == "default":
+        changes["scheduler"] = msgspec.structs.replace(config.scheduler, max_waiting=_MAX_WAITING)
     if table.served_names and config.metrics.model_name is None:
         changes["metrics"] = msgspec.structs.replace(
             config.metrics, model_name=table.served_names[0]

@@ -23,6 +23,7 @@ from hardpoint.plugins.errors import (
 from hardpoint.plugins.typed import reason_of
 
 from .errors import AnswerError, plugin_fault
+from .heads import fault_of_refusal
 from .streaming import ClientGoneError
 
 _log = logging.getLogger("hardpoint")
@@ -103,7 +104,10 @@ class ServerFaults:
         if isinstance(cause, ClientDisconnect):
             return ClientGoneError()
         if may_refuse and _is_refusal(cause):
-            return cause
+            wrong = None
+            if isinstance(cause, HTTPException):
+                wrong = fault_of_refusal(cause.status_code, cause.headers, cause.detail)
+            return cause if wrong is None else self.blame(owned, what, BrokenContractError(wrong))
         if isinstance(cause, _PASSED):
             return cause
         task = asyncio.current_task()
@@ -143,5 +147,5 @@ class ServerFaults:
 def _is_refusal(error: BaseException) -> bool:
     """Return whether an error is how an extension refuses a request."""
     if isinstance(error, HTTPException):
-        return error.status_code >= 400
+        return not isinstance(error.status_code, int) or error.status_code >= 400
     return isinstance(error, RequestError)

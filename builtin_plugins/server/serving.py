@@ -7,7 +7,8 @@ import contextlib
 import functools
 import logging
 import signal
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import uvicorn
@@ -32,7 +33,32 @@ _SIGNAL_CODE = 128
 
 
 class _Listener(uvicorn.Server):
-    """A uvicorn server whose signals somebody else handles."""
+    """A uvicorn server whose signals somebody else handles, and whose TLS handshakes end."""
+
+    def __init__(self, config: uvicorn.Config, handshake_seconds: float) -> None:
+        """Serve as configured."""
+        super().__init__(config)
+        self._handshake_seconds = handshake_seconds
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen on sockets."""
+        config = self.config
+        connection: Any = config.http_protocol_class
+        protocol = functools.partial(
+            connection, config=config, server_state=self.server_state, app_state={}
+        )
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(
+                protocol,
+                sock=bound,
+                ssl=config.ssl,
+                backlog=config.backlog,
+                ssl_handshake_timeout=self._handshake_seconds if config.ssl else None,
+            )
+            for bound in sockets or ()
+        ]
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -79,7 +105,8 @@ class Serving:
                 timeout_graceful_shutdown=1,
                 ssl_certfile=settings.tls_certificate if address.is_encrypted else None,
                 ssl_keyfile=settings.tls_key if address.is_encrypted else None,
-            )
+            ),
+            settings.header_seconds,
         )
 
     @property
@@ -104,6 +131,7 @@ class Serving:
 
         Raises:
             ConfigError: an address was taken by another program.
+            Exception: the server can no longer watch its engine.
         """
         if handle_signals:
             loop = asyncio.get_running_loop()
@@ -119,7 +147,8 @@ class Serving:
         ended = asyncio.ensure_future(self._end.wait())
         watching = asyncio.ensure_future(self._watch(announce))
         try:
-            await asyncio.wait([ended, *listening], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([ended, watching, *listening], return_when=asyncio.FIRST_COMPLETED)
+            failure = watching.exception() if watching.done() else None
         finally:
             for task in (ended, watching, self._draining):
                 if task is not None:
@@ -130,11 +159,9 @@ class Serving:
                 listener.force_exit = self._at_once
             results = await asyncio.gather(*listening, return_exceptions=True)
             self._disconnect()
-        for result in results:
-            if isinstance(result, OSError):
-                raise ConfigError(f"server.port: it cannot listen: {result.strerror}") from None
-            if isinstance(result, BaseException):
-                raise result
+        _raise_first(results)
+        if failure is not None:
+            raise failure
         return self._code
 
     async def _end_requests(self) -> None:
@@ -189,7 +216,8 @@ class Serving:
         while not self.is_listening:
             await asyncio.sleep(_POLL_SECONDS / 10)
         if announce is not None:
-            announce()
+            with contextlib.suppress(OSError):  # who reads it may be gone
+                announce()
         while (dead := service.engine.dead_error) is None:
             if service.drain_asked:
                 self._drain("POST /drain")
@@ -202,3 +230,17 @@ class Serving:
         self._code = ENGINE_DIED
         await asyncio.sleep(_LAST_ANSWERS_SECONDS)  # so that its requests are answered, with 503
         self._end.set()
+
+
+def _raise_first(results: Sequence[BaseException | None]) -> None:
+    """Raise the first error of listeners, if there is one.
+
+    Raises:
+        ConfigError: the address is another program's.
+        BaseException: any other.
+    """
+    for result in results:
+        if isinstance(result, OSError):
+            raise ConfigError(f"server.port: it cannot listen: {result.strerror}") from None
+        if result is not None:
+            raise result

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .errors import AnswerError
+from .errors import AnswerError, unavailable
 
 _HEADERS = {
     "cache-control": "no-cache",
@@ -32,6 +32,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
 
     Raises:
         ClientGoneError: the client is gone.
+        AnswerError: the server's end cancelled `work`.
         Exception: raised by `work`.
     """
     working = asyncio.ensure_future(work)
@@ -40,6 +41,8 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
         await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientGoneError
+        if working.cancelled():
+            raise ended_early()
         working.result()
     finally:
         for task in (working, gone):
@@ -47,6 +50,13 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
+
+
+def ended_early() -> AnswerError:
+    """Return the error of a request that ends with the server."""
+    return unavailable(
+        "the server ended before the answer did; send the request again", code="draining"
+    )
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -101,7 +111,8 @@ class EventStream(Response):
         self._heartbeat_seconds = heartbeat_seconds
         self._failed = failed
         self._heartbeat = heartbeat
-        self._started = False
+        self._begun = self._started = False
+        self._starting = asyncio.Lock()
         self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
@@ -119,6 +130,9 @@ class EventStream(Response):
         finally:
             if beating is not None:
                 beating.cancel()
+                # No heartbeat comes after the end.
+                await asyncio.gather(beating, return_exceptions=True)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_events(self, send: Send) -> None:
         now = asyncio.get_running_loop().time
@@ -129,17 +143,23 @@ class EventStream(Response):
                 self._sent_at = now()
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         except Exception as error:
-            if not self._started:
+            if not self._begun:
                 raise
+            await self._start(send)
             last = self._failed(error)
             await send({"type": "http.response.body", "body": last, "more_body": True})
-        if not self._started:
+        if not self._begun:
             raise AnswerError(500, "the engine ended the request without an answer")
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._start(send)
 
     async def _start(self, send: Send) -> None:
-        self._started = True
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        """Send the headers, once; return when they are sent, for middleware may take its time."""
+        self._begun = True
+        async with self._starting:
+            if not self._started:
+                start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                await send(start)
+                self._started = True
 
     async def _beat(self, send: Send) -> None:
         """Send a heartbeat whenever there was no event for a while."""

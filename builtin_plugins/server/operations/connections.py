@@ -12,7 +12,11 @@ from typing import Any
 
 import httptools
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from hardpoint.builtin_plugins.server.errors import AnswerError, error_response, unavailable
 from hardpoint.plugins.server import ServerConfig
@@ -22,6 +26,8 @@ from .traffic import Traffic
 _LINGER_SECONDS = 2.0
 _HEADER_SEPARATORS = 4
 _UPGRADING = (b"upgrade", b"http2-settings")
+_MOST_WAITING = 16
+_MOST_REFUSED = 64
 
 
 class Connection(HttpToolsProtocol):
@@ -45,6 +51,7 @@ class Connection(HttpToolsProtocol):
         self._unsent = 0
         self._upgrading = (b"", "")
         self._reads = True
+        self._running: RequestResponseCycle | None = None
         self._refusal: tuple[AnswerError, str] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -52,7 +59,12 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)  # type: ignore[arg-type]
         self._writer = _Writer(self.transport, self._finish)
         self._traffic.connections += 1
-        if self._traffic.connections > self._settings.limits.connections:
+        beyond = len(self.connections) - self._settings.limits.connections  # of this address
+        if beyond > _MOST_REFUSED:
+            self._traffic.refused(self.client, None, "connections")
+            self.transport.close()
+            return
+        if beyond > 0:
             self.app = self._refuse_connection
         self._await_head()
 
@@ -63,6 +75,10 @@ class Connection(HttpToolsProtocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
         super().connection_lost(exc)
+        running = self._running
+        if running is not None and not running.response_complete:
+            running.disconnected = True  # uvicorn says so to the latest request alone
+            running.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         """Read what the client sends."""
@@ -111,6 +127,18 @@ class Connection(HttpToolsProtocol):
             raise ValueError("the headers are too long")
         super().on_headers_complete()
         self.cycle.transport = self._writer  # type: ignore[assignment]
+        if 0 < len(self.pipeline) < _MOST_WAITING:
+            self.flow.resume_reading()  # else nothing says that the client is gone
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        async def until_cut(scope: Scope, receive: Receive, send: Send) -> None:
+            await app(scope, receive, send)
+            if cycle.response_started and not (cycle.response_complete or cycle.disconnected):
+                cycle.disconnected = True  # why the answer is cut is logged where it is
+                self._close()
+
+        self._running = cycle
+        super()._start_asgi_task(cycle, until_cut)  # type: ignore[arg-type]
 
     def _without_upgrade(self) -> bytes:
         """Return the head of a request again, without its wish for another protocol.
@@ -147,7 +175,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Wait for the next request, or for the rest of this one."""
-        if not self._reads:
+        if not self._reads and not self.pipeline:
             return
         super().on_response_complete()
         if not self.transport.is_closing():
@@ -246,6 +274,7 @@ class Connection(HttpToolsProtocol):
         Closing it while more comes would reset it, and so take the answer from the client.
         """
         self._reads = False
+        self.pipeline.clear()
         if self.transport.is_closing():
             return
         self.flow.resume_reading()

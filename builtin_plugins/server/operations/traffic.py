@@ -105,7 +105,7 @@ class Exchange:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self.state["is_answered"] = True
-            message["headers"] = [*message["headers"], *self._headers]
+            message["headers"] = [*message.get("headers", ()), *self._headers]
         else:
             if not self.first_byte:
                 self.first_byte = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -12,6 +13,9 @@ from hardpoint.builtin_plugins.server.errors import AnswerError, for_clients
 from hardpoint.builtin_plugins.server.service import ANYBODY, Phase, Service
 from hardpoint.plugins import HardpointError
 from hardpoint.plugins.server import Route
+
+_LONGEST_WAIT = 1.0
+"""Seconds that `/health` waits for the engine; probes wait little longer."""
 
 
 class Model(msgspec.Struct):
@@ -38,6 +42,8 @@ class StatusRoutes:
     def __init__(self, service: Service) -> None:
         """Serve what the service does."""
         self._service = service
+        self._is_ok = True
+        self._details: dict[str, Any] = {}
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -79,32 +85,51 @@ class StatusRoutes:
         return json_response(next(model for model in self._models() if model.id == name))
 
     async def health(self, request: Request) -> Response:
-        """Say whether the engine runs, and what is wrong with plugins."""
+        """Say whether the engine runs, and what is wrong with plugins.
+
+        An engine in a long step answers late; until then, what it said last counts.
+        """
         with_details = not self._service.has_keys or request.state.client is not ANYBODY
         try:
             self._service.check_engine()
-            health = await self._service.engine.health()
+            is_busy = await self._ask_engine()
         except (AnswerError, HardpointError) as error:
             answer = self._service.failure(error)
             body: dict[str, Any] = {"status": "unavailable"}
             if with_details:
                 body["reason"] = answer.detail.message
             return json_response(body, 503, answer.headers)
-        faults = dict(health.faults)
-        for plugin, count in self._service.faults.counts.items():
-            faults[plugin] = faults.get(plugin, 0) + count
-        body = {"status": "ok" if health.ok else "degraded"}
+        body = {"status": "ok" if self._is_ok else "degraded"}
+        if is_busy:
+            body["busy"] = True
         if with_details:
-            details = {
-                "quarantined": {n: for_clients(why) for n, why in health.quarantined.items()},
-                "faults": faults,
-                "fallbacks": {n: for_clients(f.message) for n, f in health.fallbacks.items()},
-                "slow": {name: for_clients(fault.message) for name, fault in health.slow.items()},
-                "restarts": health.restarts,
-                "paused": self._service.paused,
-            }
+            faults = dict(self._details.get("faults", {}))
+            for plugin, count in self._service.faults.counts.items():
+                faults[plugin] = faults.get(plugin, 0) + count
+            details = {**self._details, "faults": faults, "paused": self._service.paused}
             body |= {name: value for name, value in details.items() if value}
         return json_response(body)
+
+    async def _ask_engine(self) -> bool:
+        """Ask the engine for its health; return whether it is too busy to answer.
+
+        Raises:
+            HardpointError: it is dead.
+        """
+        try:
+            async with asyncio.timeout(_LONGEST_WAIT):
+                health = await self._service.engine.health()
+        except TimeoutError:
+            return True
+        self._is_ok = health.ok
+        self._details = {
+            "quarantined": {n: for_clients(why) for n, why in health.quarantined.items()},
+            "faults": health.faults,
+            "fallbacks": {n: for_clients(f.message) for n, f in health.fallbacks.items()},
+            "slow": {name: for_clients(fault.message) for name, fault in health.slow.items()},
+            "restarts": health.restarts,
+        }
+        return False
 
     async def ready(self, request: Request) -> Response:  # noqa: ARG002
         """Say whether requests should be sent here."""

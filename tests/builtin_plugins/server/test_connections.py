@@ -207,6 +207,42 @@ def test_nonsense_after_a_request_does_not_cut_its_answer(server):
         assert read_all(connection) == b""
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("waiting", [1, 5])
+def test_a_client_that_goes_ends_its_request_although_others_wait(caplog, stream, waiting):
+    engine = FakeEngine(text="w " * 200, delay=0.02 if stream else 8, config=configured())
+    with running(engine) as server:
+        with server.socket() as connection:
+            connection.sendall(
+                post(
+                    json.dumps({"prompt": "x", "stream": stream}).encode(), path=b"/v1/completions"
+                )
+            )
+            wait_until(lambda: engine.open == 1, 5)
+            connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" * waiting)
+            time.sleep(0.1)
+        wait_until(lambda: engine.open == 0 and server.service.load.open == 0, 1.5)
+        assert engine.aborted == 1
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_requests_before_nonsense_are_all_answered(server):
+    with server.socket() as connection:
+        connection.sendall(post() + post() + post() + b"\x00\x01 nonsense\r\n\r\n")
+        connection.settimeout(5)
+        assert [read_answer_of_many(connection) for _ in range(3)] == [200] * 3
+        assert read_all(connection) == b""
+
+
+def test_many_requests_at_once_are_all_answered(server):
+    with server.socket() as connection:
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
+        for _ in range(100):
+            assert read_answer_of_many(connection) == 200
+        connection.sendall(post())
+        assert read_answer_of_many(connection) == 200
+
+
 @pytest.mark.parametrize("protocol", [b"websocket", b"h2c"])
 def test_a_request_for_another_protocol_is_answered_in_this_one(server, protocol):
     upgrade = b"Connection: Upgrade\r\nUpgrade: " + protocol + b"\r\n"
@@ -273,6 +309,23 @@ def test_connections_beyond_the_limit_are_answered_with_503(server):
         many[7].sendall(post())
         assert read_answer(many[7])[0] == 200
         assert server.service.traffic.rejected["connections"] >= 1
+
+
+def test_far_more_connections_than_the_limit_are_closed_at_once(server):
+    with contextlib.ExitStack() as stack:
+        many = [stack.enter_context(server.socket()) for _ in range(8 + 64 + 5)]
+        wait_until(lambda: server.service.traffic.connections == 8 + 64, 10)
+        many[0].sendall(post())
+        assert read_answer(many[0])[0] == 200
+
+
+def test_administrators_reach_the_server_when_users_have_all_connections(tmp_path):
+    config = configured(limits={"connections": 3}, admin=f"unix:{tmp_path}/admin")
+    with running(FakeEngine(config=config)) as server, contextlib.ExitStack() as stack:
+        for _ in range(6):
+            stack.enter_context(server.socket())
+        wait_until(lambda: server.service.traffic.connections == 6, 10)
+        assert server.admin.get("/health").status_code == 200
 
 
 def test_what_is_refused_is_counted(server):

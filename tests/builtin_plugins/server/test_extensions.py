@@ -367,7 +367,7 @@ def middleware(function):
 
     def wrap(app):
         async def wrapped(scope, receive, send):
-            if scope["path"] in ("/health", "/version"):
+            if scope["path"] == "/version":
                 return await app(scope, receive, send)
             return await function(app, scope, receive, send)
 
@@ -451,6 +451,88 @@ def test_a_middleware_that_fails_after_the_start_ends_the_connection():
                 server.post(CHAT, ASK, headers={"x-case": function.__name__})
             assert server.client.get("/version").status_code == 200
         assert faults(server) == {"bad": len(cases)}
+
+
+def test_probes_pass_no_middleware():
+    async def fails(app, scope, receive, send):
+        raise ValueError("x")
+
+    async def own(request):
+        return PlainTextResponse("own")
+
+    bad = ("bad", middleware(fails))
+    with installed(bad) as server:
+        assert server.client.get("/health").json() == {"status": "ok"}
+        assert server.client.get("/ready").status_code == 200
+        assert blames(server.client.get("/v1/models"), "bad", "its middleware failed: ValueError")
+    route = ("acme", Route(path="/health", endpoint=own))
+    with installed(bad, route, replace_routes=["/health"]) as server:
+        assert blames(server.client.get("/health"), "bad", "its middleware failed: ValueError")
+
+
+class Raw:
+    """An answer with a start as it is given."""
+
+    def __init__(self, **start):
+        self.start = start
+
+    async def __call__(self, scope, receive, send):
+        await send({"type": "http.response.start", **self.start})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+
+@pytest.mark.parametrize(
+    ("start", "text"),
+    [
+        ({"status": 700}, "it answered with the status 700, expected 200 to 599"),
+        ({"status": 99}, "the status 99, expected 200 to 599"),
+        ({"status": "200"}, "the status '200', expected 200 to 599"),
+        ({"status": 200, "headers": [(b"x y", b"1")]}, "a header that HTTP cannot carry, b'x y'"),
+        ({"status": 200, "headers": [(b"x", b"1\r\na: b")]}, "a header that HTTP cannot carry"),
+        ({"status": 200, "headers": [("x", "1")]}, "headers that are no pairs of bytes"),
+        ({"status": 200, "headers": [(b"content-length", b"zz")]}, "content-length that is no"),
+    ],
+)
+def test_what_http_cannot_carry_is_the_fault_of_the_plugin(start, text):
+    async def answers(app, scope, receive, send):
+        await Raw(**start)(scope, receive, send)
+
+    with installed(("bad", middleware(answers))) as server:
+        answer = server.client.get("/v1/models")
+        assert blames(answer, "bad", text)
+        assert answer.headers["x-request-id"]
+        assert faults(server) == {"bad": 1}
+
+
+def test_an_answer_needs_no_headers():
+    async def answers(app, scope, receive, send):
+        await Raw(status=200)(scope, receive, send)
+
+    async def iterates(app, scope, receive, send):
+        await Raw(status=200, headers=iter([(b"x-a", b"1")]))(scope, receive, send)
+
+    with installed(("fine", middleware(answers))) as server:
+        assert server.client.get("/v1/models").text == "ok"
+    with installed(("fine", middleware(iterates))) as server:
+        assert server.client.get("/v1/models").headers["x-a"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("refusal", "text"),
+    [
+        (HTTPException(700, "x"), "the status 700, expected 200 to 599"),
+        (HTTPException(400, "x", {"x-a": "b\nc"}), "a header that HTTP cannot carry, b'x-a'"),
+        (HTTPException(400, "x", {"x-a": 5}), "it refused with headers that are no texts"),
+        (HTTPException(400, "x", {"x-a": "\u20ac"}), "it refused with headers that are no texts"),
+        (HTTPException(400, "\ud800"), "it refused with a message that is no Unicode"),
+    ],
+)
+def test_a_refusal_that_http_cannot_carry_is_the_fault_of_the_plugin(refusal, text):
+    async def endpoint(request):
+        raise refusal
+
+    with installed(("bad", Route(path="/acme", endpoint=endpoint))) as server:
+        assert blames(server.client.get("/acme"), "bad", text)
 
 
 def test_the_time_of_a_middleware_is_without_that_of_what_it_wraps():
@@ -684,7 +766,7 @@ async def auth_hangs(headers, path):
 
 
 def test_an_authenticator_that_fails_refuses():
-    """Also where the next one would know the client, and on open routes."""
+    """Also where the next one would know the client; open routes stay open."""
     cases = {
         auth_raises: "its authenticator failed: ValueError",
         auth_says_true: "it returned a bool, expected a Client or None",
@@ -699,8 +781,17 @@ def test_an_authenticator_that_fails_refuses():
         for case, text in cases.items():
             headers = {"authorization": "Bearer k", "x-case": case.__name__}
             assert blames(server.post(CHAT, ASK, headers=headers), "bad", text)
-            assert blames(server.client.get("/health", headers=headers), "bad", text)
+            before = server.service.faults.counts["bad"]
+            for path in ("/health", "/ready", "/"):
+                assert server.client.get(path, headers=headers).status_code == 200
+            assert server.service.faults.counts["bad"] == before + 3
         assert server.engine.asked == []
+
+
+def test_an_authenticator_that_takes_its_time_does_not_delay_probes():
+    bad = ("bad", Authenticator(authenticate=auth_hangs))
+    with installed(bad, extension_seconds=30) as server:
+        assert server.client.get("/health", timeout=5).json() == {"status": "ok"}
 
 
 def test_an_authenticator_may_refuse_in_its_own_words():

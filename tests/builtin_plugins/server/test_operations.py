@@ -181,6 +181,39 @@ def test_a_signal_while_the_model_loads_ends_it_and_leaves_nothing(tmp_path, num
     assert not path.exists()
 
 
+def test_a_sighup_while_the_model_loads_reads_the_keys_again(tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[key]]\nname = "ann"\nkey = "ann-0123456789abcdef"\n')
+    keys.chmod(0o600)
+    with program("--keys-file", str(keys), engine={"loading": 1}) as server:
+        server.loading()
+        keys.write_text('[[key]]\nname = "bob"\nkey = "bob-0123456789abcdef"\n')
+        server.signal(signal.SIGHUP)
+        with server.serving() as client:
+            assert client.get("/v1/models").status_code == 401
+            bob = {"authorization": "Bearer bob-0123456789abcdef"}
+            assert client.get("/v1/models", headers=bob).status_code == 200
+        server.signal(signal.SIGTERM)
+        assert server.end()[0] == 0
+
+
+def test_a_program_whose_output_nobody_reads_serves_and_drains(tmp_path):
+    admin = f"unix:{tmp_path}/admin.sock"
+    with program("--admin", admin, engine={"loading": 0.5}, drain_delay=0) as server:
+        server.loading().process.stdout.close()
+        client = client_of(admin)
+        wait_until(lambda: _answers(client), 20)
+        assert client.post("/drain", json={}).status_code == 200
+        server.process.wait(20)
+        assert server.process.returncode == 0
+        assert "Traceback" not in server.process.stderr.read()
+
+
+def _answers(client):
+    with contextlib.suppress(httpx.TransportError):
+        return client.get("/health").status_code == 200
+
+
 def test_a_unix_socket_is_announced_and_removed(tmp_path):
     path = tmp_path / "server.sock"
     with program("--uds", str(path), engine={}) as server:

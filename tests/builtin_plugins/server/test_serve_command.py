@@ -3,6 +3,7 @@
 import argparse
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from support.fake_engine import configured
 
@@ -23,6 +24,33 @@ def serve(*arguments, **server):
     parser = argparse.ArgumentParser()
     COMMAND.configure(parser)
     return COMMAND.run(parser.parse_args(arguments), context)
+
+
+class LoadedError(Exception):
+    """The model would load with `args[0]` as its configuration."""
+
+
+@pytest.mark.parametrize(
+    ("given", "used"), [({}, 2048), ({"max_waiting": 5}, 5), ({"max_waiting": None}, None)]
+)
+def test_the_number_of_waiting_requests_is_bounded(given, used):
+    config = configured()
+    config = msgspec.structs.replace(
+        config, scheduler=msgspec.structs.replace(config.scheduler, **given)
+    )
+    sources = ConfigSources({f"scheduler.{name}": "a file" for name in given})
+
+    def open_async(config, *_):
+        raise LoadedError(config)
+
+    context = SimpleNamespace(
+        quiet=False, load_config=lambda: (config, sources), open_async=open_async
+    )
+    parser = argparse.ArgumentParser()
+    COMMAND.configure(parser)
+    with pytest.raises(LoadedError) as loaded:
+        COMMAND.run(parser.parse_args([]), context)
+    assert loaded.value.args[0].scheduler.max_waiting == used
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The server's addresses, access log, figures and load, without a process of its own."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -12,13 +13,16 @@ import pytest
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 
+from hardpoint.builtin_plugins.server.assembly import assemble
 from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.operations.addresses import allow_descriptors, bind
 from hardpoint.builtin_plugins.server.operations.traffic import AccessEntry, as_json, as_text
 from hardpoint.builtin_plugins.server.service import Load
+from hardpoint.builtin_plugins.server.serving import Serving
 from hardpoint.plugins import ConfigError, OverloadedError
 from hardpoint.plugins.errors import EngineDeadError
 from hardpoint.plugins.server import Authenticator, Client
+from hardpoint.plugins.stats import Health
 
 ASK = {"messages": [{"role": "user", "content": "Hi"}]}
 
@@ -462,3 +466,53 @@ def test_an_engine_that_is_being_restarted():
         assert server.client.get("/ready").status_code == 503
         server.engine.is_running = True
         assert server.post("/v1/chat/completions", ASK).status_code == 200
+
+
+def test_an_engine_in_a_long_step_does_not_keep_health_waiting():
+    engine = FakeEngine(config=configured(), health_now=Health(quarantined={}, faults={"acme": 3}))
+    with running(engine) as server:
+        before = server.client.get("/health").json()
+
+        async def late():
+            await asyncio.sleep(60)
+
+        engine.health = late
+        answer = server.client.get("/health", timeout=5)
+    assert before == {"status": "ok", "faults": {"acme": 3}}
+    assert (answer.status_code, answer.json()) == (200, {**before, "busy": True})
+
+
+# The task that watches the engine
+
+
+def served(engine, announce=None):
+    """Serve an engine until its server ends; return the exit code."""
+
+    async def run():
+        with contextlib.closing(bind(engine.config.server)) as bound:
+            serving = Serving(assemble(engine, "9.9", bound=bound.host), bound)
+            return await asyncio.wait_for(serving.run(handle_signals=False, announce=announce), 10)
+
+    return asyncio.run(run())
+
+
+def test_a_server_whose_output_is_closed_still_sees_that_its_engine_is_dead():
+    def announce():
+        raise BrokenPipeError
+
+    engine = FakeEngine(config=configured(), dead_error=EngineDeadError("it died"))
+    assert served(engine, announce) == 3
+
+
+def test_a_server_that_cannot_watch_its_engine_ends_with_the_error():
+    class Odd(FakeEngine):
+        @property
+        def is_running(self):
+            raise ValueError("the engine is odd")
+
+        @is_running.setter
+        def is_running(self, value):
+            pass
+
+    with pytest.raises(ValueError, match="the engine is odd"):
+        served(Odd(config=configured()))

@@ -1,5 +1,6 @@
 """Server-sent events: heartbeats, disconnects, errors inside a stream, and slow clients."""
 
+import asyncio
 import json
 import time
 
@@ -9,6 +10,7 @@ from support.http_server import running
 
 from hardpoint.plugins import EngineConfig, OverloadedError, RequestError
 from hardpoint.plugins.errors import EngineDeadError, PluginFaultError
+from hardpoint.plugins.server import Middleware
 
 ENDED = "the engine has ended; send the request again later"
 """What clients are told of an engine that died; the log says the rest."""
@@ -73,6 +75,58 @@ def test_comments_fill_the_time_without_events():
     assert text.endswith("data: [DONE]\n\n")
 
 
+def starts_late(app):
+    """Return a middleware that passes the start of an answer on after a while."""
+
+    async def middleware(scope, receive, send):
+        async def late(message):
+            if message["type"] == "http.response.start":
+                await asyncio.sleep(0.3)
+            await send(message)
+
+        await app(scope, receive, late)
+
+    return middleware
+
+
+@pytest.mark.parametrize("error", [None, EngineDeadError("it died")])
+def test_no_body_overtakes_a_start_that_a_middleware_delays(error):
+    engine = FakeEngine(
+        delay=0.1,
+        text="a b c",
+        error=error,
+        fails_after=1,
+        config=configured(heartbeat_seconds=0.05),
+        extensions=(("acme", Middleware(wrap=starts_late)),),
+    )
+    with running(engine) as server:
+        code, text = lines_of(server)
+        assert server.service.faults.counts == {}
+    assert code == 200
+    assert text.startswith(": waiting\n\ndata: ")
+    assert text.endswith("data: [DONE]\n\n")
+    assert (ENDED in text) == (error is not None)
+
+
+def test_an_answer_that_the_end_of_the_server_cuts_leaves_no_traceback(caplog):
+    """Its client reads nothing, so that it cannot be told."""
+    engine = FakeEngine(text=" ".join(["w" * 30_000] * 1000), config=configured())
+    with running(engine) as server:
+        body = json.dumps(CHAT).encode()
+        connection = server.socket()
+        connection.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+        )
+        wait_until(lambda: engine.open == 1)
+        time.sleep(0.2)
+        server.call(server.serving.stop)
+        server.thread.join(10)
+        connection.close()
+    assert engine.aborted == 1
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 def test_no_comment_without_heartbeats():
     engine = FakeEngine(delay=0.1, text="a b", config=configured(heartbeat_seconds=0))
     with running(engine) as server:
@@ -84,7 +138,7 @@ def test_an_error_after_a_comment_is_an_event():
     engine = FakeEngine(config=configured(heartbeat_seconds=0.02))
 
     async def late(*_, **__):
-        await __import__("asyncio").sleep(0.2)
+        await asyncio.sleep(0.2)
         raise OverloadedError("too many requests wait: 5")
         yield
 

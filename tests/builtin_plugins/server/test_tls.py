@@ -52,6 +52,15 @@ def test_a_server_speaks_https(files):
             httpx.get(url)
 
 
+def test_a_handshake_that_does_not_come_ends_the_connection(files):
+    config = configured(
+        tls_certificate=str(files / "cert.pem"), tls_key=str(files / "key.pem"), header_seconds=0.3
+    )
+    with running(FakeEngine(config=config)) as server, server.socket() as connection:
+        connection.settimeout(5)
+        assert connection.recv(1) == b""
+
+
 def test_whether_there_is_tls(files):
     assert check_tls(settings(files, "cert.pem", "key.pem").server)
     assert not check_tls(configured().server)

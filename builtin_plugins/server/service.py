@@ -22,16 +22,18 @@ from hardpoint.plugins.server import AsyncGenerator as Engine
 from hardpoint.plugins.server import Call, Client, Route
 from hardpoint.plugins.typed import shown
 
-from .bodies import convert_body, decode_object, read_body, without_ignored
+from .bodies import check_lengths, convert_body, decode_object, without_ignored
 from .errors import AnswerError, answer_error, unavailable
 from .extensions import Transforms
 from .faults import ServerFaults
 from .operations.traffic import Traffic
+from .receiving import SMALL_BYTES, Inbox
 from .streaming import COMMENT, EventStream, until_disconnect
 
 _log = logging.getLogger("hardpoint")
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 ANYBODY = Client(name="anybody")
 """The client where no key is needed."""
@@ -169,6 +171,7 @@ class Service:
         paused: why requests are refused although the engine runs; None if they are not.
         drain_asked: whether an administrator has asked for the server's end.
         traffic: of all routes.
+        inbox: of the users' bodies.
     """
 
     def __init__(self, engine: Engine, version: str, faults: ServerFaults) -> None:
@@ -185,6 +188,8 @@ class Service:
         self.phase = Phase.SERVING
         self.paused: str | None = None
         self.drain_asked = False
+        self.inbox = Inbox(self.settings)
+        self._converting = asyncio.Lock()
         self.traffic = Traffic(self.settings.access_log)
         self.load = Load(self.settings.limits.requests, engine.config.scheduler.max_num_seqs)
 
@@ -194,19 +199,20 @@ class Service:
         Raises:
             AnswerError, RequestError: the request is wrong.
         """
-        body = await self._body(request)
         call = call_of(request)
-        if not self.transforms.changes_requests:
-            return call, self._converted(self._decoded(body), type_)
-        fields = await self.transforms.request(call, self._decoded(body))
-        try:
-            return call, self._converted(fields, type_)
-        except RequestError as wrong:
+        async with self.inbox.body(request) as body:
+            if not self.transforms.changes_requests:
+                return call, await self._large(body, self._plain, body, type_)
+            fields = await self._large(body, self._decoded, body)
+            fields = await self.transforms.request(call, fields)
             try:
-                self._converted(self._decoded(body), type_)
-            except RequestError:
-                raise wrong from None
-            raise self.transforms.blame_request() from wrong
+                return call, await self._large(body, self._converted, fields, type_)
+            except RequestError as wrong:
+                try:
+                    await self._large(body, self._plain, body, type_)
+                except RequestError:
+                    raise wrong from None
+                raise self.transforms.blame_request() from wrong
 
     async def read_plain(self, request: Request, type_: type[T]) -> T:
         """Return the checked body of a request to a route of a plugin.
@@ -214,20 +220,49 @@ class Service:
         Raises:
             AnswerError, RequestError: the request is wrong.
         """
-        return self._converted(self._decoded(await self._body(request)), type_)
+        async with self.inbox.body(request) as body:
+            return await self._large(body, self._plain, body, type_, is_shaped=False)
+
+    async def _large(self, body: bytes, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        """Return a function's result; for a large body, call it where others' streams go on.
+
+        One at a time: several at once would take turns with the event loop.
+        """
+        if len(body) <= SMALL_BYTES:
+            return function(*args, **kwargs)
+        async with self._converting:
+            return await asyncio.to_thread(function, *args, **kwargs)
 
     def _decoded(self, body: bytes) -> dict[str, Any]:
-        return decode_object(body, self.settings.limits.depth)
+        return decode_object(body, self.settings.limits)
 
-    async def _body(self, request: Request) -> bytes:
-        return await read_body(request, self.settings.limits.body_bytes, self.settings.body_seconds)
+    def _plain(self, body: bytes, type_: type[T], *, is_shaped: bool = True) -> T:
+        """Return a body as it came, checked."""
+        has_nulls = b"null" in body
+        fields = self._decoded(body)
+        return self._converted(fields, type_, has_nulls=has_nulls, is_shaped=is_shaped)
 
-    def _converted(self, fields: dict[str, Any], type_: type[T]) -> T:
+    def _converted(
+        self,
+        fields: dict[str, Any],
+        type_: type[T],
+        *,
+        has_nulls: bool = True,
+        is_shaped: bool = True,
+    ) -> T:
+        """Return a decoded body, checked.
+
+        Args:
+            has_nulls: whether members in it may be null.
+            is_shaped: whether its lists have the names and limits of the generating routes.
+        """
         lenient = self.settings.unknown_fields == "warn"
         fields = without_ignored(fields, type_)
+        if is_shaped:
+            check_lengths(fields, self.settings.limits)
         if (prepared := getattr(type_, "prepared", None)) is not None:
             fields = prepared(fields)
-        return convert_body(fields, type_, lenient=lenient)
+        return convert_body(fields, type_, lenient=lenient, has_nulls=has_nulls)
 
     def model(self, name: str | None) -> str:
         """Return the name of the model for the answer.

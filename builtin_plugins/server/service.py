@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,7 +24,14 @@ from hardpoint.plugins.server import Call, Client, Route
 from hardpoint.plugins.typed import shown
 
 from .bodies import check_lengths, convert_body, decode_object, without_ignored
-from .errors import AnswerError, answer_error, unavailable
+from .errors import (
+    AnswerError,
+    answer_error,
+    for_log,
+    quotes_a_library,
+    trace_for_log,
+    unavailable,
+)
 from .extensions import Transforms
 from .faults import ServerFaults
 from .operations.traffic import Traffic
@@ -425,10 +433,16 @@ class Service:
         answer = answer_error(error, self.load.retry_after())
         if isinstance(error, AnswerError):
             return answer
+        message = str(error)
         if answer.status == 500:
-            _log.error("a request failed: %s", error, exc_info=error)
-        elif answer.detail.message != str(error):
-            _log.warning("a request was answered with %d: %s", answer.status, error)
+            _log.error("a request failed: %s\n%s", for_log(message), trace_for_log(error))
+            return answer
+        if isinstance(error, RequestError):
+            is_told = not quotes_a_library(message)
+        else:
+            is_told = isinstance(error, HTTPException) or answer.detail.message == message
+        if not is_told:
+            _log.warning("a request was answered with %d: %s", answer.status, for_log(message))
         return answer
 
 

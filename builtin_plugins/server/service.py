@@ -9,7 +9,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -36,7 +36,7 @@ from .extensions import Transforms
 from .faults import ServerFaults
 from .operations.traffic import Traffic
 from .receiving import SMALL_BYTES, Inbox
-from .streaming import COMMENT, EventStream, until_disconnect
+from .streaming import COMMENT, EventStream, until_disconnect, while_connected
 
 _log = logging.getLogger("hardpoint")
 
@@ -92,8 +92,11 @@ class Load:
         self._is_over = False
 
     @contextlib.contextmanager
-    def one_more(self) -> Iterator[None]:
+    def one_more(self, *, generates: bool = True) -> Iterator[None]:
         """Count a request while it is answered.
+
+        Args:
+            generates: whether its time says how long others will wait.
 
         Raises:
             AnswerError: there are too many, or `end_all` was called.
@@ -114,7 +117,7 @@ class Load:
         assert task is not None
         self.open += 1
         self._tasks.add(task)
-        ran = True
+        ran = generates
         try:
             yield
         except asyncio.CancelledError:
@@ -293,13 +296,16 @@ class Service:
         Raises:
             AnswerError: it is dead, restarting or paused, or the server is ending.
         """
+        self._check_phase()
+        if self.paused is not None:
+            raise unavailable(self.paused, code="paused")
+        self.check_engine()
+
+    def _check_phase(self) -> None:
         if self.phase is Phase.REFUSING:
             raise unavailable(
                 "the server is shutting down; send the request to another one", code="draining"
             )
-        if self.paused is not None:
-            raise unavailable(self.paused, code="paused")
-        self.check_engine()
 
     def check_engine(self) -> None:
         """Raise an error if the engine does not run.
@@ -396,6 +402,24 @@ class Service:
         if self.transforms.changes_responses:
             body = await self.transforms.response(call, msgspec.json.decode(body))
         return Response(body, media_type="application/json")
+
+    async def run(self, request: Request, work: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of work that is no generating, such as counting tokens.
+
+        It counts as a request that is being answered, and ends if the client goes.
+
+        Raises:
+            AnswerError: there are too many requests, or the server is ending.
+            ClientGoneError: the client is gone.
+            Exception: raised by the work.
+        """
+
+        async def counted() -> T:
+            with self.load.one_more(generates=False):
+                self._check_phase()
+                return await work()
+
+        return await while_connected(request, counted())
 
     def stream(
         self,

@@ -82,6 +82,17 @@ class TestWhatMayBeCalled:
         given = [{"name": "poems", "id": 2}, [1]]
         assert convert_arguments(method, given, RequestError) == [LoRARequest("poems", 2), [1]]
 
+    def test_of_live_requests_only_those_asked_for_are_looked_at(self, core, monkeypatch):
+        class Other:
+            """Has nothing but its name."""
+
+            class source:
+                external_req_id = "other"
+
+        monkeypatch.setattr(core._parts.scheduler, "live_requests", lambda: [Other(), Other()])
+        answer = ask(core, "live_requests", ["mine"])
+        assert (answer.failure, answer.result.value) == (None, [])
+
     def test_a_structure_comes_as_a_table(self, core):
         core._parts.executor.rpc["add_lora"] = True
         answer = ask(core, "add_lora", {"name": "x", "id": 2})

@@ -20,7 +20,7 @@ _SLOWEST_BYTES = 10_000
 _RETRY_SECONDS = 1.0
 
 
-class Inbox:
+class BodyReceiver:
     """Receives bodies.
 
     Attributes:

@@ -35,7 +35,7 @@ from .errors import (
 from .extensions import Transforms
 from .faults import ServerFaults
 from .operations.traffic import Traffic
-from .receiving import SMALL_BYTES, Inbox
+from .receiving import SMALL_BYTES, BodyReceiver
 from .streaming import COMMENT, EventStream, until_disconnect, while_connected
 
 _log = logging.getLogger("hardpoint")
@@ -182,7 +182,7 @@ class Service:
         paused: why requests are refused although the engine runs; None if they are not.
         drain_asked: whether an administrator has asked for the server's end.
         traffic: of all routes.
-        inbox: of the users' bodies.
+        receiver: of the users' bodies.
     """
 
     def __init__(self, engine: Engine, version: str, faults: ServerFaults) -> None:
@@ -199,7 +199,7 @@ class Service:
         self.phase = Phase.SERVING
         self.paused: str | None = None
         self.drain_asked = False
-        self.inbox = Inbox(self.settings)
+        self.receiver = BodyReceiver(self.settings)
         self._converting = asyncio.Lock()
         self.traffic = Traffic(self.settings.access_log)
         self.load = Load(self.settings.limits.requests, engine.config.scheduler.max_num_seqs)
@@ -211,7 +211,7 @@ class Service:
             AnswerError, RequestError: the request is wrong.
         """
         call = call_of(request)
-        async with self.inbox.body(request) as body:
+        async with self.receiver.body(request) as body:
             if not self.transforms.changes_requests:
                 return call, await self._large(body, self._plain, body, type_)
             fields = await self._large(body, self._decoded, body)
@@ -231,7 +231,7 @@ class Service:
         Raises:
             AnswerError, RequestError: the request is wrong.
         """
-        async with self.inbox.body(request) as body:
+        async with self.receiver.body(request) as body:
             return await self._large(body, self._plain, body, type_, is_shaped=False)
 
     async def _large(self, body: bytes, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
@@ -457,15 +457,15 @@ class Service:
         answer = answer_error(error, self.load.retry_after())
         if isinstance(error, AnswerError):
             return answer
-        message = str(error)
+        message = str(error)  # may hold texts of the client
         if answer.status == 500:
             _log.error("a request failed: %s\n%s", for_log(message), trace_for_log(error))
             return answer
         if isinstance(error, RequestError):
-            is_told = not quotes_a_library(message)
+            is_reported = not quotes_a_library(message)
         else:
-            is_told = isinstance(error, HTTPException) or answer.detail.message == message
-        if not is_told:
+            is_reported = isinstance(error, HTTPException) or answer.detail.message == message
+        if not is_reported:
             _log.warning("a request was answered with %d: %s", answer.status, for_log(message))
         return answer
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.bodies import convert_body, decode_object
 from hardpoint.builtin_plugins.server.errors import AnswerError
-from hardpoint.builtin_plugins.server.receiving import Inbox
+from hardpoint.builtin_plugins.server.receiving import BodyReceiver
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import ConfigError, HardpointError, RequestError
 from hardpoint.plugins.errors import EngineDeadError, PluginError
@@ -98,7 +98,7 @@ class AdminRoutes:
         """Steer what the service serves."""
         self._service = service
         self._engine = service.engine
-        self._inbox = Inbox(service.settings)  # its own: users cannot fill it
+        self._bodies = BodyReceiver(service.settings)  # its own: users cannot fill it
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -187,7 +187,7 @@ class AdminRoutes:
             raise
 
     async def _read(self, request: Request, type_: type[T]) -> T:
-        async with self._inbox.body(request) as body:
+        async with self._bodies.body(request) as body:
             fields = decode_object(body, self._service.settings.limits) if body else {}
             return convert_body(fields, type_, lenient=False)
 

@@ -257,12 +257,12 @@ def test_the_bytes_of_all_bodies_together():
     limits = {"body_bytes": size, "buffered_bytes": 2 * size}
     head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     with running(FakeEngine(config=configured(limits=limits))) as server:
-        inbox = server.service.inbox
+        receiver = server.service.receiver
         stopped = [server.socket() for _ in range(2)]
         for connection in stopped:
             start = (head + f"content-length: {size}\r\n\r\n").encode()
             connection.sendall(start + b" " * (size - 1))
-        assert wait_until(lambda: inbox.held == 2 * size - 2)
+        assert wait_until(lambda: receiver.held == 2 * size - 2)
         response = server.client.post(CHAT, content=body_of(size), headers=JSON)
         assert response.status_code == 503
         assert "(server.limits.buffered_bytes); try again" in response.json()["error"]["message"]
@@ -270,9 +270,9 @@ def test_the_bytes_of_all_bodies_together():
         assert server.client.post(CHAT, content=body_of(60_000), headers=JSON).status_code == 200
         for connection in stopped:
             connection.close()
-        assert wait_until(lambda: inbox.held == 0)
+        assert wait_until(lambda: receiver.held == 0)
         assert server.client.post(CHAT, content=body_of(size), headers=JSON).status_code == 200
-        assert inbox.held == 0
+        assert receiver.held == 0
 
 
 def wait_until(condition):

@@ -116,18 +116,18 @@ def check_lengths(body: Mapping[str, Any], limits: ServerLimits) -> None:
     """Check the lengths of a body's lists, before anything is made of what is in them.
 
     Raises:
-        RequestError: one is too long; the words are those of the checks of the fields themselves.
+        RequestError: one is too long; the message is that of the check of the field itself.
     """
     for name, limit in _LISTS.items():
         items = body.get(name)
         if not isinstance(items, list | dict):
             continue
-        most = getattr(limits, limit)
+        maximum = getattr(limits, limit)
         # A list of numbers is one prompt.
         is_one = name == "prompt" and isinstance(next(iter(items), None), int)
-        if len(items) > most and not is_one:
+        if len(items) > maximum and not is_one:
             tail = "prompts" if name == "prompt" else "on this server"
-            raise RequestError(f"{name}: expected at most {most} {tail}, got {len(items)}")
+            raise RequestError(f"{name}: expected at most {maximum} {tail}, got {len(items)}")
 
 
 _LISTS = {

@@ -12,7 +12,7 @@ import msgspec
 
 from hardpoint.plugins import HardpointError
 from hardpoint.plugins.server import AsyncGenerator as Engine
-from hardpoint.plugins.step_record import LiveRequest
+from hardpoint.plugins.server import LiveRequest
 
 _SECONDS = 0.25
 

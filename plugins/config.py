@@ -325,6 +325,9 @@ class ServerLimits(Strict):
 
     Attributes:
         body_bytes: of a request's body.
+        buffered_bytes: of all bodies larger than 64 KiB that are not yet used, together; further
+            ones are answered with 503. One alone may have `body_bytes` in any case.
+        items: of a body: its commas, and 8 for each opening bracket, those in its texts too.
         header_bytes: of its request line and headers.
         connections: that are open at once; further ones are answered with 503.
         depth: of arrays and objects in one another, in a body.
@@ -344,6 +347,8 @@ class ServerLimits(Strict):
     """
 
     body_bytes: Count = 8 << 20
+    buffered_bytes: Count = 128 << 20
+    items: Count = 1 << 20
     header_bytes: Count = 64 << 10
     connections: Count = 4096
     depth: Annotated[int, Meta(ge=1, le=200)] = 128
@@ -391,7 +396,8 @@ class ServerConfig(Strict):
         heartbeat_seconds: time without an event after which a stream gets a comment, so that no
             proxy ends it; 0 is never.
         header_seconds: maximum time from a connection to the end of a request's headers.
-        body_seconds: maximum time between two parts of a request's body.
+        body_seconds: maximum time between two parts of a request's body, and for all of it, with
+            a second more for each 10000 bytes that came.
         send_seconds: maximum time that a client may leave an answer unread.
         keep_alive_seconds: that an idle connection is kept.
         drain_delay: time to serve on after SIGTERM while `/ready` says 503.

@@ -45,6 +45,7 @@ __all__ = [
     "Client",
     "Controls",
     "InstalledExtension",
+    "LiveRequest",
     "Middleware",
     "Receive",
     "Route",

@@ -363,7 +363,7 @@ def _first_number(value: Any, is_invalid: Callable[[float], bool]) -> _InvalidNu
     return None
 
 
-_UNKNOWN = re.compile(r"contains unknown field `(.*)`")
+_UNKNOWN = re.compile(r"contains unknown field `(.*)`", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(.*)`")
 
 
@@ -371,12 +371,13 @@ def _explain(message: str, value: Any, type_: Any, path: str) -> str:
     """Return an error message with full path, expected type and given value."""
     text, steps, in_key = parse_error(message)
     steps = failing_keys(type_, value, steps)
-    where = join_path(path, *steps)
+    where = join_path(path, *map(_readable, steps))
     info = type_at(type_, steps)
     if found := _UNKNOWN.search(text):
         known = _field_names(info, value_at(value, steps)[0])
         listed = f"; known here: {', '.join(known)}" if known else ""
-        return f"{join_path(where, found[1])}: unknown field{suggest(found[1], known)}{listed}"
+        name = _readable(found[1])
+        return f"{join_path(where, name)}: unknown field{suggest(found[1], known)}{listed}"
     if found := _MISSING.search(text):
         return f"{join_path(where, found[1])}: missing, and it has no default"
     if text.startswith("Invalid value") and (tags := _tags(type_at(type_, steps[:-1]))):
@@ -392,6 +393,11 @@ def _explain(message: str, value: Any, type_: Any, path: str) -> str:
         return f"{where}: {expected} as key, got {shown(key)}"
     given, exists = value_at(value, steps)
     return f"{where}: {expected}" + (f", got {shown(given)}" if exists else "")
+
+
+def _readable(step: str) -> str:
+    """Return a step of a path, quoted if it is none that can be read, such as a text of lines."""
+    return step if step.isprintable() else shown(step)
 
 
 def _is_number(info: types.Type) -> bool:

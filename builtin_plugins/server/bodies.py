@@ -1,8 +1,7 @@
-"""Bodies of requests: read with limits, decoded, and checked field by field."""
+"""Bodies of requests: decoded, and checked field by field."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 from collections.abc import Mapping
@@ -10,73 +9,29 @@ from typing import Any, TypeVar
 
 import msgspec
 from msgspec import inspect as types
-from starlette.requests import Request
 
 from hardpoint.plugins import RequestError
+from hardpoint.plugins.server import ServerLimits
 from hardpoint.plugins.typed import convert, join_path, shown
 
 from .errors import AnswerError
-from .streaming import ClientGoneError
 
 _log = logging.getLogger("hardpoint")
 
 T = TypeVar("T")
 
-
-async def read_body(request: Request, limit: int, seconds: float) -> bytes:
-    """Return a request's body.
-
-    Args:
-        limit: maximum bytes.
-        seconds: maximum time between two parts of it.
-
-    Raises:
-        AnswerError: it is too long, or it stops.
-        ClientGoneError: the client is gone.
-    """
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise _too_long(limit)
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        try:
-            async with asyncio.timeout(seconds):
-                message = await request.receive()
-        except TimeoutError:
-            raise AnswerError(
-                408,
-                f"body: expected its next part within {seconds:g} s (server.body_seconds)",
-                headers={"connection": "close"},
-            ) from None
-        if message["type"] != "http.request":
-            raise ClientGoneError
-        part = message.get("body", b"")
-        size += len(part)
-        if size > limit:
-            raise _too_long(limit)
-        parts.append(part)
-        if not message.get("more_body", False):
-            return b"".join(parts)
+_BRACKET = 8
+"""Items that an array or object counts as: it takes that much more time than a number."""
 
 
-def _too_long(limit: int) -> AnswerError:
-    return AnswerError(
-        413,
-        f"body: expected at most {limit} bytes (server.limits.body_bytes)",
-        headers={"connection": "close"},
-    )
-
-
-def decode_object(body: bytes, depth: int) -> dict[str, Any]:
+def decode_object(body: bytes, limits: ServerLimits) -> dict[str, Any]:
     """Return the JSON object of a body, without its members that are null.
 
-    Args:
-        depth: of arrays and objects in one another, at most.
-
     Raises:
-        AnswerError: it is none, or deeper.
+        AnswerError: it is none, or has more items or depth than the limits.
     """
+    depth = limits.depth
+    _check_items(body, limits.items)
     try:
         decoded = msgspec.json.decode(body)
     except RecursionError:
@@ -92,6 +47,27 @@ def decode_object(body: bytes, depth: int) -> dict[str, Any]:
     if body.count(b"[") + body.count(b"{") > depth and _is_deeper(decoded, depth):
         raise _too_deep(depth)
     return {name: value for name, value in decoded.items() if value is not None}
+
+
+def _check_items(body: bytes, limit: int) -> None:
+    """Check how many values a body may hold, before memory is taken for them.
+
+    Raises:
+        AnswerError: it may hold more than the limit.
+    """
+    if len(body) * _BRACKET <= limit:
+        return
+    # In constant time per byte, unlike `count`.
+    commas = len(body) - len(body.translate(None, b","))
+    brackets = len(body) - len(body.translate(None, b"[{"))
+    if commas + _BRACKET * brackets > limit:
+        raise AnswerError(
+            413,
+            f"body: expected at most {limit} items (server.limits.items), which are its commas "
+            f"and {_BRACKET} for each opening bracket; it has {commas} commas and {brackets} "
+            "brackets",
+            param="body",
+        )
 
 
 def _too_deep(depth: int) -> AnswerError:
@@ -136,11 +112,47 @@ def without_ignored(body: dict[str, Any], type_: Any) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name not in left_out}
 
 
-def convert_body(body: dict[str, Any], type_: type[T], *, lenient: bool) -> T:
+def check_lengths(body: Mapping[str, Any], limits: ServerLimits) -> None:
+    """Check the lengths of a body's lists, before anything is made of what is in them.
+
+    Raises:
+        RequestError: one is too long; the message is that of the check of the field itself.
+    """
+    for name, limit in _LISTS.items():
+        items = body.get(name)
+        if not isinstance(items, list | dict):
+            continue
+        maximum = getattr(limits, limit)
+        # A list of numbers is one prompt.
+        is_one = name == "prompt" and isinstance(next(iter(items), None), int)
+        if len(items) > maximum and not is_one:
+            tail = "prompts" if name == "prompt" else "on this server"
+            raise RequestError(f"{name}: expected at most {maximum} {tail}, got {len(items)}")
+
+
+_LISTS = {
+    "messages": "messages",
+    "input": "messages",
+    "prompt": "prompts",
+    "tools": "tools",
+    "stop": "stop",
+    "stop_sequences": "stop",
+    "stop_token_ids": "stop",
+    "bad_words": "bad_words",
+    "logit_bias": "logit_bias",
+    "allowed_token_ids": "logit_bias",
+}
+"""The limit of each field that is a list or a table."""
+
+
+def convert_body(
+    body: dict[str, Any], type_: type[T], *, lenient: bool, has_nulls: bool = True
+) -> T:
     """Return a decoded body as a checked struct.
 
     Args:
         lenient: leave out fields that are not known, and log them.
+        has_nulls: whether members in it may be null.
 
     Raises:
         RequestError: naming the field, its value and what would be right.
@@ -148,7 +160,8 @@ def convert_body(body: dict[str, Any], type_: type[T], *, lenient: bool) -> T:
     try:
         return convert(body, type_, path="", error=RequestError)
     except RequestError:
-        pass
+        if not (lenient or has_nulls):
+            raise
     # The usual body is done; this one may have members that are null inside, which is as absent.
     unknown: list[str] = []
     key: Any = type_
@@ -177,6 +190,8 @@ def _known(value: Any, info: types.Type, path: str, unknown: list[str] | None) -
         fitting = [option for option in info.types if _may_hold(option, value)]
         return _known(value, fitting[0], path, unknown) if len(fitting) == 1 else value
     if isinstance(info, types.ListType) and isinstance(value, list):
+        if not _holds_structs(info.item_type):
+            return value
         return [_known(v, info.item_type, f"{path}[{i}]", unknown) for i, v in enumerate(value)]
     if not isinstance(info, types.StructType) or not isinstance(value, Mapping):
         return value
@@ -193,6 +208,16 @@ def _known(value: Any, info: types.Type, path: str, unknown: list[str] | None) -
         else:
             unknown.append(join_path(path, name)[:100])
     return kept
+
+
+def _holds_structs(info: types.Type) -> bool:
+    if isinstance(info, types.Metadata):
+        return _holds_structs(info.type)
+    if isinstance(info, types.UnionType):
+        return any(map(_holds_structs, info.types))
+    if isinstance(info, types.ListType):
+        return _holds_structs(info.item_type)
+    return isinstance(info, types.StructType)
 
 
 def _may_hold(info: types.Type, value: Any) -> bool:

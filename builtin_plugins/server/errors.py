@@ -6,6 +6,7 @@ They have OpenAI's shape; those of `/v1/messages`, Anthropic's.
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Mapping
 
 import msgspec
@@ -170,6 +171,26 @@ def for_clients(message: str) -> str:
     """
     message = _QUOTED.sub(r"\1", message)
     return _SOURCE.sub("(a file)", _ADDRESS.sub("(an address)", message))
+
+
+def quotes_a_library(message: str) -> bool:
+    """Return whether a message quotes an exception that is not Hardpoint's.
+
+    What comes after a value of the request may be the client's own text.
+    """
+    ours = message.partition(", got ")[0]
+    return _QUOTED.search(ours) is not None or _SOURCE.search(ours) is not None
+
+
+def for_log(text: str) -> str:
+    """Return a text of which no part looks like a line of the log's own."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def trace_for_log(error: BaseException) -> str:
+    """Return an error's trace, each line of it indented; texts in it may be a client's."""
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    return "\n".join(f"    {for_log(line)}" for line in lines)
 
 
 def error_body(error: AnswerError, path: str) -> bytes:

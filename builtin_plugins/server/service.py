@@ -9,29 +9,40 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from hardpoint.plugins import RequestError
+from hardpoint.plugins.errors import EngineDeadError
 from hardpoint.plugins.server import AsyncGenerator as Engine
 from hardpoint.plugins.server import Call, Client, Route
 from hardpoint.plugins.typed import shown
 
-from .bodies import convert_body, decode_object, read_body, without_ignored
-from .errors import AnswerError, answer_error, unavailable
+from .bodies import check_lengths, convert_body, decode_object, without_ignored
+from .errors import (
+    AnswerError,
+    answer_error,
+    for_log,
+    quotes_a_library,
+    trace_for_log,
+    unavailable,
+)
 from .extensions import Transforms
 from .faults import ServerFaults
 from .operations.traffic import Traffic
-from .streaming import COMMENT, EventStream, until_disconnect
+from .receiving import SMALL_BYTES, BodyReceiver
+from .streaming import COMMENT, EventStream, until_disconnect, while_connected
 
 _log = logging.getLogger("hardpoint")
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 ANYBODY = Client(name="anybody")
 """The client where no key is needed."""
@@ -82,8 +93,11 @@ class Load:
         self._is_over = False
 
     @contextlib.contextmanager
-    def one_more(self) -> Iterator[None]:
+    def one_more(self, *, generates: bool = True) -> Iterator[None]:
         """Count a request while it is answered.
+
+        Args:
+            generates: whether its time says how long others will wait.
 
         Raises:
             AnswerError: there are too many, or `end_all` was called.
@@ -104,7 +118,7 @@ class Load:
         assert task is not None
         self.open += 1
         self._tasks.add(task)
-        ran = True
+        ran = generates
         try:
             yield
         except asyncio.CancelledError:
@@ -169,6 +183,7 @@ class Service:
         paused: why requests are refused although the engine runs; None if they are not.
         drain_asked: whether an administrator has asked for the server's end.
         traffic: of all routes.
+        receiver: of the users' bodies.
     """
 
     def __init__(self, engine: Engine, version: str, faults: ServerFaults) -> None:
@@ -185,6 +200,8 @@ class Service:
         self.phase = Phase.SERVING
         self.paused: str | None = None
         self.drain_asked = False
+        self.receiver = BodyReceiver(self.settings)
+        self._converting = asyncio.Lock()
         self.traffic = Traffic(self.settings.access_log)
         self.load = Load(self.settings.limits.requests, engine.config.scheduler.max_num_seqs)
 
@@ -194,19 +211,20 @@ class Service:
         Raises:
             AnswerError, RequestError: the request is wrong.
         """
-        body = await self._body(request)
         call = call_of(request)
-        if not self.transforms.changes_requests:
-            return call, self._converted(self._decoded(body), type_)
-        fields = await self.transforms.request(call, self._decoded(body))
-        try:
-            return call, self._converted(fields, type_)
-        except RequestError as wrong:
+        async with self.receiver.body(request) as body:
+            if not self.transforms.changes_requests:
+                return call, await self._large(body, self._plain, body, type_)
+            fields = await self._large(body, self._decoded, body)
+            fields = await self.transforms.request(call, fields)
             try:
-                self._converted(self._decoded(body), type_)
-            except RequestError:
-                raise wrong from None
-            raise self.transforms.blame_request() from wrong
+                return call, await self._large(body, self._converted, fields, type_)
+            except RequestError as wrong:
+                try:
+                    await self._large(body, self._plain, body, type_)
+                except RequestError:
+                    raise wrong from None
+                raise self.transforms.blame_request() from wrong
 
     async def read_plain(self, request: Request, type_: type[T]) -> T:
         """Return the checked body of a request to a route of a plugin.
@@ -214,20 +232,49 @@ class Service:
         Raises:
             AnswerError, RequestError: the request is wrong.
         """
-        return self._converted(self._decoded(await self._body(request)), type_)
+        async with self.receiver.body(request) as body:
+            return await self._large(body, self._plain, body, type_, is_shaped=False)
+
+    async def _large(self, body: bytes, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        """Return a function's result; for a large body, call it where others' streams go on.
+
+        One at a time: several at once would take turns with the event loop.
+        """
+        if len(body) <= SMALL_BYTES:
+            return function(*args, **kwargs)
+        async with self._converting:
+            return await asyncio.to_thread(function, *args, **kwargs)
 
     def _decoded(self, body: bytes) -> dict[str, Any]:
-        return decode_object(body, self.settings.limits.depth)
+        return decode_object(body, self.settings.limits)
 
-    async def _body(self, request: Request) -> bytes:
-        return await read_body(request, self.settings.limits.body_bytes, self.settings.body_seconds)
+    def _plain(self, body: bytes, type_: type[T], *, is_shaped: bool = True) -> T:
+        """Return a body as it came, checked."""
+        has_nulls = b"null" in body
+        fields = self._decoded(body)
+        return self._converted(fields, type_, has_nulls=has_nulls, is_shaped=is_shaped)
 
-    def _converted(self, fields: dict[str, Any], type_: type[T]) -> T:
+    def _converted(
+        self,
+        fields: dict[str, Any],
+        type_: type[T],
+        *,
+        has_nulls: bool = True,
+        is_shaped: bool = True,
+    ) -> T:
+        """Return a decoded body, checked.
+
+        Args:
+            has_nulls: whether members in it may be null.
+            is_shaped: whether its lists have the names and limits of the generating routes.
+        """
         lenient = self.settings.unknown_fields == "warn"
         fields = without_ignored(fields, type_)
+        if is_shaped:
+            check_lengths(fields, self.settings.limits)
         if (prepared := getattr(type_, "prepared", None)) is not None:
             fields = prepared(fields)
-        return convert_body(fields, type_, lenient=lenient)
+        return convert_body(fields, type_, lenient=lenient, has_nulls=has_nulls)
 
     def model(self, name: str | None) -> str:
         """Return the name of the model for the answer.
@@ -250,13 +297,16 @@ class Service:
         Raises:
             AnswerError: it is dead, restarting or paused, or the server is ending.
         """
+        self._check_phase()
+        if self.paused is not None:
+            raise unavailable(self.paused, code="paused")
+        self.check_engine()
+
+    def _check_phase(self) -> None:
         if self.phase is Phase.REFUSING:
             raise unavailable(
                 "the server is shutting down; send the request to another one", code="draining"
             )
-        if self.paused is not None:
-            raise unavailable(self.paused, code="paused")
-        self.check_engine()
 
     def check_engine(self) -> None:
         """Raise an error if the engine does not run.
@@ -270,7 +320,7 @@ class Service:
             raise unavailable(
                 "the engine has ended; send the request again later", code="engine_ended"
             )
-        raise unavailable("the engine is being restarted", 2, code="engine_restarting")
+        raise _restarting()
 
     def check_prompt(self, *parts: Any) -> None:
         """Check the sizes of a prompt and its tools, before anything is made of them.
@@ -354,6 +404,24 @@ class Service:
             body = await self.transforms.response(call, msgspec.json.decode(body))
         return Response(body, media_type="application/json")
 
+    async def run(self, request: Request, work: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of work that is no generating, such as counting tokens.
+
+        It counts as a request that is being answered, and ends if the client goes.
+
+        Raises:
+            AnswerError: there are too many requests, or the server is ending.
+            ClientGoneError: the client is gone.
+            Exception: raised by the work.
+        """
+
+        async def counted() -> T:
+            with self.load.one_more(generates=False):
+                self._check_phase()
+                return await work()
+
+        return await while_connected(request, counted())
+
     def stream(
         self,
         call: Call,
@@ -387,14 +455,29 @@ class Service:
 
     def failure(self, error: BaseException) -> AnswerError:
         """Return the answer to a request that failed, and log what is not the client's fault."""
-        answer = answer_error(error, self.load.retry_after())
+        if isinstance(error, EngineDeadError) and self.engine.dead_error is None:
+            answer = _restarting()
+        else:
+            answer = answer_error(error, self.load.retry_after())
         if isinstance(error, AnswerError):
             return answer
+        message = str(error)  # may hold texts of the client
         if answer.status == 500:
-            _log.error("a request failed: %s", error, exc_info=error)
-        elif answer.detail.message != str(error):
-            _log.warning("a request was answered with %d: %s", answer.status, error)
+            _log.error("a request failed: %s\n%s", for_log(message), trace_for_log(error))
+            return answer
+        if isinstance(error, RequestError):
+            is_reported = not quotes_a_library(message)
+        else:
+            is_reported = isinstance(error, HTTPException) or answer.detail.message == message
+        if not is_reported:
+            _log.warning("a request was answered with %d: %s", answer.status, for_log(message))
         return answer
+
+
+def _restarting() -> AnswerError:
+    return unavailable(
+        "the engine is being restarted; send the request again", 2, code="engine_restarting"
+    )
 
 
 def call_of(request: Request) -> Call:

@@ -233,7 +233,10 @@ class ControlCalls:
         """
         scheduler = self._parts.scheduler
         now = scheduler.context.clock()
-        chosen = None if external_ids is None else set(external_ids)
+        live = scheduler.live_requests()
+        if external_ids is not None:
+            chosen = set(external_ids)
+            live = [request for request in live if request.source.external_req_id in chosen]
         return [
             LiveRequest(
                 request_id=request.request_id,
@@ -249,8 +252,7 @@ class ControlCalls:
                 waits_for=scheduler.why_waiting(request.request_id),
                 num_cached_tokens=max(request.num_cached_tokens, 0),
             )
-            for request in sorted(scheduler.live_requests(), key=lambda live: live.arrival_time)
-            if chosen is None or request.source.external_req_id in chosen
+            for request in sorted(live, key=lambda request: request.arrival_time)
         ]
 
 

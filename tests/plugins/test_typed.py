@@ -128,6 +128,9 @@ class TestUnknownFields:
     def test_a_table_without_fields_lists_none(self):
         assert message({"x": 1}, Options) == "a.b.x: unknown field"
 
+    def test_a_name_that_is_not_one_line_is_quoted(self):
+        assert message({"x\ny": 1}, Options) == r"a.b.'x\ny': unknown field"
+
 
 class TestNumbers:
     @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])

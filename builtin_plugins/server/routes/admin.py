@@ -11,8 +11,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hardpoint.builtin_plugins.server.bodies import convert_body, decode_object, read_body
+from hardpoint.builtin_plugins.server.bodies import convert_body, decode_object
 from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.builtin_plugins.server.receiving import BodyReceiver
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import ConfigError, HardpointError, RequestError
 from hardpoint.plugins.errors import EngineDeadError, PluginError
@@ -97,6 +98,7 @@ class AdminRoutes:
         """Steer what the service serves."""
         self._service = service
         self._engine = service.engine
+        self._bodies = BodyReceiver(service.settings)  # its own: users cannot fill it
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -185,13 +187,9 @@ class AdminRoutes:
             raise
 
     async def _read(self, request: Request, type_: type[T]) -> T:
-        settings = self._service.settings
-        body = await read_body(request, settings.limits.body_bytes, settings.body_seconds)
-        return convert_body(
-            decode_object(body, self._service.settings.limits.depth) if body else {},
-            type_,
-            lenient=False,
-        )
+        async with self._bodies.body(request) as body:
+            fields = decode_object(body, self._service.settings.limits) if body else {}
+            return convert_body(fields, type_, lenient=False)
 
     async def plugins(self) -> dict[str, Any]:
         """List the plugins, their health and their cost."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import weakref
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
 
 import msgspec
 
 from hardpoint.plugins import HardpointError
 from hardpoint.plugins.server import AsyncGenerator as Engine
+from hardpoint.plugins.server import LiveRequest
 
 _SECONDS = 0.25
 
@@ -43,13 +44,14 @@ async def with_progress(
         events: of the answer.
         head: the beginning of an event, up to the list of choices.
     """
+    watch = _WATCHES.setdefault(id(engine), _Watch(engine))
     async with contextlib.aclosing(events):
         started = time.monotonic()
         first = asyncio.ensure_future(anext(events, None))
         try:
             last: tuple[int, int] | None = None
-            while not (await asyncio.wait((first,), timeout=_SECONDS))[0]:
-                progress = await _progress(engine, request_ids, started)
+            while (live := await watch.until(first, request_ids)) is not None:
+                progress = _progress(live, started)
                 if progress is None or (progress.total, progress.processed) == last:
                     continue
                 last = progress.total, progress.processed
@@ -68,16 +70,59 @@ async def with_progress(
             yield event
 
 
-async def _progress(
-    engine: Engine, request_ids: Sequence[str], started: float
-) -> PromptProgress | None:
+class _Watch:
+    """Asks an engine for the progress of all streams together, once per interval."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._ids: set[str] = set()
+        self._asking: asyncio.Task[dict[str, list[LiveRequest]]] | None = None
+        self._waiting = 0
+
+    async def until(
+        self, first: asyncio.Future[bytes | None], request_ids: Sequence[str]
+    ) -> list[LiveRequest] | None:
+        """Return the live requests of a stream at the next time; None once it has its first event.
+
+        Args:
+            first: its first event.
+        """
+        self._ids.update(request_ids)
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.ensure_future(self._ask())
+        asking = self._asking
+        self._waiting += 1
+        try:
+            await asyncio.wait((first, asking), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._waiting -= 1
+            if not self._waiting and not asking.done():
+                asking.cancel()
+                self._asking = None
+        if first.done():
+            return None
+        live = asking.result()
+        return [request for name in request_ids for request in live.get(name, ())]
+
+    async def _ask(self) -> dict[str, list[LiveRequest]]:
+        """Wait for the interval; return the live requests of all that asked in it."""
+        await asyncio.sleep(_SECONDS)
+        ids, self._ids = self._ids, set()
+        found: dict[str, list[LiveRequest]] = {}
+        with contextlib.suppress(HardpointError):  # the answers' own events say what is wrong
+            for request in await self._engine.live_requests(list(ids)):
+                found.setdefault(request.external_id, []).append(request)
+        return found
+
+
+_WATCHES: weakref.WeakValueDictionary[int, _Watch] = weakref.WeakValueDictionary()
+"""The watch of each engine, by the engine's id, while a stream needs it."""
+
+
+def _progress(live: Sequence[LiveRequest], started: float) -> PromptProgress | None:
     """Return the progress of prompts; None if the engine has none of them, or does not say."""
-    try:
-        live = await engine.live_requests(request_ids)
-    except HardpointError:  # the answer's own events say what is wrong
-        return None
     # The completions of a prompt share it: the one that is furthest stands for it.
-    furthest: dict[str, Any] = {}
+    furthest: dict[str, LiveRequest] = {}
     for request in live:
         known = furthest.get(request.external_id)
         if known is None or request.num_computed_tokens > known.num_computed_tokens:

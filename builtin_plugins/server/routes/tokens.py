@@ -262,12 +262,15 @@ class TokenRoutes:
         """Return the tokens of a text or a conversation."""
         asked = await self._service.read_plain(request, TokenizeRequest)
         self._service.model(asked.model)
+        return json_response(await self._service.run(request, lambda: self._tokenized(asked)))
+
+    async def _tokenized(self, asked: TokenizeRequest) -> Tokenized:
         tokens = await self._tokens(asked)
         longest = self._service.engine.config.max_model_len
         answer = Tokenized(len(tokens), longest if isinstance(longest, int) else None, tokens)
         if asked.return_token_strs:
             answer.token_strs = await asyncio.to_thread(self._texts, tokens)
-        return json_response(answer)
+        return answer
 
     async def _tokens(self, asked: TokenizeRequest) -> list[int]:
         engine = self._service.engine
@@ -306,9 +309,11 @@ class TokenRoutes:
                     raise RequestError(
                         f"tokens[{index}]: expected a token id below {size}, got {token}"
                     )
-        text = await asyncio.to_thread(
-            tokenizer.decode, asked.tokens, skip_special_tokens=asked.skip_special_tokens
-        )
+
+        def decode() -> str:
+            return tokenizer.decode(asked.tokens, skip_special_tokens=asked.skip_special_tokens)
+
+        text = await self._service.run(request, lambda: asyncio.to_thread(decode))
         return json_response(Detokenized(text))
 
     async def embeddings(self, request: Request) -> Response:  # noqa: ARG002

@@ -1,5 +1,7 @@
 """Completions of prompts: every form of prompt, echo, log-probabilities, several at once."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 import pytest
@@ -280,3 +282,29 @@ def test_progress_of_all_prompts_is_summed():
         events = stream(server, ["a", "b"], **asked)
     assert events[0]["prompt_progress"]["total"] == 20
     assert events[0]["prompt_progress"]["processed"] == 8
+
+
+def test_the_engine_is_asked_once_for_the_progress_of_all_streams():
+    class Counting(FakeEngine):
+        calls_made = 0
+
+        async def live_requests(self, external_ids=None):
+            self.calls_made += 1
+            return [Live(name) for name in external_ids]
+
+    class Live:
+        num_prompt_tokens, num_cached_tokens, num_computed_tokens = 10, 0, 4
+
+        def __init__(self, external_id):
+            self.external_id = external_id
+
+    engine = Counting(delay=0.8, text="one", config=configured())
+    with running(engine) as server, ThreadPoolExecutor(8) as pool:
+        asked = {"stream_options": {"include_progress": True}}
+        answers = list(
+            pool.map(lambda i: stream(server, "a", request_id=f"p{i}", **asked), range(8))
+        )
+        assert all(events[0]["prompt_progress"]["total"] == 10 for events in answers)
+        assert 1 <= engine.calls_made <= 6, "eight streams asked three times each"
+        time.sleep(0.4)
+        assert engine.calls_made <= 6, "no stream is left"

@@ -55,6 +55,61 @@ def test_what_clients_see_of_a_message(message, expected):
     assert for_clients(message) == expected
 
 
+FORGED = "0xabcdef12\n2026-01-01 hardpoint ERROR forged\x1b[2J"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {FORGED: 1},
+        {"tags": {FORGED: 1}},
+        {"seed": FORGED},
+        {"seed": "a secret prompt: its prepare failed: OSError: no"},
+        {"messages": [{"role": FORGED, "content": FORGED}]},
+    ],
+)
+def test_what_a_client_did_wrong_is_not_logged(running_server, caplog, fields):
+    caplog.clear()
+    response = running_server.post("/v1/chat/completions", {**BODY, **fields})
+    assert response.status_code == 400
+    assert not caplog.records
+    assert "\n" not in response.json()["error"]["message"]
+
+
+def test_a_wrong_method_is_not_logged(running_server, caplog):
+    caplog.clear()
+    assert running_server.post("/health", {}).status_code == 405
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RequestError(f"messages: the template failed: ValueError: {FORGED}"), 400),
+        (EngineTimeoutError(f"plugin: its step failed: ValueError: {FORGED}"), 503),
+        (KeyError(FORGED), 500),
+        (ValueError(FORGED), 500),
+    ],
+)
+def test_what_is_logged_has_no_lines_of_a_client(caplog, error, status):
+    with running(FakeEngine(config=configured(), error=error)) as server:
+        assert server.post("/v1/chat/completions", BODY).status_code == status
+    (record,) = caplog.records
+    lines = record.message.splitlines()
+    assert "ValueError" in record.message or "KeyError" in record.message
+    assert "forged" in record.message
+    assert "\x1b" not in record.message
+    assert not any(line.startswith("2026") for line in lines)
+    if status == 500:
+        assert any("fake_engine.py" in line for line in lines), "where it was raised"
+
+
+def test_a_field_whose_name_has_lines_is_quoted(running_server):
+    response = running_server.post("/v1/chat/completions", {**BODY, "a\nb": 1})
+    message = response.json()["error"]["message"]
+    assert message.startswith("'a\\nb': unknown field; known here: ")
+
+
 @pytest.fixture(scope="module")
 def running_server():
     with running(FakeEngine(config=configured())) as server:

@@ -3,15 +3,19 @@
 import threading
 import time
 
+import httpx
 import msgspec
 import pytest
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 
+from hardpoint.builtin_plugins.server import bodies, service
 from hardpoint.plugins.server import ServerLimits
 
 LIMITS = {
     "body_bytes": 20_000,
+    "buffered_bytes": 30_000,
+    "items": 30_000,
     "depth": 20,
     "requests": 3,
     "prompts": 3,
@@ -232,6 +236,121 @@ def test_the_size_of_bodies(server, chunked):
     assert response.status_code == 413
     message = "body: expected at most 20000 bytes (server.limits.body_bytes)"
     assert response.json()["error"]["message"] == message
+
+
+def test_the_items_of_bodies(server):
+    """What is over the limit is refused before there are objects of it."""
+    start = '{"prompt": "x", "tags": "' + "[" * 3748  # with the first one, 29992 items
+    fits = server.client.post(TEXT, content=start + "," * 6 + '",}', headers=JSON)
+    assert fits.status_code == 400
+    response = server.client.post(TEXT, content=start + "," * 7 + '",}', headers=JSON)
+    assert response.status_code == 413
+    assert response.json()["error"]["message"] == (
+        "body: expected at most 30000 items (server.limits.items), which are its commas and 8 for "
+        "each opening bracket; it has 9 commas and 3749 brackets"
+    )
+
+
+def test_the_bytes_of_all_bodies_together():
+    """Those that stop keep out large ones only, until they end."""
+    size = 100_000
+    limits = {"body_bytes": size, "buffered_bytes": 2 * size}
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    with running(FakeEngine(config=configured(limits=limits))) as server:
+        receiver = server.service.receiver
+        stopped = [server.socket() for _ in range(2)]
+        for connection in stopped:
+            start = (head + f"content-length: {size}\r\n\r\n").encode()
+            connection.sendall(start + b" " * (size - 1))
+        assert wait_until(lambda: receiver.held == 2 * size - 2)
+        response = server.client.post(CHAT, content=body_of(size), headers=JSON)
+        assert response.status_code == 503
+        assert "(server.limits.buffered_bytes); try again" in response.json()["error"]["message"]
+        assert int(response.headers["retry-after"]) >= 1
+        assert server.client.post(CHAT, content=body_of(60_000), headers=JSON).status_code == 200
+        for connection in stopped:
+            connection.close()
+        assert wait_until(lambda: receiver.held == 0)
+        assert server.client.post(CHAT, content=body_of(size), headers=JSON).status_code == 200
+        assert receiver.held == 0
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return condition()
+
+
+@pytest.mark.parametrize(
+    ("path", "start", "part", "end"),
+    [
+        ("/v1/responses", '{"input":[', "{}", "]}"),
+        (CHAT, '{"messages":[', "{}", "]}"),
+        ("/detokenize", '{"tokens":[', "5", ',"x"]}'),
+    ],
+)
+@pytest.mark.parametrize("size", [500_000, 8_000_000])
+def test_a_large_wrong_body_does_not_stop_the_others(path, start, part, end, size):
+    """Those of 8 MB stopped them for 2 to 12 seconds."""
+    body = start + ",".join([part] * (size // (len(part) + 1))) + end
+    longest = 0.0
+    with running(FakeEngine(config=configured())) as server:
+        sending = Sending(server, path, body)
+        while sending.is_alive():
+            begun = time.monotonic()
+            server.client.get("/health")
+            longest = max(longest, time.monotonic() - begun)
+    assert sending.response.status_code in (400, 413)
+    assert longest < 1.0
+
+
+class Sending(threading.Thread):
+    """Sends a body meanwhile."""
+
+    def __init__(self, server, path, body):
+        super().__init__()
+        self.server, self.path, self.body = server, path, body
+        self.start()
+
+    def run(self):
+        with httpx.Client(base_url=self.server.url, timeout=60) as client:
+            self.response = client.post(self.path, content=self.body, headers=JSON)
+
+
+def test_large_bodies_are_checked_beside_the_event_loop(monkeypatch):
+    threads = []
+
+    def noting(body, limits):
+        threads.append(threading.current_thread())
+        return bodies.decode_object(body, limits)
+
+    monkeypatch.setattr(service, "decode_object", noting)
+    limits = {"body_bytes": 200_000}
+    with running(FakeEngine(config=configured(limits=limits))) as other:
+        for size in (1000, 100_000):
+            response = other.client.post(CHAT, content=body_of(size), headers=JSON)
+            assert response.status_code == 200
+        assert threads[0] is other.thread
+        assert threads[1] is not other.thread
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        (TEXT, {"prompt": [[1]] * 4}, "prompt: expected at most 3 prompts, got 4"),
+        (CHAT, {"messages": [{}] * 4}, "messages: expected at most 3 on this server, got 4"),
+        (CHAT, {"tools": [{}] * 4}, "tools: expected at most 3 on this server, got 4"),
+        (
+            "/v1/responses",
+            {"input": [{}] * 4, "prompt": None, "messages": None},
+            "input: expected at most 3 on this server, got 4",
+        ),
+        (TEXT, {"stop": [1] * 4}, "stop: expected at most 3 on this server, got 4"),
+    ],
+)
+def test_lists_are_counted_before_what_is_in_them_is_checked(server, path, fields, message):
+    assert send(server, path, fields).json()["error"]["message"] == message
 
 
 def test_a_declared_length_is_refused_before_the_body_comes(server):

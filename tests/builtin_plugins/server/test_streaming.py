@@ -1,6 +1,7 @@
 """Server-sent events: heartbeats, disconnects, errors inside a stream, and slow clients."""
 
 import asyncio
+import contextlib
 import json
 import time
 
@@ -193,6 +194,23 @@ def test_a_body_that_stops_is_answered_408():
         answer = connection.makefile("rb").read()  # until the server closes
     assert answer.startswith(b"HTTP/1.1 408")
     assert b"within 0.1 s (server.body_seconds)" in answer
+
+
+def test_a_body_that_drips_is_answered_408():
+    with running(FakeEngine(config=configured(body_seconds=0.3))) as server:
+        connection = server.socket()
+        connection.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 100000\r\n\r\n"
+        )
+        connection.settimeout(0.1)
+        answer = b""
+        for _ in range(50):
+            with contextlib.suppress(TimeoutError):
+                answer = connection.recv(1000)
+                break
+            connection.sendall(b" ")
+    assert answer.startswith(b"HTTP/1.1 408")
 
 
 def test_more_requests_than_the_limit_are_answered_429():

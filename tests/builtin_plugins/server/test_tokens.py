@@ -1,5 +1,8 @@
 """Routes of tokens: generate, tokenize, detokenize; and embeddings, which are refused."""
 
+import asyncio
+import threading
+import time
 from itertools import chain
 
 import pytest
@@ -163,3 +166,55 @@ def test_what_cannot_be_answered_is_said(server, path, body, status, words):
     response = server.post(path, body)
     assert response.status_code == status, response.text
     assert words in response.json()["error"]["message"]
+
+
+class Slow(FakeEngine):
+    """Tokenises for a long time."""
+
+    busy = 0
+
+    async def tokenise(self, text, *, add_special_tokens=True):
+        self.busy += 1
+        try:
+            await asyncio.sleep(self.delay)
+            return [len(text), add_special_tokens]
+        finally:
+            self.busy -= 1
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 5
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return condition()
+
+
+def test_tokenising_is_counted_limited_and_ended_with_its_client():
+    engine = Slow(delay=20, config=configured(limits={"requests": 1}))
+    with running(engine) as server:
+        body = b'{"prompt":"x"}'
+        client = server.socket()
+        client.sendall(
+            b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n%s" % (len(body), body)
+        )
+        assert wait_until(lambda: engine.busy == server.service.load.open == 1)
+        for path, fields in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [65]})):
+            assert server.post(path, fields).status_code == 429
+        client.close()
+        assert wait_until(lambda: engine.busy == server.service.load.open == 0)
+        assert server.post("/detokenize", {"tokens": [65]}).json() == {"prompt": "A"}
+
+
+def test_a_server_that_ends_waits_for_tokens(tmp_path):
+    engine = Slow(delay=0.5, config=configured(admin=f"unix:{tmp_path}/a", drain_seconds=5))
+    answers = []
+    with running(engine) as server:
+        asking = threading.Thread(
+            target=lambda: answers.append(server.post("/tokenize", {"prompt": "abc"}))
+        )
+        asking.start()
+        assert wait_until(lambda: engine.busy)
+        assert server.admin.post("/drain", json={}).status_code == 200
+        asking.join(10)
+    assert answers[0].json()["tokens"] == [3, True]

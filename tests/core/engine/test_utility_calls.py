@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 from support.core.engine_harness import Rig
@@ -81,6 +82,13 @@ class TestWhatMayBeCalled:
 
         given = [{"name": "poems", "id": 2}, [1]]
         assert convert_arguments(method, given, RequestError) == [LoRARequest("poems", 2), [1]]
+
+    def test_of_live_requests_only_those_asked_for_are_looked_at(self, monkeypatch):
+        rig = Rig()
+        other = SimpleNamespace(source=SimpleNamespace(external_req_id="other"))  # and no more
+        monkeypatch.setattr(rig.scheduler, "live_requests", lambda: [other, other])
+        answer = ask(rig.core, "live_requests", ["mine"])
+        assert (answer.failure, answer.result.value) == (None, [])
 
     def test_a_structure_comes_as_a_table(self, core):
         core._parts.executor.rpc["add_lora"] = True

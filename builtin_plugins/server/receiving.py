@@ -1,0 +1,103 @@
+"""Bodies of requests as they come in: within their size, their time and the server's memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+
+from starlette.requests import Request
+
+from hardpoint.plugins.server import ServerConfig
+
+from .errors import AnswerError, unavailable
+from .streaming import ClientGoneError
+
+SMALL_BYTES = 64 << 10
+"""A body up to this size has room in any case, so that a few large ones never keep out all."""
+
+_SLOWEST_BYTES = 10_000
+_RETRY_SECONDS = 1.0
+
+
+class BodyReceiver:
+    """Receives bodies.
+
+    Attributes:
+        held: bytes of large bodies that are not yet used.
+    """
+
+    def __init__(self, settings: ServerConfig) -> None:
+        """Receive within the limits of a configuration."""
+        self.held = 0
+        self._size = settings.limits.body_bytes
+        # One body that is allowed has room where nothing else is held.
+        self._room = max(settings.limits.buffered_bytes, self._size)
+        self._seconds = settings.body_seconds
+
+    @contextlib.asynccontextmanager
+    async def body(self, request: Request) -> AsyncGenerator[bytes, None]:
+        """Provide a request's body; its bytes count as held until the context ends.
+
+        Raises:
+            AnswerError: it is too long or too slow, or there is no room for it.
+            ClientGoneError: the client is gone.
+        """
+        declared = request.headers.get("content-length", "")
+        if declared.isdigit() and int(declared) > self._size:
+            raise self._too_long()
+        parts: list[bytes] = []
+        size = held = 0
+        begun = asyncio.get_running_loop().time()
+        try:
+            more = True
+            while more:
+                part, more = await self._part(request, begun + size / _SLOWEST_BYTES)
+                size += len(part)
+                if size > self._size:
+                    raise self._too_long()
+                parts.append(part)
+                if size > SMALL_BYTES:
+                    self.held += size - held
+                    held = size
+                    self._check_room()
+            body = b"".join(parts)
+            parts.clear()
+            yield body
+        finally:
+            self.held -= held
+
+    async def _part(self, request: Request, begun: float) -> tuple[bytes, bool]:
+        """Return the next part of a body, and whether there are more."""
+        now = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout_at(min(begun, now) + self._seconds):
+                message = await request.receive()
+        except TimeoutError:
+            raise AnswerError(
+                408,
+                f"body: expected its next part within {self._seconds:g} s (server.body_seconds), "
+                f"and {_SLOWEST_BYTES} bytes per second after that time",
+                headers={"connection": "close"},
+            ) from None
+        if message["type"] != "http.request":
+            raise ClientGoneError
+        return message.get("body", b""), message.get("more_body", False)
+
+    def _check_room(self) -> None:
+        if self.held > self._room:
+            error = unavailable(
+                "the server holds as many bytes of bodies as it may "
+                "(server.limits.buffered_bytes); try again later",
+                _RETRY_SECONDS,
+                code="overloaded",
+            )
+            error.headers["connection"] = "close"
+            raise error
+
+    def _too_long(self) -> AnswerError:
+        return AnswerError(
+            413,
+            f"body: expected at most {self._size} bytes (server.limits.body_bytes)",
+            headers={"connection": "close"},
+        )

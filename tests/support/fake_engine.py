@@ -18,7 +18,6 @@ from hardpoint.plugins import (
     SamplingParams,
     SchedulerStats,
 )
-from hardpoint.plugins.errors import EngineDeadError
 from hardpoint.plugins.manifest import Manifest, Source
 from hardpoint.plugins.requests import ToolCall
 from hardpoint.plugins.server import InstalledExtension
@@ -115,13 +114,13 @@ class FakeEngine:
         params = (given or self.default_sampling_params()).checked()
         self.asked.append((prompt, params, {"request_id": request_id, **extras}))
         if self.error is not None and not self.fails_after:
-            raise self._failed()
+            raise self.error
         self.open += 1
         finished = False
         try:
             for count, output in enumerate(self._outputs(text, ids, params, request_id)):
                 if self.error is not None and count == self.fails_after:
-                    raise self._failed()
+                    raise self.error
                 if self.delay:
                     await asyncio.sleep(self.delay)
                 finished = output.finished
@@ -129,11 +128,6 @@ class FakeEngine:
         finally:
             self.open -= 1
             self.aborted += not finished
-
-    def _failed(self):
-        if isinstance(self.error, EngineDeadError):
-            self.dead_error = self.error
-        return self.error
 
     def _outputs(self, text, ids, params, request_id):
         pieces = [("reasoning", word) for word in _words(self.reasoning)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import secrets
@@ -413,9 +414,7 @@ class OutputParts:
             self._add(self._state.feed(text))
 
     def _add(self, events: Iterable[OutputEvent]) -> None:
-        for event in events:
-            if self._is_left_out(event):
-                continue
+        for event in itertools.filterfalse(self._is_left_out, events):
             match event:
                 case ContentText(text):
                     self._content.append(text)

@@ -533,3 +533,27 @@ def test_a_client_that_leaves_before_the_answer_ends_the_request():
         while not engine.aborted and time.monotonic() < end:
             time.sleep(0.01)
         assert (engine.aborted, engine.open) == (1, 0)
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_parallel_tool_calls(server, parallel):
+    fields = {"tools": [WEATHER], "max_tokens": 200, "parallel_tool_calls": parallel}
+    whole = ask(server, "twice", **fields)["choices"][0]
+    assert len(whole["message"]["tool_calls"]) == 1 + parallel
+    assert whole["finish_reason"] == "tool_calls"
+    events = stream(server, "twice", **fields)
+    parts = [c["delta"].get("tool_calls") or [] for e in events for c in e["choices"]]
+    assert {call["index"] for part in parts for call in part} == set(range(1 + parallel))
+
+
+def test_echo_of_content_in_parts(server):
+    parts = [{"type": "text", "text": "on"}, {"type": "text", "text": "e"}]
+    fields = {
+        "messages": [*user("go on"), {"role": "assistant", "content": parts}],
+        "continue_final_message": True,
+        "echo": True,
+        "max_tokens": 3,
+    }
+    whole = ask(server, **fields)["choices"][0]["message"]["content"]
+    assert whole.startswith("on\ne")
+    assert joined(stream(server, **fields)) == whole

@@ -163,3 +163,16 @@ def test_what_cannot_be_answered_is_said(server, path, body, status, words):
     response = server.post(path, body)
     assert response.status_code == status, response.text
     assert words in response.json()["error"]["message"]
+
+
+def test_tokenize_takes_what_chat_takes(server):
+    function = {**WEATHER["function"], "description": None}
+    body = {"messages": user("hi"), "reasoning_effort": "low"}
+    tools = [{"type": "function", "function": function}]
+    response = server.post("/tokenize", {**body, "tools": tools})
+    assert response.status_code == 200, response.text
+    del function["description"]
+    same = server.post("/tokenize", {**body, "tools": [{"type": "function", "function": function}]})
+    assert response.json() == same.json()
+    without = server.post("/tokenize", body)
+    assert without.json()["count"] < same.json()["count"]

@@ -89,7 +89,8 @@ def openapi_document(
         open_routes: paths that need no key; None if none needs one.
     """
     names, schemas = schema_components(_types(routes), _REF)
-    asked = {struct for route in routes for struct in walk_structs(route.request_type)}
+    bodies = (route.request_type for route in routes if route.request_type is not None)
+    asked = {struct for body in bodies for struct in walk_structs(body)}
     for type_, name in names.items():
         if type_ in asked:
             _allow_null(schemas[name])
@@ -122,7 +123,9 @@ def _allow_null(schema: dict[str, Any]) -> None:
     for name, content in properties.items():
         if name in schema.get("required", ()) or content.get("type") == "null":
             continue
-        about = {key: content[key] for key in ("description", "default") if key in content}
+        about: dict[str, Any] = {
+            key: content[key] for key in ("description", "default") if key in content
+        }
         rest = {key: value for key, value in content.items() if key not in about}
         options = rest["anyOf"] if set(rest) == {"anyOf"} else [rest]
         if rest and _NULL not in options:

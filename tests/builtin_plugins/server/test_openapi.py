@@ -298,7 +298,8 @@ def test_fields_that_may_be_left_out_may_be_null(server, document, field):
 
 
 @pytest.mark.parametrize(
-    ("path", "name"), [("/health", "EngineHealth"), ("/ready", "Readiness"), ("/version", "Version")]
+    ("path", "name"),
+    [("/health", "EngineHealth"), ("/ready", "Readiness"), ("/version", "Version")],
 )
 def test_what_is_said_of_the_server_is_described(server, document, path, name):
     answers = document["paths"][path]["get"]["responses"]

@@ -57,7 +57,7 @@ class UsageCount:
         self._cached: dict[int, int] = {}  # tokens by prompt
         self._cached_tokens = 0
         self._reasoning_tokens = 0
-        self._mixed: list[str] = []  # reasoning whose tokens came together with others
+        self._reasoning: list[str] = []  # whose tokens are not counted yet
         count_tokens_of(self)
 
     def add(self, output: RequestOutput, prompt: int = 0) -> None:
@@ -71,24 +71,22 @@ class UsageCount:
             self._cached[prompt] = cached
             self._cached_tokens += cached - known
         for completion in output.outputs:
-            tokens = len(completion.token_ids)
-            self.completion_tokens += tokens
+            self.completion_tokens += len(completion.token_ids)
             if completion.reasoning:
-                if completion.content or completion.tool_calls:
-                    self._mixed.append(completion.reasoning)
-                else:
-                    self._reasoning_tokens += tokens
+                self._reasoning.append(completion.reasoning)
             if completion.finish_reason is not None:
                 self.finish_reasons.append(completion.finish_reason)
 
     async def measure(self, encode: Encode) -> None:
-        """Count the tokens of reasoning that came together with others, before `usage`.
+        """Count the tokens of the reasoning, before `usage`.
+
+        An output's text may lag behind its tokens, so they are those of the text.
 
         Args:
             encode: returns the tokens of a text without holding up the event loop; the engine's
                 `tokenise`.
         """
-        text, self._mixed = "".join(self._mixed), []
+        text, self._reasoning = "".join(self._reasoning), []
         if text:
             self._reasoning_tokens += len(await encode(text, add_special_tokens=False))
 
@@ -103,8 +101,8 @@ class UsageCount:
         )
         if whole:
             usage.prompt_tokens_details = PromptDetails(self._cached_tokens)
-            if self._mixed:  # nobody has called `measure`
-                text, self._mixed = "".join(self._mixed), []
+            if self._reasoning:  # nobody has called `measure`
+                text, self._reasoning = "".join(self._reasoning), []
                 ids = self._tokenizer.encode(text, add_special_tokens=False)
                 self._reasoning_tokens += len(ids)
             if self._reasoning_tokens:

@@ -110,7 +110,7 @@ class PromptTooLongError(RequestError):
 
     @classmethod
     def of(cls, tokens: int, max_model_len: int) -> PromptTooLongError:
-        """Return the error of a prompt, in words by which clients of other servers know it."""
+        """Return the error of a prompt, with a message that clients of other servers know."""
         return cls(
             f"prompt: the prompt is too long: {tokens} tokens; this model's maximum context length "
             f"is {max_model_len} tokens, less one to generate"

@@ -43,7 +43,7 @@ def is_of_grammar(message: str) -> bool:
 
 
 def grammar_error(message: str, form: str | None = None) -> str:
-    """Return an error of the engine about what an answer must be, in the words of a request.
+    """Return an error of the engine about what an answer must be with the names of a request.
 
     Args:
         message: any other is returned as it is.

@@ -12,9 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hardpoint.plugins import SamplingParams
-from hardpoint.plugins.describing import walk_structs
 from hardpoint.plugins.server import Route
-from hardpoint.plugins.typed import attribute_docs, schema_components
+from hardpoint.plugins.typed import attribute_docs, schema_components, walk_structs
 
 from .errors import MESSAGES_PATH, ErrorBody, MessagesErrorBody
 from .service import Service

@@ -101,7 +101,7 @@ class UsageCount:
         )
         if whole:
             usage.prompt_tokens_details = PromptDetails(self._cached_tokens)
-            if self._reasoning:  # nobody has called `measure`
+            if self._reasoning:  # `measure` was not called
                 text, self._reasoning = "".join(self._reasoning), []
                 ids = self._tokenizer.encode(text, add_special_tokens=False)
                 self._reasoning_tokens += len(ids)
